@@ -1,0 +1,172 @@
+"""(d) What splitting the backward costs: ours I + W, and torch.distributed.pipelining's, against the full backward.
+
+``.venv/bin/python -m benchmarks.split_backward [--quick]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from penstock.engine.weightgrad import Recorder, WeightGradQueue
+
+__all__ = ["main", "run"]
+
+HOST_TARGET = 1.2  # I + W over the full backward, where the host is the bottleneck
+WALL_TARGET = 1.0  # at real sizes
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer encoder layer."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, dim = x.shape
+        y = self.norm1(x)
+        q, k, v = (f(y).view(batch, time, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, time, dim)
+        x = x + self.o(a)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Case:
+    """One stage, and three ways to run its forward and backward. Each returns seconds of F, I (or B) and W."""
+
+    def __init__(self, layers: int, dim: int, tokens: int, batch: int, device: str) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(*(Layer(dim, 4) for _ in range(layers))).to(device)
+        self.x = torch.randn(batch, tokens, dim, device=device, requires_grad=True)
+        self.grad = torch.randn(batch, tokens, dim, device=device)
+        self.queue = WeightGradQueue(Recorder(self.module))
+        self.sync: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def full(self) -> tuple[float, float, float]:
+        start = self._now()
+        output = self.module(self.x)
+        middle = self._now()
+        torch.autograd.backward([output], [self.grad])
+        return middle - start, self._now() - middle, 0.0
+
+    def ours(self) -> tuple[float, float, float]:
+        start = self._now()
+        with self.queue.recording():
+            output = self.module(self.x)
+        first = self._now()
+        with self.queue.taking():
+            torch.autograd.backward([output], [self.grad])
+        second = self._now()
+        self.queue.run()
+        return first - start, second - first, self._now() - second
+
+    def peer(self) -> tuple[float, float, float]:
+        start = self._now()
+        output = self.module(self.x)
+        first = self._now()
+        _, groups = stage_backward_input([output], [self.grad], [self.x], self.module.parameters())
+        second = self._now()
+        stage_backward_weight(self.module.parameters(), groups)
+        return first - start, second - first, self._now() - second
+
+    def _now(self) -> float:
+        self.sync()
+        return time.perf_counter()
+
+    def gradients(self, way: Callable[[], object]) -> list[Tensor]:
+        self.module.zero_grad()
+        self.x.grad = None
+        way()
+        return [p.grad.clone() for p in (self.x, *self.module.parameters()) if p.grad is not None]
+
+    def measure(self, repeats: int) -> dict[str, list[float]]:
+        """Medians, the ways taking turns. Gradients stay, as they do from the second micro-batch on."""
+        ways = {"full": self.full, "ours": self.ours, "peer": self.peer}
+        wanted = self.gradients(self.full)
+        for way in ("ours", "peer"):
+            torch.testing.assert_close(self.gradients(ways[way]), wanted, rtol=1e-3, atol=1e-3)
+        seconds: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
+        for repeat in range(repeats):
+            if repeat % 10 == 0:
+                gc.collect()
+            gc.disable()
+            for name, way in ways.items():
+                seconds[name].append(way())
+                self.x.grad = None
+            gc.enable()
+        return {name: [median(part) for part in zip(*times, strict=True)] for name, times in seconds.items()}
+
+
+def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
+    """Measure, with one thread. ``quick`` is a short run to see that it works; its numbers are rough."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = []
+        cases = [("host", n, 64, 16, 1, repeats) for n, repeats in ((1, 400), (8, 120), (32, 40))]
+        cases += [("wall", 4, 512, 128, 4, 15)]
+        for kind, layers, dim, tokens, batch, repeats in cases:
+            case = Case(layers, dim, tokens, batch, device)
+            times = case.measure(max(3, repeats // 20) if quick else repeats)
+            f, b, _ = times["full"]
+            row: dict[str, Any] = {"kind": kind, "layers": layers, "dim": dim, "tokens": tokens, "batch": batch}
+            row["full_us"] = {"F": f * 1e6, "B": b * 1e6}
+            for name in ("ours", "peer"):
+                forward, i, w = times[name]
+                row[f"{name}_us"] = {"F": forward * 1e6, "I": i * 1e6, "W": w * 1e6}
+                row[f"{name}_backward_ratio"] = (i + w) / b
+                row[f"{name}_forward_ratio"] = forward / f
+            row["target"] = HOST_TARGET if kind == "host" else WALL_TARGET
+            row["met"] = row["ours_backward_ratio"] <= row["target"]
+            rows.append(row)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "benchmark": "split_backward",
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+        "device": device,
+        "threads": 1,
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", help="also write the numbers to this file")
+    options = parser.parse_args()
+    result = run(options.quick, options.device)
+    print(f"Split backward, torch {result['torch']}, {result['device']}, one thread. Times in µs, medians.\n")
+    print("      layers   dim  tokens |  full F    full B | ours F/full   I       W   (I+W)/B | torch (I+W)/B")
+    for row in result["rows"]:
+        ours, tokens = row["ours_us"], row["tokens"] * row["batch"]
+        print(
+            f"{row['kind']}  {row['layers']:6} {row['dim']:5} {tokens:7} | {row['full_us']['F']:7.0f} "
+            f"{row['full_us']['B']:9.0f} | {row['ours_forward_ratio']:9.2f} {ours['I']:8.0f} {ours['W']:8.0f} "
+            f"{row['ours_backward_ratio']:8.2f} | {row['peer_backward_ratio']:8.2f}"
+            + ("" if row["met"] else f"   target {row['target']:.1f} missed")
+        )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The commands of the ``penstock`` command line, one file each (see ``penstock.cli``)."""

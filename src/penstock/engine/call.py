@@ -1,0 +1,133 @@
+"""``pipe(x)``: the forward half of a fill-drain program now, its backward half when autograd gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from penstock.engine.local import Job, LocalCrew
+from penstock.engine.microbatch import join
+from penstock.engine.runner import Ends
+from penstock.engine.stage import Message, Slot, StageEngine
+from penstock.engine.tree import Spec, unflatten
+from penstock.schedule.lower import lower
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Flight", "call"]
+
+
+class Flight:
+    """One call of the pipeline: its slots live until its backward is over, or nobody can ask for it any more."""
+
+    def __init__(self, crew: LocalCrew, schedule: Schedule, parameters: Sequence[nn.Parameter]) -> None:
+        self.crew = crew
+        programs = lower(schedule, crew.edges)
+        self.count = schedule.num_microbatches
+        self.halves = [
+            [[i for i in program.instructions if i.kind in kinds] for program in programs]
+            for kinds in (("F", "SEND_F"), ("B", "SEND_B"))
+        ]
+        self.slots = {(s, k): Slot() for program in programs for s, k in program.slots}
+        self.parameters = list(parameters)
+        self.of_stage = {
+            index: [p for p in stage.module.parameters() if p.requires_grad] for index, stage in crew.stages.items()
+        }
+        self.over = False
+        self.keep = False
+        self.template: tuple[list[Any], Spec] = ([], None)
+
+    def forward(self, inputs: list[Message]) -> list[Message]:
+        self.crew.head.begin([1] * self.count, None, keep_outputs=False)
+        ends = Ends(inputs, outputs=[None] * self.count)
+        self.crew.run(self._job(0, ends), grad=True)
+        assert ends.outputs is not None
+        return [message for message in ends.outputs if message is not None]
+
+    def backward(self, seeds: Sequence[Sequence[Tensor | None]]) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+        """The gradients of the inputs, per micro-batch, and of the parameters, by identity."""
+        if self.over:
+            raise RuntimeError(
+                "Trying to backward through the pipeline a second time: call backward with retain_graph=True the "
+                "first time, or call the pipeline again"
+            )
+        self.keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.of_stage}
+
+        def work(stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot) -> None:
+            wanted = self.of_stage[stage.index]
+            mine = sums[stage.index]
+            for parameter, grad in zip(wanted, stage.gradients(grads, slot, wanted, self.keep), strict=True):
+                if grad is not None:
+                    mine[id(parameter)] = grad if id(parameter) not in mine else mine[id(parameter)] + grad
+
+        grads: list[Sequence[Tensor | None]] = [()] * self.count
+        ends = Ends(seed=seeds.__getitem__, grads=grads)
+        self.crew.run(self._job(1, ends, work), grad=False)
+        if not self.keep:
+            self.over = True
+            self.slots.clear()
+        totals: dict[int, Tensor] = {}
+        for of_stage in sums.values():
+            for key, grad in of_stage.items():
+                totals[key] = grad if key not in totals else totals[key] + grad.to(totals[key].device)
+        return grads, totals
+
+    def _job(self, half: int, ends: Ends, work: Any = StageEngine.backward) -> Job:
+        return self.crew.compile(self.halves[half], self.count, self.slots, ends, work)
+
+
+def call(flight: Flight, inputs: list[Message]) -> Any:
+    """Run the flight's forward and return its joined output, as part of the caller's autograd graph."""
+    wanted = inputs[0].wants
+    tensors = [message.leaves[i] for message in inputs for i in wanted]
+    result: tuple[Tensor, ...] = _Call.apply(flight, inputs, *tensors, *flight.parameters)  # type: ignore[no-untyped-call]
+    leaves, spec = flight.template
+    tensors_out = iter(result)
+    return unflatten([next(tensors_out) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+class _Call(torch.autograd.Function):
+    """The whole pipeline as one node of the caller's graph.
+
+    Inputs: the micro-batches' tensors that want a gradient, then the parameters. Outputs: the joined tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = flight.forward([message.detached() for message in inputs])
+        leaves, spec, wants = outputs[0]
+        joined: list[Any] = [join([message.leaves[i] for message in outputs]) for i in range(len(leaves))]
+        flight.template = (leaves, spec)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        ctx.flight = flight
+        ctx.want = [places.index(i) for i in wants]
+        ctx.shapes = [[message.leaves[i].shape for message in outputs] for i in wants]
+        ctx.inputs = [len(inputs), len(inputs[0].wants)]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(joined[i] for i in places if i not in wants))
+        return tuple(joined[i] for i in places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        flight: Flight = ctx.flight
+        columns = [_scatter(grads[i], shapes) for i, shapes in zip(ctx.want, ctx.shapes, strict=True)]
+        seeds = [[column[k] for column in columns] for k in range(flight.count)]
+        input_grads, parameter_grads = flight.backward(seeds)
+        flat = [grad for row in input_grads for grad in row]
+        return None, None, *flat, *(parameter_grads.get(id(p)) for p in flight.parameters)
+
+
+def _scatter(grad: Tensor | None, shapes: Sequence[torch.Size]) -> Sequence[Tensor | None]:
+    """The gradient of a joined output, divided as the output was joined."""
+    if grad is None:
+        return [None] * len(shapes)
+    if len(shapes) == 1:
+        return [grad]
+    if not shapes[0]:
+        return grad.unbind()
+    return torch.split(grad, [shape[0] for shape in shapes])

@@ -1,0 +1,1 @@
+"""How messages get from one stage to another: within a process, or between two."""

@@ -1,0 +1,31 @@
+"""Groups of ranks that talk, made straight from torch's backends under names of our own.
+
+``torch.distributed.new_group`` wants every rank of the world to take part, or names a group after its members, so
+that a second pipeline over the same ranks would meet what the first one left in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Group", "open_group"]
+
+Group = Any  # a backend: ProcessGroupGloo or ProcessGroupNCCL
+
+TIMEOUT = timedelta(minutes=30)
+
+
+def open_group(store: Any, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> Group:
+    """The group of ``ranks`` as seen by ``rank``, one of them: NCCL between GPUs where the world uses it, else gloo."""
+    place = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    me = list(ranks).index(rank)
+    if device.type == "cuda" and dist.is_nccl_available() and "nccl" in dist.get_backend():
+        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+        options._timeout = TIMEOUT
+        return dist.ProcessGroupNCCL(place, me, len(ranks), options)  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(place, me, len(ranks), TIMEOUT)  # type: ignore[attr-defined]

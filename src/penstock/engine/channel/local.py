@@ -1,0 +1,85 @@
+"""Lanes inside one process: a message is handed over, and moved if the other stage is on another device."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.stage import Message
+
+__all__ = ["Cancelled", "LocalLane"]
+
+
+class Cancelled(Exception):
+    """Another rank failed: there is nothing left to wait for."""
+
+
+class LocalLane:
+    """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right."""
+
+    def __init__(self, microbatches: int, src: torch.device, dst: torch.device) -> None:
+        self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
+        self._move = None if src == dst else _Mover(src, dst)
+
+    def send(self, microbatch: int, leaves: Any) -> None:
+        if self._move is not None:
+            leaves = self._move(leaves)
+        self._cells[microbatch].put(leaves)
+
+    def take(self, microbatch: int) -> Any:
+        """Wait for the message of one micro-batch."""
+        message = self._cells[microbatch].get()
+        if isinstance(message, Cancelled):
+            raise message
+        if self._move is not None:
+            self._move.landed(message)
+        return message
+
+    def cancel(self) -> None:
+        """Wake whoever waits here, now or later."""
+        for cell in self._cells:
+            cell.put(Cancelled())
+
+
+class _Mover:
+    """Copies between devices, beside the compute of both.
+
+        source stream   ──made──●                         the copy waits until the value is made,
+        copy streams            └──copy──●                and compute on the other side until it has landed
+        target stream   ───────────────  └──used──
+    """
+
+    def __init__(self, src: torch.device, dst: torch.device) -> None:
+        self.src, self.dst = src, dst
+        self.streams = {d: torch.cuda.Stream(d) for d in (src, dst) if d.type == "cuda"}  # type: ignore[no-untyped-call]
+
+    def __call__(self, message: Any) -> Any:
+        if isinstance(message, Message):
+            return message._replace(leaves=self(message.leaves))
+        return [self._copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in message]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self.src.type != "cuda":
+            return tensor.to(self.dst)
+        source = self.streams[self.src]
+        source.wait_stream(torch.cuda.current_stream(self.src))
+        tensor.record_stream(source)
+        if self.dst.type != "cuda":
+            with torch.cuda.stream(source):
+                return tensor.to(self.dst)  # to the host: waits until it is there
+        with torch.cuda.stream(self.streams[self.dst]), torch.cuda.stream(source):
+            return tensor.to(self.dst, non_blocking=True)
+
+    def landed(self, message: Any) -> None:
+        """Make compute on the target wait for the copies of this message, and keep its memory until then."""
+        if self.dst.type != "cuda":
+            return
+        compute = torch.cuda.current_stream(self.dst)
+        for stream in self.streams.values():
+            compute.wait_stream(stream)
+        for leaf in message.leaves if isinstance(message, Message) else message:
+            if isinstance(leaf, Tensor):
+                leaf.record_stream(compute)

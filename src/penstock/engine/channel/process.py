@@ -1,0 +1,156 @@
+"""Lanes between two processes, over a process group of two for each direction.
+
+Both ends know what a message looks like before it is sent, so nothing but the tensors' data travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.channel.group import Group
+from penstock.engine.meta import MessageMeta, TensorMeta, meta_of
+from penstock.engine.stage import Message
+from penstock.errors import PlanError
+
+__all__ = ["BackwardLane", "ChannelError", "ForwardLane", "Wire"]
+
+
+class ChannelError(Exception):
+    """A peer's end of a channel is gone."""
+
+    def __init__(self, peer: int, cause: str) -> None:
+        super().__init__(f"the channel with rank {peer} broke: {cause}")
+        self.peer = peer
+
+
+class Wire:
+    """One end of a channel: tensors go out or come in, in order."""
+
+    def __init__(self, group: Group, peer: int, device: torch.device) -> None:
+        self.group = group
+        self.peer = peer  # its rank in the world
+        self.there = 1 - group.rank()
+        self.device = device
+        # gloo moves host memory only
+        self.staged = device.type == "cuda" and group.name() == "gloo"
+        self.buffers = torch.device("cpu") if self.staged else device
+
+    def send(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Start sending; what is returned must be kept until ``finish`` of it is over."""
+        out: list[Any] = []
+        try:
+            for tensor in tensors:
+                if self.staged:
+                    tensor = tensor.cpu()
+                if not tensor.is_contiguous():
+                    tensor = tensor.contiguous()
+                if tensor.numel():
+                    out.append((self.group.send([tensor], self.there, 0), tensor))
+        except RuntimeError as error:
+            raise ChannelError(self.peer, str(error)) from error
+        return out
+
+    def receive(self, metas: Sequence[TensorMeta]) -> list[Any]:
+        """Post receives into fresh buffers."""
+        out: list[Any] = []
+        try:
+            for meta in metas:
+                buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.buffers)
+                out.append((self.group.recv([buffer], self.there, 0) if buffer.numel() else None, buffer))
+        except RuntimeError as error:
+            raise ChannelError(self.peer, str(error)) from error
+        return out
+
+    def finish(self, works: Sequence[Any]) -> list[Tensor]:
+        """Wait for sends or receives that were started; their tensors."""
+        try:
+            for work, _ in works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise ChannelError(self.peer, str(error)) from error
+        return [tensor.to(self.device) if self.staged else tensor for _, tensor in works]
+
+
+class _ProcessLane:
+    """One edge in one direction: what is under way on it."""
+
+    def __init__(self, wire: Wire, name: str) -> None:
+        self.wire = wire
+        self.name = name
+        self.under_way: dict[int, list[Any]] = {}
+
+    def sent(self, microbatch: int) -> None:
+        self.wire.finish(self.under_way.pop(microbatch))
+
+
+class ForwardLane(_ProcessLane):
+    """Outputs to the next stage; ``metas`` says what each micro-batch's looks like."""
+
+    metas: Sequence[MessageMeta] = ()
+
+    def send(self, microbatch: int, message: Message) -> None:
+        self.under_way[microbatch] = self.wire.send(_checked(message, self.metas[microbatch], self.name))
+
+    def post(self, microbatch: int) -> None:
+        self.under_way[microbatch] = self.wire.receive(self.metas[microbatch].tensors())
+
+    def take(self, microbatch: int) -> Message:
+        tensors = iter(self.wire.finish(self.under_way.pop(microbatch)))
+        meta = self.metas[microbatch]
+        leaves = [next(tensors) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
+        return Message(leaves, meta.spec, meta.wants)
+
+
+class BackwardLane(_ProcessLane):
+    """Gradients back to the stage before; ``present`` says which outputs get one."""
+
+    metas: Sequence[MessageMeta] = ()
+    present: Sequence[Sequence[bool]] = ()
+
+    def _travelling(self, microbatch: int) -> list[TensorMeta]:
+        meta, present = self.metas[microbatch], self.present[microbatch]
+        return [meta.leaves[i] for i, there in zip(meta.wants, present, strict=True) if there]
+
+    def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
+        there = [grad for grad, there in zip(grads, self.present[microbatch], strict=True) if there]
+        metas = self._travelling(microbatch)
+        device = self.wire.device
+        tensors = [
+            torch.zeros(meta.shape, dtype=meta.dtype, device=device) if grad is None else grad
+            for grad, meta in zip(there, metas, strict=True)
+        ]
+        self.under_way[microbatch] = self.wire.send(tensors)
+
+    def post(self, microbatch: int) -> None:
+        self.under_way[microbatch] = self.wire.receive(self._travelling(microbatch))
+
+    def take(self, microbatch: int) -> list[Tensor | None]:
+        tensors = iter(self.wire.finish(self.under_way.pop(microbatch)))
+        return [next(tensors) if there else None for there in self.present[microbatch]]
+
+
+def _checked(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
+    """The tensors of a message, if it is what the other side expects."""
+    leaves, spec, wants = message
+    tensors = []
+    if len(leaves) == len(meta.leaves) and spec == meta.spec and len(wants) == len(meta.wants):
+        for leaf, expected in zip(leaves, meta.leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                if not isinstance(expected, TensorMeta) or leaf.dtype is not expected.dtype:
+                    break
+                if leaf.shape != expected.shape:
+                    break
+                tensors.append(leaf)
+            elif leaf is not expected and leaf != expected:
+                break
+        else:
+            return tensors
+    raise PlanError(
+        f"{name} gave {meta_of(leaves, spec, wants)}, but {meta} was inferred from its input and is what the next stage "
+        "expects: an output's shapes, dtypes and plain values must follow from the input's shapes alone"
+    )

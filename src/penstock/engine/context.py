@@ -1,0 +1,67 @@
+"""Thread-local state that must follow the work: autocast and the default device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.engine.stage import StageEngine
+
+__all__ = ["Ambient", "ambient", "surround"]
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """What the caller had switched on when it called the pipeline.
+
+    It is entered around forwards alone: a backward runs outside autocast, as in a plain training loop.
+    """
+
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]  # device type, dtype, cache
+    device: torch.device | None
+
+    def __bool__(self) -> bool:
+        return bool(self.autocast) or self.device is not None
+
+    def contexts(self) -> list[AbstractContextManager[object]]:
+        autocasts = [torch.autocast(kind, dtype, cache_enabled=cache) for kind, dtype, cache in self.autocast]
+        return [*autocasts, *([] if self.device is None else [self.device])]
+
+
+class Around:
+    """An ambient state that a stage enters again for each forward."""
+
+    def __init__(self, ambient: Ambient) -> None:
+        self.ambient = ambient
+        self.open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        for context in self.ambient.contexts():
+            stack.enter_context(context)
+        self.open.append(stack)
+
+    def __exit__(self, *error: Any) -> None:
+        self.open.pop().__exit__(*error)
+
+
+def surround(stages: Iterable[StageEngine], state: Ambient) -> None:
+    """Let the stages' forwards run in the caller's state."""
+    for stage in stages:
+        stage.around = Around(state) if state else None
+
+
+def ambient() -> Ambient:
+    """The calling thread's state."""
+    cache = torch.is_autocast_cache_enabled()
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind), cache) for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)
+    )
+    default = torch.get_default_device()
+    return Ambient(autocast, None if default == torch.device("cpu") else default)

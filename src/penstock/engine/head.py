@@ -1,0 +1,109 @@
+"""The end of the pipeline: the loss of each micro-batch, and the outputs that are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.loss import LossRule, find_loss
+from penstock.engine.microbatch import join
+from penstock.engine.tree import flatten, unflatten
+from penstock.errors import PlanError
+
+__all__ = ["Head"]
+
+
+class Head:
+    """Called with every output of the last stage, in training and in evaluation."""
+
+    def __init__(self, rule: LossRule) -> None:
+        self.rule = rule
+        self.keep_outputs = False
+        self.training = False
+        self.batch = 0
+        self.targets: Sequence[Any] = ()
+        self.weights: Sequence[float | Tensor] = ()
+        self.outputs: list[Any] = []
+        self.losses: list[Tensor | None] = []
+        self.counts: list[Any] = []
+
+    def begin(self, sizes: Sequence[int], targets: Sequence[Any] | None, *, keep_outputs: bool) -> None:
+        """Get ready for one mini-batch: with ``targets`` None there is no loss."""
+        self.training = targets is not None
+        self.batch = sum(sizes)
+        self.targets = targets or ()
+        self.weights = self.rule.weights(sizes, self.targets) if targets is not None else ()
+        self.keep_outputs = keep_outputs
+        self.outputs = [None] * len(sizes)
+        self.losses = [None] * len(sizes)
+        self.counts = []
+
+    def __call__(self, microbatch: int, output: Any) -> Any:
+        """Keep the output; return the loss, or the output itself where there is no loss to compute."""
+        if self.keep_outputs:
+            self.outputs[microbatch] = _detached(output)
+        if not self.training:
+            return output
+        if self.rule.call is None:
+            loss = find_loss(output)
+            what = "the model computes its own loss (no loss_fn was given), but its output"
+        else:
+            loss = self.rule.call(output, self.targets[microbatch])
+            what = "loss_fn"
+        if self.rule.call is not None and isinstance(loss, tuple):
+            loss = self._pair(loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise PlanError(f"{what} gave {found} where the loss, one number in a tensor, was expected")
+        if not loss.requires_grad:
+            raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
+        self.losses[microbatch] = loss.detach()
+        return loss
+
+    def _pair(self, pair: tuple[Any, ...]) -> Any:
+        if len(pair) != 2:
+            raise PlanError(f"loss_fn returned {len(pair)} values: return the loss, or (sum, count)")
+        loss, count = pair
+        self.counts.append(count)
+        return loss
+
+    def seed(self, microbatch: int) -> list[Tensor]:
+        """The gradient of the mini-batch's loss by this micro-batch's."""
+        loss = self.losses[microbatch]
+        assert loss is not None
+        weight = 1 / self.batch if self.counts else self.weights[microbatch]
+        if isinstance(weight, Tensor):
+            return [weight.to(loss.device, loss.dtype).reshape(loss.shape)]
+        return [torch.full_like(loss, weight)]
+
+    def finish(self) -> tuple[Tensor, float | None]:
+        """The loss of the mini-batch, and the factor that puts all gradients right, if counts ask for one."""
+        losses = torch.stack([_wide(loss) for loss in self.losses if loss is not None])
+        if self.counts:
+            if len(self.counts) != len(losses):
+                raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
+            count = sum(float(count) for count in self.counts)
+            factor = self.batch / count if count else math.nan  # as the plain mean over nothing
+            return losses.sum() * (factor / self.batch), factor
+        weights = [w.to(losses) if isinstance(w, Tensor) else losses.new_tensor(w) for w in self.weights]
+        return (losses * torch.stack(weights)).sum(), None
+
+    def take_outputs(self) -> Any:
+        """The outputs of the mini-batch, in order; nothing of it is kept here any longer."""
+        outputs, self.outputs, self.targets = self.outputs, [], ()
+        return join(outputs) if self.keep_outputs else None
+
+
+def _wide(loss: Tensor) -> Tensor:
+    """Losses of half precision are added up in single."""
+    return loss.reshape(()).float() if loss.dtype.itemsize < 4 else loss.reshape(())
+
+
+def _detached(output: Any) -> Any:
+    leaves, spec = flatten(output)
+    return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+

@@ -1,0 +1,53 @@
+"""A mini-batch as the user gives it, as the micro-batches that enter the first stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.microbatch import batch_size, scatter, sizes_of
+from penstock.engine.stage import Message
+from penstock.engine.tree import flatten, unflatten
+from penstock.errors import PlanError
+
+__all__ = ["cut", "cut_targets", "single_value"]
+
+
+def single_value(inputs: Any) -> Any:
+    """The one value that an ``nn.Sequential`` takes, from positional (tuple) or keyword (dict) arguments.
+
+    Arguments that cannot be a Sequential's, several of them or other names, are themselves the value.
+    """
+    if isinstance(inputs, tuple) and len(inputs) == 1:
+        return inputs[0]
+    if isinstance(inputs, dict) and set(inputs) == {"input"}:
+        return inputs["input"]
+    return inputs
+
+
+def cut(value: Any, microbatches: int, device: torch.device) -> tuple[tuple[int, ...], list[Message]]:
+    """The sizes of the micro-batches, and their messages on ``device``; tensors stay in the caller's graph."""
+    size = batch_size(value, "inputs")
+    if size == 0:
+        raise PlanError("the mini-batch is empty: its tensors have no entries along dimension 0")
+    sizes = sizes_of(1 if size is None else size, microbatches)
+    return sizes, [_message(part, device) for part in scatter(value, sizes)]
+
+
+def _message(value: Any, device: torch.device) -> Message:
+    leaves, spec = flatten(value)
+    leaves = [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return Message(leaves, spec, [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad])
+
+
+def cut_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any]:
+    """The targets of each micro-batch, on the last stage's device."""
+    size = batch_size(targets, "targets")
+    if size is not None and size != sum(sizes):
+        raise PlanError(f"the inputs have {sum(sizes)} samples, but the targets have {size}")
+    leaves, spec = flatten(targets)
+    moved = [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return scatter(unflatten(moved, spec), sizes)

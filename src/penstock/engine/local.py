@@ -1,0 +1,158 @@
+"""All ranks in one process: a thread for each, lanes in memory."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.channel.local import LocalLane
+from penstock.engine.context import ambient, surround
+from penstock.engine.head import Head
+from penstock.engine.inputs import cut, cut_targets
+from penstock.engine.outcome import Outcome, send_back
+from penstock.engine.runner import Ends, Runner, Wiring, compile_program
+from penstock.engine.stage import Slot, StageEngine, make_slots
+from penstock.engine.workers import Workers
+from penstock.schedule.lower import lower
+from penstock.schedule.program import Instruction
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.source import ScheduleSource
+from penstock.split.plan import Plan
+
+__all__ = ["Job", "LocalCrew"]
+
+Work = Callable[[StageEngine, Sequence[Tensor | None], Slot], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compiled program per rank, the lanes between them, and the ends that a step fills and reads."""
+
+    runners: tuple[Runner, ...]
+    lanes: tuple[LocalLane, ...]
+    ends: Ends
+
+    def cancel(self) -> None:
+        for lane in self.lanes:
+            lane.cancel()
+
+
+class LocalCrew:
+    """The stages of a pipeline with their threads."""
+
+    def __init__(self, plan: Plan, stages: Sequence[StageEngine], placement: Sequence[int]) -> None:
+        self.stages = {stage.index: stage for stage in stages}
+        self.edges = [(edge.src, edge.dst) for edge in plan.edges]
+        self.placement = tuple(placement)
+        _mark_shared(stages)
+        ranks = max(placement) + 1
+        on_cpu = len({placement[stage.index] for stage in stages if stage.device.type == "cpu"})
+        self.workers = Workers(ranks, max(1, torch.get_num_threads() // on_cpu) if on_cpu else None)
+        self._jobs: OrderedDict[int, tuple[Schedule, Job]] = OrderedDict()  # by identity: hashing is a walk
+
+    @property
+    def head(self) -> Head:
+        head = self.stages[len(self.stages) - 1].head
+        assert head is not None
+        return head
+
+    def train(self, source: ScheduleSource, value: Any, targets: Any, *, keep_outputs: bool) -> Outcome:
+        """Forward and backward of one mini-batch; gradients are added to the parameters' ``.grad``."""
+        sizes, messages = cut(value, source.microbatches, self.stages[0].device)
+        parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
+        job = self.job(source.training(len(sizes)))
+        self.head.begin(sizes, parts, keep_outputs=keep_outputs)
+        job.ends.inputs = [message.detached() for message in messages]
+        job.ends.seed = self.head.seed
+        job.ends.grads = [()] * len(sizes)
+        self.run(job, grad=True)
+        loss, factor = self.head.finish()
+        send_back(messages, job.ends.grads, factor)
+        job.ends.inputs, job.ends.grads = [], None
+        return Outcome(loss, factor, self.head.take_outputs(), sizes)
+
+    def evaluate(self, source: ScheduleSource, value: Any) -> Any:
+        """The outputs of one mini-batch, without a graph."""
+        sizes, messages = cut(value, source.microbatches, self.stages[0].device)
+        job = self.job(source.forward_only(len(sizes)))
+        self.head.begin(sizes, None, keep_outputs=True)
+        job.ends.inputs = [message.detached()._replace(wants=()) for message in messages]
+        self.run(job, grad=False)
+        job.ends.inputs = []
+        return self.head.take_outputs()
+
+    def job(self, schedule: Schedule) -> Job:
+        """The job of a training or evaluation step, compiled once per schedule."""
+        if id(schedule) not in self._jobs:
+            programs = lower(schedule, self.edges)
+            slots = {key: slot for program in programs for key, slot in make_slots(program, self.stages).items()}
+            orders = [program.instructions for program in programs]
+            job = self.compile(orders, schedule.num_microbatches, slots, Ends())
+            self._jobs[id(schedule)] = (schedule, job)
+            while len(self._jobs) > 8:  # batches of ever new sizes must not pile up compiled jobs
+                self._jobs.popitem(last=False)
+        return self._jobs[id(schedule)][1]
+
+    def compile(
+        self,
+        orders: Sequence[Sequence[Instruction]],
+        microbatches: int,
+        slots: dict[tuple[int, int], Slot],
+        ends: Ends,
+        work: Work = StageEngine.backward,
+    ) -> Job:
+        device = {index: stage.device for index, stage in self.stages.items()}
+        forward = {(a, b): LocalLane(microbatches, device[a], device[b]) for a, b in self.edges}
+        backward = {(b, a): LocalLane(microbatches, device[b], device[a]) for a, b in self.edges}
+        runners = []
+        for rank, order in enumerate(orders):
+            own = {index: stage for index, stage in self.stages.items() if self.placement[index] == rank}
+            runners.append(compile_program(order, Wiring(own, slots, forward, backward, ends, work=work)))
+        return Job(tuple(runners), (*forward.values(), *backward.values()), ends)
+
+    def run(self, job: Job, *, grad: bool) -> None:
+        """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left."""
+        devices = {stage.device for stage in self.stages.values() if stage.device.type == "cuda"}
+        streams = [torch.cuda.current_stream(device) for device in devices]
+        surround(self.stages.values(), ambient())
+
+        def task(runner: Runner) -> None:
+            with ExitStack() as stack:
+                # All ranks on one GPU use the caller's stream, so their order there needs no events.
+                for stream in streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(torch.set_grad_enabled(grad))
+                try:
+                    runner.run()
+                except Exception as error:
+                    at = runner.current
+                    if at is not None:
+                        error.add_note(f"in stage {at.stage}, micro-batch {at.microbatch}, action {at}")
+                    raise
+
+        try:
+            self.workers.run([lambda r=r: task(r) for r in job.runners], job.cancel)  # type: ignore[misc]
+        except BaseException:
+            self._jobs.clear()  # its slots and lanes hold what the failed step left behind
+            raise
+
+    @property
+    def closed(self) -> bool:
+        return self.workers.closed
+
+    def close(self) -> None:
+        self._jobs.clear()
+        self.workers.close()
+
+
+def _mark_shared(stages: Sequence[StageEngine]) -> None:
+    """Tell stages which of their parameters other stages, and so other threads, add gradients to as well."""
+    uses = Counter(parameter for stage in stages for parameter in stage.module.parameters())
+    for stage in stages:
+        stage.shared = [parameter for parameter, count in uses.items() if count > 1]

@@ -1,0 +1,103 @@
+"""The loss of a mini-batch from the losses of its micro-batches.
+
+A loss that averages is weighted by what each micro-batch averages over; one that sums is summed. What a loss
+averages over must be known before the first backward, which comes before the last forward:
+
+    mean    n_k / N, the micro-batch's share of the samples
+    sum     1
+    counted cross-entropy and NLL average over the targets that are not ignored (by class weight, if given): run
+            as a sum, divided by the count over all targets of the mini-batch, which are at hand beforehand
+    pair    the function returns (sum, count): divided by N at first, put right at the end of the step
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.errors import PlanError
+
+__all__ = ["LossRule", "find_loss", "loss_rule"]
+
+_COUNTED: dict[Any, type[nn.Module]] = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """How micro-batches' losses make the mini-batch's: ``call`` on each, with ``weights`` from sizes and targets."""
+
+    call: Callable[[Any, Any], Any] | None
+    reduction: str  # "mean", "sum" or "counted"
+    count: Callable[[Any], Tensor] | None = None
+
+    def weights(self, sizes: Sequence[int], targets: Sequence[Any]) -> list[float | Tensor]:
+        """What each micro-batch's loss is multiplied by."""
+        if self.reduction == "sum":
+            return [1.0] * len(sizes)
+        if self.count is not None:
+            total = functools.reduce(torch.add, [self.count(target) for target in targets])
+            return [total.reciprocal()] * len(sizes)
+        total_size = sum(sizes)
+        return [size / total_size for size in sizes]
+
+
+def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) -> LossRule:
+    """How to treat ``loss_fn``: by what it says of itself, or as ``reduction`` says."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise PlanError(f"loss_fn must be a function of (output, target), got {type(loss_fn).__name__}")
+    if reduction not in (None, "mean", "sum"):
+        raise PlanError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    options, function = _options(loss_fn)
+    found = reduction or str(options.get("reduction", "mean"))
+    if found not in ("mean", "sum"):
+        raise PlanError(f"loss_fn has reduction={found!r}, but a step needs one number: use 'mean' or 'sum'")
+    if loss_fn is None or found == "sum" or function not in _COUNTED or reduction is not None:
+        return LossRule(loss_fn, found)
+    return _counted(function, options)
+
+
+def _options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
+    """The options of a loss function that says them, and the functional it stands for, if it is a known one."""
+    if isinstance(loss_fn, functools.partial):
+        options, function = _options(loss_fn.func)
+        return {**options, **loss_fn.keywords}, function if not loss_fn.args else None
+    for function, module in _COUNTED.items():
+        if type(loss_fn) is module:
+            names = ("weight", "ignore_index", "reduction", "label_smoothing")
+            return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}, function
+    return {"reduction": getattr(loss_fn, "reduction", "mean")}, loss_fn
+
+
+def _counted(function: Callable[..., Any], options: Mapping[str, Any]) -> LossRule:
+    ignored = options.get("ignore_index", -100)
+    weight: Tensor | None = options.get("weight")
+    call = functools.partial(function, **{**options, "reduction": "sum"})
+
+    def count(target: Any) -> Tensor:
+        if not isinstance(target, Tensor):
+            raise PlanError(f"the loss needs a tensor as target, got {type(target).__name__}")
+        if target.is_floating_point():  # class probabilities: every sample counts
+            classes = target.shape[1] if target.dim() > 1 else 1
+            return torch.tensor(float(target.numel() // classes), device=target.device)
+        kept = target != ignored
+        if weight is None:
+            return kept.sum().float()
+        of_target = weight.to(target.device).index_select(0, torch.where(kept, target, 0).flatten())
+        return (of_target * kept.flatten()).sum()
+
+    return LossRule(call, "counted", count)
+
+
+def find_loss(output: Any) -> Any:
+    """The loss in the output of a model that computes its own: the output itself, ``.loss`` or ``["loss"]``."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", None)

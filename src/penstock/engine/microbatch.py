@@ -1,0 +1,64 @@
+"""Cutting a mini-batch into micro-batches along dimension 0, and joining outputs again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.tree import flatten, unflatten
+from penstock.errors import PlanError
+
+__all__ = ["batch_size", "join", "scatter", "sizes_of"]
+
+
+def batch_size(value: Any, what: str) -> int | None:
+    """The size of dimension 0, which all tensors of ``value`` must share; None if there is no such tensor."""
+    sizes: list[int] = [leaf.shape[0] for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+    if len(set(sizes)) > 1:
+        raise PlanError(
+            f"the tensors of the {what} disagree on the batch size: their first dimensions are {sizes}. Give each "
+            "sample one entry along dimension 0 of every tensor"
+        )
+    return sizes[0] if sizes else None
+
+
+def sizes_of(batch: int, microbatches: int) -> tuple[int, ...]:
+    """The sizes of the micro-batches: as even as can be, larger ones first, none empty."""
+    count = max(1, min(batch, microbatches))
+    small, larger = divmod(batch, count)
+    return (small + 1,) * larger + (small,) * (count - larger)
+
+
+def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """One value per micro-batch. Numbers, None and tensors without dimensions go to every one of them."""
+    if len(sizes) == 1:
+        return [value]
+    leaves, spec = flatten(value)
+    columns = [
+        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * len(sizes)
+        for leaf in leaves
+    ]
+    if not columns:
+        return [value] * len(sizes)
+    return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+
+
+def join(values: Sequence[Any]) -> Any:
+    """One value from the micro-batches' values: tensors are concatenated, those without dimensions stacked."""
+    if len(values) == 1:
+        return values[0]
+    flat = [flatten(value) for value in values]
+    specs = [spec for _, spec in flat]
+    if any(spec != specs[0] for spec in specs):
+        raise PlanError("the outputs of the micro-batches have different structures and cannot be joined")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return unflatten([_join_leaf(column) for column in columns], specs[0])
+
+
+def _join_leaf(column: Sequence[Any]) -> Any:
+    if all(isinstance(leaf, Tensor) for leaf in column):
+        return torch.cat(list(column)) if column[0].dim() else torch.stack(list(column))
+    return column[0]

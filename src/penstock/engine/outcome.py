@@ -1,0 +1,38 @@
+"""What a step leaves behind, and gradients for inputs that want them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.stage import Message
+
+__all__ = ["Outcome", "send_back"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The mini-batch's loss, the factor that puts its gradients right, its outputs, and the micro-batches' sizes."""
+
+    loss: Tensor
+    factor: float | None  # None: they are right
+    outputs: Any
+    sizes: tuple[int, ...]
+
+
+def send_back(
+    messages: Sequence[Message], grads: Sequence[Sequence[Tensor | None]], factor: float | None
+) -> None:
+    """Give the gradients of the micro-batches to the tensors of the mini-batch that they were cut from."""
+    pairs = [
+        (message.leaves[i], grad if factor is None else grad * factor)
+        for message, row in zip(messages, grads, strict=True)
+        for i, grad in zip(message.wants, row, strict=True)
+        if grad is not None
+    ]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])

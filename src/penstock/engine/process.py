@@ -1,0 +1,313 @@
+"""One rank per process: lanes over torch.distributed, agreement on what comes, failures that reach everybody."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from penstock.engine.agree import Agreement, Announcement, Refused
+from penstock.engine.channel.control import Control
+from penstock.engine.channel.group import Group, open_group
+from penstock.engine.channel.local import LocalLane
+from penstock.engine.channel.process import BackwardLane, ChannelError, ForwardLane, Wire
+from penstock.engine.context import ambient, surround
+from penstock.engine.failure import Bulletin
+from penstock.engine.head import Head
+from penstock.engine.inputs import cut, cut_targets
+from penstock.engine.outcome import Outcome, send_back
+from penstock.engine.runner import Ends, Lane, Runner, Wiring, compile_program
+from penstock.engine.stage import Message, StageEngine, make_slots
+from penstock.errors import PipelineError, PlanError
+from penstock.schedule.lower import lower
+from penstock.schedule.source import ScheduleSource
+from penstock.split.plan import Plan
+from penstock.version import __version__
+
+__all__ = ["ProcessCrew"]
+
+_pipelines = 0  # how many this process has made: the same number on every rank
+
+
+class Place(Protocol):
+    """Where this process stands: what the crew needs to know of a mesh."""
+
+    pipe_rank: int
+    ranks: Sequence[int]
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Job:
+    """This rank's compiled program for one kind of mini-batch."""
+
+    runner: Runner
+    ends: Ends
+
+
+class ProcessCrew:
+    """This rank's stages, and its channels to the other ranks."""
+
+    def __init__(self, plan: Plan, stages: Sequence[StageEngine], source: ScheduleSource, place: Place) -> None:
+        global _pipelines
+        _pipelines += 1
+        self.plan = plan
+        self.source = source
+        self.stages = {stage.index: stage for stage in stages}
+        self.rank = place.pipe_rank
+        self.ranks = place.ranks
+        self.device = place.device
+        self.edges = [(edge.src, edge.dst) for edge in plan.edges]
+        self.placement = source.placement
+        self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
+        self.ended: PipelineError | None = None
+        self._groups: list[Group] = []
+        self._store = PrefixStore(f"penstock/{_pipelines}", dist.distributed_c10d._get_default_store())
+        self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
+        self.bulletin = Bulletin(self._store, self.ranks[self.rank])
+        self._compare()
+        self.wires = self._open_channels()
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages)
+        self.ties = self._join_ties()
+        self._jobs: dict[int, Job] = {}
+        self.runner: Runner | None = None
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def train(self, source: ScheduleSource, value: Any, targets: Any, *, keep_outputs: bool) -> Outcome:
+        """This rank's part of a training step; the loss is the same on every rank."""
+        outcome: Outcome = self._guarded(lambda: self._train(value, targets, keep_outputs))
+        return outcome
+
+    def evaluate(self, source: ScheduleSource, value: Any) -> Any:
+        """The outputs of one mini-batch, on the rank of the last stage; None elsewhere."""
+        return self._guarded(lambda: self._evaluate(value))
+
+    def _train(self, value: Any, targets: Any, keep_outputs: bool) -> Outcome:
+        announced, messages = self._announce(value, training=True)
+        sizes = announced.sizes
+        head = self._head
+        if head is not None:
+            if targets is None and head.rule.call is not None:
+                raise PlanError(f"the targets must be passed on rank {self.ranks[self.rank]}, which has the last stage")
+            head.begin(sizes, cut_targets(targets, sizes, self.device), keep_outputs=keep_outputs)
+        job = self._job(announced)
+        self._feed(job, messages, grad=True)
+        loss, factor = self._share_loss()
+        if messages and job.ends.grads is not None:
+            send_back(messages, job.ends.grads, factor)
+        job.ends.inputs, job.ends.grads = [], None
+        self._reduce_ties()
+        return Outcome(loss, factor, head.take_outputs() if head is not None else None, sizes)
+
+    def _evaluate(self, value: Any) -> Any:
+        announced, messages = self._announce(value, training=False)
+        head = self._head
+        if head is not None:
+            head.begin(announced.sizes, None, keep_outputs=True)
+        job = self._job(announced)
+        self._feed(job, [message._replace(wants=()) for message in messages], grad=False)
+        job.ends.inputs = []
+        return head.take_outputs() if head is not None else None
+
+    def _announce(self, value: Any, *, training: bool) -> tuple[Announcement, list[Message]]:
+        if self.rank != self.first_rank:
+            return self.agreement.hear(training, ambient()), []
+        try:
+            if value is None:
+                raise PlanError(f"the inputs must be passed on rank {self.ranks[self.rank]}, which has the first stage")
+            sizes, messages = cut(value, self.source.microbatches, self.device)
+        except PlanError as error:
+            self.agreement.refuse(str(error))
+            raise Refused(str(error)) from error
+        return self.agreement.announce(training, ambient(), sizes, messages), messages
+
+    def _feed(self, job: Job, messages: Sequence[Message], *, grad: bool) -> None:
+        job.ends.inputs = [message.detached() for message in messages]
+        job.ends.grads = [()] * len(messages) if messages else None
+        surround(self.stages.values(), ambient())
+        self.runner = job.runner
+        with torch.set_grad_enabled(grad):
+            job.runner.run()
+
+    def _share_loss(self) -> tuple[Tensor, float | None]:
+        if self._head is None:
+            loss, factor, wide = self.control.take_row(self.last_rank, 3)
+            dtype = torch.float64 if wide else torch.float32
+            return torch.tensor(loss, dtype=dtype, device=self.device), factor or None
+        value, factor_here = self._head.finish()
+        row = [float(value), factor_here or 0.0, float(value.dtype == torch.float64)]
+        for rank in range(len(self.ranks)):
+            if rank != self.rank:
+                self.control.send_row(rank, row)
+        return value, factor_here
+
+    @property
+    def _head(self) -> Head | None:
+        return self.stages[self.plan.num_stages - 1].head if self.rank == self.last_rank else None
+
+    # ── programs ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _job(self, announced: Announcement) -> Job:
+        """The compiled program for an announced kind of mini-batch."""
+        if announced.number not in self._jobs:
+            count = len(announced.sizes)
+            schedule = self.source.training(count) if announced.training else self.source.forward_only(count)
+            program = lower(schedule, self.edges)[self.rank]
+            forward, backward = self._lanes(announced, count)
+            ends = Ends(seed=None if self._head is None else self._head.seed)
+            wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends)
+            self._jobs[announced.number] = Job(compile_program(program.instructions, wiring), ends)
+        return self._jobs[announced.number]
+
+    def _lanes(
+        self, announced: Announcement, count: int
+    ) -> tuple[dict[tuple[int, int], Lane], dict[tuple[int, int], Lane]]:
+        forward: dict[tuple[int, int], Lane] = {}
+        backward: dict[tuple[int, int], Lane] = {}
+        for src, dst in self.edges:
+            a, b = self.placement[src], self.placement[dst]
+            if self.rank not in (a, b):
+                continue
+            if a == b:
+                forward[src, dst] = LocalLane(count, self.device, self.device)
+                backward[dst, src] = LocalLane(count, self.device, self.device)
+                continue
+            out = ForwardLane(self.wires[a, b, "F"], f"stage {src}")
+            back = BackwardLane(self.wires[b, a, "B"], f"stage {dst}")
+            out.metas = back.metas = announced.metas(src)
+            back.present = announced.present(src)
+            forward[src, dst], backward[dst, src] = out, back
+        return forward, backward
+
+    # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _new_group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
+        group = open_group(self._store, name, ranks, self.rank, device or self.device)
+        self._groups.append(group)
+        return group
+
+    def _open_channels(self) -> dict[tuple[int, int, str], Wire]:
+        """A group of two for every direction and lane in which this rank sends or receives."""
+        wanted = set()
+        for src, dst in self.edges:
+            a, b = self.placement[src], self.placement[dst]
+            if a != b:
+                wanted |= {(a, b, "F"), (b, a, "B")}
+        wires = {}
+        for a, b, lane in sorted(wanted):  # both ends make their groups in the same order
+            if self.rank in (a, b):
+                peer = self.ranks[b if self.rank == a else a]
+                wires[a, b, lane] = Wire(self._new_group(f"{a}>{b}{lane}", (a, b)), peer, self.device)
+        return wires
+
+    def _compare(self) -> None:
+        """All ranks must have been given the same pipeline."""
+        schedule = self.source.training(self.source.microbatches)
+        digest = hashlib.sha256(str(schedule).encode()).hexdigest()[:12]
+        plan = hashlib.sha256(str([(s.layers, s.parameters) for s in self.plan.stages]).encode()).hexdigest()[:12]
+        facts = {
+            "penstock": __version__,
+            "torch": torch.__version__,
+            "schedule": f"{schedule.name} ({digest})",
+            "micro-batches": self.source.microbatches,
+            "plan": f"{self.plan.num_stages} stages ({plan})",
+        }
+        everyone = self.control.gather(facts)
+        for what, mine in everyone[0].items():
+            others = {self.ranks[r]: theirs[what] for r, theirs in enumerate(everyone) if theirs[what] != mine}
+            if others:
+                raise PlanError(
+                    f"the ranks were given different pipelines: {what} is {mine} on rank {self.ranks[0]}, but "
+                    + ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
+                )
+
+    # ── ties ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _join_ties(self) -> list[tuple[nn.Parameter, Group]]:
+        """A group for every parameter that lives on several ranks; its copies start out equal."""
+        joined = []
+        for tie in self.plan.ties:
+            ranks = sorted({self.placement[stage] for stage in tie.stages})
+            if len(ranks) > 1 and self.rank in ranks:
+                group = self._new_group(f"tie {tie.names[0]}", ranks)
+                parameter = self._parameter(tie.names)
+                group.broadcast(parameter.data, 0).wait()
+                joined.append((parameter, group))
+        return joined
+
+    def _parameter(self, names: Sequence[str]) -> nn.Parameter:
+        for stage in self.stages.values():
+            for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+                if name in names:
+                    return parameter
+        raise AssertionError(f"no stage of this rank has any of {names}")
+
+    def _reduce_ties(self) -> None:
+        """Every copy of a tied parameter gets the sum of their gradients."""
+        for parameter, group in self.ties:
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                group.allreduce(parameter.grad).wait()
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank is the one that counts a parameter in sums over all ranks: a tie's first holder does."""
+        return all(parameter is not tied or group.rank() == 0 for tied, group in self.ties)
+
+    def reduce(self, value: Tensor, largest: bool) -> Tensor:
+        """The sum, or the largest, of a number over the ranks."""
+        pairs = self.gather((float(value), value.dtype == torch.float64))
+        numbers = torch.tensor([number for number, _ in pairs], dtype=torch.float64)
+        total = numbers.max() if largest else numbers.sum()
+        return total.to(value.device, torch.float64 if any(wide for _, wide in pairs) else value.dtype)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        found: list[Any] = self._guarded(lambda: self.control.gather(value))
+        return found
+
+    # ── failing and ending ───────────────────────────────────────────────────────────────────────────────────
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        if self.ended is not None:
+            raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because of:\n{self.ended}")
+        try:
+            result = work()
+            self.control.settle()
+            return result
+        except Refused as refused:
+            raise PlanError(str(refused)) from None
+        except ChannelError as error:
+            self._stop(self.bulletin.lost(error).error(), error)
+        except Exception as error:
+            at = self.runner.current if self.runner is not None else None
+            place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
+            self._stop(self.bulletin.failed(error, *place).error(), error)
+
+    def _stop(self, error: PipelineError, cause: BaseException) -> NoReturn:
+        self.ended = error
+        self.close()
+        raise error from cause
+
+    @property
+    def closed(self) -> bool:
+        return not self._groups and self.ended is None
+
+    def close(self) -> None:
+        """Leave the channels. Ranks that still wait for this one learn of it at once."""
+        self._jobs.clear()
+        self.runner = None
+        self.wires.clear()
+        self.control.close()
+        self.ties.clear()
+        for group in self._groups:
+            if group.name() == "nccl":
+                group.abort()
+        self._groups.clear()  # gloo closes its connections with its last reference

@@ -1,0 +1,174 @@
+"""One stage at work: F, B, I and W on one micro-batch at a time.
+
+What a stage keeps between its forward and the end of its backward lives in a slot:
+
+    message ─▶ inputs ──module──▶ output ─▶ message      F  keeps inputs (leaves) and roots (ends of the graph);
+                 │ .grad            │ edge                  the output's data goes with the message
+    grads ◀──────┘ ◀──autograd──── roots ◀── grads       B  the inputs' gradients go with the message back
+
+The stage does not know where messages come from or go to: that is the lanes' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.engine.head import Head
+from penstock.engine.tree import Spec, flatten, unflatten
+from penstock.engine.weightgrad import Recorder, WeightGradQueue
+from penstock.schedule.program import Program
+
+__all__ = ["Message", "Slot", "StageEngine", "make_slots"]
+
+# torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
+_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+
+
+class Message(NamedTuple):
+    """A value on its way to another stage: leaves, structure, and which leaves want a gradient back."""
+
+    leaves: list[Any]
+    spec: Spec
+    wants: Sequence[int]
+
+    def detached(self) -> Message:
+        """The same value apart from any graph."""
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return self._replace(leaves=leaves)
+
+
+class Slot:
+    """What a stage keeps for one micro-batch in flight."""
+
+    __slots__ = ("grads", "inputs", "message", "queue", "roots")
+
+    def __init__(self, queue: WeightGradQueue | None = None) -> None:
+        self.inputs: Sequence[Tensor] = ()
+        self.roots: Sequence[GradientEdge] = ()
+        self.message: Message | None = None
+        self.grads: Sequence[Tensor | None] = ()
+        self.queue = queue  # there when the backward is split into I and W
+
+    def clear(self) -> None:
+        self.inputs = self.roots = self.grads = ()
+        self.message = None
+        if self.queue is not None:
+            self.queue.clear()
+
+
+class StageEngine:
+    """A stage's module, with its forward and backward. The last stage has a head: the loss."""
+
+    def __init__(self, index: int, module: nn.Module, device: torch.device, head: Head | None = None) -> None:
+        self.index = index
+        self.module = module
+        self.device = device
+        self.head = head
+        self.around: AbstractContextManager[Any] | None = None  # entered for each forward
+        self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
+        self._recorder: Recorder | None = None
+
+    def new_queue(self) -> WeightGradQueue:
+        """A queue for the weight gradients of one micro-batch in flight, where the backward is split."""
+        if self._recorder is None:
+            self._recorder = Recorder(self.module, self.shared)
+        return WeightGradQueue(self._recorder)
+
+    def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
+        """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
+        leaves, spec, wants = message
+        slot.inputs = inputs = [leaves[i].requires_grad_() for i in wants]
+        for i, leaf in zip(wants, inputs, strict=True):
+            # The module may change its input in place, which autograd forbids for a leaf and for a view of one.
+            leaves[i] = _unsafe_view(leaf, leaf.shape)
+        value = leaves[0] if spec is None else unflatten(leaves, spec)
+        if self.around is None and slot.queue is None:
+            output = self._call(microbatch, value)
+        else:
+            with self.around or nullcontext(), nullcontext() if slot.queue is None else slot.queue.recording():
+                output = self._call(microbatch, value)
+        slot.message, slot.roots = depart(output)
+
+    def _call(self, microbatch: int, value: Any) -> Any:
+        output = self.module(value)
+        return output if self.head is None else self.head(microbatch, output)
+
+    def backward(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
+        """Turn the gradients of the outputs into those of the inputs (``slot.grads``) and of the parameters."""
+        roots = slot.roots
+        if any(grad is None for grad in grads):
+            roots, grads = _present(roots, grads)
+        if roots:
+            _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
+        slot.grads = [leaf.grad for leaf in slot.inputs]
+        for leaf in slot.inputs:
+            leaf.grad = None
+        slot.inputs = slot.roots = ()
+
+    def input_gradient(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
+        """The first half of a backward: what the weight-gradient queue takes up is left for ``weight_gradient``."""
+        assert slot.queue is not None
+        with slot.queue.taking():
+            self.backward(grads, slot)
+
+    def weight_gradient(self, slot: Slot) -> None:
+        """The second half: run the queue."""
+        assert slot.queue is not None
+        slot.queue.run()
+
+    def gradients(
+        self, grads: Sequence[Tensor | None], slot: Slot, wanted: Sequence[Tensor], keep: bool
+    ) -> Sequence[Tensor | None]:
+        """Like ``backward``, but the gradients of ``wanted`` are returned, and no ``.grad`` is touched."""
+        roots, grads = _present(slot.roots, grads)
+        targets = (*slot.inputs, *wanted)
+        if not roots or not targets:
+            slot.grads = [None] * len(slot.inputs)
+            return [None] * len(wanted)
+        found = _run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False)
+        slot.grads = list(found[: len(slot.inputs)])
+        return list(found[len(slot.inputs) :])
+
+
+def make_slots(program: Program, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
+    """The slots of a program's (stage, micro-batch) pairs: as few as its numbering says, shared one after the other."""
+    split = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "W"}
+    made: dict[tuple[int, int, bool], Slot] = {}
+    slots = {}
+    for (stage, k), number in program.slots.items():
+        key = (stage, number, (stage, k) in split)
+        if key not in made:
+            made[key] = Slot(stages[stage].new_queue() if key[2] else None)
+        slots[stage, k] = made[key]
+    return slots
+
+
+def _present(
+    roots: Sequence[GradientEdge], grads: Sequence[Tensor | None]
+) -> tuple[list[GradientEdge], list[Tensor | None]]:
+    """Without the outputs that no gradient came for."""
+    pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
+    return [root for root, _ in pairs], [grad for _, grad in pairs]
+
+
+def depart(output: Any) -> tuple[Message, list[GradientEdge]]:
+    """An output as a message, its data apart from its graph: what is sent can be freed while the graph stays."""
+    leaves, spec = flatten(output)
+    wants: list[int] = []
+    roots: list[GradientEdge] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                wants.append(i)
+                node = leaf.grad_fn
+                edge = get_gradient_edge(leaf) if node is None else GradientEdge(node, leaf.output_nr)
+                roots.append(edge)
+            leaves[i] = leaf.detach()
+    return Message(leaves, spec, wants), roots

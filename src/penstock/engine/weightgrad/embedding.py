@@ -1,0 +1,95 @@
+"""``embedding``: its input has no gradient, so all of its backward is ``W``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from penstock.engine.weightgrad.queue import accumulate, changed
+from penstock.engine.weightgrad.rules import applier, defers, replay
+
+if TYPE_CHECKING:
+    from penstock.engine.weightgrad.queue import WeightGradQueue
+
+__all__ = ["embedding"]
+
+_dense_backward = torch.ops.aten.embedding_dense_backward.default
+
+
+def embedding(
+    queue: WeightGradQueue,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    rows = weight.shape[0]
+    if (
+        max_norm is None  # changes the weight
+        and not sparse
+        and (padding_idx is None or -rows <= padding_idx < rows)
+        and defers(input, weight)
+    ):
+        padding = -1 if padding_idx is None else padding_idx % rows
+        return _embedding(weight, input, (queue, weight, padding, scale_grad_by_freq))
+    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, indices: Tensor, spec: tuple[Any, ...]) -> Tensor:
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(indices)
+        return torch.embedding(weight, indices, spec[2], spec[3])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        if g is None:
+            return None, None, None
+        queue, weight, padding, scale = ctx.spec
+        (indices,) = ctx.saved_tensors
+        if not queue.open:
+
+            def op() -> Tensor:
+                return torch.embedding(weight, indices, padding, scale)
+
+            return *replay(ctx, queue, g, op, (weight,))[:1], None, None
+        shared = queue.recorder.shared
+        arguments = indices, indices._version, g, g._version, weight, padding, scale, shared
+        queue.entries.append((_work, arguments))
+        return None, None, None
+
+
+_embedding = applier(_Embedding)
+
+
+def _work(
+    indices: Tensor,
+    indices_version: int,
+    g: Tensor,
+    g_version: int,
+    weight: Tensor,
+    padding: int,
+    scale: bool,
+    shared: frozenset[int],
+) -> None:
+    if indices._version != indices_version or g._version != g_version:
+        raise changed(weight)
+    grad = weight.grad
+    if grad is None or shared or scale or not g.is_cpu or grad.is_sparse or grad.dtype is not g.dtype:
+        # On CUDA a sum by sorted rows, as in the plain backward: adding in place there has no fixed order.
+        accumulate(weight, _dense_backward(g, indices, weight.shape[0], padding, scale), shared)
+        return
+    indices, g = indices.flatten(), g.reshape(-1, g.shape[-1])
+    if padding >= 0:
+        kept = indices != padding
+        indices, g = indices[kept], g[kept]
+    grad.index_add_(0, indices, g)  # only the rows in use: no gradient of the whole table

@@ -1,0 +1,212 @@
+"""``layer_norm``, ``rms_norm`` and ``group_norm``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from penstock.engine.weightgrad.queue import accumulate, changed
+from penstock.engine.weightgrad.rules import applier, autocast_dtype, defers, optional, replay
+
+if TYPE_CHECKING:
+    from penstock.engine.weightgrad.queue import WeightGradQueue
+
+__all__ = ["group_norm", "layer_norm", "rms_norm"]
+
+_aten = torch.ops.aten
+_layer_backward = _aten.native_layer_norm_backward.default
+_group_backward = _aten.native_group_norm_backward.default
+_rms_forward = _aten._fused_rms_norm.default
+_rms_backward = _aten._fused_rms_norm_backward.default
+_NONE = (None, None, None, None)
+
+
+class _Kernel(NamedTuple):
+    """A norm as aten has it. ``forward`` also returns statistics, which ``backward`` takes back.
+
+    The last argument of ``backward`` says which gradients are wanted: of x, of the weight, of the bias.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor | None, tuple[Any, ...]], tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+
+
+def layer_norm(
+    queue: WeightGradQueue,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    if weight is not None and defers(input, weight) and optional(bias) and _one_dtype(input, weight):
+        return _apply(queue, _LAYER, input, weight, bias, (normalized_shape, eps))
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def group_norm(
+    queue: WeightGradQueue,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    if weight is not None and defers(input, weight) and optional(bias) and _one_dtype(input, weight):
+        shape = input.shape
+        # Channels-last inputs keep their layout in the plain op, and it has the error for too few values.
+        if len(shape) > 1 and input.is_contiguous() and shape.numel() != num_groups:
+            return _apply(
+                queue, _GROUP, input, weight, bias, (shape[0], shape[1], prod(shape[2:]), num_groups, eps)
+            )
+    return F.group_norm(input, num_groups, weight, bias, eps)
+
+
+def rms_norm(
+    queue: WeightGradQueue,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    if weight is None or not defers(input, weight) or not _one_dtype(input, weight):
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    if input.is_cuda:
+        return _apply(queue, _RMS, input, weight, None, (normalized_shape, eps))
+    # Elsewhere the op is a composite, in float32 at least: the same, with the last product apart.
+    dtype = input.dtype
+    wide = input.float() if dtype.itemsize < 4 else input
+    normal = F.rms_norm(wide, normalized_shape, None, eps)
+    return _apply(queue, _SCALE, normal, weight, None, ()).to(dtype)
+
+
+def _one_dtype(x: Tensor, weight: Tensor) -> bool:
+    """Mixed types, and types that autocast may change, are left to the plain op and its rules."""
+    return x.dtype is weight.dtype and (x.dtype.itemsize >= 4 or autocast_dtype(x) is None)
+
+
+def _apply(
+    queue: WeightGradQueue,
+    kernel: _Kernel,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: tuple[Any, ...],
+) -> Tensor:
+    wants = x.requires_grad
+    spec = (queue, kernel, weight, bias, wants, options)
+    if wants and not queue.recorder.cautious:
+        return _norm(x, None, None, spec)
+    return _norm(x, weight, bias, spec)
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _w: Tensor | None, _b: Tensor | None, spec: tuple[Any, ...]) -> Tensor:
+        _, kernel, weight, bias, wants, options = ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        out: Tensor
+        out, *statistics = kernel.forward(x, weight, bias, options)
+        ctx.save_for_backward(x, weight if wants else None, *statistics)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        if g is None:
+            return _NONE
+        queue, kernel, weight, bias, _, options = ctx.spec
+        x, w, *statistics = ctx.saved_tensors
+        if not queue.open:
+
+            def op() -> Tensor:
+                return kernel.forward(x, weight, bias, options)[0]
+
+            return *replay(ctx, queue, g, op, (x, weight, bias)), None
+        shared = queue.recorder.shared
+        queue.entries.append(
+            (_work, (x, x._version, g, g._version, kernel, statistics, weight, bias, options, shared))
+        )
+        if w is None:
+            return _NONE
+        return kernel.backward(g, x, statistics, w, bias, options, _X)[0], None, None, None
+
+
+_norm = applier(_Norm)
+
+
+def _work(
+    x: Tensor,
+    x_version: int,
+    g: Tensor,
+    g_version: int,
+    kernel: _Kernel,
+    statistics: list[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    options: tuple[Any, ...],
+    shared: frozenset[int],
+) -> None:
+    if x._version != x_version or g._version != g_version:
+        raise changed(weight)
+    both = bias is not None and bias.requires_grad
+    grads = kernel.backward(g, x, statistics, weight, bias, options, _WEIGHT_BIAS if both else _WEIGHT)
+    accumulate(weight, grads[1], shared)  # type: ignore[arg-type]
+    if both:
+        accumulate(bias, grads[2], shared)  # type: ignore[arg-type]
+
+
+_X, _WEIGHT, _WEIGHT_BIAS = [True, False, False], [False, True, False], [False, True, True]
+
+
+def _layer_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    shape, eps = options
+    return torch.native_layer_norm(x, shape, w, b, eps)
+
+
+def _layer_b(
+    g: Tensor, x: Tensor, stats: Any, w: Tensor, b: Tensor | None, options: tuple[Any, ...], mask: list[bool]
+) -> Any:
+    return _layer_backward(g, x, options[0], stats[0], stats[1], w, b, mask)
+
+
+def _group_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return torch.native_group_norm(x, w, b, *options)
+
+
+def _group_b(
+    g: Tensor, x: Tensor, stats: Any, w: Tensor, b: Tensor | None, options: tuple[Any, ...], mask: list[bool]
+) -> Any:
+    return _group_backward(g.contiguous(), x, stats[0], stats[1], w, *options[:4], mask)
+
+
+def _rms_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    out: tuple[Tensor, ...] = _rms_forward(x, options[0], w, options[1])
+    return out
+
+
+def _rms_b(
+    g: Tensor, x: Tensor, stats: Any, w: Tensor, b: Tensor | None, options: tuple[Any, ...], mask: list[bool]
+) -> Any:
+    return _rms_backward(g, x, options[0], stats[0], w, mask[:2])
+
+
+def _scale_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return (x * w,)
+
+
+def _scale_b(
+    g: Tensor, x: Tensor, stats: Any, w: Tensor, b: Tensor | None, options: tuple[Any, ...], mask: list[bool]
+) -> Any:
+    return g * w if mask[0] else None, (g * x).sum_to_size(w.shape) if mask[1] else None
+
+
+_LAYER = _Kernel(_layer_f, _layer_b)
+_GROUP = _Kernel(_group_f, _group_b)
+_RMS = _Kernel(_rms_f, _rms_b)
+_SCALE = _Kernel(_scale_f, _scale_b)

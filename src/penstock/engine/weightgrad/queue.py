@@ -1,0 +1,144 @@
+"""What ``I`` leaves for ``W``: the queue of one micro-batch, and how its work reaches ``param.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from penstock.engine.weightgrad.rules import deferrable
+
+if TYPE_CHECKING:
+    from penstock.engine.weightgrad.record import Recorder
+
+__all__ = ["WeightGradQueue", "accumulate", "changed", "defer_weight_grad"]
+
+# The queue whose I is running, if any. Autograd carries these objects from the thread that calls backward to
+# the device threads that run it, and into backward calls made inside backward: a thread-local would miss both.
+_TAKING = "penstock.weightgrad.taking"
+_stash: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+_stashed: Callable[[str], bool] = torch._C._is_key_in_tls
+_get: Callable[[str], Any] = torch._C._get_obj_in_tls
+
+
+class WeightGradQueue:
+    """The weight-gradient work of one micro-batch of one stage. Empty after ``W``, and ready for the next one.
+
+    Tensors in the queue (inputs of the stage's ops and gradients that came back to them) must not be changed
+    between ``I`` and ``W``: ``run`` raises if one was.
+    """
+
+    __slots__ = ("_taking", "casts", "entries", "open", "recorder")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.entries: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.open = False  # I is running: the nodes of this micro-batch may queue their work
+        self.casts: dict[int, tuple[Tensor, int, Tensor]] = {}  # weights in autocast's type, during F
+        self._taking = _Taking(self)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Around F: the ops of the stage's module defer to this queue. Does nothing where grad mode is off."""
+        return self.recorder.recording(self)
+
+    def taking(self) -> AbstractContextManager[None]:
+        """Around I: a backward in here queues weight gradients. Outside, it computes them, as if never recorded."""
+        return self._taking
+
+    def run(self) -> None:
+        """W: do the queued work in order, into ``param.grad``, and let go of what it held."""
+        entries = self.entries
+        if not entries:
+            return
+        entries.reverse()
+        try:
+            with torch.no_grad():
+                while entries:
+                    work, arguments = entries.pop()
+                    work(*arguments)
+        finally:
+            entries.clear()
+
+    def clear(self) -> None:
+        """Drop the work: after a failed step."""
+        self.entries.clear()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+class _Taking(AbstractContextManager[None]):
+    """Made once per queue, entered once per micro-batch."""
+
+    __slots__ = ("queue",)
+
+    def __init__(self, queue: WeightGradQueue) -> None:
+        self.queue = queue
+
+    def __enter__(self) -> None:
+        self.queue.open = True
+        _stash(_TAKING, self.queue)
+
+    def __exit__(self, *_: object) -> None:
+        self.queue.open = False
+        _stash(_TAKING, None)
+
+
+def accumulate(parameter: Tensor, value: Tensor, shared: frozenset[int]) -> None:
+    """Add a fresh tensor to ``parameter.grad``; it may become ``parameter.grad``."""
+    if value.dtype is not parameter.dtype:
+        value = value.to(parameter.dtype)
+    grad = parameter.grad
+    if shared and id(parameter) in shared:
+        # Another thread may accumulate at the same time, in its W or by autograd in its I: this node's lock is
+        # the one that autograd takes.
+        node: Any = get_gradient_edge(parameter).node
+        node(value)
+    elif grad is None:
+        if value.stride() != parameter.stride():  # a gradient has its parameter's layout, as autograd's would
+            value = torch.empty_like(parameter).copy_(value)
+        parameter.grad = value
+    elif grad.is_sparse:
+        parameter.grad = grad + value
+    else:
+        grad.add_(value)
+
+
+def changed(parameter: Tensor) -> RuntimeError:
+    return RuntimeError(
+        "a tensor needed for the gradient of a parameter of shape "
+        f"{tuple(parameter.shape)} was modified in place between I and W. Inputs of a stage and gradients of its "
+        "outputs must be left alone until its W has run: clone the tensor, or modify it out of place."
+    )
+
+
+def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -> Tensor | None:
+    """Hand over a weight gradient from the ``backward`` of your own ``autograd.Function``.
+
+    In a stage whose backward is split, ``compute`` is called later, in ``W``; anywhere else, now:
+
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g @ w, defer_weight_grad(w, lambda: g.t() @ x)
+    """
+    queue = _get(_TAKING) if _stashed(_TAKING) else None
+    # A graph of the gradient is wanted where grad mode is on: that cannot be put off.
+    if queue is None or not deferrable(parameter) or torch.is_grad_enabled():
+        return compute()
+    queue.entries.append((_call, (parameter, compute, queue.recorder.shared)))
+    return None
+
+
+def _call(parameter: Tensor, compute: Callable[[], Tensor | None], shared: frozenset[int]) -> None:
+    value = compute()
+    if value is None:
+        return
+    if value.shape != parameter.shape:
+        value = value.sum_to_size(parameter.shape)
+    if parameter.grad is None:
+        value = value.clone()  # it may be part of something else
+    accumulate(parameter, value, shared)

@@ -1,0 +1,104 @@
+"""When an op may be deferred, and what its node does in a backward that is not an ``I``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
+
+from penstock.errors import PipelineError
+
+if TYPE_CHECKING:
+    from penstock.engine.weightgrad.queue import WeightGradQueue
+
+__all__ = ["applier", "autocast_dtype", "deferrable", "defers", "lower", "lowered", "optional", "replay"]
+
+_is_grad_enabled = torch.is_grad_enabled
+_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_strided = torch.strided
+_TENSORS = frozenset({Tensor, Parameter})
+
+
+def deferrable(parameter: Tensor | None) -> bool:
+    """A trainable parameter whose gradient nobody watches."""
+    return (
+        type(parameter) is Parameter
+        and parameter.requires_grad
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+        and parameter.is_floating_point()  # complex gradients are conjugated
+    )
+
+
+def optional(bias: Tensor | None) -> bool:
+    """Whether a bias stands in nobody's way: absent, frozen or deferrable."""
+    return bias is None or not bias.requires_grad or deferrable(bias)
+
+
+def defers(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether the gradient of ``weight`` in an op on ``x`` can wait for ``W``."""
+    return (
+        deferrable(weight)
+        and _is_grad_enabled()
+        and type(x) in _TENSORS
+        and x.layout is _strided
+        and not x.is_nested
+        and not _transforms_active()
+        # Someone else keeps what is saved in here, such as a checkpoint that will run this code again without us.
+        and _saved_tensor_hooks(True) is None
+    )
+
+
+def applier(function: type[Function]) -> Callable[..., Tensor]:
+    """``function.apply`` without its checks for functorch, which ``defers`` has made."""
+    apply: Callable[..., Tensor] = super(Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type that autocast runs matrix products in, if it is on for the device of ``x``."""
+    if not _autocast_enabled():
+        return None
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast casts the arguments of a matrix product."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
+
+
+def lowered(queue: WeightGradQueue, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter in autocast's type: cast once per forward, as autocast's own cache does."""
+    found = queue.casts.get(id(parameter))
+    if found is None or found[1] != parameter._version or found[2].dtype is not dtype:
+        found = parameter, parameter._version, lower(parameter.detach(), dtype)
+        queue.casts[id(parameter)] = found
+    return found[2]
+
+
+def replay(
+    ctx: Any, queue: WeightGradQueue, g: Tensor, op: Callable[[], Tensor], inputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of all inputs, in a backward that is not an I: autograd called inside a stage's forward.
+
+    ``inputs`` are those of the node, in order. They have edges only while the recorder is cautious.
+    """
+    needs = ctx.needs_input_grad
+    if any(t is not None and t.requires_grad and not n for t, n in zip(inputs, needs, strict=False)):
+        raise PipelineError(
+            "autograd ran inside the forward of a stage whose backward is split into I and W, and did not on the "
+            "stage's first micro-batch. Call it on every micro-batch, or use a schedule without W, such as '1f1b'."
+        )
+    queue.recorder.autograd_in_forward = True
+    wanted = [t for t, n in zip(inputs, needs, strict=False) if n and t is not None]
+    differentiable = _is_grad_enabled()
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(op(), wanted, g, create_graph=differentiable))
+    return [next(found) if n else None for n in needs]

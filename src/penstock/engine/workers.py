@@ -1,0 +1,97 @@
+"""Persistent threads, one per rank of a pipeline in this process."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from penstock.engine.channel.local import Cancelled
+
+__all__ = ["Workers"]
+
+Job = Callable[[], None]
+_threads_lock = threading.Lock()
+
+
+class Workers:
+    """Runs one job per rank at a time, all at once, and waits for them all."""
+
+    def __init__(self, count: int, cpu_threads: int | None) -> None:
+        """``cpu_threads`` is how many threads one operator may use on the CPU in each worker; None leaves it."""
+        self.inboxes: list[SimpleQueue[tuple[Job, SimpleQueue[BaseException | None]] | None]] = [
+            SimpleQueue() for _ in range(count)
+        ]
+        for rank, inbox in enumerate(self.inboxes):
+            threading.Thread(
+                target=_work, args=(inbox, cpu_threads), name=f"penstock rank {rank}", daemon=True
+            ).start()
+        self._end = weakref.finalize(self, _stop, self.inboxes)
+
+    def run(self, jobs: Sequence[Job], cancel: Callable[[], None]) -> None:
+        """Run ``jobs[r]`` on worker ``r``. The first failure cancels the others and is raised here."""
+        outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+        for inbox, job in zip(self.inboxes, jobs, strict=True):
+            inbox.put((job, outcomes))
+        failure: BaseException | None = None
+        missing = len(jobs)
+        while missing:
+            try:
+                error = outcomes.get()
+                missing -= 1
+            except KeyboardInterrupt as interrupt:
+                error = interrupt
+            if error is not None and failure is None:
+                failure = error
+                cancel()
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """End the threads. Closing twice is harmless."""
+        self._end()
+
+    @property
+    def closed(self) -> bool:
+        return not self._end.alive
+
+
+def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+
+
+def _work(inbox: SimpleQueue[tuple[Job, SimpleQueue[BaseException | None]] | None], cpu_threads: int | None) -> None:
+    if cpu_threads is not None:
+        _limit_threads(cpu_threads)
+    while (task := inbox.get()) is not None:
+        job, outcomes = task
+        error: BaseException | None = None
+        try:
+            job()
+        except Cancelled:
+            pass  # the rank that failed says why
+        except BaseException as raised:
+            error = raised
+        # Nothing of the step may stay alive in this frame until the next one comes.
+        del task, job
+        outcomes.put(error)
+        del outcomes, error
+
+
+def _limit_threads(count: int) -> None:
+    """Let operators called in this thread use ``count`` CPU threads, and leave other threads as they are.
+
+    The number belongs to the thread, but setting it also sets what threads started later begin with.
+    """
+    with _threads_lock:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        if before != count:
+            restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+            restore.start()
+            restore.join()

@@ -1,0 +1,124 @@
+"""What a schedule's work costs: time per action, time per transfer, memory per micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import COMPUTE
+from penstock.schedule.flow import Edge
+
+__all__ = ["Costs", "PerEdge", "PerStage"]
+
+PerStage = float | tuple[float, ...]
+"""One number for all stages, or one for each."""
+
+PerEdge = float | Mapping[Edge, float]
+"""One number for all edges, or one for each (source stage, destination stage)."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times and sizes, in any units that agree with each other.
+
+    ``f``, ``i``, ``w``, ``b``, ``r`` are the times of one action of a stage: forward, input gradient, weight
+    gradient, full backward (by default ``i + w``) and recompute (by default ``f``).
+
+    A value that crosses to another rank arrives ``latency + bytes / bandwidth`` after it is there; a channel
+    carries one value at a time, so its next one waits ``bytes / bandwidth``. The gradient going back costs
+    the same. Within a rank both are free.
+
+    ``activation`` is what a stage keeps of one micro-batch from the start of ``F`` to the end of ``B`` or
+    ``W``; ``keep`` is the fraction of it still held between ``I`` and ``W``, and ``checkpoint`` the fraction
+    held between ``F`` and ``R`` where the schedule recomputes.
+    """
+
+    f: PerStage = 1.0
+    i: PerStage = 1.0
+    w: PerStage = 1.0
+    b: PerStage | None = None
+    r: PerStage | None = None
+    latency: PerEdge = 0.0
+    bandwidth: PerEdge = math.inf
+    bytes: PerEdge = 0.0
+    activation: PerStage = 1.0
+    keep: float = 1.0
+    checkpoint: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            for number in _numbers(value):
+                if not number >= 0 or (math.isinf(number) and field.name != "bandwidth"):
+                    raise ScheduleError(f"cost {field.name}={number} must be a number, at least 0")
+                if field.name == "bandwidth" and number == 0:
+                    raise ScheduleError("cost bandwidth=0 would never deliver anything: it must be positive")
+                if field.name in ("keep", "checkpoint") and number > 1:
+                    raise ScheduleError(f"cost {field.name}={number} is a fraction: between 0 and 1")
+
+    @classmethod
+    def per_rank(
+        cls,
+        *,
+        v: int,
+        f: float = 1.0,
+        i: float = 1.0,
+        w: float = 1.0,
+        comm: float = 0.0,
+        b: float | None = None,
+        r: float | None = None,
+    ) -> Costs:
+        """Costs of a rank's whole share of one micro-batch, of which each of its ``v`` stages does one part.
+
+        So the bubbles and memory of schedules with different ``v`` compare. ``comm`` is the latency of a hop.
+        """
+        if v < 1:
+            raise ScheduleError(f"v={v} stages per rank: at least 1 is needed")
+        return cls(
+            f=f / v,
+            i=i / v,
+            w=w / v,
+            b=None if b is None else b / v,
+            r=None if r is None else r / v,
+            latency=comm,
+            activation=1 / v,
+        )
+
+    def durations(self, num_stages: int) -> dict[str, list[float]]:
+        """For each kind of work, the time it takes on each stage."""
+        times = {kind: self.of_stages(kind.lower(), num_stages) for kind in "FIW"}
+        times["B"] = (
+            [i + w for i, w in zip(times["I"], times["W"], strict=True)]
+            if self.b is None
+            else self.of_stages("b", num_stages)
+        )
+        times["R"] = times["F"] if self.r is None else self.of_stages("r", num_stages)
+        return {kind: times[kind] for kind in COMPUTE}
+
+    def of_stages(self, name: str, num_stages: int) -> list[float]:
+        """The numbers called ``name``, one per stage."""
+        value: PerStage = getattr(self, name)
+        if isinstance(value, int | float):
+            return [float(value)] * num_stages
+        if len(value) != num_stages:
+            raise ScheduleError(f"cost {name} has {len(value)} numbers, the schedule has {num_stages} stages")
+        return [float(number) for number in value]
+
+    def of_edge(self, name: str, edge: Edge) -> float:
+        """The number called ``name`` of one edge."""
+        value: PerEdge = getattr(self, name)
+        if isinstance(value, int | float):
+            return float(value)
+        if edge not in value:
+            raise ScheduleError(f"cost {name} has no number for the edge {edge[0]}->{edge[1]}")
+        return float(value[edge])
+
+
+def _numbers(value: PerStage | PerEdge) -> tuple[float, ...]:
+    if isinstance(value, int | float):
+        return (value,)
+    return tuple(value.values()) if isinstance(value, Mapping) else tuple(value)

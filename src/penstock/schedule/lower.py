@@ -1,0 +1,172 @@
+"""From a schedule to one program per rank: what to send, receive, release and reduce, and when.
+
+A channel carries messages in one direction between two ranks, in the order in which its sender makes them;
+the receiver posts its receives in that same order. Rank 1 of a 1F1B schedule, receives posted two deep:
+
+    1RECV_F0 1RECV_F1 1RECV_B0 1F0 1SEND_F0 ... 1B0 1SEND_B0 1SENT_F0 ...
+    └ posted ahead ──────────┘                  └ the gradient of 1F0's output has come, so its send
+                                                  is over: the output is released
+
+A send never blocks: it is released after the first later action whose input from that peer proves that the
+message was consumed. Where no such action comes, the oldest is waited for once ``live_sends`` are open.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import BACKWARD, Action
+from penstock.schedule.program import Instruction, Program
+from penstock.schedule.rendezvous import gets_stuck
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["line", "lower"]
+
+Edge = tuple[int, int]
+
+
+class _Message(NamedTuple):
+    """A value that crosses from one rank to another: made by one action, needed by another."""
+
+    src: int  # stage that makes it
+    dst: int  # stage that needs it
+    microbatch: int
+    made: int  # position of the making action in its rank's order
+    needed: int  # position of the needing action in its rank's order
+
+
+def line(num_stages: int) -> tuple[Edge, ...]:
+    """The edges of a model whose stages feed each other in a line."""
+    return tuple((s, s + 1) for s in range(num_stages - 1))
+
+
+def lower(
+    schedule: Schedule, edges: Iterable[Edge] | None = None, *, depth: int = 2, live_sends: int = 4
+) -> tuple[Program, ...]:
+    """One program per rank, for a schedule that has been verified.
+
+    ``depth`` receives are posted per channel at any time, the one waited for included.
+    """
+    if depth < 1 or live_sends < 1:
+        raise ScheduleError(f"depth and live_sends must be at least 1, got {depth} and {live_sends}")
+    messages = _messages(schedule, line(schedule.num_stages) if edges is None else tuple(edges))
+    ranks = range(schedule.num_ranks)
+    before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
+    sends: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
+    sent: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
+    for (sender, receiver, lane), channel in messages.items():
+        for message, position in zip(channel, _posts(channel, depth), strict=True):
+            post = Instruction(f"RECV_{lane}", message.dst, message.microbatch, message.src)
+            before[receiver][position].append(post)
+        answers = _knowledge(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
+        open_sends: deque[Instruction] = deque()
+        for message in channel:
+            there = (message.src, message.microbatch, message.dst)
+            over = Instruction(f"SENT_{lane}", *there)
+            sends[sender][message.made].append(Instruction(f"SEND_{lane}", *there))
+            proof = _first_proof(answers, message)
+            if proof is not None:
+                sent[sender][proof].append(over)
+                continue
+            open_sends.append(over)
+            if len(open_sends) > live_sends:
+                before[sender][message.made].append(open_sends.popleft())
+        sent[sender][len(schedule.orders[sender])].extend(open_sends)
+    programs = tuple(
+        _assemble(rank, order, before[rank], sends[rank], sent[rank], schedule.trains)
+        for rank, order in enumerate(schedule.orders)
+    )
+    if gets_stuck(programs):  # a bounded wait closed a circle: let sends pile up instead
+        return lower(schedule, edges, depth=depth, live_sends=live_sends * 2)
+    return programs
+
+
+def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Message]]:
+    """What crosses between ranks, per (sender, receiver, lane), in the order in which it is made."""
+    position = {
+        ("F" if a.kind == "F" else "B", a.stage, a.microbatch): i
+        for order in schedule.orders
+        for i, a in enumerate(order)
+        if a.kind == "F" or a.kind in BACKWARD
+    }
+    channels: dict[tuple[int, int, str], list[_Message]] = defaultdict(list)
+    for edge in edges:
+        for lane, (src, dst) in (("F", edge), ("B", edge[::-1])):
+            a, b = schedule.placement[src], schedule.placement[dst]
+            if a == b:
+                continue
+            for k in range(schedule.num_microbatches):
+                if (lane, src, k) in position and (lane, dst, k) in position:
+                    made, needed = position[lane, src, k], position[lane, dst, k]
+                    channels[a, b, lane].append(_Message(src, dst, k, made, needed))
+    for channel in channels.values():
+        channel.sort(key=lambda message: (message.made, message.dst))
+    return dict(channels)
+
+
+def _posts(channel: Sequence[_Message], depth: int) -> list[int]:
+    """Before which action of the receiver each receive is posted.
+
+    Not later than the action that needs it, nor than the post of a later message (order!); and ``depth - 1``
+    messages ahead of that.
+    """
+    latest = [message.needed for message in channel]
+    for i in reversed(range(len(latest) - 1)):
+        latest[i] = min(latest[i], latest[i + 1])
+    return [latest[i - depth + 1] if i >= depth - 1 else 0 for i in range(len(latest))]
+
+
+def _knowledge(messages: Iterable[_Message]) -> tuple[list[int], list[int]]:
+    """What a rank learns of its peer: after action ``positions[i]``, the peer is past its ``passed[i]``."""
+    positions: list[int] = []
+    passed: list[int] = []
+    for message in sorted(messages, key=lambda message: message.needed):
+        if not passed or message.made > passed[-1]:
+            positions.append(message.needed)
+            passed.append(message.made)
+    return positions, passed
+
+
+def _first_proof(knowledge: tuple[list[int], list[int]], message: _Message) -> int | None:
+    """The sender's first action after which the message must have been consumed, if there is one."""
+    positions, passed = knowledge
+    i = bisect_right(passed, message.needed - 1)
+    if i == len(passed):
+        return None
+    return max(positions[i], message.made)
+
+
+def _assemble(
+    rank: int,
+    order: Sequence[Action],
+    before: dict[int, list[Instruction]],
+    sends: dict[int, list[Instruction]],
+    sent: dict[int, list[Instruction]],
+    trains: bool,
+) -> Program:
+    last = {action.stage: i for i, action in enumerate(order)}
+    out: list[Instruction] = []
+    slots: dict[tuple[int, int], int] = {}
+    free: dict[int, list[int]] = defaultdict(list)
+    num_slots: dict[int, int] = defaultdict(int)
+    for i, (stage, kind, k) in enumerate(order):
+        out.extend(before[i])
+        if kind == "F":
+            if not free[stage]:
+                free[stage].append(num_slots[stage])
+                num_slots[stage] += 1
+            slots[stage, k] = free[stage].pop()
+        out.append(Instruction(kind, stage, k))
+        out.extend(sends[i])
+        out.extend(sent[i])
+        if kind in "BW" or not trains:
+            free[stage].append(slots[stage, k])
+        if trains and last[stage] == i:
+            out.append(Instruction("REDUCE", stage))
+    out.extend(sent[len(order)])
+    return Program(rank, tuple(out), slots, dict(num_slots))

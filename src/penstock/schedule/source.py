@@ -1,0 +1,109 @@
+"""The schedules that one pipeline runs: for any number of micro-batches, to train and to evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.errors import ScheduleError
+from penstock.schedule.fill_drain import fill_drain
+from penstock.schedule.registry import SCHEDULES, build, find
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.verify import verify
+
+__all__ = ["ScheduleSource"]
+
+
+class ScheduleSource:
+    """A schedule for any number of micro-batches, verified when it is made, and made once."""
+
+    def __init__(
+        self,
+        schedule: str | Schedule,
+        stages: int,
+        edges: Iterable[tuple[int, int]],
+        microbatches: int,
+        ranks: int | None = None,
+    ) -> None:
+        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+            raise ScheduleError(f"microbatches must be at least 1, got {microbatches!r}")
+        self.microbatches = microbatches
+        self.edges = tuple(edges)
+        self._given: Schedule | None = None
+        self._made: dict[tuple[str, int], Schedule] = {}
+        self.stages_per_rank: int | None = None
+        if isinstance(schedule, Schedule):
+            _check_given(schedule, stages, microbatches, ranks)
+            self._given, self.name, self.ranks = schedule, schedule.name, schedule.num_ranks
+        else:
+            self.name = find(schedule)
+            self.ranks, self.stages_per_rank = _ranks(self.name, stages, ranks)
+        self.placement = self.training(1 if self._given is None else microbatches).placement
+
+    def training(self, microbatches: int) -> Schedule:
+        """The schedule of a step of so many micro-batches."""
+        return self._get("train", microbatches)
+
+    def fill_drain(self, microbatches: int) -> Schedule:
+        """All forwards, then all backwards, with the stages placed as in training."""
+        return self._get("fill_drain", microbatches)
+
+    def forward_only(self, microbatches: int) -> Schedule:
+        """All forwards, with the stages placed as in training."""
+        return self._get("forward", microbatches)
+
+    def _get(self, what: str, microbatches: int) -> Schedule:
+        key = (what, microbatches)
+        if key not in self._made:
+            schedule = self._make(what, microbatches)
+            verify(schedule, self.edges)
+            self._made[key] = schedule
+        return self._made[key]
+
+    def _make(self, what: str, microbatches: int) -> Schedule:
+        if what != "train":
+            return fill_drain(self.placement, microbatches, backward=what == "fill_drain")
+        if self._given is not None:
+            return self._given.first(microbatches)
+        return build(self.name, self.ranks, microbatches, self.stages_per_rank)
+
+
+def _check_given(schedule: Schedule, stages: int, microbatches: int, ranks: int | None) -> None:
+    if schedule.num_stages != stages:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} is for {schedule.num_stages} stages, but the plan has {stages}"
+        )
+    if ranks is not None and schedule.num_ranks != ranks:
+        raise ScheduleError(f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but there are {ranks}")
+    if schedule.num_microbatches != microbatches:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} is for {schedule.num_microbatches} micro-batches, not for {microbatches}: "
+            f"say microbatches={schedule.num_microbatches}"
+        )
+    if not schedule.trains:
+        raise ScheduleError(f"schedule {schedule.name!r} has no backward: a training step needs one")
+    if "R" in schedule.kinds:
+        raise ScheduleError(f"schedule {schedule.name!r} has recompute actions (R), which cannot be run yet")
+
+
+def _ranks(name: str, stages: int, ranks: int | None) -> tuple[int, int | None]:
+    """How many ranks a named schedule takes for ``stages``, and the stages per rank where it must be said."""
+    fixed = SCHEDULES[name].stages_per_rank
+    if fixed is None:
+        if ranks is None:
+            ranks = stages // 2 if stages % 2 == 0 and name in ("interleaved", "looped_bfs") else stages
+        if stages % ranks:
+            raise ScheduleError(
+                f"schedule {name!r} puts the same number of stages on each rank: {stages} stages do not divide "
+                f"over {ranks} ranks"
+            )
+        return ranks, stages // ranks
+    if stages % fixed:
+        raise ScheduleError(f"schedule {name!r} puts {fixed} stages on each rank: {stages} stages do not divide")
+    needed = stages // fixed
+    if ranks is not None and ranks != needed:
+        raise ScheduleError(
+            f"schedule {name!r} puts {fixed} stage{'s' * (fixed > 1)} on each rank, so {stages} stages need {needed} "
+            f"ranks, not {ranks}. Schedules that take any number of stages per rank: "
+            + ", ".join(repr(other) for other, entry in SCHEDULES.items() if entry.stages_per_rank is None)
+        )
+    return needed, None

@@ -1,0 +1,84 @@
+"""A schedule as text, and back: a line for each rank, with its actions in order.
+
+    # name: 1f1b
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
+
+Blank lines and other comments are free. A rank without work is a line with a single ``-``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Located", "assemble", "from_text", "parse", "to_text"]
+
+Located = tuple[str, Action]
+"""Where in a file an action stands ("line 2, column 5"), and the action."""
+
+_NAME = re.compile(r"#\s*name:\s*(.*\S)")
+_IDLE = "-"
+
+
+def to_text(schedule: Schedule) -> str:
+    """The text form. ``from_text`` gives the same schedule again."""
+    lines = [" ".join(map(str, order)) or _IDLE for order in schedule.orders]
+    return "\n".join([f"# name: {schedule.name}", *lines, ""])
+
+
+def from_text(text: str) -> Schedule:
+    """The inverse of ``to_text``; without a ``# name:`` the schedule's name is "custom"."""
+    name = "custom"
+    rows: list[list[Located]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := _NAME.match(line.strip()):
+            name = match[1]
+        code = line.partition("#")[0]
+        cells = [(f"line {number}, column {cell.start() + 1}", cell[0]) for cell in re.finditer(r"\S+", code)]
+        if cells:
+            rows.append([(place, parse(place, cell)) for place, cell in cells if code.strip() != _IDLE])
+    return assemble(name, rows)
+
+
+def parse(place: str, cell: str) -> Action:
+    """One action; an error says where."""
+    try:
+        return Action.parse(cell)
+    except ScheduleError as error:
+        raise ScheduleError(f"{place}: {error}") from None
+
+
+def assemble(name: str, rows: Sequence[Iterable[Located]]) -> Schedule:
+    """A schedule from its rows. A stage is placed on the rank in whose row it occurs."""
+    orders: list[list[Action]] = [[] for _ in rows]
+    rank_of: dict[int, int] = {}
+    stages: dict[int, str] = {}  # and where each was seen first
+    microbatches: dict[int, str] = {}
+    for rank, row in enumerate(rows):
+        for place, action in row:
+            home = rank_of.setdefault(action.stage, rank)
+            if home != rank:
+                raise ScheduleError(
+                    f"{place}: {action} puts stage {action.stage} on rank {rank}, but it is on rank {home} "
+                    f"already ({stages[action.stage]})"
+                )
+            stages.setdefault(action.stage, place)
+            microbatches.setdefault(action.microbatch, place)
+            orders[rank].append(action)
+    if not stages:
+        raise ScheduleError("there is no action in this schedule; expected a line for each rank, as in '0F0 0F1 0B0'")
+    for what, seen in (("stage", stages), ("micro-batch", microbatches)):
+        missing = set(range(max(seen))) - seen.keys()
+        if missing:
+            after = min(number for number in seen if number > min(missing))
+            raise ScheduleError(
+                f"{seen[after]}: there is a {what} {after}, but no {what} {min(missing)} anywhere; "
+                f"number them from 0 without gaps"
+            )
+    placement = [rank_of[s] for s in range(len(rank_of))]
+    return Schedule.of(name, placement, orders, len(microbatches))

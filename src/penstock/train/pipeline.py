@@ -1,0 +1,258 @@
+"""``Pipeline``: a plan, made to run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.call import Flight, call
+from penstock.engine.head import Head
+from penstock.engine.inputs import cut, single_value
+from penstock.engine.local import LocalCrew
+from penstock.engine.loss import loss_rule
+from penstock.engine.process import ProcessCrew
+from penstock.engine.stage import StageEngine
+from penstock.errors import PipelineError, PlanError
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.source import ScheduleSource
+from penstock.split.plan import Plan
+from penstock.train.clip import clip_grad_norm
+from penstock.train.devices import check_devices
+from penstock.train.mesh import Mesh
+from penstock.train.state import load_state, state_of
+
+__all__ = ["Pipeline", "StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step gives back: ``loss`` on every rank, ``outputs`` where the last stage is."""
+
+    loss: Tensor
+    outputs: Any
+    samples: int
+    microbatches: int
+    seconds: float
+
+
+class Pipeline:
+    """Trains the model of a plan, stage by stage, micro-batch by micro-batch, to the plain model's result.
+
+    ``loss_fn(output, target)`` gives the loss of a micro-batch, averaged or summed over its samples as it says of
+    itself (``reduction`` decides where it does not), or ``(sum, count)``. Without it the model computes its loss.
+    ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. With ``devices`` every rank is a
+    thread of this process with its device; with ``mesh`` it is a process. ``outputs=None`` keeps no outputs.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        microbatches: int = 1,
+        schedule: str | Schedule = "1f1b",
+        devices: Sequence[torch.device | str | int] | None = None,
+        mesh: Mesh | None = None,
+        reduction: str | None = None,
+        outputs: str | None = "all",
+    ) -> None:
+        if not isinstance(plan, Plan):
+            raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
+        if plan.model is None:
+            raise PlanError("this plan has no model: load it with Plan.load(path, model)")
+        if outputs not in ("all", None):
+            raise PlanError(f"outputs must be 'all' or None, got {outputs!r}")
+        self._model = plan.model
+        self._keep_outputs = outputs == "all"
+        rule = loss_rule(loss_fn, reduction)
+        edges = [(edge.src, edge.dst) for edge in plan.edges]
+        ranks = mesh.pipe if mesh is not None else None if devices is None else len(list(devices))
+        source = ScheduleSource(schedule, plan.num_stages, edges, microbatches, ranks)
+        self._source = source
+        if mesh is None:
+            of_rank = check_devices(devices, source.ranks)
+            device_of = [of_rank[rank] for rank in source.placement]
+            own = list(range(plan.num_stages))
+        else:
+            own = [s for s, rank in enumerate(source.placement) if rank == mesh.pipe_rank]
+            device_of = [mesh.device] * plan.num_stages
+        self.plan = plan.placed(source.placement, device_of)
+        modules = {s: plan.stage_module(s) for s in own}
+        _check_ties(plan, modules, device_of)
+        stages = [
+            StageEngine(s, module.to(device_of[s]), device_of[s], Head(rule) if s == plan.num_stages - 1 else None)
+            for s, module in modules.items()
+        ]
+        self._modules = modules
+        self._counted: bool | None = None
+        self._crew: LocalCrew | ProcessCrew
+        if mesh is None:
+            self._crew = LocalCrew(self.plan, stages, source.placement)
+        else:
+            self._crew = ProcessCrew(self.plan, stages, source, mesh)
+
+    # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, inputs: Any = None, targets: Any = None) -> StepResult:
+        """Forward and backward of one mini-batch. Gradients are added to ``.grad``, as by ``loss.backward()``."""
+        start = time.perf_counter()
+        self._check_open()
+        if torch.is_inference_mode_enabled():
+            raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
+        aside = self._set_grads_aside()
+        try:
+            outcome = self._crew.train(self._source, single_value(inputs), targets, keep_outputs=self._keep_outputs)
+        except BaseException:
+            for parameter, grad in aside.items():
+                parameter.grad = grad
+            raise
+        self._counted = outcome.factor is not None
+        self._bring_grads_back(aside, outcome.factor)
+        seconds = time.perf_counter() - start
+        return StepResult(outcome.loss, outcome.outputs, sum(outcome.sizes), len(outcome.sizes), seconds)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for a mini-batch of any size.
+
+        In this process the outputs are part of autograd's graph, unless under ``no_grad``: ``loss.backward()`` runs
+        the stages' backwards. Under a mesh this is for evaluation: call it under ``torch.no_grad()`` on all ranks;
+        the rank of the last stage gets the outputs, the others None.
+        """
+        self._check_open()
+        value = single_value(kwargs or (args if len(args) != 1 else args[0]))
+        grad = torch.is_grad_enabled()
+        if isinstance(self._crew, ProcessCrew):
+            if grad:
+                raise PlanError("under a mesh, pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
+            return self._crew.evaluate(self._source, value)
+        if not grad:
+            return self._crew.evaluate(self._source, value)
+        sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return call(Flight(self._crew, self._source.fill_drain(len(sizes)), trainable), messages)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a step of a full number of micro-batches."""
+        return self._source.training(self._source.microbatches)
+
+    # ── what an optimizer and a checkpoint touch ─────────────────────────────────────────────────────────────
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that live in this process, under the model's own names, each once."""
+        seen: set[int] = set()
+        for module in self._modules.values():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that live in this process, each once."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as an optimizer's ``zero_grad``."""
+        for module in self._modules.values():
+            module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""
+        self._check_open()
+        if isinstance(self._crew, ProcessCrew):
+            return clip_grad_norm(
+                self.parameters(), max_norm, norm_type, error_if_nonfinite, self._crew.counts, self._crew.reduce
+            )
+        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
+        """Parameters and buffers under the plain model's own names.
+
+        Under a mesh these are this rank's stages; with ``full=True`` every rank gets the whole model's, on the CPU.
+        """
+        own = state_of(self._modules)
+        if not full or not isinstance(self._crew, ProcessCrew):
+            return own
+        parts = self._crew.gather({name: tensor.cpu() for name, tensor in own.items()})
+        return {name: part[name] for part in parts for name in part}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state dict of the plain model, or of a pipeline cut in any way. Under a mesh, a rank takes its part."""
+        load_state(self._model, self._modules, state, strict)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put the stages of this process into training mode, as ``nn.Module.train``."""
+        self._model.training = mode
+        for module in self._modules.values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Put the stages of this process into evaluation mode."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        return self._model.training
+
+    # ── life and death ───────────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """End the threads, or leave the channels. The model keeps its parameters; the pipeline cannot run again."""
+        self._crew.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Pipeline({self.plan.num_stages} stages on {self._source.ranks} ranks, "
+            f"schedule {self._source.name!r}, {self._source.microbatches} micro-batches)"
+        )
+
+    def _check_open(self) -> None:
+        if self._crew.closed:
+            raise PipelineError("this pipeline was closed: build a new one from its plan")
+
+    def _set_grads_aside(self) -> dict[nn.Parameter, Tensor | None]:
+        """What a failed step gives back, and what a loss that counts as it goes must not rescale.
+
+        Gradients that are there already are kept apart where the loss is of that sort, or not yet known not to be.
+        """
+        apart = self._counted is not False
+        aside: dict[nn.Parameter, Tensor | None] = {}
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                aside[parameter] = None
+            elif apart:
+                aside[parameter] = parameter.grad
+                parameter.grad = None
+        return aside
+
+    def _bring_grads_back(self, aside: Mapping[nn.Parameter, Tensor | None], factor: float | None) -> None:
+        for parameter, before in aside.items():
+            if factor is not None and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+
+def _check_ties(plan: Plan, modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> None:
+    for tie in plan.ties:
+        places = {devices[stage] for stage in tie.stages if stage in modules}
+        if len(places) > 1:
+            raise PlanError(
+                f"{' and '.join(tie.names)} are one parameter, but stages {tie.stages} are on different devices "
+                f"({', '.join(sorted(map(str, places)))}): put these stages on one device"
+            )

@@ -1,0 +1,33 @@
+"""State under the model's own names, whole or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import PlanError
+
+__all__ = ["load_state", "state_of"]
+
+
+def state_of(modules: Mapping[int, nn.Module]) -> dict[str, Tensor]:
+    """The parameters and buffers of some stages, by their names in the model."""
+    return {name: tensor for module in modules.values() for name, tensor in module.state_dict().items()}
+
+
+def load_state(model: nn.Module, modules: Mapping[int, nn.Module], state: Mapping[str, Any], strict: bool) -> None:
+    """Load what belongs to these stages from a state dict of the whole model, or of these stages."""
+    own = set(state_of(modules))
+    missing = sorted(own - set(state))
+    known = set(model.state_dict())
+    unexpected = sorted(set(state) - known)
+    if strict and (missing or unexpected):
+        raise PlanError(
+            f"the state does not fit the model: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. "
+            "Load with strict=False to take what fits"
+        )
+    for module in modules.values():
+        names = set(module.state_dict())
+        module.load_state_dict({name: tensor for name, tensor in state.items() if name in names}, strict=False)
