@@ -124,7 +124,13 @@ def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
             case = Case(layers, dim, tokens, batch, device)
             times = case.measure(max(3, repeats // 20) if quick else repeats)
             f, b, _ = times["full"]
-            row: dict[str, Any] = {"kind": kind, "layers": layers, "dim": dim, "tokens": tokens, "batch": batch}
+            row: dict[str, Any] = {
+                "kind": kind,
+                "layers": layers,
+                "dim": dim,
+                "tokens": tokens,
+                "batch": batch,
+            }
             row["full_us"] = {"F": f * 1e6, "B": b * 1e6}
             for name in ("ours", "peer"):
                 forward, i, w = times[name]
@@ -154,7 +160,9 @@ def main() -> None:
     options = parser.parse_args()
     result = run(options.quick, options.device)
     print(f"Split backward, torch {result['torch']}, {result['device']}, one thread. Times in µs, medians.\n")
-    print("      layers   dim  tokens |  full F    full B | ours F/full   I       W   (I+W)/B | torch (I+W)/B")
+    print(
+        "      layers   dim  tokens |  full F    full B | ours F/full   I       W   (I+W)/B | torch (I+W)/B"
+    )
     for row in result["rows"]:
         ours, tokens = row["ours_us"], row["tokens"] * row["batch"]
         print(

@@ -124,8 +124,6 @@ def test_forward_only_loses_only_the_ramp() -> None:
 
 
 # With hops of a tenth of a rank's forward, a fifth of a stage's on a V.
-@pytest.mark.parametrize(
-    ("p", "m", "most"), [(4, 8, 11.1), (4, 32, 3.0), (8, 16, 12.7), (8, 64, 3.5), (16, 32, 13.5)]
-)
+@pytest.mark.parametrize(("p", "m", "most"), [(4, 8, 11.1), (4, 32, 3.0), (8, 16, 12.7), (8, 64, 3.5), (16, 32, 13.5)])
 def test_zbv_hides_hops_as_well_as_the_published_one(p: int, m: int, most: float) -> None:
     assert bubble(build("zbv", p, m), hop=0.2) <= most

@@ -184,4 +184,6 @@ def test_schedules_are_plain_data() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert not name.startswith("torch"), path
-                assert not name.startswith("penstock") or name.startswith(("penstock.schedule", "penstock.errors")), path
+                assert not name.startswith("penstock") or name.startswith(("penstock.schedule", "penstock.errors")), (
+                    path
+                )

@@ -7,13 +7,13 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.zoo import VARIANTS, placed, staircase
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action
 from penstock.schedule.registry import build
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Costs, Simulation, simulate
+from tests.schedule.zoo import VARIANTS, placed, staircase
 
 
 def run(name: str, p: int, m: int, v: int | None = None, **costs: float) -> Simulation:

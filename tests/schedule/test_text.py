@@ -33,9 +33,9 @@ def test_round_trip(name: str, v: int | None, p: int, m: int) -> None:
 
 def test_round_trip_of_what_no_generator_makes() -> None:
     """Any placement, a rank without work, recompute, a name with spaces."""
-    orders = [["2F0", "0F0", "0B0"], [], ["1F0", "1R0", "1B0", "2B0"][:3]]
-    orders[0].insert(2, "2B0")
-    schedule = Schedule.of("my own, 2nd", (0, 2, 0), [map(Action.parse, order) for order in orders], 1)
+    rows = ["0F0 2F0 2B0 0B0", "", "1F0 1R0 1B0"]
+    orders = [[Action.parse(cell) for cell in row.split()] for row in rows]
+    schedule = Schedule.of("my own, 2nd", (0, 2, 0), orders, 1)
     assert to_text(schedule).splitlines()[2] == "-"
     assert from_text(to_text(schedule)) == schedule
 

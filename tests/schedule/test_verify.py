@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.zoo import SMALL, VARIANTS, label, placed, staircase
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action
 from penstock.schedule.registry import build
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.verify import verify
+from tests.schedule.zoo import SMALL, VARIANTS, label, placed, staircase
 
 
 def can_run(schedule: Schedule) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ class Flight:
         assert ends.outputs is not None
         return [message for message in ends.outputs if message is not None]
 
-    def backward(self, seeds: Sequence[Sequence[Tensor | None]]) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+    def backward(
+        self, seeds: Sequence[Sequence[Tensor | None]]
+    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
         """The gradients of the inputs, per micro-batch, and of the parameters, by identity."""
         if self.over:
             raise RuntimeError(
@@ -66,7 +69,8 @@ class Flight:
 
         grads: list[Sequence[Tensor | None]] = [()] * self.count
         ends = Ends(seed=seeds.__getitem__, grads=grads)
-        self.crew.run(self._job(1, ends, work), grad=False)
+        with _silent_hooks(self.parameters):
+            self.crew.run(self._job(1, ends, work), grad=False)
         if not self.keep:
             self.over = True
             self.slots.clear()
@@ -78,6 +82,20 @@ class Flight:
 
     def _job(self, half: int, ends: Ends, work: Any = StageEngine.backward) -> Job:
         return self.crew.compile(self.halves[half], self.count, self.slots, ends, work)
+
+
+@contextmanager
+def _silent_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Hooks on parameters run once, on the whole gradient, in the caller's graph: not on each micro-batch's part."""
+    hooked = [hooks for p in parameters if (hooks := p._backward_hooks)]
+    kept = [list(hooks.items()) for hooks in hooked]
+    for hooks in hooked:
+        hooks.clear()  # autograd holds on to the dictionary itself
+    try:
+        yield
+    finally:
+        for hooks, items in zip(hooked, kept, strict=True):
+            hooks.update(items)
 
 
 def call(flight: Flight, inputs: list[Message]) -> Any:

@@ -33,7 +33,8 @@ class Propagation:
         self.state = state
         self.grad = grad
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        members = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+        parameters = module.named_parameters(remove_duplicate=False)
+        members: dict[str, Tensor] = {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
         fakes: dict[int, Tensor] = {}
         for tensor in members.values():
             fakes.setdefault(id(tensor), self.mode.from_tensor(tensor))

@@ -40,7 +40,8 @@ def cut(value: Any, microbatches: int, device: torch.device) -> tuple[tuple[int,
 def _message(value: Any, device: torch.device) -> Message:
     leaves, spec = flatten(value)
     leaves = [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Message(leaves, spec, [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad])
+    wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return Message(leaves, spec, wants)
 
 
 def cut_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any]:

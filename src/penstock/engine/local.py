@@ -97,6 +97,7 @@ class LocalCrew:
             self._jobs[id(schedule)] = (schedule, job)
             while len(self._jobs) > 8:  # batches of ever new sizes must not pile up compiled jobs
                 self._jobs.popitem(last=False)
+        self._jobs.move_to_end(id(schedule))
         return self._jobs[id(schedule)][1]
 
     def compile(

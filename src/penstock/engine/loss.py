@@ -84,12 +84,12 @@ def _counted(function: Callable[..., Any], options: Mapping[str, Any]) -> LossRu
             raise PlanError(f"the loss needs a tensor as target, got {type(target).__name__}")
         if target.is_floating_point():  # class probabilities: every sample counts
             classes = target.shape[1] if target.dim() > 1 else 1
-            return torch.tensor(float(target.numel() // classes), device=target.device)
-        kept = target != ignored
+            return torch.tensor(target.numel() // classes, dtype=torch.float64, device=target.device)
+        kept: Tensor = target != ignored
         if weight is None:
-            return kept.sum().float()
+            return kept.sum(dtype=torch.float64)
         of_target = weight.to(target.device).index_select(0, torch.where(kept, target, 0).flatten())
-        return (of_target * kept.flatten()).sum()
+        return (of_target * kept.flatten()).sum(dtype=torch.float64)
 
     return LossRule(call, "counted", count)
 

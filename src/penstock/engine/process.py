@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -26,6 +27,7 @@ from penstock.engine.runner import Ends, Lane, Runner, Wiring, compile_program
 from penstock.engine.stage import Message, StageEngine, make_slots
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.lower import lower
+from penstock.schedule.program import Program
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 from penstock.version import __version__
@@ -75,7 +77,8 @@ class ProcessCrew:
         self.wires = self._open_channels()
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages)
         self.ties = self._join_ties()
-        self._jobs: dict[int, Job] = {}
+        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._programs: dict[tuple[int, bool], Program] = {}
         self.runner: Runner | None = None
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,14 +160,21 @@ class ProcessCrew:
     def _job(self, announced: Announcement) -> Job:
         """The compiled program for an announced kind of mini-batch."""
         if announced.number not in self._jobs:
-            count = len(announced.sizes)
-            schedule = self.source.training(count) if announced.training else self.source.forward_only(count)
-            program = lower(schedule, self.edges)[self.rank]
-            forward, backward = self._lanes(announced, count)
+            program = self._program(len(announced.sizes), announced.training)
+            forward, backward = self._lanes(announced, len(announced.sizes))
             ends = Ends(seed=None if self._head is None else self._head.seed)
             wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends)
             self._jobs[announced.number] = Job(compile_program(program.instructions, wiring), ends)
+            while len(self._jobs) > 16:  # batches of ever new shapes must not pile up compiled programs
+                self._jobs.popitem(last=False)
+        self._jobs.move_to_end(announced.number)
         return self._jobs[announced.number]
+
+    def _program(self, count: int, training: bool) -> Program:
+        if (count, training) not in self._programs:
+            schedule = self.source.training(count) if training else self.source.forward_only(count)
+            self._programs[count, training] = lower(schedule, self.edges)[self.rank]
+        return self._programs[count, training]
 
     def _lanes(
         self, announced: Announcement, count: int
@@ -277,7 +287,7 @@ class ProcessCrew:
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         if self.ended is not None:
-            raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because of:\n{self.ended}")
+            raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
         try:
             result = work()
             self.control.settle()

@@ -73,12 +73,12 @@ def assemble(name: str, rows: Sequence[Iterable[Located]]) -> Schedule:
     if not stages:
         raise ScheduleError("there is no action in this schedule; expected a line for each rank, as in '0F0 0F1 0B0'")
     for what, seen in (("stage", stages), ("micro-batch", microbatches)):
-        missing = set(range(max(seen))) - seen.keys()
-        if missing:
-            after = min(number for number in seen if number > min(missing))
+        gap = next(number for number in range(len(seen) + 1) if number not in seen)
+        if gap < max(seen):
+            after = min(number for number in seen if number > gap)
             raise ScheduleError(
-                f"{seen[after]}: there is a {what} {after}, but no {what} {min(missing)} anywhere; "
-                f"number them from 0 without gaps"
+                f"{seen[after]}: there is a {what} {after}, but no {what} {gap} anywhere; "
+                "number them from 0 without gaps"
             )
     placement = [rank_of[s] for s in range(len(rank_of))]
     return Schedule.of(name, placement, orders, len(microbatches))

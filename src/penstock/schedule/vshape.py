@@ -96,9 +96,7 @@ def _travel(name: str, p: int, m: int, hops: tuple[int, int, int, int], room: in
     return Schedule.of(name, vee(p), _squeeze(p, m, wishes, room, ahead), m)
 
 
-def _squeeze(
-    p: int, m: int, wishes: Sequence[Sequence[_Wish]], room: int, ahead: Sequence[int]
-) -> list[list[Action]]:
+def _squeeze(p: int, m: int, wishes: Sequence[Sequence[_Wish]], room: int, ahead: Sequence[int]) -> list[list[Action]]:
     """Let the ranks work in lockstep, one action per place, as early as they can.
 
     A rank does what it wishes next. While that waits, for its input or for room, the rank does a W; having none,

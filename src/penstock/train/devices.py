@@ -17,7 +17,7 @@ def check_devices(devices: Sequence[torch.device | str | int] | None, ranks: int
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return [torch.device("cuda", r % gpus) if gpus else torch.device("cpu") for r in range(ranks)]
     if isinstance(devices, (str, torch.device, int)):
-        raise PlanError(f"devices must be a list with one device per rank, got {devices!r}: write [{devices!r}] * {ranks}")
+        raise PlanError(f"devices must be a list, one for each rank, got {devices!r}: write [{devices!r}] * {ranks}")
     found = [torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in devices]
     if len(found) < ranks:
         raise PlanError(

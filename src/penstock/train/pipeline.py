@@ -128,7 +128,7 @@ class Pipeline:
         grad = torch.is_grad_enabled()
         if isinstance(self._crew, ProcessCrew):
             if grad:
-                raise PlanError("under a mesh, pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
+                raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
             return self._crew.evaluate(self._source, value)
         if not grad:
             return self._crew.evaluate(self._source, value)
@@ -185,7 +185,7 @@ class Pipeline:
         return {name: part[name] for part in parts for name in part}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict of the plain model, or of a pipeline cut in any way. Under a mesh, a rank takes its part."""
+        """Load a state dict of the plain model, or of a pipeline cut anyhow; under a mesh, a rank takes its part."""
         load_state(self._model, self._modules, state, strict)
 
     def train(self, mode: bool = True) -> Pipeline:

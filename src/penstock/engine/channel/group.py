@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 __all__ = ["Group", "open_group"]
 
@@ -22,10 +23,10 @@ TIMEOUT = timedelta(minutes=30)
 
 def open_group(store: Any, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> Group:
     """The group of ``ranks`` as seen by ``rank``, one of them: NCCL between GPUs where the world uses it, else gloo."""
-    place = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    place = PrefixStore(name, store)
     me = list(ranks).index(rank)
     if device.type == "cuda" and dist.is_nccl_available() and "nccl" in dist.get_backend():
-        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+        options = dist.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
-        return dist.ProcessGroupNCCL(place, me, len(ranks), options)  # type: ignore[attr-defined]
-    return dist.ProcessGroupGloo(place, me, len(ranks), TIMEOUT)  # type: ignore[attr-defined]
+        return dist.ProcessGroupNCCL(place, me, len(ranks), options)
+    return dist.ProcessGroupGloo(place, me, len(ranks), TIMEOUT)

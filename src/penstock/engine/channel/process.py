@@ -151,6 +151,6 @@ def _checked(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
         else:
             return tensors
     raise PlanError(
-        f"{name} gave {meta_of(leaves, spec, wants)}, but {meta} was inferred from its input and is what the next stage "
-        "expects: an output's shapes, dtypes and plain values must follow from the input's shapes alone"
+        f"{name} gave {meta_of(leaves, spec, wants)}, but {meta} was inferred from its input and is what the next "
+        "stage expects: an output's shapes, dtypes and plain values must follow from the input's shapes alone"
     )

@@ -17,7 +17,6 @@ from penstock.engine.weightgrad.rules import (
     defers,
     lower,
     lowered,
-    optional,
     replay,
 )
 
@@ -42,7 +41,7 @@ def _conv(plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
         dilation: _Numbers = 1,
         groups: int = 1,
     ) -> Tensor:
-        if defers(input, weight) and optional(bias):
+        if defers(input, weight, bias):
             steps, spread = _spread(stride, dims), _spread(dilation, dims)
             pads = _pads(padding, weight, steps, spread, dims)
             if pads is not None:
@@ -65,7 +64,7 @@ def _conv_transpose(plain: Callable[..., Tensor], dims: int) -> Callable[..., Te
         groups: int = 1,
         dilation: _Numbers = 1,
     ) -> Tensor:
-        if defers(input, weight) and optional(bias):
+        if defers(input, weight, bias):
             numbers = (_spread(n, dims) for n in (stride, padding, dilation, output_padding))
             steps, pads, spread, extra = numbers
             return _apply(queue, input, weight, bias, (steps, pads, spread, True, extra, groups))
@@ -118,7 +117,7 @@ def _apply(
         x = x.unsqueeze(0)
     wants = x.requires_grad
     spec = (queue, weight, bias, used, used_bias, wants, options)
-    if wants and not queue.recorder.cautious:
+    if wants and not queue.cautious:
         out = _conv_node(x, None, None, spec)
     else:
         out = _conv_node(x, weight, bias, spec)
@@ -146,8 +145,9 @@ class _Conv(Function):
                 return _convolution(x, weight.to(used.dtype), b, *options)
 
             return *replay(ctx, queue, g, op, (x, weight, bias)), None
-        shared = queue.recorder.shared
-        queue.entries.append((_work, (x, x._version, g, g._version, weight, bias, used, options, shared)))
+        queue.entries.append(
+            (_work, (x, x._version, g, g._version, weight, bias, used, options, queue.shared))
+        )
         if w is None:
             return None, None, None, None
         return _backward(g, x, w, None, *options, [True, False, False])[0], None, None, None

@@ -62,8 +62,7 @@ class _Embedding(Function):
                 return torch.embedding(weight, indices, padding, scale)
 
             return *replay(ctx, queue, g, op, (weight,))[:1], None, None
-        shared = queue.recorder.shared
-        arguments = indices, indices._version, g, g._version, weight, padding, scale, shared
+        arguments = indices, indices._version, g, g._version, weight, padding, scale, queue.shared
         queue.entries.append((_work, arguments))
         return None, None, None
 

@@ -6,24 +6,28 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
-from penstock.engine.weightgrad.queue import accumulate, changed
+from penstock.engine.weightgrad.queue import accumulate, changed, here
 from penstock.engine.weightgrad.rules import (
     applier,
     autocast_dtype,
+    autocast_enabled,
+    deferrable,
     defers,
+    is_grad_enabled,
     lower,
     lowered,
-    optional,
     replay,
+    saved_tensor_hooks,
+    transforms_active,
 )
 
 if TYPE_CHECKING:
     from penstock.engine.weightgrad.queue import WeightGradQueue
 
-__all__ = ["PRODUCTS", "linear"]
+__all__ = ["PRODUCTS", "linear_forward"]
 
 _linear = torch._C._nn.linear
 _addmm, _matmul, _mm = torch.addmm, torch.matmul, torch.mm
@@ -31,26 +35,63 @@ _SMALL = 1 << 16  # elements under which one call counts for more than threads a
 _ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
+def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """A ``forward`` for a linear, which most of a stage's time goes to: the common case comes first, in one piece.
+
+    Its conditions are those of ``defers``, where they can change; the others hold for the parameters seen here.
+    """
+    parameters, plain = module._parameters, nn.Linear.forward
+    known = module.weight if deferrable(module.weight) else None
+    known_bias = module.bias if deferrable(module.bias) else None
+
+    def forward(input: Tensor) -> Tensor:
+        weight, bias, queue = parameters.get("weight"), parameters.get("bias"), here.queue
+        if (
+            queue is not None
+            and weight is not None
+            and weight is known
+            and bias is known_bias
+            and type(input) is Tensor
+            and input.requires_grad
+            and not queue.cautious
+            and weight.requires_grad
+            and not weight._backward_hooks
+            and not weight._post_accumulate_grad_hooks
+            and (
+                bias is None
+                or (bias.requires_grad and not bias._backward_hooks and not bias._post_accumulate_grad_hooks)
+            )
+            and is_grad_enabled()
+            and not autocast_enabled()
+            and not transforms_active()
+            and saved_tensor_hooks(True) is None
+            and input.layout is torch.strided
+            and not input.is_nested
+        ):
+            return _linear_node(input, None, None, (queue, weight, bias, weight, bias, True))
+        if queue is None or weight is None:
+            return plain(module, input)
+        return linear(queue, input, weight, bias)
+
+    return forward
+
+
 def linear(queue: WeightGradQueue, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if defers(input, weight) and weight.dim() == 2 and optional(bias):
-        return _apply(queue, input, weight, bias, False)
+    if defers(input, weight, bias) and weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]):
+        return _cast_and_apply(queue, input, weight, bias, _linear_node)
     return _linear(input, weight, bias)
-
-
-def _any_linear(
-    queue: WeightGradQueue, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    if bias is not None and bias.shape != weight.shape[:1]:  # to be broadcast
-        return _linear(input, weight, bias)
-    return linear(queue, input, weight, bias)
 
 
 def _matmul_by(plain: Callable[..., Tensor], second: str) -> Callable[..., Tensor]:
     def product(queue: WeightGradQueue, input: Tensor, *others: Tensor, **options: Any) -> Tensor:
         other = options.pop(second) if not others and second in options else others[0]
-        flat = plain is _mm
-        if not options and defers(input, other) and other.dim() == 2 and (input.dim() == 2 or not flat):
-            return _apply(queue, input, other, None, True)
+        if (
+            not options
+            and defers(input, other)
+            and other.dim() == 2
+            and (input.dim() == 2 or plain is not _mm)
+        ):
+            return _cast_and_apply(queue, input, other, None, _matmul_node)
         return plain(input, other, **options)
 
     return product
@@ -59,16 +100,17 @@ def _matmul_by(plain: Callable[..., Tensor], second: str) -> Callable[..., Tenso
 def _any_addmm(queue: WeightGradQueue, input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Tensor:
     if (
         not options
-        and defers(mat1, mat2)
+        and defers(mat1, mat2, input)
         and mat1.dim() == mat2.dim() == 2
         and input.shape == mat2.shape[1:]
-        and optional(input)
     ):
-        return _apply(queue, mat1, mat2, input, True)
+        return _cast_and_apply(queue, mat1, mat2, input, _matmul_node)
     return _addmm(input, mat1, mat2, **options)
 
 
-def _apply(queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | None, flip: bool) -> Tensor:
+def _cast_and_apply(
+    queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | None, node: Callable[..., Tensor]
+) -> Tensor:
     used, used_bias = weight, bias
     dtype = autocast_dtype(x)
     if dtype is not None:
@@ -76,51 +118,73 @@ def _apply(queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | Non
         used = lowered(queue, weight, dtype)
         used_bias = None if bias is None else lowered(queue, bias, dtype)
     wants = x.requires_grad
-    spec = (queue, weight, bias, used, used_bias, wants, flip)
-    if wants and not queue.recorder.cautious:
-        return _product(x, None, None, spec)
-    return _product(x, weight, bias, spec)
+    spec = (queue, weight, bias, used, used_bias, wants)
+    return node(x, None, None, spec) if wants and not queue.cautious else node(x, weight, bias, spec)
 
 
-class _Product(Function):
-    """The second and third inputs are there for their edges: without them the node has no way to the parameters."""
+class _Linear(Function):
+    """``x @ weight.T + bias``. The second and third inputs are there only for their edges to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _w: Tensor | None, _b: Tensor | None, spec: tuple[Any, ...]) -> Tensor:
-        _, _, _, weight, bias, wants, flip = ctx.spec = spec
+        ctx.spec = spec
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight if wants else None)
-        return _forward(x, weight, bias, flip)
+        weight = spec[3]
+        ctx.save_for_backward(x, weight if spec[5] else None)
+        return _linear(x, weight, spec[4])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
+        queue, weight, bias, _, _, wants = ctx.spec
         if g is None:
             return None, None, None, None
-        queue, weight, bias, used, used_bias, _, flip = ctx.spec
         x, w = ctx.saved_tensors
         if not queue.open:
-            if used is not weight:  # autocast
+            return *_replayed(ctx, _linear, g, x), None
+        queue.entries.append((_linear_work, (x, x._version, g, g._version, weight, bias, queue.shared)))
+        return _matmul(g, w) if wants else None, None, None, None
 
-                def op() -> Tensor:
-                    b = None if bias is None else bias.to(used_bias.dtype)
-                    return _forward(x, weight.to(used.dtype), b, flip)
-            else:
 
-                def op() -> Tensor:
-                    return _forward(x, weight, bias, flip)
+class _MatMul(Function):
+    """``x @ weight``, and ``+ bias``."""
 
-            return *replay(ctx, queue, g, op, (x, weight, bias)), None
-        queue.entries.append((_work, (x, x._version, g, g._version, weight, bias, flip, queue.recorder.shared)))
-        if w is None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _w: Tensor | None, _b: Tensor | None, spec: tuple[Any, ...]) -> Tensor:
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, spec[3] if spec[5] else None)
+        return _product(x, spec[3], spec[4])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        queue, weight, bias, _, _, wants = ctx.spec
+        if g is None:
             return None, None, None, None
-        return _matmul(g, w.t() if flip else w), None, None, None
+        x, w = ctx.saved_tensors
+        if not queue.open:
+            return *_replayed(ctx, _product, g, x), None
+        queue.entries.append((_matmul_work, (x, x._version, g, g._version, weight, bias, queue.shared)))
+        return _matmul(g, w.t()) if wants else None, None, None, None
 
 
-_product = applier(_Product)
+_linear_node, _matmul_node = applier(_Linear), applier(_MatMul)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _matmul(x, weight) if bias is None else _addmm(bias, x, weight)
+
+
+def _replayed(ctx: Any, op: Callable[..., Tensor], g: Tensor, x: Tensor) -> list[Tensor | None]:
+    queue, weight, bias, used, _, _ = ctx.spec
+
+    def plain() -> Tensor:
+        return op(x, weight.to(used.dtype), None if bias is None else bias.to(used.dtype))
+
+    return replay(ctx, queue, g, plain, (x, weight, bias))
 
 
 PRODUCTS: dict[Any, Callable[..., Tensor]] = {
-    _linear: _any_linear,
+    _linear: linear,
     _addmm: _any_addmm,
     torch.matmul: _matmul_by(_matmul, "other"),
     Tensor.matmul: _matmul_by(_matmul, "other"),
@@ -129,38 +193,41 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, flip: bool) -> Tensor:
-    if not flip:
-        return _linear(x, weight, bias)
-    return _matmul(x, weight) if bias is None else _addmm(bias, x, weight)
-
-
-def _work(
-    x: Tensor,
-    x_version: int,
-    g: Tensor,
-    g_version: int,
-    weight: Tensor,
-    bias: Tensor | None,
-    flip: bool,
-    shared: frozenset[int],
+def _linear_work(
+    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, shared: frozenset[int]
 ) -> None:
-    if x._version != x_version or g._version != g_version:
+    if x._version != seen or g._version != g_seen:
         raise changed(weight)
-    dims = g.dim()
-    if dims == 1:
-        x, g = x.unsqueeze(0), g.unsqueeze(0)
-    elif dims > 2:
-        x, g = x.flatten(0, -2), g.flatten(0, -2)
+    if g.dim() != 2:
+        x, g = _rows(x), _rows(g)
     gt = g.t()
-    left, right = (x.t(), g) if flip else (gt, x)
     grad = weight.grad
     if grad is None or grad.dtype is not x.dtype or shared or grad.is_sparse:
-        accumulate(weight, _mm(left, right), shared)
+        accumulate(weight, _mm(gt, x), shared)
     else:
-        grad.addmm_(left, right)
+        grad.addmm_(gt, x)
     if bias is not None and bias.requires_grad:
         _bias_work(g, gt, bias, shared)
+
+
+def _matmul_work(
+    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, shared: frozenset[int]
+) -> None:
+    if x._version != seen or g._version != g_seen:
+        raise changed(weight)
+    if g.dim() != 2:
+        x, g = _rows(x), _rows(g)
+    grad = weight.grad
+    if grad is None or grad.dtype is not x.dtype or shared or grad.is_sparse:
+        accumulate(weight, _mm(x.t(), g), shared)
+    else:
+        grad.addmm_(x.t(), g)
+    if bias is not None and bias.requires_grad:
+        _bias_work(g, g.t(), bias, shared)
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
 
 
 def _bias_work(g: Tensor, gt: Tensor, bias: Tensor, shared: frozenset[int]) -> None:

@@ -12,18 +12,19 @@ from torch import Tensor
 from torch.autograd import Function
 
 from penstock.engine.weightgrad.queue import accumulate, changed
-from penstock.engine.weightgrad.rules import applier, autocast_dtype, defers, optional, replay
+from penstock.engine.weightgrad.rules import applier, autocast_dtype, defers, replay
 
 if TYPE_CHECKING:
     from penstock.engine.weightgrad.queue import WeightGradQueue
 
-__all__ = ["group_norm", "layer_norm", "rms_norm"]
+__all__ = ["group_norm", "layer_norm", "rms_norm", "worth"]
 
 _aten = torch.ops.aten
 _layer_backward = _aten.native_layer_norm_backward.default
 _group_backward = _aten.native_group_norm_backward.default
 _rms_forward = _aten._fused_rms_norm.default
 _rms_backward = _aten._fused_rms_norm_backward.default
+_LARGE = 1 << 18  # elements: tens of microseconds of weight gradient
 _NONE = (None, None, None, None)
 
 
@@ -45,7 +46,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    if weight is not None and defers(input, weight) and optional(bias) and _one_dtype(input, weight):
+    if weight is not None and worth(input, weight) and defers(input, weight, bias):
         return _apply(queue, _LAYER, input, weight, bias, (normalized_shape, eps))
     return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
@@ -58,7 +59,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    if weight is not None and defers(input, weight) and optional(bias) and _one_dtype(input, weight):
+    if weight is not None and worth(input, weight) and defers(input, weight, bias):
         shape = input.shape
         # Channels-last inputs keep their layout in the plain op, and it has the error for too few values.
         if len(shape) > 1 and input.is_contiguous() and shape.numel() != num_groups:
@@ -75,7 +76,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    if weight is None or not defers(input, weight) or not _one_dtype(input, weight):
+    if weight is None or not worth(input, weight) or not defers(input, weight):
         return F.rms_norm(input, normalized_shape, weight, eps)
     if input.is_cuda:
         return _apply(queue, _RMS, input, weight, None, (normalized_shape, eps))
@@ -86,9 +87,16 @@ def rms_norm(
     return _apply(queue, _SCALE, normal, weight, None, ()).to(dtype)
 
 
-def _one_dtype(x: Tensor, weight: Tensor) -> bool:
-    """Mixed types, and types that autocast may change, are left to the plain op and its rules."""
-    return x.dtype is weight.dtype and (x.dtype.itemsize >= 4 or autocast_dtype(x) is None)
+def worth(x: Tensor, weight: Tensor) -> bool:
+    """Not where the node costs more than the work it puts off.
+
+    Mixed types, and types that autocast may change, are left to the plain op and its rules.
+    """
+    return (
+        x.numel() >= _LARGE
+        and x.dtype is weight.dtype
+        and (x.dtype.itemsize >= 4 or autocast_dtype(x) is None)
+    )
 
 
 def _apply(
@@ -101,7 +109,7 @@ def _apply(
 ) -> Tensor:
     wants = x.requires_grad
     spec = (queue, kernel, weight, bias, wants, options)
-    if wants and not queue.recorder.cautious:
+    if wants and not queue.cautious:
         return _norm(x, None, None, spec)
     return _norm(x, weight, bias, spec)
 
@@ -125,12 +133,12 @@ class _Norm(Function):
         if not queue.open:
 
             def op() -> Tensor:
-                return kernel.forward(x, weight, bias, options)[0]
+                out: Tensor = kernel.forward(x, weight, bias, options)[0]
+                return out
 
             return *replay(ctx, queue, g, op, (x, weight, bias)), None
-        shared = queue.recorder.shared
         queue.entries.append(
-            (_work, (x, x._version, g, g._version, kernel, statistics, weight, bias, options, shared))
+            (_work, (x, x._version, g, g._version, kernel, statistics, weight, bias, options, queue.shared))
         )
         if w is None:
             return _NONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from penstock.engine.weightgrad.rules import deferrable
 if TYPE_CHECKING:
     from penstock.engine.weightgrad.record import Recorder
 
-__all__ = ["WeightGradQueue", "accumulate", "changed", "defer_weight_grad"]
+__all__ = ["WeightGradQueue", "accumulate", "changed", "defer_weight_grad", "here"]
 
 # The queue whose I is running, if any. Autograd carries these objects from the thread that calls backward to
 # the device threads that run it, and into backward calls made inside backward: a thread-local would miss both.
@@ -25,6 +26,15 @@ _stashed: Callable[[str], bool] = torch._C._is_key_in_tls
 _get: Callable[[str], Any] = torch._C._get_obj_in_tls
 
 
+class _Here(threading.local):
+    """The queue that this thread records for. A module may run in two stages, in two threads, at a time."""
+
+    queue: WeightGradQueue | None = None
+
+
+here = _Here()
+
+
 class WeightGradQueue:
     """The weight-gradient work of one micro-batch of one stage. Empty after ``W``, and ready for the next one.
 
@@ -32,10 +42,12 @@ class WeightGradQueue:
     between ``I`` and ``W``: ``run`` raises if one was.
     """
 
-    __slots__ = ("_taking", "casts", "entries", "open", "recorder")
+    __slots__ = ("_taking", "casts", "cautious", "entries", "open", "recorder", "shared")
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self.shared = recorder.shared
+        self.cautious = True  # as the recorder was when F began
         self.entries: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.open = False  # I is running: the nodes of this micro-batch may queue their work
         self.casts: dict[int, tuple[Tensor, int, Tensor]] = {}  # weights in autocast's type, during F
@@ -129,7 +141,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -
     # A graph of the gradient is wanted where grad mode is on: that cannot be put off.
     if queue is None or not deferrable(parameter) or torch.is_grad_enabled():
         return compute()
-    queue.entries.append((_call, (parameter, compute, queue.recorder.shared)))
+    queue.entries.append((_call, (parameter, compute, queue.shared)))
     return None
 
 

@@ -9,7 +9,6 @@ costs a microsecond for each op and each ``x.shape``: a third of the host time o
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import FunctionType
@@ -22,25 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.engine.weightgrad.conv import CONVOLUTIONS
 from penstock.engine.weightgrad.embedding import embedding
-from penstock.engine.weightgrad.matmul import PRODUCTS, linear
-from penstock.engine.weightgrad.norm import group_norm, layer_norm, rms_norm
-from penstock.engine.weightgrad.queue import WeightGradQueue
+from penstock.engine.weightgrad.matmul import PRODUCTS, linear_forward
+from penstock.engine.weightgrad.norm import group_norm, layer_norm, rms_norm, worth
+from penstock.engine.weightgrad.queue import WeightGradQueue, here
 
 __all__ = ["Recorder"]
 
 _Forward = Callable[..., Any]
-_is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
-
-
-class _Here(threading.local):
-    """The queue that this thread records for. A module may run in two stages, in two threads, at a time."""
-
-    queue: WeightGradQueue | None = None
-    mode_on = False
-
-
-_here = _Here()
 
 
 class Recorder:
@@ -61,12 +49,13 @@ class Recorder:
         return _Recording(self, queue)
 
     def _enter(self, queue: WeightGradQueue) -> None:
-        _here.queue = queue
+        here.queue = queue
+        queue.cautious = self.cautious
         for dictionary, forward in self._bindings:
             dictionary["forward"] = forward
 
     def _exit(self, queue: WeightGradQueue, completed: bool) -> None:
-        _here.queue = None
+        here.queue = None
         for dictionary, _ in self._bindings:
             dictionary.pop("forward", None)  # a thread that records the same module may have removed it
         queue.casts.clear()
@@ -135,27 +124,12 @@ def _may_use(module: nn.Module) -> bool:
     )
 
 
-def _queue() -> WeightGradQueue | None:
-    """The queue to defer to, unless a mode does that, or the compiler reads this code."""
-    return None if _is_compiling() or _here.mode_on else _here.queue
-
-
-def _linear(module: nn.Linear) -> _Forward:
-    parameters, plain = module._parameters, nn.Linear.forward
-
-    def forward(input: Tensor) -> Tensor:
-        if (queue := _queue()) is None or (weight := parameters.get("weight")) is None:
-            return plain(module, input)
-        return linear(queue, input, weight, parameters.get("bias"))
-
-    return forward
-
-
 def _layer_norm(module: nn.LayerNorm) -> _Forward:
     parameters, plain = module._parameters, nn.LayerNorm.forward
 
     def forward(input: Tensor) -> Tensor:
-        if (queue := _queue()) is None or (weight := parameters.get("weight")) is None:
+        queue, weight = here.queue, parameters.get("weight")
+        if queue is None or weight is None or not worth(input, weight):
             return plain(module, input)
         return layer_norm(queue, input, module.normalized_shape, weight, parameters.get("bias"), module.eps)
 
@@ -166,7 +140,8 @@ def _rms_norm(module: nn.RMSNorm) -> _Forward:
     parameters, plain = module._parameters, nn.RMSNorm.forward
 
     def forward(x: Tensor) -> Tensor:
-        if (queue := _queue()) is None or (weight := parameters.get("weight")) is None:
+        queue, weight = here.queue, parameters.get("weight")
+        if queue is None or weight is None or not worth(x, weight):
             return plain(module, x)
         return rms_norm(queue, x, module.normalized_shape, weight, module.eps)
 
@@ -177,7 +152,7 @@ def _embedding(module: nn.Embedding) -> _Forward:
     parameters, plain = module._parameters, nn.Embedding.forward
 
     def forward(input: Tensor) -> Tensor:
-        if (queue := _queue()) is None or (weight := parameters.get("weight")) is None:
+        if (queue := here.queue) is None or (weight := parameters.get("weight")) is None:
             return plain(module, input)
         m = module
         return embedding(
@@ -188,7 +163,7 @@ def _embedding(module: nn.Embedding) -> _Forward:
 
 
 _DIRECT: dict[type[nn.Module], Callable[[Any], _Forward]] = {
-    nn.Linear: _linear,
+    nn.Linear: linear_forward,
     nn.LayerNorm: _layer_norm,
     nn.RMSNorm: _rms_norm,
     nn.Embedding: _embedding,
@@ -199,14 +174,14 @@ def _by_mode(module: nn.Module) -> _Forward:
     plain = type(module).forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if (queue := _queue()) is None:
+        if (queue := here.queue) is None:
             return plain(module, *args, **kwargs)
-        _here.mode_on = True
+        here.queue = None  # modules in this one need not defer: the mode sees their ops
         try:
             with _Mode(queue):
                 return plain(module, *args, **kwargs)
         finally:
-            _here.mode_on = False
+            here.queue = queue
 
     return forward
 

@@ -15,12 +15,24 @@ from penstock.errors import PipelineError
 if TYPE_CHECKING:
     from penstock.engine.weightgrad.queue import WeightGradQueue
 
-__all__ = ["applier", "autocast_dtype", "deferrable", "defers", "lower", "lowered", "optional", "replay"]
+__all__ = [
+    "applier",
+    "autocast_dtype",
+    "autocast_enabled",
+    "deferrable",
+    "defers",
+    "is_grad_enabled",
+    "lower",
+    "lowered",
+    "replay",
+    "saved_tensor_hooks",
+    "transforms_active",
+]
 
-_is_grad_enabled = torch.is_grad_enabled
-_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+is_grad_enabled = torch.is_grad_enabled
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _strided = torch.strided
 _TENSORS = frozenset({Tensor, Parameter})
 
@@ -36,35 +48,42 @@ def deferrable(parameter: Tensor | None) -> bool:
     )
 
 
-def optional(bias: Tensor | None) -> bool:
-    """Whether a bias stands in nobody's way: absent, frozen or deferrable."""
-    return bias is None or not bias.requires_grad or deferrable(bias)
+def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool:
+    """Whether the gradients of ``weight`` and ``bias`` in an op on ``x`` can wait for ``W``.
 
-
-def defers(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether the gradient of ``weight`` in an op on ``x`` can wait for ``W``."""
+    Asked once per op in every forward, so it is one flat expression. A frozen bias is in nobody's way.
+    """
     return (
-        deferrable(weight)
-        and _is_grad_enabled()
+        type(weight) is Parameter
+        and weight.requires_grad
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        and weight.is_floating_point()
+        and (
+            bias is None
+            or not bias.requires_grad
+            or (type(bias) is Parameter and not bias._backward_hooks and not bias._post_accumulate_grad_hooks)
+        )
+        and is_grad_enabled()
         and type(x) in _TENSORS
         and x.layout is _strided
         and not x.is_nested
-        and not _transforms_active()
+        and not transforms_active()
         # Someone else keeps what is saved in here, such as a checkpoint that will run this code again without us.
-        and _saved_tensor_hooks(True) is None
+        and saved_tensor_hooks(True) is None
     )
 
 
 def applier(function: type[Function]) -> Callable[..., Tensor]:
-    """``function.apply`` without its checks for functorch, which ``defers`` has made."""
+    """``function.apply``, and ``backward``, without torch's checks in Python: for functorch, which ``defers`` has made,
+    and for which of ``backward`` and ``vjp`` the function has."""
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     apply: Callable[..., Tensor] = super(Function, function).apply  # type: ignore[misc]
     return apply
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The type that autocast runs matrix products in, if it is on for the device of ``x``."""
-    if not _autocast_enabled():
-        return None
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -98,7 +117,7 @@ def replay(
         )
     queue.recorder.autograd_in_forward = True
     wanted = [t for t, n in zip(inputs, needs, strict=False) if n and t is not None]
-    differentiable = _is_grad_enabled()
+    differentiable = is_grad_enabled()
     with torch.enable_grad():
         found = iter(torch.autograd.grad(op(), wanted, g, create_graph=differentiable))
     return [next(found) if n else None for n in needs]

@@ -1,0 +1,162 @@
+"""(a) What the host spends per action, where nothing else takes time.
+
+One rank in the middle of 4 runs its part of a step of 32 micro-batches. Its process groups are torch's fake ones, on
+which sends and receives are over at once, and its stages are one small linear layer and a relu: what is left is the
+cost of the executor, plus the module's own forward and backward, which is measured beside it.
+
+An action is a receive, a forward, a send, a receive, a backward (or I and W) and a send: 6, or 7, per stage and
+micro-batch. The time per action is that of the whole step over their number, so the module's own time is in it.
+Ours and torch.distributed.pipelining's take turns, one step each per round; medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.common import check, interleave, medians, spawn, table
+from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
+from penstock.engine.meta import MessageMeta, TensorMeta
+from penstock.engine.runner import Ends, Lane, Runner, Wiring, compile_program
+from penstock.engine.stage import StageEngine, make_slots
+from penstock.schedule import Schedule, build
+from penstock.schedule.lower import line, lower
+
+__all__ = ["run", "show"]
+
+RANKS, MICROBATCHES, RANK = 4, 32, 1
+WIDTH, BATCH = 8, 4
+TARGET = 10.0  # µs per action
+CPU = torch.device("cpu")
+
+# our schedule, its stages per rank, and torch's that does the same work
+PAIRS: list[tuple[str, int, Any]] = [
+    ("1f1b", 1, Schedule1F1B),
+    ("interleaved", 2, ScheduleInterleaved1F1B),
+    ("zb_h1", 1, None),
+    ("zbv", 2, ScheduleZBVZeroBubble),
+    ("interleaved zero bubble", 2, ScheduleInterleavedZeroBubble),
+]
+
+
+def small_module() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
+def our_runner(schedule: Schedule, rank: int = RANK) -> Runner:
+    """The program of one rank, compiled as ``ProcessCrew`` does, over fake groups."""
+    edges = line(schedule.num_stages)
+    program = lower(schedule, edges)[rank]
+    stages = {s: StageEngine(s, small_module(), CPU) for s in schedule.stages_of(rank)}
+    meta = MessageMeta((TensorMeta((BATCH, WIDTH), torch.float32),), None, (0,))
+    forward: dict[tuple[int, int], Lane] = {}
+    backward: dict[tuple[int, int], Lane] = {}
+    wires: dict[tuple[int, int, str], Wire] = {}
+
+    def wire(sender: int, receiver: int, lane: str) -> Wire:
+        key = (sender, receiver, lane)
+        if key not in wires:
+            group = FakeProcessGroup._create_internal(0 if rank == sender else 1, 2, FakeProcessGroup.Options())
+            wires[key] = Wire(group, receiver if rank == sender else sender, CPU)
+        return wires[key]
+
+    for src, dst in edges:
+        a, b = schedule.placement[src], schedule.placement[dst]
+        if rank in (a, b):
+            assert a != b, "the middle of a pipeline has no edge within a rank"
+            out, back = ForwardLane(wire(a, b, "F"), f"stage {src}"), BackwardLane(wire(b, a, "B"), f"stage {dst}")
+            out.metas = back.metas = [meta] * schedule.num_microbatches
+            back.present = [[True]] * schedule.num_microbatches
+            forward[src, dst], backward[dst, src] = out, back
+    wiring = Wiring(stages, make_slots(program, stages), forward, backward, Ends())
+    return compile_program(program.instructions, wiring)
+
+
+def torch_step(kind: Any, per_rank: int) -> Callable[[], object]:
+    """A step of the same rank in torch's runtime."""
+    count = RANKS * per_rank
+    indices = [RANK] if per_rank == 1 else [RANK, count - 1 - RANK if kind is ScheduleZBVZeroBubble else RANK + RANKS]
+    example = torch.zeros(BATCH, WIDTH, requires_grad=True)
+    stages = [PipelineStage(small_module(), s, count, CPU, input_args=example, output_args=example) for s in indices]
+    schedule = kind(stages[0] if per_rank == 1 else stages, MICROBATCHES, loss_fn=lambda output, target: output.sum())
+    for stage in stages:  # all stages know their shapes, but on a fake group the ranks cannot tell each other so
+        stage._inference_mode = InferenceMode.STATIC
+    schedule._warmup_p2p = lambda *_: None
+    step: Callable[[], object] = schedule.step
+    return step
+
+
+def bare_step() -> Callable[[], None]:
+    """The module's forward and backward alone, as often as one stage runs them in a step."""
+    module = small_module()
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    grad = torch.randn(BATCH, WIDTH)
+
+    def step() -> None:
+        for _ in range(MICROBATCHES):
+            torch.autograd.backward(module(x), grad)
+            x.grad = None
+
+    return step
+
+
+def timed(step: Callable[[], object]) -> Callable[[], float]:
+    def measure() -> float:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    return measure
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """In a process of its own: seconds per step of every variant."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
+    variants: dict[str, Callable[[], float]] = {"bare module": timed(bare_step())}
+    for name, per_rank, theirs in PAIRS:
+        if " " not in name:
+            variants[f"ours {name}"] = timed(our_runner(build(name, RANKS, MICROBATCHES, per_rank)).run)
+        if theirs is not None:
+            variants[f"torch {theirs.__name__.removeprefix('Schedule')}"] = timed(torch_step(theirs, per_rank))
+    return interleave(variants, rounds, warmup=max(3, rounds // 10))
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    (found,) = spawn(measure, 1, 15 if quick else 300, deadline=300, gloo=False)
+    middle = medians(found)
+    rows, targets = [], []
+    per_rank = {"bare module": 1} | {f"ours {name}": v for name, v, _ in PAIRS}
+    per_rank |= {f"torch {kind.__name__.removeprefix('Schedule')}": v for _, v, kind in PAIRS if kind is not None}
+    for name, seconds in middle.items():
+        pairs = per_rank[name] * MICROBATCHES  # (stage, micro-batch)
+        split = "zb" in name.lower() or "ZeroBubble" in name
+        row: dict[str, Any] = {"variant": name, "µs per (stage, micro-batch)": seconds / pairs * 1e6}
+        if name != "bare module":
+            row["actions each"] = 7 if split else 6
+            row["µs per action"] = seconds / pairs / row["actions each"] * 1e6
+            row["over bare module"] = seconds / pairs / (middle["bare module"] / MICROBATCHES)
+        if name.startswith("ours"):
+            targets.append(check(f"{name}, µs per action", row["µs per action"], most=TARGET))
+        row["seconds per step"] = found[name]
+        rows.append(row)
+    settings = {"ranks": RANKS, "microbatches": MICROBATCHES, "rank": RANK, "width": WIDTH, "batch": BATCH}
+    return {"settings": settings, "rows": rows, "targets": targets}
+
+
+def show(result: dict[str, Any]) -> None:
+    table(f"(a) host cost, fake process group, p={RANKS} m={MICROBATCHES}, rank {RANK}, medians", result["rows"])

@@ -1,0 +1,1 @@
+"""The demo: a small network trained as a pipeline, beside the plain model."""

@@ -1,0 +1,99 @@
+"""The one equality: after a pipelined step everything that can be observed is as after the plain model's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.engine.microbatch import sizes_of
+from tests.equivalence.models import SCHEDULES, Case
+
+
+def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "mean": lambda output, target: F.mse_loss(output, F.one_hot(target, output.shape[1]).to(output)),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "ignore": F.cross_entropy,
+    "pair": _pair,
+}
+
+
+def plain_step(model: nn.Sequential, case: Case) -> tuple[Tensor, Tensor]:
+    """The plain model's loss and outputs; its gradients are left in the parameters.
+
+    The forward runs micro-batch by micro-batch, because a layer may look at its batch; the loss is the whole
+    mini-batch's.
+    """
+    x, y = case.data()
+    outputs = torch.cat([model(part) for part in x.split(list(sizes_of(case.batch, case.microbatches)))])
+    loss = F.cross_entropy(outputs, y) if case.loss == "pair" else LOSSES[case.loss](outputs, y)
+    loss.backward()
+    return loss.detach(), outputs.detach()
+
+
+def check_step(case: Case, mesh: ps.Mesh | None = None, devices: Sequence[str] = ("cpu",)) -> None:
+    """Two steps with an optimizer between them, plain and pipelined. ``devices`` are given to the ranks in turn."""
+    model = case.build()
+    plain = copy.deepcopy(model)
+    balance = case.balance(len(model))
+    ranks = case.stages // (SCHEDULES[case.schedule].stages_per_rank or 2)
+    where: dict[str, Any] = {"mesh": mesh} if mesh is not None else {"devices": [devices[r % len(devices)] for r in range(ranks)]}
+    plan = ps.split(model, balance=balance)
+    options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, **where}
+    with ps.Pipeline(plan, LOSSES[case.loss], **options) as pipe:
+        expected = dict(plain.named_parameters(remove_duplicate=False))
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1) if list(pipe.parameters()) else None
+        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        x, y = case.data()
+        for _ in range(2):
+            loss, outputs = plain_step(plain, case)
+            result = pipe.step(x, y)
+            _equal(result.loss, loss, "loss")
+            if result.outputs is not None:
+                _equal(result.outputs, outputs, "outputs")
+            for name, parameter in pipe.named_parameters():
+                _equal(parameter.grad, expected[name].grad, f"gradient of {name}")
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        state = plain.state_dict()
+        for name, tensor in pipe.state_dict().items():
+            _equal(tensor, state[name], name)
+        if mesh is None:
+            assert list(pipe.state_dict()) == list(state)
+            check_call(pipe, plain, case)
+
+
+def check_call(pipe: ps.Pipeline, plain: nn.Module, case: Case) -> None:
+    """A plain call of the pipeline: outputs, parameter and input gradients."""
+    x, _ = case.data()
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    parts = theirs.split(list(sizes_of(case.batch, case.microbatches)))
+    output = pipe(ours)
+    expected = torch.cat([plain(part) for part in parts])
+    _equal(output.detach(), expected.detach(), "outputs of a call")
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    _equal(ours.grad, theirs.grad, "gradient of the input")
+    gradients = dict(plain.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters():
+        _equal(parameter.grad, gradients[name].grad, f"gradient of {name} after a call")
+    with torch.no_grad():
+        _equal(pipe(x), expected.detach(), "outputs without grad")
+
+
+def _equal(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
+    assert (ours is None) == (theirs is None), f"{what}: {'missing' if ours is None else 'not expected'}"
+    if ours is not None and theirs is not None:
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-9, atol=1e-11, msg=lambda text: f"{what}: {text}")

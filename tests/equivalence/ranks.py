@@ -1,0 +1,83 @@
+"""A set of worker processes that takes one case after the other, so that many cases cost one start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEADLINE = 60.0  # seconds for one case
+
+
+class Ranks:
+    """``check(case)`` on every rank of a world; the first complaint is raised here."""
+
+    def __init__(self, count: int) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.lines: list[Connection[Any, Any]] = []
+        self.processes = []
+        for rank in range(count):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, count, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.lines.append(mine)
+            self.processes.append(process)
+
+    def check(self, case: Any) -> None:
+        for line in self.lines:
+            line.send(case)
+        complaints = []
+        for rank, line in enumerate(self.lines):
+            if not line.poll(DEADLINE):
+                raise AssertionError(f"rank {rank} did not finish within {DEADLINE:.0f} s: {case}")
+            answer = line.recv()
+            if answer is not None:
+                complaints.append(f"rank {rank}: {answer}")
+        assert not complaints, f"{case}\n" + "\n".join(complaints)
+
+    def close(self) -> None:
+        for line in self.lines:
+            with contextlib.suppress(OSError):
+                line.send(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def ranks(count: int) -> Iterator[Ranks]:
+    made = Ranks(count)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _serve(rank: int, count: int, port: int, line: Connection[Any, Any]) -> None:
+    import penstock as ps
+    from tests.equivalence.check import check_step
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
+    torch.set_num_threads(1)
+    mesh = ps.Mesh(pipe=count)
+    while (case := line.recv()) is not None:
+        try:
+            check_step(case, mesh)
+            line.send(None)
+        except Exception:
+            line.send(traceback.format_exc())
+    dist.destroy_process_group()

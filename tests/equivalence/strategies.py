@@ -1,0 +1,22 @@
+"""Cases as hypothesis draws them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from tests.equivalence.models import LAYERS, TRAINING, Case, stages_for
+
+
+@st.composite
+def cases(draw: st.DrawFn, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Case:
+    schedule = draw(st.sampled_from(TRAINING))
+    return Case(
+        layers=tuple(draw(st.lists(st.sampled_from(sorted(LAYERS)), max_size=8))),
+        repeat_first=draw(st.booleans()),
+        cuts=draw(st.integers(0, 99)),
+        schedule=schedule,
+        stages=stages_for(schedule, draw(st.sampled_from(ranks))),
+        microbatches=draw(st.integers(1, 7)),
+        batch=draw(st.integers(1, 13)),
+        loss=draw(st.sampled_from(["mean", "sum", "ignore", "pair"])),
+    )

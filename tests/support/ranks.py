@@ -1,0 +1,210 @@
+"""Processes to test distributed pipelines with: started once, given many cases, and never left hanging.
+
+    crew = Ranks(2)
+    crew.run(case, *args)      # case(rank, *args) on every rank; the list of what each gave back, or raised
+    run_ranks(case, 2, *args)  # the same with processes of its own, killed afterwards
+
+The store of the process group lives in the test's own process, as torchrun keeps it in its agent, so any rank may be
+killed. A case that does not end in time fails with the stack of every rank that is still in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Gone", "Ranks", "RanksHung", "run_ranks"]
+
+_context = mp.get_context("forkserver")  # torch is imported once, and every rank is a fork of that process
+_context.set_forkserver_preload(["torch", "torch.distributed", "penstock", "pytest"])
+
+
+class Gone(Exception):
+    """A rank whose process ended before its case did."""
+
+
+class RanksHung(AssertionError):
+    """Ranks that were still at work when the time was up."""
+
+
+class Ranks:
+    """``n`` processes in one gloo group. They are started by the first case, and again after a case that broke them."""
+
+    def __init__(self, n: int, *, store: str = "parent") -> None:
+        """``store="first"`` keeps the group's store in rank 0, as ``init_process_group`` does without torchrun."""
+        self.n = n
+        self.store = store
+        self._members: list[_Member] = []
+        self._server: Any = None
+
+    def run(self, case: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Run ``case(rank, *args)`` on every rank: per rank its result, or the exception that it raised."""
+        if not self._members:
+            self._start(timeout)
+        results = self._all(("run", case, args), timeout)
+        if any(isinstance(result, Gone) for result in results):
+            self.stop()
+        return results
+
+    def check(self, case: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Like ``run``, but what a rank raised fails the test."""
+        results = self.run(case, *args, timeout=timeout)
+        raised = [(rank, r) for rank, r in enumerate(results) if isinstance(r, BaseException)]
+        if raised:
+            told = "\n\n".join(f"rank {rank}: {_told(error)}" for rank, error in raised)
+            raise AssertionError(f"{len(raised)} of {self.n} ranks raised\n\n{told}")
+        return results
+
+    def stop(self) -> None:
+        """Kill the processes. A later case starts new ones."""
+        members, self._members, self._server = self._members, [], None
+        for member in members:
+            member.end()
+
+    def _start(self, timeout: float) -> None:
+        if self.store == "parent":
+            self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self._server.port
+        else:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+        self._members = [_Member(rank, self.n, port, self.store == "first" and rank == 0) for rank in range(self.n)]
+        for result in self._all(("join",), timeout):
+            if isinstance(result, BaseException):
+                self.stop()
+                raise result
+
+    def _all(self, order: tuple[Any, ...], timeout: float) -> list[Any]:
+        for member in self._members:
+            with contextlib.suppress(BrokenPipeError):
+                member.pipe.send_bytes(pickle.dumps(order))
+        results: dict[int, Any] = {}
+        end = time.monotonic() + timeout
+        try:
+            while len(results) < self.n:
+                waiting = {m.pipe: m for m in self._members if m.rank not in results}
+                ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+                if not ready:
+                    stacks = "\n\n".join(f"rank {m.rank} is at\n{m.stack()}" for m in waiting.values())
+                    others = "\n\n".join(f"rank {r} gave {_told(result)}" for r, result in results.items())
+                    raise RanksHung(f"after {timeout:g} s, ranks are not done\n\n{stacks}\n\n{others}")
+                for pipe in ready:
+                    results[waiting[pipe].rank] = waiting[pipe].result()
+        except BaseException:
+            self.stop()
+            raise
+        return [results[rank] for rank in range(self.n)]
+
+
+@contextlib.contextmanager
+def _crew(n: int, store: str) -> Iterator[Ranks]:
+    crew = Ranks(n, store=store)
+    try:
+        yield crew
+    finally:
+        crew.stop()
+
+
+def run_ranks(case: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, store: str = "parent") -> list[Any]:
+    """Run ``case(rank, *args)`` on ``n`` fresh processes: per rank its result, or the exception that it raised."""
+    with _crew(n, store) as crew:
+        return crew.run(case, *args, timeout=timeout)
+
+
+def _told(result: Any) -> str:
+    if not isinstance(result, BaseException):
+        return repr(result)
+    return "".join([f"{type(result).__name__}: {result}", *(f"\n{note}" for note in getattr(result, "__notes__", []))])
+
+
+class _Member:
+    """One process, as the test sees it."""
+
+    def __init__(self, rank: int, n: int, port: int, keeps_store: bool) -> None:
+        self.rank = rank
+        self.log = Path(tempfile.mkstemp(prefix="penstock_rank")[1])
+        self.pipe, there = _context.Pipe()
+        arguments = (there, rank, n, port, keeps_store, str(self.log))
+        self.process = _context.Process(target=_live, args=arguments, daemon=True)
+        self.process.start()
+        there.close()
+
+    def result(self) -> Any:
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join(5)
+            return Gone(f"rank {self.rank} ended with exit code {self.process.exitcode}")
+
+    def stack(self) -> str:
+        """Where the process is now, in all its threads."""
+        with contextlib.suppress(ProcessLookupError, TypeError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return self.log.read_text() or "(no stack)"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        self.process.close()
+        self.log.unlink(missing_ok=True)
+
+
+def _live(pipe: Any, rank: int, n: int, port: int, keeps_store: bool, log: str) -> None:
+    """The life of a rank: join the group, then run case after case until the test ends."""
+    with open(log, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        torch.set_num_threads(1)
+        warnings.simplefilter("error")
+        store: Any = None
+        while True:
+            try:
+                order = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                os._exit(0)
+            result: Any = None
+            try:
+                if order[0] == "join":
+                    store = dist.TCPStore("127.0.0.1", port, n, is_master=keeps_store, wait_for_workers=False)
+                    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=60))
+                else:
+                    result = order[1](rank, *order[2])
+            except BaseException as error:
+                result = _portable(error)
+            pipe.send_bytes(_pickled(result))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error with its traceback as a note, which does not travel otherwise."""
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        return pickle.dumps(RuntimeError(f"a rank's result cannot be sent to the test: {error}"))
