@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-LEAD = 0.003  # seconds between the agreement on a common start and that start
+LEAD = 0.01  # seconds between the agreement on a common start and that start
 
 
 # ── the machine ──────────────────────────────────────────────────────────────────────────────────────────────────

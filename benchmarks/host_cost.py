@@ -1,12 +1,13 @@
 """(a) What the host spends per action, where nothing else takes time.
 
 One rank in the middle of 4 runs its part of a step of 32 micro-batches. Its process groups are torch's fake ones, on
-which sends and receives are over at once, and its stages are one small linear layer and a relu: what is left is the
-cost of the executor, plus the module's own forward and backward, which is measured beside it.
+which sends and receives are over at once, and its stages are one small linear layer each: what is left is the cost
+of the executor, plus the module's own forward and backward, which is measured beside it.
 
 An action is a receive, a forward, a send, a receive, a backward (or I and W) and a send: 6, or 7, per stage and
-micro-batch. The time per action is that of the whole step over their number, so the module's own time is in it.
-Ours and torch.distributed.pipelining's take turns, one step each per round; medians over the rounds.
+micro-batch. The time per action is that of the whole step over their number, so the module's own time is in it;
+"beyond the module" is what is left without the time of a bare forward and backward on autograd's engine.
+Ours and torch.distributed.pipelining's take turns, one step each per round; medians over the rounds, and the least.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
@@ -41,6 +42,7 @@ __all__ = ["run", "show"]
 
 RANKS, MICROBATCHES, RANK = 4, 32, 1
 WIDTH, BATCH = 8, 4
+BARE = "bare, autograd's engine"
 TARGET = 10.0  # µs per action
 CPU = torch.device("cpu")
 
@@ -55,7 +57,7 @@ PAIRS: list[tuple[str, int, Any]] = [
 
 
 def small_module() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    return nn.Linear(WIDTH, WIDTH)
 
 
 def our_runner(schedule: Schedule, rank: int = RANK) -> Runner:
@@ -101,7 +103,7 @@ def torch_step(kind: Any, per_rank: int) -> Callable[[], object]:
     return step
 
 
-def bare_step() -> Callable[[], None]:
+def bare_step(backward: Callable[[Tensor, Tensor], object]) -> Callable[[], None]:
     """The module's forward and backward alone, as often as one stage runs them in a step."""
     module = small_module()
     x = torch.randn(BATCH, WIDTH, requires_grad=True)
@@ -109,7 +111,7 @@ def bare_step() -> Callable[[], None]:
 
     def step() -> None:
         for _ in range(MICROBATCHES):
-            torch.autograd.backward(module(x), grad)
+            backward(module(x), grad)
             x.grad = None
 
     return step
@@ -127,7 +129,11 @@ def timed(step: Callable[[], object]) -> Callable[[], float]:
 def measure(rounds: int) -> dict[str, list[float]]:
     """In a process of its own: seconds per step of every variant."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
-    variants: dict[str, Callable[[], float]] = {"bare module": timed(bare_step())}
+    engine = torch.autograd.Variable._execution_engine.run_backward
+    variants: dict[str, Callable[[], float]] = {
+        BARE: timed(bare_step(lambda y, g: engine((y,), (g,), False, False, (), True, True))),
+        "bare, autograd.backward": timed(bare_step(torch.autograd.backward)),
+    }
     for name, per_rank, theirs in PAIRS:
         if " " not in name:
             variants[f"ours {name}"] = timed(our_runner(build(name, RANKS, MICROBATCHES, per_rank)).run)
@@ -139,21 +145,22 @@ def measure(rounds: int) -> dict[str, list[float]]:
 def run(quick: bool = False) -> dict[str, Any]:
     (found,) = spawn(measure, 1, 15 if quick else 300, deadline=300, gloo=False)
     middle = medians(found)
-    rows, targets = [], []
-    per_rank = {"bare module": 1} | {f"ours {name}": v for name, v, _ in PAIRS}
+    per_rank = {f"ours {name}": v for name, v, _ in PAIRS}
     per_rank |= {f"torch {kind.__name__.removeprefix('Schedule')}": v for _, v, kind in PAIRS if kind is not None}
+    bare = middle[BARE] / MICROBATCHES
+    rows, targets = [], []
     for name, seconds in middle.items():
-        pairs = per_rank[name] * MICROBATCHES  # (stage, micro-batch)
-        split = "zb" in name.lower() or "ZeroBubble" in name
-        row: dict[str, Any] = {"variant": name, "µs per (stage, micro-batch)": seconds / pairs * 1e6}
-        if name != "bare module":
-            row["actions each"] = 7 if split else 6
-            row["µs per action"] = seconds / pairs / row["actions each"] * 1e6
-            row["over bare module"] = seconds / pairs / (middle["bare module"] / MICROBATCHES)
+        pairs = per_rank.get(name, 1) * MICROBATCHES  # (stage, micro-batch)
+        each = seconds / pairs * 1e6
+        row: dict[str, Any] = {"variant": name, "µs per (stage, micro-batch)": each}
+        if name in per_rank:
+            row["actions"] = actions = 7 if "zb" in name.lower() or "ZeroBubble" in name else 6
+            row["µs per action"] = each / actions
+            row["least"] = min(found[name]) / pairs / actions * 1e6
+            row["beyond the module"] = (each - bare * 1e6) / actions
         if name.startswith("ours"):
             targets.append(check(f"{name}, µs per action", row["µs per action"], most=TARGET))
-        row["seconds per step"] = found[name]
-        rows.append(row)
+        rows.append(row | {"seconds per step": found[name]})
     settings = {"ranks": RANKS, "microbatches": MICROBATCHES, "rank": RANK, "width": WIDTH, "batch": BATCH}
     return {"settings": settings, "rows": rows, "targets": targets}
 

@@ -46,9 +46,9 @@ def check_step(case: Case, mesh: ps.Mesh | None = None, devices: Sequence[str] =
     plain = copy.deepcopy(model)
     balance = case.balance(len(model))
     ranks = case.stages // (SCHEDULES[case.schedule].stages_per_rank or 2)
-    where: dict[str, Any] = {"mesh": mesh} if mesh is not None else {"devices": [devices[r % len(devices)] for r in range(ranks)]}
+    where: dict[str, Any] = {"devices": [devices[r % len(devices)] for r in range(ranks)]} if mesh is None else {}
     plan = ps.split(model, balance=balance)
-    options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, **where}
+    options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, "mesh": mesh, **where}
     with ps.Pipeline(plan, LOSSES[case.loss], **options) as pipe:
         expected = dict(plain.named_parameters(remove_duplicate=False))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1) if list(pipe.parameters()) else None

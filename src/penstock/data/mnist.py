@@ -45,7 +45,7 @@ class Digits:
         order = torch.arange(len(self))
         if shuffle is not None:
             order = torch.randperm(len(self), generator=torch.Generator().manual_seed(shuffle))
-        for indices in order.split(size):
+        for indices in torch.split(order, size):
             pixels = self.images[indices].unsqueeze(1).float() / 255  # [size, 1, 28, 28], from 0 to 1
             yield (pixels - _MEAN) / _DEVIATION, self.labels[indices].long()
 
@@ -75,8 +75,9 @@ def read_idx(path: str | Path) -> Tensor:
         raise PenstockError(f"{path} is not an idx file of bytes: it starts with {data[:4].hex(' ') or 'nothing'}")
     start = 4 + 4 * data[3]
     shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4)]
-    if len(data) - start != math.prod(shape):
-        raise PenstockError(f"{path} has {len(data) - start} bytes of data, but its shape {shape} needs {math.prod(shape)}")
+    have, need = len(data) - start, math.prod(shape)
+    if have != need:
+        raise PenstockError(f"{path} has {have} bytes of data, but its shape {shape} needs {need}")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).reshape(shape)
 
 

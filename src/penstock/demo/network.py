@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 
@@ -28,9 +30,10 @@ def network(seed: int = 0) -> nn.Sequential:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.Sequential(
-            ConvLayer(1, 10, kernel_size=5, pool_size=2),  # [n, 1, 28, 28] -> [n, 10, 12, 12]
-            ConvLayer(10, 20, kernel_size=5, pool_size=2),  # -> [n, 20, 4, 4]
-            nn.Sequential(nn.Flatten(), nn.Linear(320, 256), nn.ReLU()),  # -> [n, 256]
-            nn.Linear(256, 10),  # -> [n, 10]
-        ).double()
+        layers: dict[str, nn.Module] = {
+            "conv1": ConvLayer(1, 10, kernel_size=5, pool_size=2),  # [n, 1, 28, 28] -> [n, 10, 12, 12]
+            "conv2": ConvLayer(10, 20, kernel_size=5, pool_size=2),  # -> [n, 20, 4, 4]
+            "hidden": nn.Sequential(nn.Flatten(), nn.Linear(320, 256), nn.ReLU()),  # -> [n, 256]
+            "digit": nn.Linear(256, 10),  # -> [n, 10]
+        }
+    return nn.Sequential(OrderedDict(layers)).double()

@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from penstock.data.mnist import Digits
 from penstock.demo.network import network
+from penstock.schedule.source import ScheduleSource
 from penstock.split import split
 from penstock.split.plan import Plan
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
 
-__all__ = ["PipelineRun", "PlainRun", "Settings", "Step", "plan_of"]
+__all__ = ["PipelineRun", "PlainRun", "Settings", "Step", "plan_of", "schedules_of"]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What both runs are given."""
+    """What both runs are given. ``data`` is the directory of the digits; None is the extract."""
 
     epochs: int
     batch_size: int
@@ -33,6 +34,7 @@ class Settings:
     schedule: str
     microbatches: int
     seed: int
+    data: str | None = None
 
     def batches(self, digits: Digits) -> Iterator[tuple[Tensor, Tensor]]:
         """All mini-batches of all epochs, in the order in which both runs see them."""
@@ -57,6 +59,13 @@ class Step:
 def plan_of(model: nn.Sequential) -> Plan:
     """Each of the network's four layers is a stage."""
     return split(model, balance=[1] * len(model))
+
+
+def schedules_of(settings: Settings) -> ScheduleSource:
+    """The schedules of the pipeline: how many ranks it has, and which stages are where."""
+    plan = plan_of(network())
+    edges = [(edge.src, edge.dst) for edge in plan.edges]
+    return ScheduleSource(settings.schedule, plan.num_stages, edges, settings.microbatches)
 
 
 class PlainRun:
@@ -93,7 +102,7 @@ class PipelineRun:
             loss_fn=F.cross_entropy,
             microbatches=settings.microbatches,
             schedule=settings.schedule,
-            devices=["cpu"] * plan.num_stages if mesh is None else None,
+            devices=["cpu"] * schedules_of(settings).ranks if mesh is None else None,
             mesh=mesh,
         )
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=settings.learning_rate)

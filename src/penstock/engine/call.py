@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from penstock.engine.local import Job, LocalCrew
+from penstock.engine.local import Job, LocalCrew, Work
 from penstock.engine.microbatch import join
 from penstock.engine.runner import Ends
 from penstock.engine.stage import Message, Slot, StageEngine
@@ -70,7 +70,10 @@ class Flight:
         grads: list[Sequence[Tensor | None]] = [()] * self.count
         ends = Ends(seed=seeds.__getitem__, grads=grads)
         with _silent_hooks(self.parameters):
-            self.crew.run(self._job(1, ends, work), grad=False)
+            if self.crew.on_gpu:
+                self._backward_here(ends, work)
+            else:
+                self.crew.run(self._job(1, ends, work), grad=False)
         if not self.keep:
             self.over = True
             self.slots.clear()
@@ -80,7 +83,17 @@ class Flight:
                 totals[key] = grad if key not in totals else totals[key] + grad.to(totals[key].device)
         return grads, totals
 
-    def _job(self, half: int, ends: Ends, work: Any = StageEngine.backward) -> Job:
+    def _backward_here(self, ends: Ends, work: Work) -> None:
+        """The backward half in this thread.
+
+        On a GPU this is autograd's own thread for that device, and whatever backward another thread began would wait
+        for it. Launching is quick, so one thread keeps all devices busy: micro-batch by micro-batch, up the stages.
+        """
+        actions = [i for half in self.halves[1] for i in half if i.kind == "B"]
+        actions.sort(key=lambda i: (i.microbatch, -i.stage))
+        self.crew.compile([actions], self.count, self.slots, ends, work, together=True).runners[0].run()
+
+    def _job(self, half: int, ends: Ends, work: Work = StageEngine.backward) -> Job:
         return self.crew.compile(self.halves[half], self.count, self.slots, ends, work)
 
 

@@ -25,7 +25,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 
-__all__ = ["Job", "LocalCrew"]
+__all__ = ["Job", "LocalCrew", "Work"]
 
 Work = Callable[[StageEngine, Sequence[Tensor | None], Slot], None]
 
@@ -50,6 +50,7 @@ class LocalCrew:
         self.stages = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = tuple(placement)
+        self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         _mark_shared(stages)
         ranks = max(placement) + 1
         on_cpu = len({placement[stage.index] for stage in stages if stage.device.type == "cpu"})
@@ -107,13 +108,15 @@ class LocalCrew:
         slots: dict[tuple[int, int], Slot],
         ends: Ends,
         work: Work = StageEngine.backward,
+        together: bool = False,
     ) -> Job:
+        """Bind one order per rank; or, ``together``, one order for the stages of all ranks."""
         device = {index: stage.device for index, stage in self.stages.items()}
         forward = {(a, b): LocalLane(microbatches, device[a], device[b]) for a, b in self.edges}
         backward = {(b, a): LocalLane(microbatches, device[b], device[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
-            own = {index: stage for index, stage in self.stages.items() if self.placement[index] == rank}
+            own = {s: stage for s, stage in self.stages.items() if together or self.placement[s] == rank}
             runners.append(compile_program(order, Wiring(own, slots, forward, backward, ends, work=work)))
         return Job(tuple(runners), (*forward.values(), *backward.values()), ends)
 

@@ -25,6 +25,7 @@ from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.runner import Ends, Lane, Runner, Wiring, compile_program
 from penstock.engine.stage import Message, StageEngine, make_slots
+from penstock.engine.ties import Ties
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.lower import lower
 from penstock.schedule.program import Program
@@ -76,7 +77,7 @@ class ProcessCrew:
         self._compare()
         self.wires = self._open_channels()
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages)
-        self.ties = self._join_ties()
+        self.ties = Ties(plan, stages, self.placement, self.rank, self._new_group)
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._programs: dict[tuple[int, bool], Program] = {}
         self.runner: Runner | None = None
@@ -101,12 +102,12 @@ class ProcessCrew:
                 raise PlanError(f"the targets must be passed on rank {self.ranks[self.rank]}, which has the last stage")
             head.begin(sizes, cut_targets(targets, sizes, self.device), keep_outputs=keep_outputs)
         job = self._job(announced)
-        self._feed(job, messages, grad=True)
+        with self.ties.reducing():
+            self._feed(job, messages, grad=True)
         loss, factor = self._share_loss()
         if messages and job.ends.grads is not None:
             send_back(messages, job.ends.grads, factor)
         job.ends.inputs, job.ends.grads = [], None
-        self._reduce_ties()
         return Outcome(loss, factor, head.take_outputs() if head is not None else None, sizes)
 
     def _evaluate(self, value: Any) -> Any:
@@ -238,38 +239,11 @@ class ProcessCrew:
                     + ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
                 )
 
-    # ── ties ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _join_ties(self) -> list[tuple[nn.Parameter, Group]]:
-        """A group for every parameter that lives on several ranks; its copies start out equal."""
-        joined = []
-        for tie in self.plan.ties:
-            ranks = sorted({self.placement[stage] for stage in tie.stages})
-            if len(ranks) > 1 and self.rank in ranks:
-                group = self._new_group(f"tie {tie.names[0]}", ranks)
-                parameter = self._parameter(tie.names)
-                group.broadcast(parameter.data, 0).wait()
-                joined.append((parameter, group))
-        return joined
-
-    def _parameter(self, names: Sequence[str]) -> nn.Parameter:
-        for stage in self.stages.values():
-            for name, parameter in stage.module.named_parameters(remove_duplicate=False):
-                if name in names:
-                    return parameter
-        raise AssertionError(f"no stage of this rank has any of {names}")
-
-    def _reduce_ties(self) -> None:
-        """Every copy of a tied parameter gets the sum of their gradients."""
-        for parameter, group in self.ties:
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                group.allreduce(parameter.grad).wait()
+    # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts a parameter in sums over all ranks: a tie's first holder does."""
-        return all(parameter is not tied or group.rank() == 0 for tied, group in self.ties)
+        return self.ties.counts(parameter)
 
     def reduce(self, value: Tensor, largest: bool) -> Tensor:
         """The sum, or the largest, of a number over the ranks."""
@@ -316,7 +290,7 @@ class ProcessCrew:
         self.runner = None
         self.wires.clear()
         self.control.close()
-        self.ties.clear()
+        self.ties.close()
         for group in self._groups:
             if group.name() == "nccl":
                 group.abort()

@@ -103,9 +103,7 @@ def _pads(
     return [n // 2 for n in both]
 
 
-def _apply(
-    queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]
-) -> Tensor:
+def _apply(queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
     used, used_bias = weight, bias
     dtype = autocast_dtype(x)
     if dtype is not None:
@@ -145,9 +143,8 @@ class _Conv(Function):
                 return _convolution(x, weight.to(used.dtype), b, *options)
 
             return *replay(ctx, queue, g, op, (x, weight, bias)), None
-        queue.entries.append(
-            (_work, (x, x._version, g, g._version, weight, bias, used, options, queue.shared))
-        )
+        x = x.detach()
+        queue.entries.append((_work, (x, x._version, g, g._version, weight, bias, used, options, queue.shared)))
         if w is None:
             return None, None, None, None
         return _backward(g, x, w, None, *options, [True, False, False])[0], None, None, None

@@ -83,7 +83,8 @@ def _work(
     if indices._version != indices_version or g._version != g_version:
         raise changed(weight)
     grad = weight.grad
-    if grad is None or shared or scale or not g.is_cpu or grad.is_sparse or grad.dtype is not g.dtype:
+    busy = shared and id(weight) in shared
+    if grad is None or busy or scale or not g.is_cpu or grad.is_sparse or grad.dtype is not g.dtype:
         # On CUDA a sum by sorted rows, as in the plain backward: adding in place there has no fixed order.
         accumulate(weight, _dense_backward(g, indices, weight.shape[0], padding, scale), shared)
         return

@@ -14,8 +14,8 @@ from penstock.engine.weightgrad.rules import (
     applier,
     autocast_dtype,
     autocast_enabled,
-    deferrable,
     defers,
+    is_compiling,
     is_grad_enabled,
     lower,
     lowered,
@@ -41,10 +41,12 @@ def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     Its conditions are those of ``defers``, where they can change; the others hold for the parameters seen here.
     """
     parameters, plain = module._parameters, nn.Linear.forward
-    known = module.weight if deferrable(module.weight) else None
-    known_bias = module.bias if deferrable(module.bias) else None
+    known = module.weight if type(module.weight) is nn.Parameter and module.weight.is_floating_point() else None
+    known_bias = module.bias if type(module.bias) is nn.Parameter else None
 
     def forward(input: Tensor) -> Tensor:
+        if is_compiling():
+            return plain(module, input)
         weight, bias, queue = parameters.get("weight"), parameters.get("bias"), here.queue
         if (
             queue is not None
@@ -85,12 +87,7 @@ def linear(queue: WeightGradQueue, input: Tensor, weight: Tensor, bias: Tensor |
 def _matmul_by(plain: Callable[..., Tensor], second: str) -> Callable[..., Tensor]:
     def product(queue: WeightGradQueue, input: Tensor, *others: Tensor, **options: Any) -> Tensor:
         other = options.pop(second) if not others and second in options else others[0]
-        if (
-            not options
-            and defers(input, other)
-            and other.dim() == 2
-            and (input.dim() == 2 or plain is not _mm)
-        ):
+        if not options and defers(input, other) and other.dim() == 2 and (input.dim() == 2 or plain is not _mm):
             return _cast_and_apply(queue, input, other, None, _matmul_node)
         return plain(input, other, **options)
 
@@ -98,12 +95,7 @@ def _matmul_by(plain: Callable[..., Tensor], second: str) -> Callable[..., Tenso
 
 
 def _any_addmm(queue: WeightGradQueue, input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Tensor:
-    if (
-        not options
-        and defers(mat1, mat2, input)
-        and mat1.dim() == mat2.dim() == 2
-        and input.shape == mat2.shape[1:]
-    ):
+    if not options and defers(mat1, mat2, input) and mat1.dim() == mat2.dim() == 2 and input.shape == mat2.shape[1:]:
         return _cast_and_apply(queue, mat1, mat2, input, _matmul_node)
     return _addmm(input, mat1, mat2, **options)
 
@@ -141,6 +133,7 @@ class _Linear(Function):
         x, w = ctx.saved_tensors
         if not queue.open:
             return *_replayed(ctx, _linear, g, x), None
+        x = x.detach()  # W needs the values, not the graph that made them
         queue.entries.append((_linear_work, (x, x._version, g, g._version, weight, bias, queue.shared)))
         return _matmul(g, w) if wants else None, None, None, None
 
@@ -163,6 +156,7 @@ class _MatMul(Function):
         x, w = ctx.saved_tensors
         if not queue.open:
             return *_replayed(ctx, _product, g, x), None
+        x = x.detach()
         queue.entries.append((_matmul_work, (x, x._version, g, g._version, weight, bias, queue.shared)))
         return _matmul(g, w.t()) if wants else None, None, None, None
 
@@ -202,7 +196,7 @@ def _linear_work(
         x, g = _rows(x), _rows(g)
     gt = g.t()
     grad = weight.grad
-    if grad is None or grad.dtype is not x.dtype or shared or grad.is_sparse:
+    if grad is None or grad.dtype is not x.dtype or grad.is_sparse or (shared and id(weight) in shared):
         accumulate(weight, _mm(gt, x), shared)
     else:
         grad.addmm_(gt, x)
@@ -218,7 +212,7 @@ def _matmul_work(
     if g.dim() != 2:
         x, g = _rows(x), _rows(g)
     grad = weight.grad
-    if grad is None or grad.dtype is not x.dtype or shared or grad.is_sparse:
+    if grad is None or grad.dtype is not x.dtype or grad.is_sparse or (shared and id(weight) in shared):
         accumulate(weight, _mm(x.t(), g), shared)
     else:
         grad.addmm_(x.t(), g)
@@ -233,7 +227,8 @@ def _rows(t: Tensor) -> Tensor:
 def _bias_work(g: Tensor, gt: Tensor, bias: Tensor, shared: frozenset[int]) -> None:
     grad = bias.grad
     rows, dtype = g.shape[0], g.dtype
-    if grad is None or grad.dtype is not dtype or shared or g.numel() > _SMALL or dtype.itemsize < 4:
+    busy = shared and id(bias) in shared
+    if grad is None or grad.dtype is not dtype or busy or g.numel() > _SMALL or dtype.itemsize < 4:
         accumulate(bias, g.sum(0), shared)
         return
     key = rows, dtype, g.device

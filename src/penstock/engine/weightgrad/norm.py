@@ -63,9 +63,7 @@ def group_norm(
         shape = input.shape
         # Channels-last inputs keep their layout in the plain op, and it has the error for too few values.
         if len(shape) > 1 and input.is_contiguous() and shape.numel() != num_groups:
-            return _apply(
-                queue, _GROUP, input, weight, bias, (shape[0], shape[1], prod(shape[2:]), num_groups, eps)
-            )
+            return _apply(queue, _GROUP, input, weight, bias, (shape[0], shape[1], prod(shape[2:]), num_groups, eps))
     return F.group_norm(input, num_groups, weight, bias, eps)
 
 
@@ -92,11 +90,7 @@ def worth(x: Tensor, weight: Tensor) -> bool:
 
     Mixed types, and types that autocast may change, are left to the plain op and its rules.
     """
-    return (
-        x.numel() >= _LARGE
-        and x.dtype is weight.dtype
-        and (x.dtype.itemsize >= 4 or autocast_dtype(x) is None)
-    )
+    return x.numel() >= _LARGE and x.dtype is weight.dtype and (x.dtype.itemsize >= 4 or autocast_dtype(x) is None)
 
 
 def _apply(
@@ -137,6 +131,7 @@ class _Norm(Function):
                 return out
 
             return *replay(ctx, queue, g, op, (x, weight, bias)), None
+        x = x.detach()
         queue.entries.append(
             (_work, (x, x._version, g, g._version, kernel, statistics, weight, bias, options, queue.shared))
         )

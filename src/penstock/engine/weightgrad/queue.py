@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.weightgrad.rules import deferrable
 
@@ -18,18 +19,17 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightGradQueue", "accumulate", "changed", "defer_weight_grad", "here"]
 
-# The queue whose I is running, if any. Autograd carries these objects from the thread that calls backward to
-# the device threads that run it, and into backward calls made inside backward: a thread-local would miss both.
-_TAKING = "penstock.weightgrad.taking"
-_stash: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
-_stashed: Callable[[str], bool] = torch._C._is_key_in_tls
-_get: Callable[[str], Any] = torch._C._get_obj_in_tls
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+# The backward calls that are an I, by the number that autograd gives them: its threads for devices know no other.
+_tasks: dict[int, WeightGradQueue] = {}
 
 
 class _Here(threading.local):
-    """The queue that this thread records for. A module may run in two stages, in two threads, at a time."""
+    """The queues that this thread records for, and takes for. Two threads may run one module at a time."""
 
     queue: WeightGradQueue | None = None
+    taking: WeightGradQueue | None = None
 
 
 here = _Here()
@@ -57,8 +57,13 @@ class WeightGradQueue:
         """Around F: the ops of the stage's module defer to this queue. Does nothing where grad mode is off."""
         return self.recorder.recording(self)
 
-    def taking(self) -> AbstractContextManager[None]:
-        """Around I: a backward in here queues weight gradients. Outside, it computes them, as if never recorded."""
+    def taking(self, roots: Sequence[GradientEdge] = ()) -> AbstractContextManager[None]:
+        """Around I: a backward in here queues weight gradients.
+
+        On a device other than the CPU pass the ``roots`` of the backward: ``defer_weight_grad`` is called in a
+        thread of autograd's own there, and finds the queue by them.
+        """
+        self._taking.roots = roots
         return self._taking
 
     def run(self) -> None:
@@ -86,18 +91,33 @@ class WeightGradQueue:
 class _Taking(AbstractContextManager[None]):
     """Made once per queue, entered once per micro-batch."""
 
-    __slots__ = ("queue",)
+    __slots__ = ("handles", "queue", "roots", "task")
 
     def __init__(self, queue: WeightGradQueue) -> None:
         self.queue = queue
+        self.roots: Sequence[GradientEdge] = ()
+        self.handles: list[RemovableHandle] = []
+        self.task: int | None = None
 
     def __enter__(self) -> None:
         self.queue.open = True
-        _stash(_TAKING, self.queue)
+        here.taking = self.queue
+        if self.roots:
+            self.handles = [root.node.register_prehook(self._begin) for root in self.roots]
+            self.roots = ()
+
+    def _begin(self, _: object) -> None:
+        self.task = _graph_task()
+        _tasks[self.task] = self.queue
 
     def __exit__(self, *_: object) -> None:
         self.queue.open = False
-        _stash(_TAKING, None)
+        here.taking = None
+        if self.handles:
+            for handle in self.handles:
+                handle.remove()
+            self.handles = []
+            _tasks.pop(self.task, None)  # type: ignore[arg-type]
 
 
 def accumulate(parameter: Tensor, value: Tensor, shared: frozenset[int]) -> None:
@@ -114,8 +134,8 @@ def accumulate(parameter: Tensor, value: Tensor, shared: frozenset[int]) -> None
         if value.stride() != parameter.stride():  # a gradient has its parameter's layout, as autograd's would
             value = torch.empty_like(parameter).copy_(value)
         parameter.grad = value
-    elif grad.is_sparse:
-        parameter.grad = grad + value
+    elif grad.is_sparse and not value.is_sparse:
+        parameter.grad = value + grad
     else:
         grad.add_(value)
 
@@ -137,7 +157,9 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -
             x, w = ctx.saved_tensors
             return g @ w, defer_weight_grad(w, lambda: g.t() @ x)
     """
-    queue = _get(_TAKING) if _stashed(_TAKING) else None
+    queue = here.taking
+    if queue is None:
+        queue = _tasks.get(_graph_task())
     # A graph of the gradient is wanted where grad mode is on: that cannot be put off.
     if queue is None or not deferrable(parameter) or torch.is_grad_enabled():
         return compute()

@@ -24,11 +24,11 @@ from penstock.engine.weightgrad.embedding import embedding
 from penstock.engine.weightgrad.matmul import PRODUCTS, linear_forward
 from penstock.engine.weightgrad.norm import group_norm, layer_norm, rms_norm, worth
 from penstock.engine.weightgrad.queue import WeightGradQueue, here
+from penstock.engine.weightgrad.rules import is_compiling, is_grad_enabled
 
 __all__ = ["Recorder"]
 
 _Forward = Callable[..., Any]
-_is_grad_enabled = torch.is_grad_enabled
 
 
 class Recorder:
@@ -52,12 +52,13 @@ class Recorder:
         here.queue = queue
         queue.cautious = self.cautious
         for dictionary, forward in self._bindings:
-            dictionary["forward"] = forward
+            dictionary.setdefault("forward", forward)  # somebody's own, or that of a thread with the same module, stays
 
     def _exit(self, queue: WeightGradQueue, completed: bool) -> None:
         here.queue = None
-        for dictionary, _ in self._bindings:
-            dictionary.pop("forward", None)  # a thread that records the same module may have removed it
+        for dictionary, forward in self._bindings:
+            if dictionary.get("forward") is forward:
+                del dictionary["forward"]
         queue.casts.clear()
         if self.autograd_in_forward:
             self._bindings = []
@@ -74,7 +75,7 @@ class _Recording(AbstractContextManager[None]):
         self.active = False
 
     def __enter__(self) -> None:
-        if _is_grad_enabled():
+        if is_grad_enabled():
             self.active = True
             self.recorder._enter(self.queue)
 
@@ -90,7 +91,7 @@ def _bind(module: nn.Module) -> list[tuple[dict[str, Any], _Forward]]:
     bindings = []
     for part in _eager_modules(module):
         make = _DIRECT.get(type(part), _by_mode if _may_use(part) else None)
-        if make is not None and "forward" not in part.__dict__:
+        if make is not None:
             bindings.append((part.__dict__, make(part)))
     return bindings
 
@@ -128,7 +129,7 @@ def _layer_norm(module: nn.LayerNorm) -> _Forward:
     parameters, plain = module._parameters, nn.LayerNorm.forward
 
     def forward(input: Tensor) -> Tensor:
-        queue, weight = here.queue, parameters.get("weight")
+        queue, weight = None if is_compiling() else here.queue, parameters.get("weight")
         if queue is None or weight is None or not worth(input, weight):
             return plain(module, input)
         return layer_norm(queue, input, module.normalized_shape, weight, parameters.get("bias"), module.eps)
@@ -140,7 +141,7 @@ def _rms_norm(module: nn.RMSNorm) -> _Forward:
     parameters, plain = module._parameters, nn.RMSNorm.forward
 
     def forward(x: Tensor) -> Tensor:
-        queue, weight = here.queue, parameters.get("weight")
+        queue, weight = None if is_compiling() else here.queue, parameters.get("weight")
         if queue is None or weight is None or not worth(x, weight):
             return plain(module, x)
         return rms_norm(queue, x, module.normalized_shape, weight, module.eps)
@@ -152,12 +153,11 @@ def _embedding(module: nn.Embedding) -> _Forward:
     parameters, plain = module._parameters, nn.Embedding.forward
 
     def forward(input: Tensor) -> Tensor:
-        if (queue := here.queue) is None or (weight := parameters.get("weight")) is None:
+        queue, weight = None if is_compiling() else here.queue, parameters.get("weight")
+        if queue is None or weight is None:
             return plain(module, input)
         m = module
-        return embedding(
-            queue, input, weight, m.padding_idx, m.max_norm, m.norm_type, m.scale_grad_by_freq, m.sparse
-        )
+        return embedding(queue, input, weight, m.padding_idx, m.max_norm, m.norm_type, m.scale_grad_by_freq, m.sparse)
 
     return forward
 
@@ -174,7 +174,7 @@ def _by_mode(module: nn.Module) -> _Forward:
     plain = type(module).forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if (queue := here.queue) is None:
+        if is_compiling() or (queue := here.queue) is None:
             return plain(module, *args, **kwargs)
         here.queue = None  # modules in this one need not defer: the mode sees their ops
         try:

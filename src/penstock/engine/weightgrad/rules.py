@@ -21,6 +21,7 @@ __all__ = [
     "autocast_enabled",
     "deferrable",
     "defers",
+    "is_compiling",
     "is_grad_enabled",
     "lower",
     "lowered",
@@ -29,6 +30,7 @@ __all__ = [
     "transforms_active",
 ]
 
+is_compiling = torch.compiler.is_compiling
 is_grad_enabled = torch.is_grad_enabled
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -54,7 +56,8 @@ def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool
     Asked once per op in every forward, so it is one flat expression. A frozen bias is in nobody's way.
     """
     return (
-        type(weight) is Parameter
+        not is_compiling()  # the compiler reads this code: its graph has its own backward
+        and type(weight) is Parameter
         and weight.requires_grad
         and not weight._backward_hooks
         and not weight._post_accumulate_grad_hooks

@@ -1,0 +1,184 @@
+"""(c) How close a step comes to its simulated time: stages that sleep, 8 gloo ranks, 16 micro-batches.
+
+A stage sleeps one chunk in F, one in I and one in W, so 8 ranks fit on 2 cores and everything beyond the simulated
+makespan (same costs, no communication) is the executor's: posting, waiting, sending, autograd, Python. W is a node of
+its own beside the path of the input's gradient, so that torch's split backward finds it in the graph; it hands its
+sleep over by ``ps.defer_weight_grad``, which ours takes up and which sleeps at once anywhere else.
+
+A step lasts from a moment common to all ranks until the last one is done; the variants take turns in one set of
+processes. Sleeps end by a short spin, with the kernel's timer slack off; their overshoot is measured and shown.
+torch's orders are simulated as torch makes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+import penstock as ps
+from benchmarks.common import check, interleave, medians, spawn, table, together
+from penstock.schedule import Costs, Schedule, build, from_csv, simulate
+
+__all__ = ["run", "show"]
+
+RANKS, MICROBATCHES = 8, 16
+TARGETS = {0.015: 1.02, 0.005: 1.04}  # measured over simulated, by chunk
+SPIN = 40e-6  # seconds
+# names, stages per rank
+OURS = {
+    "1f1b": 1, "gpipe": 1, "interleaved": 2, "looped_bfs": 2, "zb_h1": 1,
+    "zb_h2": 1, "zbv": 2, "v_half": 2, "v_min": 2, "dualpipev": 2,
+}  # fmt: skip
+THEIRS: list[Any] = [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
+
+overshoots: list[float] = []
+
+
+def doze(seconds: float) -> None:
+    """Be away for a time: asleep, and the last few microseconds awake."""
+    end = time.monotonic() + seconds
+    time.sleep(max(0.0, seconds - SPIN))
+    while (now := time.monotonic()) < end:
+        pass
+    overshoots.append(now - end)
+
+
+class Through(torch.autograd.Function):
+    """From the input to the output: sleeps in F and in I."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunk: float) -> Tensor:
+        ctx.chunk = chunk
+        doze(chunk)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        doze(ctx.chunk)
+        return g, None
+
+
+class Weight(torch.autograd.Function):
+    """From the parameter to the output: sleeps in W."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, chunk: float) -> Tensor:
+        ctx.weight, ctx.chunk = weight, chunk
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        weight, chunk = ctx.weight, ctx.chunk
+
+        def work() -> Tensor:
+            doze(chunk)
+            return torch.zeros_like(weight)
+
+        return ps.defer_weight_grad(weight, work), None
+
+
+class SleepyStage(nn.Module):
+    def __init__(self, chunk: float, first: bool) -> None:
+        super().__init__()
+        self.chunk, self.first = chunk, first
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = x.detach().requires_grad_()  # so that the first stage has an I, like all others
+        y: Tensor = Through.apply(x, self.chunk)  # type: ignore[no-untyped-call]
+        return y + Weight.apply(self.weight, self.chunk)  # type: ignore[no-untyped-call]
+
+
+def model(stages: int, chunk: float) -> nn.Sequential:
+    return nn.Sequential(*(SleepyStage(chunk, s == 0) for s in range(stages)))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
+def our_step(name: str, chunk: float, data: Tensor, mesh: ps.Mesh) -> tuple[Callable[[], object], Schedule]:
+    stages = RANKS * OURS[name]
+    plan = ps.split(model(stages, chunk), balance=[1] * stages)
+    pipe = ps.Pipeline(plan, loss_fn, microbatches=MICROBATCHES, schedule=name, mesh=mesh, outputs=None)
+    return lambda: pipe.step(data, data), pipe.schedule
+
+
+def torch_step(kind: Any, chunk: float, data: Tensor) -> tuple[Callable[[], object], Schedule]:
+    rank, per_rank = dist.get_rank(), 1 if kind is Schedule1F1B else 2
+    count = RANKS * per_rank
+    own = [rank] if per_rank == 1 else [rank, count - 1 - rank if kind is ScheduleZBVZeroBubble else rank + RANKS]
+    modules = model(count, chunk)
+    stages = [PipelineStage(modules[s], s, count, torch.device("cpu")) for s in own]
+    schedule = kind(stages[0] if per_rank == 1 else stages, MICROBATCHES, loss_fn=loss_fn)
+    inputs, last = (data,) if 0 in own else (), count - 1 in own
+
+    def step() -> None:
+        schedule.step(*inputs, target=data if last else None, losses=[] if last else None, return_outputs=False)
+
+    if kind is Schedule1F1B:  # its own record of its order is wrong on the last rank
+        return step, build("1f1b", RANKS, MICROBATCHES)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "order.csv"
+        schedule._dump_csv(str(path), format="compute_only")
+        return step, from_csv(path.read_text())
+
+
+def measure(chunk: float, rounds: int) -> dict[str, Any]:
+    """On each rank: seconds per step of every variant, simulated seconds, and by how much sleeps were too long."""
+    ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: 1 ns instead of 50 µs
+    data = torch.zeros(MICROBATCHES, 4)
+    mesh = ps.Mesh(pipe=RANKS)
+    steps = {f"ours {name}": our_step(name, chunk, data, mesh) for name in OURS}
+    steps |= {f"torch {kind.__name__.removeprefix('Schedule')}": torch_step(kind, chunk, data) for kind in THEIRS}
+    variants = {name: (lambda step=step: together(step)) for name, (step, _) in steps.items()}
+    seconds = interleave(variants, 0, warmup=1)
+    overshoots.clear()
+    seconds = interleave(variants, rounds, warmup=0)
+    costs = Costs(f=chunk, i=chunk, w=chunk)
+    simulated = {name: simulate(schedule, costs).makespan for name, (_, schedule) in steps.items()}
+    ordered = sorted(overshoots)
+    late = {"median": median(ordered), "90 %": ordered[len(ordered) * 9 // 10], "most": ordered[-1]}
+    return {"seconds": seconds, "simulated": simulated, "overshoot": late}
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    rows, targets, late = [], [], {}
+    for chunk, target in TARGETS.items():
+        found = spawn(measure, RANKS, chunk, 1 if quick else 7, deadline=900)
+        seconds, simulated = found[0]["seconds"], found[0]["simulated"]
+        for name, value in medians(seconds).items():
+            ratio = value / simulated[name]
+            row = {"chunk": f"{chunk * 1e3:g} ms", "variant": name, "simulated ms": simulated[name] * 1e3}
+            row |= {"measured ms": value * 1e3, "measured/simulated": ratio, "least": min(seconds[name]) / simulated[name]}
+            rows.append(row | {"seconds per step": seconds[name]})
+            if name.startswith("ours"):
+                targets.append(check(f"{chunk * 1e3:g} ms, {name}, measured over simulated", ratio, most=target))
+        late[f"{chunk * 1e3:g} ms"] = {
+            key: max(rank["overshoot"][key] for rank in found) * 1e6 for key in found[0]["overshoot"]
+        }
+    settings = {"ranks": RANKS, "microbatches": MICROBATCHES, "worst rank's overshoot of a sleep, µs": late}
+    return {"settings": settings, "rows": rows, "targets": targets}
+
+
+def show(result: dict[str, Any]) -> None:
+    table(f"(c) stages that sleep, {RANKS} gloo ranks, m={MICROBATCHES}, medians", result["rows"])
+    for chunk, late in result["settings"]["worst rank's overshoot of a sleep, µs"].items():
+        print(f"{chunk}: sleeps were too long by " + ", ".join(f"{key} {value:.0f} µs" for key, value in late.items()))

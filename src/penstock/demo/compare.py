@@ -1,0 +1,93 @@
+"""The pipeline and the plain model, step by step: the same numbers, or an error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.demo.runs import Step
+from penstock.demo.screen import Screen
+from penstock.errors import PenstockError
+
+__all__ = ["TOLERANCE", "compare"]
+
+TOLERANCE = 1e-9
+"""How far losses and gradient norms may lie apart, relative to the plain model's where that is above 1.
+
+Regrouped sums of doubles leave about 1e-15. A wrong gradient shows at once in its norm, and then in the losses.
+"""
+
+
+@dataclass
+class _Sum:
+    """The steps of an epoch so far, together."""
+
+    losses: float = 0.0
+    correct: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+    def add(self, step: Step) -> None:
+        self.losses += step.loss * step.samples
+        self.correct += step.correct
+        self.samples += step.samples
+        self.seconds += step.seconds
+
+    @property
+    def loss(self) -> float:
+        return self.losses / self.samples
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.samples
+
+    @property
+    def speed(self) -> float:
+        return self.samples / self.seconds
+
+
+def compare(
+    pipeline: Iterable[Step], plain: Iterable[Step], epochs: int, steps_per_epoch: int, shown: Screen
+) -> float:
+    """Take a step of each in turn, to the end, and show how it goes. The largest difference: only rounding's."""
+    shown.line("epoch  loss: pipeline        plain  largest difference  accuracy  samples/s")
+    ours, its = _Sum(), _Sum()
+    largest = overall = 0.0
+    for number, (our_step, its_step) in enumerate(zip(pipeline, plain, strict=True)):
+        epoch, step = number // steps_per_epoch + 1, number % steps_per_epoch + 1
+        if step == 1:
+            ours, its, largest = _Sum(), _Sum(), 0.0
+            shown.begin(f"epoch {epoch}/{epochs}", steps_per_epoch)
+        ours.add(our_step)
+        its.add(its_step)
+        largest = max(largest, _difference(our_step, its_step, f"epoch {epoch}, step {step}"))
+        shown.advance(f"loss {ours.loss:.4f}  accuracy {ours.accuracy:.1%}  {ours.speed:,.0f} samples/s")
+        if step == steps_per_epoch:
+            overall = max(overall, largest)
+            shown.line(
+                f"{epoch:5}  {ours.loss:14.9f}  {its.loss:11.9f}  {largest:18.1e}  "
+                f"{ours.accuracy:8.1%}  {ours.speed:9,.0f}"
+            )
+    return overall
+
+
+def _difference(ours: Step, its: Step, where: str) -> float:
+    """How far two steps lie apart. More than rounding is an error."""
+    if not math.isfinite(its.loss):
+        raise PenstockError(f"{where}: the plain model's loss is {its.loss}. Choose a smaller learning rate")
+    largest = 0.0
+    for what, a, b in (("loss", ours.loss, its.loss), ("gradient norm", ours.grad_norm, its.grad_norm)):
+        difference = abs(a - b) / max(1.0, abs(b))
+        if not difference <= TOLERANCE:
+            raise PenstockError(
+                f"{where}: the {what} is {a!r} as a pipeline, but {b!r} in the plain model. They differ by "
+                f"{difference:.1e}, and rounding explains {TOLERANCE:.0e} at most"
+            )
+        largest = max(largest, difference)
+    if ours.correct != its.correct:
+        raise PenstockError(
+            f"{where}: {ours.correct} of {ours.samples} digits are right as a pipeline, but {its.correct} in the plain "
+            "model"
+        )
+    return largest

@@ -1,0 +1,117 @@
+"""Small models, the plain model's answer, and equality with it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Plain",
+    "assert_same",
+    "batch",
+    "gradients",
+    "labels",
+    "mlp",
+    "penstock_threads",
+    "plain_step",
+    "snapshot",
+    "threads_end",
+]
+
+
+def mlp(layers: int = 4, width: int = 4, seed: int = 0) -> nn.Sequential:
+    """Linear layers with a bend after each but the last, ``2 * layers - 1`` in all."""
+    torch.manual_seed(seed)
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*parts[:-1])
+
+
+def batch(samples: int = 8, width: int = 4, seed: int = 1) -> Tensor:
+    return torch.randn(samples, width, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(samples: int = 8, classes: int = 4, seed: int = 2) -> Tensor:
+    return torch.randint(classes, (samples,), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What the plain model makes of a mini-batch."""
+
+    loss: Tensor
+    output: Any
+    gradients: dict[str, Tensor | None]
+    state: dict[str, Tensor]
+
+
+def gradients(named: nn.Module | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | None]:
+    """Every parameter's gradient by name, as it is now."""
+    pairs = named.named_parameters() if isinstance(named, nn.Module) else named
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in pairs}
+
+
+def plain_step(
+    model: nn.Module, x: Any, y: Any = None, loss_fn: Callable[..., Any] | None = None, steps: int = 1
+) -> Plain:
+    """Forward and backward of a copy of the plain model, ``steps`` times; the model itself is left alone."""
+    copied = copy.deepcopy(model)
+    for _ in range(steps):
+        output = copied(x)
+        loss = output if loss_fn is None else loss_fn(output, y)
+        loss.backward()
+    return Plain(loss.detach(), output, gradients(copied), copied.state_dict())
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """All that a failed construction or a failed step must leave as it was."""
+    return {
+        "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "gradients": gradients(model),
+        "modes": [module.training for module in model.modules()],
+        "flags": [p.requires_grad for p in model.parameters()],
+    }
+
+
+def assert_same(actual: Any, expected: Any, *, rtol: float = 1e-4, atol: float = 1e-6) -> None:
+    """Equal values, with None where None is expected, and the same names."""
+    if isinstance(expected, Mapping):
+        assert set(actual) == set(expected)
+        for name in expected:
+            try:
+                assert_same(actual[name], expected[name], rtol=rtol, atol=atol)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+    elif isinstance(expected, (tuple, list)):
+        assert type(actual) is type(expected)
+        assert len(actual) == len(expected)
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert_same(mine, theirs, rtol=rtol, atol=atol)
+    elif isinstance(expected, Tensor):
+        assert isinstance(actual, Tensor), f"expected a tensor, got {actual!r}"
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
+    else:
+        assert actual == expected
+
+
+def penstock_threads() -> set[threading.Thread]:
+    """The worker threads of all pipelines of this process."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("penstock")}
+
+
+def threads_end(threads: Iterable[threading.Thread], seconds: float = 5.0) -> bool:
+    """Whether all these threads end soon."""
+    end = time.monotonic() + seconds
+    for thread in threads:
+        gc.collect()
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,404 @@
+"""User code that raises inside a stage: its own error comes out, everything ends, and the pipeline goes on.
+
+stage 0   F0 F1 F2 ...          F2 raises: stage 1 and 2, which wait for what never comes,
+stage 1      F0 F1 .  ←waits    are woken and end; nothing of the step is left behind
+stage 2         F0 .  ←waits
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock as ps
+from tests.support.models import (
+    assert_same,
+    batch,
+    gradients,
+    mlp,
+    penstock_threads,
+    plain_step,
+    snapshot,
+    threads_end,
+)
+
+
+class Boom(Exception):
+    """The user's own kind of error."""
+
+
+class Rude(BaseException):
+    """Like KeyboardInterrupt and SystemExit, no ``Exception``."""
+
+
+class Fault(nn.Module):
+    """An identity that raises on its ``call``-th forward or backward, once armed."""
+
+    def __init__(self, where: str, call: int = 2, kind: type[BaseException] = Boom) -> None:
+        super().__init__()
+        self.where, self.call, self.kind = where, call, kind
+        self.armed, self.calls = False, 0
+
+    def arm(self) -> None:
+        self.armed, self.calls = True, 0
+
+    def hit(self, where: str) -> None:
+        if self.armed and where == self.where:
+            self.calls += 1
+            if self.calls == self.call:
+                raise self.kind(f"on purpose, in {where}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hit("forward")
+        out: Tensor = _Backward.apply(x, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
+        ctx.fault = fault
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.fault.hit("backward")
+        return grad, None
+
+
+def faulty(stage: int, fault: Fault) -> nn.Sequential:
+    """Three layers, one per stage, with the fault in one of them."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(3)]
+    layers[stage] = nn.Sequential(layers[stage], fault)
+    return nn.Sequential(*layers)
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_closed_pipelines_end() -> Iterator[None]:
+    before = penstock_threads()
+    yield
+    gc.collect()
+    assert threads_end(penstock_threads() - before)
+
+
+def pipeline(model: nn.Sequential, loss_fn: Any = F.mse_loss, **options: Any) -> ps.Pipeline:
+    options.setdefault("microbatches", 4)
+    return ps.Pipeline(ps.split(model, stages=3), loss_fn, **options)
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+# ── the error that comes out ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_failed_step_says_where_and_the_next_one_is_right(stage: int, where: str, schedule: str) -> None:
+    fault = Fault(where)
+    model = faulty(stage, fault)
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    with pipeline(model, schedule=schedule) as pipe:
+        fault.arm()
+        with pytest.raises(Boom, match=f"on purpose, in {where}") as caught:
+            pipe.step(batch(seed=8), batch(seed=9))
+        action = "F" if where == "forward" else "[BI]"
+        assert pytest.approx(1) == 1
+        assert (found := notes(caught.value))
+        with pytest.raises(AssertionError, match=rf"stage {stage}, micro-batch 1, action {stage}{action}1"):
+            raise AssertionError(found)
+        assert all(grad is None for grad in gradients(model).values())
+        for _ in range(2):
+            result = pipe.step(batch(), batch(seed=5))
+            assert_same(result.loss, expected.loss)
+            assert_same(gradients(model), expected.gradients)
+            pipe.zero_grad()
+
+
+def test_an_error_in_the_loss_names_the_last_stage() -> None:
+    calls = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Boom("bad loss")
+        return F.mse_loss(output, target)
+
+    model = mlp(2)
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    with pipeline(model, loss_fn) as pipe:
+        with pytest.raises(Boom, match="bad loss") as caught:
+            pipe.step(batch(), batch())
+        assert "stage 2, micro-batch 2, action 2F2" in notes(caught.value)
+        assert_same(pipe.step(batch(), batch(seed=5)).loss, expected.loss)
+        assert_same(gradients(model), expected.gradients)
+
+
+def test_the_traceback_leads_to_the_users_line() -> None:
+    fault = Fault("forward")
+    with pipeline(faulty(1, fault)) as pipe:
+        fault.arm()
+        with pytest.raises(Boom) as caught:
+            pipe.step(batch(), batch())
+    assert "hit" in [entry.name for entry in caught.traceback]
+
+
+def test_a_shape_that_does_not_fit_is_torchs_own_error_with_the_stage() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 4), nn.Linear(4, 4))
+    with pipeline(model) as pipe:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            pipe.step(batch(), batch())
+        assert "stage 1, micro-batch 0, action 1F0" in notes(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Rude, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_even_what_is_no_exception_comes_out_and_leaves_a_pipeline_that_works(
+    where: str, kind: type[BaseException]
+) -> None:
+    fault = Fault(where, kind=kind)
+    model = faulty(1, fault)
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    with pipeline(model) as pipe:
+        fault.arm()
+        with pytest.raises(kind) as caught:
+            pipe.step(batch(), batch())
+        assert "stage 1, micro-batch 1" in notes(caught.value)
+        pipe.step(batch(), batch(seed=5))
+    assert_same(gradients(model), expected.gradients)
+
+
+def test_ctrl_c_while_the_caller_waits_ends_the_step() -> None:
+    class Slow(nn.Module):
+        slow = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.slow:
+                threading.Event().wait(0.3)
+            return x
+
+    slow = Slow()
+    model = nn.Sequential(nn.Linear(4, 4), slow, nn.Linear(4, 4))
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    with pipeline(model) as pipe:
+        slow.slow = True
+        timer = threading.Timer(0.2, __import__("_thread").interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(batch(), batch())
+        slow.slow = False
+        pipe.step(batch(), batch(seed=5))
+    assert_same(gradients(model), expected.gradients)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_step_leaves_earlier_gradients_as_they_were(where: str) -> None:
+    """Also from the second step on, when it is known that the loss does not count as it goes."""
+    fault = Fault(where)
+    model = faulty(0, fault)
+    with pipeline(model) as pipe:
+        for _ in range(2):
+            pipe.step(batch(), batch(seed=5))
+            before = snapshot(model)
+            fault.arm()
+            with pytest.raises(Boom):
+                pipe.step(batch(seed=8), batch(seed=9))
+            fault.armed = False
+            assert_same(snapshot(model), before)
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_failed_call_says_where_and_the_next_one_is_right(grad: bool) -> None:
+    fault = Fault("forward")
+    model = faulty(1, fault)
+    with pipeline(model) as pipe, torch.set_grad_enabled(grad):
+        fault.arm()
+        with pytest.raises(Boom) as caught:
+            pipe(batch())
+        assert "stage 1, micro-batch 1, action 1F1" in notes(caught.value)
+        assert_same(pipe(batch()), model(batch()))
+
+
+def test_a_failed_backward_of_a_call_says_where_and_the_next_one_is_right() -> None:
+    fault = Fault("backward")
+    model = faulty(1, fault)
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    with pipeline(model) as pipe:
+        fault.arm()
+        with pytest.raises(Boom) as caught:
+            pipe(batch()).sum().backward()
+        assert "stage 1" in notes(caught.value)
+        assert all(grad is None for grad in gradients(model).values())
+        F.mse_loss(pipe(batch()), batch(seed=5)).backward()
+    assert_same(gradients(model), expected.gradients)
+
+
+# ── what is left behind ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Watch(nn.Module):
+    """Remembers its activations, and its outputs' memory, weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        self.seen.append(weakref.ref(y.untyped_storage()))
+        return y
+
+
+def alive(watches: list[Watch]) -> list[int]:
+    gc.collect()
+    return [sum(ref() is not None for ref in watch.seen) for watch in watches]
+
+
+def watched(fault: nn.Module) -> tuple[nn.Sequential, list[Watch]]:
+    watches = [Watch() for _ in range(3)]
+    layers = [nn.Sequential(nn.Linear(4, 4), watch) for watch in watches]
+    layers[1].append(fault)
+    return nn.Sequential(*layers), watches
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_step_leaves_no_activations_alive(where: str, schedule: str) -> None:
+    fault = Fault(where, call=3)
+    model, watches = watched(fault)
+    with pipeline(model, schedule=schedule) as pipe:
+        fault.arm()
+        with pytest.raises(Boom):
+            pipe.step(batch(), batch())
+        assert alive(watches) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_step_leaves_no_activations_alive(schedule: str) -> None:
+    model, watches = watched(nn.Identity())
+    with pipeline(model, schedule=schedule, outputs=None) as pipe:
+        pipe.step(batch(), batch())
+        assert alive(watches) == [0, 0, 0]
+
+
+def test_a_call_leaves_no_activations_alive_when_its_output_is_gone() -> None:
+    model, watches = watched(nn.Identity())
+    with pipeline(model) as pipe:
+        output = pipe(batch())
+        output.sum().backward()
+        del output
+        assert alive(watches) == [0, 0, 0]
+        pipe(batch())  # nobody asks for its backward
+        assert alive(watches) == [0, 0, 0]
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_close_ends_the_threads_and_may_be_called_twice() -> None:
+    before = penstock_threads()
+    pipe = pipeline(mlp(2))
+    mine = penstock_threads() - before
+    assert len(mine) == 3
+    pipe.close()
+    pipe.close()
+    assert threads_end(mine)
+
+
+@pytest.mark.parametrize("use", ["step", "call", "no_grad", "clip"])
+def test_a_closed_pipeline_says_that_it_is_closed(use: str) -> None:
+    pipe = pipeline(mlp(2))
+    pipe.close()
+    with pytest.raises(ps.PipelineError, match="closed"):
+        if use == "step":
+            pipe.step(batch(), batch())
+        elif use == "call":
+            pipe(batch())
+        elif use == "clip":
+            pipe.clip_grad_norm_(1.0)
+        else:
+            with torch.no_grad():
+                pipe(batch())
+
+
+def test_a_backward_after_close_says_that_it_is_closed() -> None:
+    pipe = pipeline(mlp(2))
+    output = pipe(batch())
+    pipe.close()
+    with pytest.raises(ps.PipelineError, match="closed"):
+        output.sum().backward()
+
+
+def test_closing_leaves_the_model_usable() -> None:
+    model = mlp(2)
+    with pipeline(model) as pipe:
+        pipe.step(batch(), batch())
+    model(batch()).sum().backward()
+    assert set(pipe.state_dict()) == set(model.state_dict())
+
+
+def test_the_with_block_closes_even_when_it_fails() -> None:
+    before = penstock_threads()
+    with pytest.raises(Boom), pipeline(mlp(2)):
+        mine = penstock_threads() - before
+        raise Boom
+    assert threads_end(mine)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_pipeline_that_nobody_holds_ends_its_threads(used: bool) -> None:
+    before = penstock_threads()
+    pipe = pipeline(mlp(2))
+    mine = penstock_threads() - before
+    if used:
+        pipe.step(batch(), batch())
+        pipe(batch()).sum().backward()
+    del pipe
+    assert threads_end(mine)
+
+
+def test_a_pipeline_that_failed_and_that_nobody_holds_ends_its_threads() -> None:
+    before = penstock_threads()
+    fault = Fault("forward")
+    pipe = pipeline(faulty(1, fault))
+    mine = penstock_threads() - before
+    fault.arm()
+    with pytest.raises(Boom):
+        pipe.step(batch(), batch())
+    del pipe
+    assert threads_end(mine)
+
+
+def test_two_pipelines_of_one_model_may_live_side_by_side() -> None:
+    model = mlp(2)
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss, steps=2)
+    with pipeline(model) as one, pipeline(model, schedule="zb_h1") as two:
+        one.step(batch(), batch(seed=5))
+        two.step(batch(), batch(seed=5))
+    assert_same(gradients(model), expected.gradients)
+
+
+def test_the_number_of_torchs_threads_is_left_alone() -> None:
+    before = torch.get_num_threads()
+    with pipeline(mlp(2)) as pipe:
+        pipe.step(batch(), batch())
+        assert torch.get_num_threads() == before
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    assert found == [before]
