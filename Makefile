@@ -1,16 +1,16 @@
 # Every target does its own set-up: on a fresh machine `make demo` and `make test` are the only commands.
 VENV := .venv
 PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 
 .PHONY: demo test bench lint clean
 
+# What builds the package comes first: without isolation, pip builds it with what is in the environment.
 $(READY): pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv $(VENV)
-	$(PY) -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]' || \
-	  { $(PY) -m pip install --quiet -c constraints.txt 'setuptools>=77' wheel && \
-	    $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'; }
+	$(PIP) torch==2.13.0 'setuptools>=77' wheel
+	$(PIP) --no-build-isolation -e '.[dev]'
 	touch $(READY)
 
 demo: $(READY)

@@ -207,20 +207,10 @@ def check(what: str, value: float, *, most: float | None = None, least: float | 
     return {"what": what, "value": value, "target": target, "met": met}
 
 
-def verdict_lines(result: Mapping[str, Any]) -> list[str]:
+def verdict_lines(targets: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line per missed target, and how many are met."""
-    found = list(result.get("targets", ())) or [
-        {"what": _name_of(row), "value": math, "target": f"≤ {row['target']}", "met": row["met"]}
-        for row in result.get("rows", ())
-        if "met" in row and "target" in row
-        for math in [next((v for k, v in row.items() if k.startswith("ours") and isinstance(v, float)), float("nan"))]
-    ]
-    missed = [f"TARGET MISSED  {t['what']}: {t['value']:.4g}, target {t['target']}" for t in found if not t["met"]]
-    return [*missed, f"{len(found) - len(missed)} of {len(found)} targets met"]
-
-
-def _name_of(row: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in row.items() if isinstance(value, str | int) and key != "met")
+    missed = [f"TARGET MISSED  {t['what']}: {t['value']:.4g}, target {t['target']}" for t in targets if not t["met"]]
+    return [*missed, f"{len(targets) - len(missed)} of {len(targets)} targets met"]
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -259,7 +249,9 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else str(value)
 
 
 def write(folder: Path, name: str, result: Mapping[str, Any], quick: bool, quiet: Mapping[str, Any]) -> Path:
@@ -269,5 +261,5 @@ def write(folder: Path, name: str, result: Mapping[str, Any], quick: bool, quiet
     head = {"benchmark": name, "date": date, "quick": quick, "machine": machine(), "versions": versions, "load": quiet}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({**head, **result}, indent=1, default=str) + "\n")
+    path.write_text(json.dumps({**head, **result, **head}, indent=1, default=str) + "\n")
     return path

@@ -136,9 +136,7 @@ def theirs(model: nn.Sequential, kind: Any, x: Tensor, y: Tensor) -> Variant:
     def step() -> Tensor | None:
         losses: list[Tensor] = []
         inputs = (x,) if 0 in own else ()
-        schedule.step(
-            *inputs, target=y if last else None, losses=losses if last else None, return_outputs=False
-        )
+        schedule.step(*inputs, target=y if last else None, losses=losses if last else None, return_outputs=False)
         return torch.stack(losses).mean() if last else None
 
     return Variant(model, step)

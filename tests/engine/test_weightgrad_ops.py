@@ -24,6 +24,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _defer_small_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "_LARGE", 0)
+    monkeypatch.setattr(norm, "_LARGE_ON_CUDA", 0)
 
 
 class Use(nn.Module):
@@ -221,6 +222,8 @@ def test_conv_of_an_empty_batch_and_of_channels_last() -> None:
 )
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,)], ids=str)
 def test_embedding(options: dict[str, Any], deferred: int, shape: tuple[int, ...], device: str) -> None:
+    if device == "cuda" and 0 in shape and not {"max_norm", "scale_grad_by_freq"}.isdisjoint(options):
+        pytest.skip("torch 2.11 cannot do this itself")
     inputs = [torch.randint(7, shape, device=device) for _ in range(2)]
     compare(nn.Embedding(7, 3, **options).double().to(device), inputs, deferred=deferred)
 

@@ -191,6 +191,7 @@ def _live(pipe: Any, rank: int, n: int, port: int, keeps_store: bool, log: str) 
             except BaseException as error:
                 result = _portable(error)
             pipe.send_bytes(_pickled(result))
+            del result, order
 
 
 def _portable(error: BaseException) -> BaseException:

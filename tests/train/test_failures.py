@@ -7,7 +7,11 @@ stage 2         F0 .  ←waits
 
 from __future__ import annotations
 
+import _thread
 import gc
+import os
+import re
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -113,11 +117,8 @@ def test_a_failed_step_says_where_and_the_next_one_is_right(stage: int, where: s
         fault.arm()
         with pytest.raises(Boom, match=f"on purpose, in {where}") as caught:
             pipe.step(batch(seed=8), batch(seed=9))
-        action = "F" if where == "forward" else "[BI]"
-        assert pytest.approx(1) == 1
-        assert (found := notes(caught.value))
-        with pytest.raises(AssertionError, match=rf"stage {stage}, micro-batch 1, action {stage}{action}1"):
-            raise AssertionError(found)
+        kind = "F" if where == "forward" else "[BI]"
+        assert re.search(rf"stage {stage}, micro-batch 1, action {stage}{kind}1", notes(caught.value))
         assert all(grad is None for grad in gradients(model).values())
         for _ in range(2):
             result = pipe.step(batch(), batch(seed=5))
@@ -172,14 +173,17 @@ def test_even_what_is_no_exception_comes_out_and_leaves_a_pipeline_that_works(
     expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
     with pipeline(model) as pipe:
         fault.arm()
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind):
             pipe.step(batch(), batch())
-        assert "stage 1, micro-batch 1" in notes(caught.value)
         pipe.step(batch(), batch(seed=5))
     assert_same(gradients(model), expected.gradients)
 
 
-def test_ctrl_c_while_the_caller_waits_ends_the_step() -> None:
+# A real signal breaks off the wait for the next outcome. The interrupt that a notebook makes comes right after one
+# was taken, which must be counted nevertheless: else the caller waits for it for ever.
+@pytest.mark.parametrize("interrupt", ["signal", "notebook"])
+@pytest.mark.timeout(20)
+def test_ctrl_c_while_the_caller_waits_ends_the_step(interrupt: str) -> None:
     class Slow(nn.Module):
         slow = False
 
@@ -193,10 +197,12 @@ def test_ctrl_c_while_the_caller_waits_ends_the_step() -> None:
     expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
     with pipeline(model) as pipe:
         slow.slow = True
-        timer = threading.Timer(0.2, __import__("_thread").interrupt_main)
+        raises = _thread.interrupt_main if interrupt == "notebook" else lambda: os.kill(os.getpid(), signal.SIGINT)
+        timer = threading.Timer(0.2, raises)
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             pipe.step(batch(), batch())
+        timer.join()
         slow.slow = False
         pipe.step(batch(), batch(seed=5))
     assert_same(gradients(model), expected.gradients)
@@ -323,18 +329,13 @@ def test_close_ends_the_threads_and_may_be_called_twice() -> None:
 def test_a_closed_pipeline_says_that_it_is_closed(use: str) -> None:
     pipe = pipeline(mlp(2))
     pipe.close()
-    with pytest.raises(ps.PipelineError, match="closed"):
-        if use == "step":
-            pipe.step(batch(), batch())
-        elif use == "call":
-            pipe(batch())
-        elif use == "clip":
-            pipe.clip_grad_norm_(1.0)
-        else:
-            with torch.no_grad():
-                pipe(batch())
+    with torch.set_grad_enabled(use != "no_grad"), pytest.raises(ps.PipelineError, match="closed"):
+        {"step": lambda: pipe.step(batch(), batch()), "clip": lambda: pipe.clip_grad_norm_(1.0)}.get(
+            use, lambda: pipe(batch())
+        )()
 
 
+@pytest.mark.timeout(20)
 def test_a_backward_after_close_says_that_it_is_closed() -> None:
     pipe = pipeline(mlp(2))
     output = pipe(batch())
@@ -352,11 +353,11 @@ def test_closing_leaves_the_model_usable() -> None:
 
 
 def test_the_with_block_closes_even_when_it_fails() -> None:
-    before = penstock_threads()
-    with pytest.raises(Boom), pipeline(mlp(2)):
-        mine = penstock_threads() - before
-        raise Boom
-    assert threads_end(mine)
+    fault, before = Fault("forward"), penstock_threads()
+    fault.arm()
+    with pytest.raises(Boom), pipeline(faulty(1, fault)) as pipe:
+        pipe.step(batch(), batch())
+    assert threads_end(penstock_threads() - before)
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -131,9 +131,11 @@ def _conclude(args: argparse.Namespace, simulation: Simulation, steps: int, diff
     """What happened, in three lines."""
     schedule = simulation.schedule
     workers = "processes" if args.processes else "threads"
+    how_many = f"{steps:,} step{'s' * (steps > 1)}"
+    parts = f"{schedule.num_microbatches} micro-batch{'es' * (schedule.num_microbatches > 1)}"
     print_text(
-        f"{schedule.num_stages} stages on {schedule.num_ranks} {workers} trained {steps:,} steps of "
-        f"{schedule.num_microbatches} micro-batches by {schedule.name}.\n"
+        f"{schedule.num_stages} stages on {schedule.num_ranks} {workers} trained {how_many} of {parts} by "
+        f"{schedule.name}.\n"
         f"Loss and gradient norm were the plain model's at every step, but for rounding ({difference:.0e}).\n"
         f"The bubble of {schedule.name} is {simulation.bubble:.1%} with even stages: "
         f"'penstock schedule --list' has others to try.",

@@ -106,11 +106,10 @@ class ProcessesRun:
                 except EOFError:
                     del self.news[inbox]
                     inbox.close()
-                    if rank == self.last:
-                        self.processes[rank].join(_FAREWELL)
-                        raise PenstockError(
-                            f"rank {rank} ended without a result, exit code {self.processes[rank].exitcode}"
-                        ) from None
+                    self.processes[rank].join(_FAREWELL)
+                    code = self.processes[rank].exitcode
+                    if code or rank == self.last:
+                        raise PenstockError(f"the process of rank {rank} ended early, with exit code {code}") from None
                     continue
                 if isinstance(news, _Failure):
                     raise PenstockError(news.cause)

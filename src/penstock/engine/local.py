@@ -52,9 +52,9 @@ class LocalCrew:
         self.placement = tuple(placement)
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         _mark_shared(stages)
-        ranks = max(placement) + 1
-        on_cpu = len({placement[stage.index] for stage in stages if stage.device.type == "cpu"})
-        self.workers = Workers(ranks, max(1, torch.get_num_threads() // on_cpu) if on_cpu else None)
+        devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
+        on_cpu = sum(device.type == "cpu" for device in devices)
+        self.workers = Workers(devices, max(1, torch.get_num_threads() // on_cpu) if on_cpu else None)
         self._jobs: OrderedDict[int, tuple[Schedule, Job]] = OrderedDict()  # by identity: hashing is a walk
 
     @property

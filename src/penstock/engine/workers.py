@@ -21,14 +21,14 @@ _threads_lock = threading.Lock()
 class Workers:
     """Runs one job per rank at a time, all at once, and waits for them all."""
 
-    def __init__(self, count: int, cpu_threads: int | None) -> None:
-        """``cpu_threads`` is how many threads one operator may use on the CPU in each worker; None leaves it."""
+    def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
+        """One worker per device; ``cpu_threads`` is how many threads an operator may use on the CPU in each of them."""
         self.inboxes: list[SimpleQueue[tuple[Job, SimpleQueue[BaseException | None]] | None]] = [
-            SimpleQueue() for _ in range(count)
+            SimpleQueue() for _ in devices
         ]
-        for rank, inbox in enumerate(self.inboxes):
+        for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True)):
             threading.Thread(
-                target=_work, args=(inbox, cpu_threads), name=f"penstock rank {rank}", daemon=True
+                target=_work, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
             ).start()
         self._end = weakref.finalize(self, _stop, self.inboxes)
 
@@ -65,8 +65,15 @@ def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:
         inbox.put(None)
 
 
-def _work(inbox: SimpleQueue[tuple[Job, SimpleQueue[BaseException | None]] | None], cpu_threads: int | None) -> None:
-    if cpu_threads is not None:
+def _work(
+    inbox: SimpleQueue[tuple[Job, SimpleQueue[BaseException | None]] | None],
+    device: torch.device,
+    cpu_threads: int | None,
+) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # gives this thread the device's context, which cuBLAS complains to be without
+    elif cpu_threads is not None:
         _limit_threads(cpu_threads)
     while (task := inbox.get()) is not None:
         job, outcomes = task

@@ -41,7 +41,7 @@ def _conv(plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
         dilation: _Numbers = 1,
         groups: int = 1,
     ) -> Tensor:
-        if defers(input, weight, bias):
+        if _fits(input, weight, dims) and defers(input, weight, bias):
             steps, spread = _spread(stride, dims), _spread(dilation, dims)
             pads = _pads(padding, weight, steps, spread, dims)
             if pads is not None:
@@ -64,7 +64,7 @@ def _conv_transpose(plain: Callable[..., Tensor], dims: int) -> Callable[..., Te
         groups: int = 1,
         dilation: _Numbers = 1,
     ) -> Tensor:
-        if defers(input, weight, bias):
+        if _fits(input, weight, dims) and defers(input, weight, bias):
             numbers = (_spread(n, dims) for n in (stride, padding, dilation, output_padding))
             steps, pads, spread, extra = numbers
             return _apply(queue, input, weight, bias, (steps, pads, spread, True, extra, groups))
@@ -81,6 +81,11 @@ CONVOLUTIONS: dict[Any, Callable[..., Tensor]] = {
     F.conv_transpose2d: _conv_transpose(F.conv_transpose2d, 2),
     F.conv_transpose3d: _conv_transpose(F.conv_transpose3d, 3),
 }
+
+
+def _fits(x: Tensor, weight: Tensor, dims: int) -> bool:
+    """Otherwise the plain op has the error."""
+    return weight.dim() == dims + 2 and dims < x.dim() <= dims + 2
 
 
 def _spread(value: _Numbers, dims: int) -> list[int]:
@@ -144,7 +149,7 @@ class _Conv(Function):
 
             return *replay(ctx, queue, g, op, (x, weight, bias)), None
         x = x.detach()
-        queue.entries.append((_work, (x, x._version, g, g._version, weight, bias, used, options, queue.shared)))
+        queue.entries.append((_work, (x, x._version, g, g._version, weight, bias, options, queue.shared)))
         if w is None:
             return None, None, None, None
         return _backward(g, x, w, None, *options, [True, False, False])[0], None, None, None
@@ -160,7 +165,6 @@ def _work(
     g_version: int,
     weight: Tensor,
     bias: Tensor | None,
-    used: Tensor,
     options: tuple[Any, ...],
     shared: frozenset[int],
 ) -> None:
@@ -168,7 +172,7 @@ def _work(
         raise changed(weight)
     both = bias is not None and bias.requires_grad
     sizes = list(bias.shape) if both and bias is not None else None
-    _, of_weight, of_bias = _backward(g, x, used, sizes, *options, [False, True, both])
+    _, of_weight, of_bias = _backward(g, x, weight.to(g.dtype), sizes, *options, [False, True, both])
     accumulate(weight, of_weight, shared)
     if both and bias is not None:
         accumulate(bias, of_bias, shared)

@@ -26,13 +26,13 @@ from penstock.engine.weightgrad.rules import (
 
 if TYPE_CHECKING:
     from penstock.engine.weightgrad.queue import WeightGradQueue
+    from penstock.engine.weightgrad.record import Recorder
 
 __all__ = ["PRODUCTS", "linear_forward"]
 
 _linear = torch._C._nn.linear
 _addmm, _matmul, _mm = torch.addmm, torch.matmul, torch.mm
-_SMALL = 1 << 16  # elements under which one call counts for more than threads and pairwise sums
-_ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+_SMALL = 1 << 16  # elements under which, on a CPU, one call counts for more than threads and pairwise sums
 
 
 def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -134,7 +134,7 @@ class _Linear(Function):
         if not queue.open:
             return *_replayed(ctx, _linear, g, x), None
         x = x.detach()  # W needs the values, not the graph that made them
-        queue.entries.append((_linear_work, (x, x._version, g, g._version, weight, bias, queue.shared)))
+        queue.entries.append((_linear_work, (x, x._version, g, g._version, weight, bias, queue.recorder)))
         return _matmul(g, w) if wants else None, None, None, None
 
 
@@ -157,7 +157,7 @@ class _MatMul(Function):
         if not queue.open:
             return *_replayed(ctx, _product, g, x), None
         x = x.detach()
-        queue.entries.append((_matmul_work, (x, x._version, g, g._version, weight, bias, queue.shared)))
+        queue.entries.append((_matmul_work, (x, x._version, g, g._version, weight, bias, queue.recorder)))
         return _matmul(g, w.t()) if wants else None, None, None, None
 
 
@@ -188,53 +188,63 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
 
 
 def _linear_work(
-    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, shared: frozenset[int]
+    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, recorder: Recorder
 ) -> None:
     if x._version != seen or g._version != g_seen:
         raise changed(weight)
     if g.dim() != 2:
         x, g = _rows(x), _rows(g)
     gt = g.t()
-    grad = weight.grad
+    grad, shared = weight.grad, recorder.shared
     if grad is None or grad.dtype is not x.dtype or grad.is_sparse or (shared and id(weight) in shared):
         accumulate(weight, _mm(gt, x), shared)
     else:
         grad.addmm_(gt, x)
     if bias is not None and bias.requires_grad:
-        _bias_work(g, gt, bias, shared)
+        _bias_work(g, gt, bias, recorder)
 
 
 def _matmul_work(
-    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, shared: frozenset[int]
+    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, recorder: Recorder
 ) -> None:
     if x._version != seen or g._version != g_seen:
         raise changed(weight)
     if g.dim() != 2:
         x, g = _rows(x), _rows(g)
-    grad = weight.grad
+    grad, shared = weight.grad, recorder.shared
     if grad is None or grad.dtype is not x.dtype or grad.is_sparse or (shared and id(weight) in shared):
         accumulate(weight, _mm(x.t(), g), shared)
     else:
         grad.addmm_(x.t(), g)
     if bias is not None and bias.requires_grad:
-        _bias_work(g, g.t(), bias, shared)
+        _bias_work(g, g.t(), bias, recorder)
 
 
 def _rows(t: Tensor) -> Tensor:
     return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
 
 
-def _bias_work(g: Tensor, gt: Tensor, bias: Tensor, shared: frozenset[int]) -> None:
-    grad = bias.grad
-    rows, dtype = g.shape[0], g.dtype
-    busy = shared and id(bias) in shared
-    if grad is None or grad.dtype is not dtype or busy or g.numel() > _SMALL or dtype.itemsize < 4:
-        accumulate(bias, g.sum(0), shared)
-        return
-    key = rows, dtype, g.device
-    ones = _ones.get(key)
-    if ones is None:
-        if len(_ones) > 64:
-            _ones.clear()
-        ones = _ones[key] = torch.ones(rows, dtype=dtype, device=g.device)
-    grad.addmv_(gt, ones)  # one call for sum and add
+def _bias_work(g: Tensor, gt: Tensor, bias: Tensor, recorder: Recorder) -> None:
+    grad, dtype = bias.grad, g.dtype
+    if (
+        grad is None
+        or grad.dtype is not dtype
+        or (recorder.shared and id(bias) in recorder.shared)
+        or (g.is_cpu and (g.numel() > _SMALL or dtype.itemsize < 4))
+    ):
+        accumulate(bias, g.sum(0), recorder.shared)
+    else:
+        grad.addmv_(gt, _ones(g, recorder))  # sum and add in one call
+
+
+def _ones(g: Tensor, recorder: Recorder) -> Tensor:
+    """A vector as long as ``g``. The recorder keeps it: like a stage, it works on one stream."""
+    key = g.shape[0], g.dtype, g.device
+    found = recorder.ones.get(key)
+    if found is None:
+        found = torch.ones(key[0], dtype=key[1], device=key[2])
+        if not (g.is_cuda and torch.cuda.is_current_stream_capturing()):  # there it has no values yet
+            if len(recorder.ones) > 64:
+                recorder.ones.clear()
+            recorder.ones[key] = found
+    return found

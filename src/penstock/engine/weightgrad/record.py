@@ -43,6 +43,7 @@ class Recorder:
         # so that such a call is right. Edges cost a sixth of I.
         self.cautious = True
         self.autograd_in_forward = False
+        self.ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}  # for sums over rows
         self._bindings = _bind(module)
 
     def recording(self, queue: WeightGradQueue) -> AbstractContextManager[None]:
@@ -207,6 +208,7 @@ _attention = FunctionType(
     {**F.__dict__, "has_torch_function": lambda _: False},
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
+_attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
 
 
 def _multi_head_attention(queue: WeightGradQueue, *args: Any, **kwargs: Any) -> Any:

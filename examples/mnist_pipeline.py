@@ -1,0 +1,69 @@
+"""MNIST in four stages, on the digits that come with the package.
+
+    python examples/mnist_pipeline.py                               a thread for each stage
+    torchrun --nproc-per-node=4 examples/mnist_pipeline.py          a process for each stage
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock as ps
+from penstock.data import mnist
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 10, kernel_size=5),  # stage 0: [n, 1, 28, 28] -> [n, 10, 12, 12]
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(10, 20, kernel_size=5),  # stage 1: -> [n, 20, 4, 4]
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Flatten(),  # stage 2: -> [n, 256]
+        nn.Linear(320, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),  # stage 3: -> [n, 10]
+    )
+
+
+def main(epochs: int = 3) -> float | None:
+    """Train, test, and return the accuracy, on the rank that has the last stage."""
+    torch.manual_seed(0)  # the same weights on every rank, and in every run
+    train, test = mnist.load()
+    mesh = ps.Mesh(pipe=4) if "RANK" in os.environ else None  # torchrun sets RANK
+    plan = ps.split(network(), balance=[3, 3, 3, 1])
+    pipe = ps.Pipeline(plan, loss_fn=F.cross_entropy, microbatches=8, schedule="1f1b", mesh=mesh)
+    speaks = mesh is None or mesh.is_first
+    if speaks:
+        print(pipe.plan)
+
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    for epoch in range(epochs):
+        for x, y in train.batches(80, shuffle=epoch):
+            result = pipe.step(x, y)  # forward and backward; the loss is the same on every rank
+            pipe.clip_grad_norm_(1.0)  # by the norm over all stages
+            optimizer.step()
+            optimizer.zero_grad()
+        if speaks:
+            print(f"epoch {epoch + 1}: loss {result.loss:.4f}")
+
+    pipe.eval()
+    right = 0
+    with torch.no_grad():
+        for x, y in test.batches(100):
+            logits = pipe(x)  # None on ranks that do not have the last stage
+            right += 0 if logits is None else int((logits.argmax(1) == y).sum())
+    pipe.close()
+    if logits is None:
+        return None
+    print(f"{right / len(test):.1%} of the test digits are right")
+    return right / len(test)
+
+
+if __name__ == "__main__":
+    main()

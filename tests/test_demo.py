@@ -1,0 +1,298 @@
+"""``penstock demo``, its data, and the example: small enough to wait for."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from contextlib import closing
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cli import main
+from penstock.data import mnist
+from penstock.data.mnist import FILES, Digits, read_idx
+from penstock.demo.compare import compare
+from penstock.demo.network import network
+from penstock.demo.processes import ProcessesRun
+from penstock.demo.runs import PlainRun, Settings, Step
+from penstock.errors import PenstockError
+from tools.make_mnist_extract import extract, write_idx
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory like MNIST's, of 120 digits to train with and 40 to test."""
+    folder = tmp_path_factory.mktemp("mnist")
+    for half, digits in zip(FILES, mnist.load(), strict=True):
+        count = {"train": 120, "test": 40}[half]
+        for name, values in zip(FILES[half], (digits.images, digits.labels), strict=True):
+            write_idx(folder / name, values[:count])
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> tuple[str, str]:
+    assert main(["demo", *map(str, argv)]) == code
+    return capsys.readouterr()
+
+
+# The demo ---------------------------------------------------------------------------------------------------
+
+
+def test_demo(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    out, err = run(capsys, "--data", few, "--epochs", 2, "--batch-size", 50, "--microbatches", 4)
+    assert err == ""
+    assert out.startswith("The plan\n\nstage  rank   layers  parameters")
+    assert "1f1b: 4 ranks, 4 stages, 4 micro-batches\n" in out
+    rows = re.findall(r"^ +(\d)  +(\S+)  +(\S+)  +(\S+)  +\S+%  +\S+$", out, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2"]
+    for _, ours, plain, difference in rows:
+        assert ours == plain
+        assert float(difference) < 1e-12
+    (ours, plain), *_ = re.findall(r"^test accuracy: pipeline (\S+), plain (\S+)$", out, re.MULTILINE)
+    assert ours == plain
+    closing = out.splitlines()[-3:]
+    assert closing[0] == "4 stages on 4 threads trained 6 steps of 4 micro-batches by 1f1b."  # of 50, 50 and 20 digits
+    assert closing[1].startswith("Loss and gradient norm were the plain model's at every step, but for rounding (")
+    assert closing[2].startswith("The bubble of 1f1b is 42.9% with even stages: ")
+    assert torch.get_num_threads() == threads
+
+
+def test_runs_repeat(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def numbers(seed: int) -> str:
+        torch.rand(1)  # torch's own RNG is at another place each time
+        out, _ = run(capsys, "--data", few, "--epochs", 1, "--seed", seed)
+        return re.sub(r"\S+$", "", out, flags=re.MULTILINE)  # all but the speed
+
+    assert numbers(3) == numbers(3) != numbers(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--schedule", "ZBV"), "4 stages on 2 threads trained 3 steps of 8 micro-batches by zbv."),
+        (("--schedule", "interleaved"), "4 stages on 2 threads trained 3 steps of 8 micro-batches by interleaved."),
+        (("--strategy", "sharded"), "4 stages on 4 threads trained 3 steps of 8 micro-batches by sharded."),
+        (("--batch-size", 1000), "4 stages on 4 threads trained 1 step of 8 micro-batches by 1f1b."),
+    ],
+)
+def test_schedules(few: Path, capsys: pytest.CaptureFixture[str], options: tuple[object, ...], words: str) -> None:
+    out, _ = run(capsys, "--data", few, "--epochs", 1, "--batch-size", 50, *options)
+    assert words in out
+
+
+def test_processes(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = run(capsys, "--processes", "--schedule", "zbv", "--data", few, "--epochs", 1, "--batch-size", 50)
+    assert err == ""
+    assert "4 stages on 2 processes trained 3 steps of 8 micro-batches by zbv." in out
+
+
+def test_a_process_that_fails(few: Path) -> None:
+    """Its error is raised here, and no process is left."""
+    run = ProcessesRun(Settings(1, 50, 50, 1e-3, "no such", 2, seed=0, data=str(few)), ranks=2, last=0)
+    with closing(run), pytest.raises(PenstockError, match="there is no schedule 'no such'"):
+        list(run.steps(mnist.load(few)[0]))
+    assert active_children() == []
+
+
+def test_a_process_that_is_killed(few: Path) -> None:
+    run = ProcessesRun(Settings(1000, 50, 50, 1e-3, "zbv", 2, seed=0, data=str(few)), ranks=2, last=0)
+    with closing(run):
+        steps = run.steps(mnist.load(few)[0])
+        next(steps)
+        run.processes[1].kill()
+        with pytest.raises(PenstockError, match="rank 1"):
+            list(steps)
+    assert active_children() == []
+
+
+def test_without_rich(few: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("rich", "rich.console", "rich.progress"):
+        monkeypatch.setitem(sys.modules, module, None)
+    out, _ = run(capsys, "--data", few, "--epochs", 1)
+    assert "4 stages on 4 threads" in out
+
+
+def test_on_a_terminal(few: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    out, _ = run(capsys, "--data", few, "--epochs", 2)
+    assert "epoch 2/2" in out
+    assert " samples/s" in out
+
+
+# The comparison ---------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_pipeline_is_found_out(
+    few: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain model that starts from other weights stands for a pipeline that goes wrong."""
+    monkeypatch.setattr("penstock.commands.demo.PlainRun", lambda settings: other(PlainRun(settings)))
+
+    def other(plain: PlainRun) -> PlainRun:
+        plain.model.load_state_dict(network(seed=99).state_dict())
+        return plain
+
+    out, err = run(capsys, "--data", few, "--epochs", 1, code=1)
+    assert err.startswith("penstock: epoch 1, step 1: the loss is 2.")
+    assert "as a pipeline, but 2." in err
+    assert "test accuracy" not in out
+
+
+class Silent:
+    def begin(self, title: str, total: int) -> None: ...
+    def advance(self, text: str) -> None: ...
+    def line(self, text: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        (Step(1.000001, 3.0, 5, 10, 1.0), "epoch 2, step 1: the loss is 1.000001 as a pipeline, but 1.0 in the plain"),
+        (Step(float("nan"), 3.0, 5, 10, 1.0), "the loss is nan as a pipeline"),
+        (Step(1.0, 24.0, 5, 10, 1.0), "the gradient norm is 24.0 as a pipeline, but 3.0"),
+        (Step(1.0, 3.0, 6, 10, 1.0), "6 of 10 digits are right as a pipeline, but 5"),
+    ],
+)
+def test_what_counts_as_different(ours: Step, words: str) -> None:
+    plain = Step(1.0, 3.0, 5, 10, 1.0)
+    near = Step(1.0 + 1e-12, 3.0, 5, 10, 1.0)
+    assert compare([near] * 4, [plain] * 4, 2, 2, Silent()) == pytest.approx(1e-12, rel=1e-3)
+    with pytest.raises(PenstockError, match=re.escape(words)):
+        compare([near, near, ours, near], [plain] * 4, 2, 2, Silent())
+
+
+def test_a_loss_that_explodes_is_not_the_pipelines_fault() -> None:
+    plain = Step(float("inf"), 3.0, 5, 10, 1.0)
+    with pytest.raises(PenstockError, match="smaller learning rate"):
+        compare([plain], [plain], 1, 1, Silent())
+
+
+# Bad options ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--epochs", "0"), "'0' is not a whole number from 1"),
+        (("--batch-size", "many"), "'many' is not a whole number from 1"),
+        (("--test-batch-size", "-1"), "'-1' is not a whole number from 1"),
+        (("--learning-rate", "0"), "'0' is not a number above 0 and at most 1"),
+        (("--learning-rate", "x"), "'x' is not a number above 0 and at most 1"),
+        (("--seed", "-1"), "'-1' is not a whole number from 0"),
+        (("--microbatches", "81"), "--microbatches 81 is too many: a step has 80 samples"),
+        (("--microbatches", "5000", "--batch-size", "6000"), "5000 is too many: a step has 4000 samples"),
+        (("--schedule", "zvb"), "there is no schedule 'zvb': did you mean 'zbv'?"),
+        (("--schedule", "forward_only"), "'forward_only' has no backward"),
+        (("--strategy", "sharded", "--schedule", "1f1b"), "leave out --schedule"),
+        (("--strategy", "phased"), "invalid choice: 'phased'"),
+        (("--data", "nowhere"), "nowhere does not have train-images-idx3-ubyte.gz"),
+    ],
+)
+def test_bad_options(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str) -> None:
+    out, err = run(capsys, *options, code=2)
+    assert out == ""
+    assert words in err.splitlines()[-1]
+
+
+# The data ---------------------------------------------------------------------------------------------------
+
+
+def test_extract() -> None:
+    for digits, each in zip(mnist.load(), (400, 100), strict=True):
+        assert digits.images.shape == (10 * each, 28, 28)
+        assert digits.labels.bincount().tolist() == [each] * 10
+    assert sum(path.stat().st_size for path in Path(mnist.__file__).parent.glob("*.gz")) < 1_000_000
+
+
+def test_batches() -> None:
+    digits, _ = mnist.load()
+    batches = list(digits.batches(1500))
+    assert [len(y) for _, y in batches] == [1500, 1500, 1000]
+    x = torch.cat([x for x, _ in batches])
+    assert x.shape == (4000, 1, 28, 28)
+    assert abs(x.mean().item()) < 0.05
+    assert abs(x.std().item() - 1) < 0.05
+    mixed = torch.cat([y for _, y in digits.batches(1500, shuffle=7)])
+    assert mixed.tolist() == torch.cat([y for _, y in digits.batches(64, shuffle=7)]).tolist()
+    assert mixed.tolist() != digits.labels.tolist()
+    assert mixed.bincount().tolist() == [400] * 10
+
+
+def test_idx_files_round_trip(tmp_path: Path) -> None:
+    values = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4)
+    write_idx(tmp_path / "values.gz", values)
+    assert read_idx(tmp_path / "values.gz").equal(values)
+
+
+def test_making_an_extract() -> None:
+    _, digits = mnist.load()
+    once, again = extract(digits, 7), extract(digits, 7)
+    assert once.labels.bincount().tolist() == [7] * 10
+    assert once.images.equal(again.images)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"not gzip", "cannot be read"),
+        (gzip.compress(b"\0\0\x08\x01\0\0\0\x03ab"), "has 2 bytes of data, but its shape [3] needs 3"),
+        (gzip.compress(b"\0\0\x0d\x01\0\0\0\x01abcd"), "is not an idx file of bytes: it starts with 00 00 0d 01"),
+        (gzip.compress(b"\0\0\x08\x03\0\0"), "is not an idx file of bytes"),
+        (gzip.compress(b""), "it starts with nothing"),
+        (gzip.compress(b"\0\0\x08\x01\0\0\0\x03abc")[:-9], "cannot be read"),
+    ],
+)
+def test_files_that_are_not_idx(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "file.gz"
+    path.write_bytes(data)
+    with pytest.raises(PenstockError, match=re.escape(words)):
+        read_idx(path)
+
+
+def test_halves_that_do_not_belong_together(few: Path, tmp_path: Path) -> None:
+    for name in (name for pair in FILES.values() for name in pair):
+        (tmp_path / name).write_bytes((few / name).read_bytes())
+    write_idx(tmp_path / FILES["test"][1], torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(PenstockError, match=re.escape("they have the shapes [40, 28, 28] and [3]")):
+        mnist.load(tmp_path)
+
+
+def test_wheel_has_the_data(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "src" / "penstock" / "data", tmp_path / "src" / "penstock" / "data")
+    shutil.copy(ROOT / "src" / "penstock" / "__init__.py", tmp_path / "src" / "penstock")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(tmp_path)], check=True, timeout=150)
+    (wheel,) = tmp_path.glob("penstock-*.whl")
+    inside = zipfile.ZipFile(wheel).namelist()
+    for name in ("README.md", "mnist.py", *FILES["train"], *FILES["test"]):
+        assert f"penstock/data/{name}" in inside
+
+
+# The example ------------------------------------------------------------------------------------------------
+
+
+def test_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("mnist_pipeline", ROOT / "examples" / "mnist_pipeline.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    train, test = mnist.load()
+    monkeypatch.setattr(mnist, "load", lambda: (Digits(train.images[:800], train.labels[:800]), test))
+    monkeypatch.delenv("RANK", raising=False)
+    assert example.main(epochs=2) > 0.5
+    assert "epoch 2: loss" in capsys.readouterr().out

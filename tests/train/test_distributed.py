@@ -1,0 +1,605 @@
+"""Pipelines of processes: every rank's part of a step equals the plain model's, whatever crosses between them.
+
+A case is a function that runs on every rank of a group of worker processes (``two``, ``three``, ``four``), which many
+cases share. What a rank asserts there, the test asserts.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.engine.channel.process import Wire
+from tests.support.models import Plain, assert_same, batch, gradients, labels, mlp, plain_step
+from tests.support.ranks import Ranks
+
+
+def pipeline(model: nn.Sequential, loss_fn: Any = F.mse_loss, stages: int | None = None, **options: Any) -> ps.Pipeline:
+    options = {"microbatches": 4, "mesh": ps.Mesh(), **options}
+    return ps.Pipeline(ps.split(model, stages=stages or dist.get_world_size()), loss_fn, **options)
+
+
+def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: Plain) -> None:
+    """Loss on every rank, gradients of its own parameters, outputs on the last."""
+    assert_same(result.loss, expected.loss)
+    own = [name for name, _ in pipe.named_parameters()]
+    assert_same(gradients(pipe.named_parameters()), {name: expected.gradients[name] for name in own})
+    last = pipe.plan.ranks is not None and pipe.plan.ranks[-1] == dist.get_rank()
+    if last:
+        assert_same(result.outputs, copy.copy(expected.output).detach())
+    else:
+        assert result.outputs is None
+
+
+# ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sizes_and_shapes(rank: int, schedule: str) -> list[float]:
+    """One pipeline, mini-batches of many sizes and lengths, some of them again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    losses = []
+    with pipeline(model, stages=4, schedule=schedule) as pipe:
+        for samples, length in [(8, 3), (3, 3), (1, 1), (10, 2), (8, 3), (7, 5), (4, 1), (3, 3)]:
+            x, y = (batch(samples * length, seed=s).reshape(samples, length, 4) for s in (samples, samples + 50))
+            expected = plain_step(model, x, y, F.mse_loss)
+            result = pipe.step(x, y)
+            assert_plain(pipe, result, expected)
+            assert (result.samples, result.microbatches) == (samples, min(4, samples))
+            pipe.zero_grad()
+            losses.append(float(result.loss))
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv", "looped_bfs", "sharded"])
+def test_sizes_and_shapes_may_differ_every_step(two: Ranks, schedule: str) -> None:
+    losses = two.check(sizes_and_shapes, schedule)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h2"])
+def test_sizes_and_shapes_on_four_ranks(four: Ranks, schedule: str) -> None:
+    losses = four.check(sizes_and_shapes, schedule)
+    assert losses.count(losses[0]) == 4
+
+
+def only_where_needed(rank: int) -> None:
+    model = mlp()
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    with pipeline(model) as pipe:
+        result = pipe.step(batch() if rank == 0 else None, batch(seed=5) if rank == 2 else None)
+        assert_plain(pipe, result, expected)
+
+
+def test_inputs_are_needed_on_the_first_rank_and_targets_on_the_last_only(three: Ranks) -> None:
+    three.check(only_where_needed)
+
+
+def accumulated(rank: int) -> None:
+    model = mlp()
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss, steps=3)
+    with pipeline(model) as pipe:
+        for _ in range(3):
+            result = pipe.step(batch(), batch(seed=5))
+        assert_plain(pipe, result, expected)
+
+
+def test_gradients_accumulate_over_steps(two: Ranks) -> None:
+    two.check(accumulated)
+
+
+def input_gradient(rank: int) -> None:
+    model, x, plain = mlp(), batch().requires_grad_(), batch().requires_grad_()
+    F.mse_loss(copy.deepcopy(model)(plain), batch(seed=5)).backward()
+    with pipeline(model) as pipe:
+        pipe.step(x, batch(seed=5))
+        if rank == 0:
+            assert_same(x.grad, plain.grad)
+        else:
+            assert x.grad is None
+
+
+def test_inputs_that_want_a_gradient_get_one_on_the_first_rank(two: Ranks) -> None:
+    two.check(input_gradient)
+
+
+# ── losses ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tokens(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    kept = target >= 0
+    return (F.cross_entropy(output, target.clamp(min=0), reduction="none") * kept).sum(), kept.sum()
+
+
+class OwnLoss(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": x.pow(2).mean(), "logits": x}
+
+
+def losses(rank: int) -> None:
+    y = labels(10)
+    y[:4] = -1
+    kinds: list[tuple[Any, Any]] = [
+        (tokens, lambda output, target: torch.div(*tokens(output, target))),
+        (nn.CrossEntropyLoss(ignore_index=-1), nn.CrossEntropyLoss(ignore_index=-1)),
+        (nn.CrossEntropyLoss(ignore_index=-1, reduction="sum"), nn.CrossEntropyLoss(ignore_index=-1, reduction="sum")),
+    ]
+    for ours, plain in kinds:
+        model = mlp()
+        expected = plain_step(model, batch(10), y, plain, steps=2)
+        with pipeline(model, ours) as pipe:
+            for _ in range(2):
+                result = pipe.step(batch(10), y)
+            assert_plain(pipe, result, expected)
+    model = nn.Sequential(mlp(), OwnLoss())
+    expected = plain_step(model[0], batch(10), None, lambda output, _: output.pow(2).mean())
+    with pipeline(model, None, stages=2) as pipe:
+        result = pipe.step(batch(10))
+        assert_same(result.loss, expected.loss)
+        own = gradients(pipe.named_parameters())
+        assert_same(own, {name: expected.gradients[name.removeprefix("0.")] for name in own})
+
+
+def test_every_kind_of_loss_is_that_of_the_mini_batch_on_every_rank(two: Ranks) -> None:
+    two.check(losses)
+
+
+# ── edges ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Fan(nn.Module):
+    """What leaves is nested, begins with what has no gradient, and is partly of no use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        return {
+            "ids": (10 * x).long(),
+            "h": h,
+            "none": None,
+            "plain": (True, 3, 2.5, "name"),
+            "more": [h * 2, x > 0, h.detach(), h.t().contiguous().t()],
+            "unused": self.idle(x),
+            "scalar": h.mean(),
+            "nothing": h[:, :0],
+            "half": h.bfloat16(),
+        }
+
+
+class Collect(nn.Module):
+    def forward(self, parts: dict[str, Any]) -> Tensor:
+        assert parts["none"] is None
+        assert parts["plain"] == (True, 3, 2.5, "name")
+        twice, mask, cut, strided = parts["more"]
+        out: Tensor = parts["h"] * mask + twice * parts["ids"] + cut * strided + parts["scalar"]
+        return out + parts["nothing"].sum() + parts["half"].float()
+
+
+def nested_edges(rank: int, schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Fan(), Collect(), nn.Linear(4, 4))
+    # The mean inside the model is over a micro-batch: with one micro-batch it is the plain model's.
+    expected = plain_step(model, batch(6), batch(6, seed=5), F.mse_loss)
+    with pipeline(model, microbatches=1, schedule=schedule) as pipe:
+        result = pipe.step(batch(6), batch(6, seed=5))
+        assert_plain(pipe, result, expected)
+        assert (rank == 0) == ("0.idle.weight" in dict(pipe.named_parameters()))
+        assert rank or model[0].idle.weight.grad is None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_anything_nested_crosses_edges_and_unused_outputs_keep_no_gradient(three: Ranks, schedule: str) -> None:
+    three.check(nested_edges, schedule)
+
+
+class AddOne(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+
+def in_place(rank: int) -> None:
+    torch.manual_seed(0)
+    linears = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(linears[0], nn.Tanh()), nn.Sequential(AddOne(), linears[1]))
+    F.mse_loss(linears[1](linears[0](batch()).tanh() + 1), batch(seed=5)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with pipeline(model) as pipe:
+        pipe.step(batch(), batch(seed=5))
+        own = gradients(pipe.named_parameters())
+        assert_same(own, {name: expected[name] for name in own})
+
+
+def test_a_stage_may_change_what_it_received_in_place(two: Ranks) -> None:
+    two.check(in_place)
+
+
+def frozen(rank: int, stage: int) -> int:
+    """How many tensors this rank sends in a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[stage].requires_grad_(False)
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    sent, send = 0, Wire.send
+
+    def counting(self: Wire, tensors: Any) -> list[Any]:
+        nonlocal sent
+        sent += len(tensors)
+        return send(self, tensors)
+
+    Wire.send = counting  # type: ignore[method-assign]
+    try:
+        with pipeline(model) as pipe:
+            result = pipe.step(batch(), batch(seed=5))
+            assert_plain(pipe, result, expected)
+    finally:
+        Wire.send = send  # type: ignore[method-assign]
+    return sent
+
+
+@pytest.mark.parametrize(("stage", "sent"), [(0, [4, 4, 4]), (1, [4, 8, 4]), (2, [4, 8, 4])])
+def test_a_frozen_stage_gets_no_gradient_and_nothing_travels_for_nothing(
+    three: Ranks, stage: int, sent: list[int]
+) -> None:
+    """Four micro-batches: the first rank sends 4 outputs, the second 4 and 4 gradients, the last 4 gradients."""
+    assert three.check(frozen, stage) == sent
+
+
+def thawed(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pipeline(model) as pipe:
+        for first, last in [(False, True), (True, True), (True, False), (False, True)]:
+            model[0].requires_grad_(first)
+            model[1].requires_grad_(last)
+            expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+            assert_plain(pipe, pipe.step(batch(), batch(seed=5)), expected)
+            pipe.zero_grad()
+
+
+def test_stages_may_be_frozen_and_thawed_between_steps(two: Ranks) -> None:
+    two.check(thawed, timeout=20)
+
+
+# ── what shape inference must leave alone ────────────────────────────────────────────────────────────────────────
+
+
+def counted(rank: int) -> None:
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    )
+    with pipeline(model) as pipe:
+        pipe.step(batch(), batch())
+        norm = model[0][1] if rank == 0 else model[1][0]
+        assert int(norm.num_batches_tracked) == 4
+        pipe.eval()
+        with torch.no_grad():
+            pipe(batch())
+        assert int(norm.num_batches_tracked) == 4
+
+
+def test_buffers_see_the_micro_batches_and_nothing_else(two: Ranks) -> None:
+    two.check(counted)
+
+
+def random_numbers(rank: int) -> None:
+    """The first step of a kind works shapes out, the second knows them: both must draw the same numbers."""
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))
+    )
+    with pipeline(model) as pipe:
+        drawn = []
+        for _ in range(2):
+            torch.manual_seed(rank)
+            result = pipe.step(batch(), batch())
+            drawn.append((float(result.loss), torch.get_rng_state()))
+        assert drawn[0][0] == drawn[1][0]
+        assert torch.equal(drawn[0][1], drawn[1][1])
+
+
+def test_working_out_shapes_draws_no_random_numbers(two: Ranks) -> None:
+    two.check(random_numbers)
+
+
+class Remembers(nn.Module):
+    """Makes a table at its first call, and keeps it as a plain attribute, as rotary embeddings and masks often do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        out: Tensor = self.linear(x) + self.table
+        return out
+
+
+def remembered(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Remembers(), Remembers())
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    with pipeline(model) as pipe:
+        assert_plain(pipe, pipe.step(batch(), batch(seed=5)), expected)
+        assert type(model[rank].table) is Tensor
+
+
+def test_what_a_module_remembers_is_real(two: Ranks) -> None:
+    two.check(remembered, timeout=20)
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.linear(x)
+        return out
+
+
+def python_state(rank: int) -> None:
+    model = nn.Sequential(Hooked(), Hooked())
+    seen: list[Any] = []
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: seen.append(type(output)))
+    with pipeline(model) as pipe:
+        pipe.step(batch(), batch())
+    assert model[rank].calls == 4
+    assert seen == [Tensor] * 4
+
+
+def test_python_state_and_hooks_see_the_micro_batches_and_nothing_else(two: Ranks) -> None:
+    two.check(python_state)
+
+
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def evaluated(rank: int) -> None:
+    model = mlp()
+    with pipeline(model) as pipe:
+        for mode in (torch.no_grad, torch.inference_mode):
+            for samples in (1, 5, 8, 33):
+                with mode():
+                    output = pipe(batch(samples) if rank == 0 else None)
+                    if rank == 2:
+                        assert_same(output, model(batch(samples)))
+                    else:
+                        assert output is None
+        with pytest.raises(ps.PlanError, match="no_grad"):
+            pipe(batch())
+        expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+        assert_plain(pipe, pipe.step(batch(), batch(seed=5)), expected)
+
+
+def test_evaluation_takes_any_size_and_the_last_rank_has_the_outputs(three: Ranks) -> None:
+    three.check(evaluated)
+
+
+def under_autocast(rank: int) -> None:
+    model = mlp()
+    plain = copy.deepcopy(model)
+    for part, target in zip(batch().chunk(4), batch(seed=5).chunk(4), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.mse_loss(plain(part), target) / 4
+        loss.backward()
+    with pipeline(model) as pipe:
+        with torch.autocast("cpu", torch.bfloat16):
+            result = pipe.step(batch(), batch(seed=5))
+        own = gradients(pipe.named_parameters())
+        expected = gradients(plain)
+        assert_same(own, {name: expected[name] for name in own}, rtol=0, atol=0)
+        assert rank == 0 or result.outputs.dtype is torch.bfloat16
+
+
+def test_autocast_reaches_every_rank(two: Ranks) -> None:
+    two.check(under_autocast)
+
+
+# ── state ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(3)
+    parts = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)]
+    return nn.Sequential(*parts)
+
+
+def saved(rank: int, schedule: str) -> dict[str, Tensor]:
+    model = normed()
+    with pipeline(model, stages=4, schedule=schedule) as pipe:
+        pipe.step(batch(), batch(seed=5))
+        torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+        whole = pipe.state_dict(full=True)
+        part = pipe.state_dict()
+        assert set(part) < set(whole)
+        assert_same({name: whole[name] for name in part}, part, rtol=0, atol=0)
+        return whole
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_the_full_state_has_the_plain_models_keys_on_every_rank(two: Ranks, schedule: str) -> None:
+    first, second = two.check(saved, schedule)
+    assert list(first) == list(normed().state_dict())
+    assert_same(second, first, rtol=0, atol=0)
+
+
+def test_it_loads_into_the_plain_model_and_into_any_number_of_stages(two: Ranks, four: Ranks) -> None:
+    state = four.check(saved, "1f1b")[0]
+    plain = normed()
+    plain.load_state_dict(state)
+    with torch.no_grad():
+        expected = plain.eval()(batch())
+    for stages in (1, 3):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
+        with ps.Pipeline(ps.split(model, stages=stages)) as pipe:
+            pipe.load_state_dict(state)
+            with torch.no_grad():
+                assert_same(pipe.eval()(batch()), expected)
+    assert_same(two.check(loaded, state)[1], expected)
+
+
+def loaded(rank: int, state: dict[str, Tensor]) -> Any:
+    torch.manual_seed(77)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
+    with pipeline(model) as pipe:
+        with pytest.raises(ps.PlanError, match=r"missing.*0\.0\.weight" if rank == 0 else r"missing.*2\.0\.weight"):
+            pipe.load_state_dict({name: t for name, t in state.items() if "0.weight" not in name})
+        with pytest.raises(ps.PlanError, match=r"unexpected \['nobody'\]"):
+            pipe.load_state_dict({**state, "nobody": torch.ones(1)})
+        pipe.load_state_dict(state)
+        with torch.no_grad():
+            return pipe.eval()(batch())
+
+
+# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def clipped(rank: int, norm_type: float, max_norm: float, nothing_on: int) -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    if nothing_on >= 0:
+        model[nothing_on].requires_grad_(False)
+    plain = copy.deepcopy(model)
+    F.mse_loss(plain(batch()), batch(seed=5)).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+    expected = gradients(plain)
+    with pipeline(model) as pipe:
+        pipe.step(batch(), batch(seed=5))
+        found = pipe.clip_grad_norm_(max_norm, norm_type)
+        assert_same(found, norm)
+        own = gradients(pipe.named_parameters())
+        assert_same(own, {name: expected[name] for name in own})
+    return float(found)
+
+
+@pytest.mark.parametrize("nothing_on", [-1, 0, 1, 2], ids=["all", "not 0", "not 1", "not 2"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_is_torchs_over_all_ranks(three: Ranks, norm_type: float, nothing_on: int) -> None:
+    found = three.check(clipped, norm_type, 0.05, nothing_on)
+    assert found.count(found[0]) == 3
+
+
+def not_finite(rank: int) -> None:
+    model = mlp()
+    with pipeline(model) as pipe:
+        pipe.step(batch(), batch())
+        if rank == 1:
+            next(pipe.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        before = gradients(pipe.named_parameters())
+        with pytest.raises(RuntimeError, match="inf"):
+            pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        assert_same(gradients(pipe.named_parameters()), before)
+        pipe.step(batch(), batch())
+
+
+def test_an_infinite_norm_on_one_rank_is_an_error_on_all_and_changes_nothing(two: Ranks) -> None:
+    two.check(not_finite)
+
+
+# ── ties ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tied_model() -> nn.Sequential:
+    """One weight in the first, third and last layer, one bias in the second and the third."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[2].weight = model[3].weight = model[0].weight
+    model[2].bias = model[1].bias
+    return model
+
+
+def tied(rank: int, schedule: str, accumulate: int, clip: bool) -> dict[str, Tensor]:
+    model, plain = tied_model(), tied_model()
+    theirs = torch.optim.Adam(plain.parameters(), lr=0.01)
+    with pipeline(model, stages=4, schedule=schedule) as pipe:
+        ours = torch.optim.Adam(pipe.parameters(), lr=0.01)
+        for step in range(5):
+            for part in range(accumulate):
+                x, y = batch(7, seed=step + 10 * part), batch(7, seed=step + 10 * part + 50)
+                F.mse_loss(plain(x), y).backward()
+                pipe.step(x, y)
+            if clip:
+                norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+                assert_same(pipe.clip_grad_norm_(0.1), norm)
+            for optimizer in (theirs, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+        state = pipe.state_dict(full=True)
+        assert_same(state, plain.state_dict(), atol=1e-5)
+        own: dict[str, Tensor] = pipe.state_dict()
+        return own
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, False), (1, True), (3, False)], ids=["", "clip", "accumulate"])
+def test_a_tied_parameter_stays_one(four: Ranks, accumulate: int, clip: bool) -> None:
+    parts = four.check(tied, "1f1b", accumulate, clip)
+    weights = [parts[0]["0.weight"], parts[2]["2.weight"], parts[3]["3.weight"]]
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+    assert torch.equal(parts[1]["1.bias"], parts[2]["2.bias"])
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_a_tied_parameter_with_two_of_its_places_on_one_rank(two: Ranks, schedule: str) -> None:
+    two.check(tied, schedule, 2, True)
+
+
+def tied_apart(rank: int) -> None:
+    """Every process has built the model with other random numbers."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pipeline(model) as pipe:
+        whole = pipe.state_dict(full=True)
+        assert torch.equal(whole["0.weight"], whole["1.weight"])
+
+
+def test_copies_of_a_tied_parameter_start_out_equal(two: Ranks) -> None:
+    two.check(tied_apart)
+
+
+# ── several pipelines ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_after_the_other(rank: int) -> None:
+    for seed, close in enumerate([True, False, True, False]):
+        model = mlp(seed=seed)
+        expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+        pipe = pipeline(model)
+        assert_plain(pipe, pipe.step(batch(), batch(seed=5)), expected)
+        if close:
+            pipe.close()
+            pipe.close()
+            with pytest.raises(ps.PipelineError, match="closed"):
+                pipe.step(batch(), batch())
+
+
+def test_pipelines_may_follow_each_other(two: Ranks) -> None:
+    two.check(one_after_the_other)
+
+
+def side_by_side(rank: int) -> None:
+    models = [mlp(seed=0), mlp(seed=1)]
+    plain = [plain_step(model, batch(), batch(seed=5), F.mse_loss) for model in models]
+    with pipeline(models[0]) as one, pipeline(models[1], schedule="zb_h1") as other:
+        for _ in range(2):
+            for pipe, expected in zip((one, other), plain, strict=True):
+                assert_plain(pipe, pipe.step(batch(), batch(seed=5)), expected)
+                pipe.zero_grad()
+
+
+def test_two_pipelines_may_be_alive_at_once(two: Ranks) -> None:
+    two.check(side_by_side)

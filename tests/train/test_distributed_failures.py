@@ -1,0 +1,479 @@
+"""A failure on one rank is the same error on every rank, soon, with the cause; never a wait for ever.
+
+rank 0   F0 F1 F2 .   ←  told: rank 1, stage 1, micro-batch 1, action 1F1: Boom: on purpose
+rank 1      F0 F1 ✗
+rank 2         F0 .   ←  told the same
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock as ps
+from tests.support.models import assert_same, batch, gradients, mlp, plain_step
+from tests.support.ranks import Gone, Ranks, run_ranks
+
+SOON = 10.0  # seconds in which a failure reaches everybody
+DEAD = 15.0  # the same when a process was killed, and cannot say why
+
+
+class Boom(Exception):
+    """The user's own kind of error."""
+
+
+class Rude(BaseException):
+    """Like KeyboardInterrupt and SystemExit, no ``Exception``."""
+
+
+class Fault(nn.Module):
+    """An identity that fails on its second real forward or backward."""
+
+    def __init__(self, where: str, how: str = "raise") -> None:
+        super().__init__()
+        self.where, self.how, self.calls = where, how, 0
+
+    def hit(self, where: str, value: Tensor) -> None:
+        if where != self.where or type(value) is not Tensor:  # shapes are worked out on fake tensors
+            return
+        self.calls += 1
+        if self.calls == 2:
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise (Rude if self.how == "rude" else Boom)(f"on purpose, in {where}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hit("forward", x)
+        out: Tensor = _Backward.apply(x, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
+        ctx.fault = fault
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.fault.hit("backward", grad)
+        return grad, None
+
+
+def faulty(at: int, fault: nn.Module) -> nn.Sequential:
+    """One layer per rank, with the fault in one of them."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(dist.get_world_size())]
+    layers[at] = nn.Sequential(layers[at], fault)
+    return nn.Sequential(*layers)
+
+
+def pipeline(model: nn.Sequential, loss_fn: Any = F.mse_loss, **options: Any) -> ps.Pipeline:
+    options = {"microbatches": 4, "mesh": ps.Mesh(), **options}
+    return ps.Pipeline(ps.split(model, stages=dist.get_world_size()), loss_fn, **options)
+
+
+def assert_works(pipe: ps.Pipeline, model: nn.Sequential) -> None:
+    pipe.zero_grad()
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    assert_same(pipe.step(batch(), batch(seed=5)).loss, expected.loss)
+    own = gradients(pipe.named_parameters())
+    assert_same(own, {name: expected.gradients[name] for name in own})
+
+
+def assert_new_pipeline_works() -> None:
+    model = mlp()
+    with pipeline(model) as pipe:
+        assert_works(pipe, model)
+
+
+@dataclass
+class Told:
+    """What a rank was told of a failure."""
+
+    kind: str
+    text: str
+    seconds: float
+    rank: int | None = None
+    stage: int | None = None
+    microbatch: int | None = None
+    action: str | None = None
+
+
+def failing_step(pipe: ps.Pipeline, inputs: Any = None, targets: Any = None) -> Told:
+    """One step that is to fail, and what it said."""
+    start = time.monotonic()
+    try:
+        pipe.step(batch() if inputs is None else inputs, batch() if targets is None else targets)
+    except ps.PipelineError as error:
+        seconds = time.monotonic() - start
+        return Told("PipelineError", str(error), seconds, error.rank, error.stage, error.microbatch, error.action)
+    except Exception as error:
+        return Told(type(error).__name__, str(error), time.monotonic() - start)
+    raise AssertionError("the step did not fail")
+
+
+# ── user code that raises ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def raises(rank: int, where: str, at: int) -> Told:
+    def bad_loss(output: Tensor, target: Tensor) -> Tensor:
+        fault.hit("loss", output)
+        return F.mse_loss(output, target)
+
+    fault = Fault(where)
+    model = faulty(at, fault)
+    pipe = pipeline(model, bad_loss if where == "loss" else F.mse_loss)
+    told = failing_step(pipe)
+    again = failing_step(pipe)
+    assert again.kind == "PipelineError"
+    assert "has stopped" in again.text
+    assert "on purpose" in again.text
+    assert again.seconds < 1
+    assert_new_pipeline_works()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("where", "at"), [*((where, at) for where in ("forward", "backward") for at in (0, 1, 2)), ("loss", 2)]
+)
+def test_an_exception_in_user_code_reaches_every_rank(three: Ranks, where: str, at: int) -> None:
+    """Who, where, on which micro-batch, doing what, and the traceback; a new pipeline works afterwards."""
+    told = three.check(raises, where, at, timeout=40)
+    action = f"{at}B1" if where == "backward" else f"{at}F1"
+    for mine in told:
+        assert mine.kind == "PipelineError"
+        assert mine.seconds < SOON
+        assert (mine.rank, mine.stage, mine.microbatch, mine.action) == (at, at, 1, action)
+        assert f"rank {at}, stage {at}, micro-batch 1, action {action}" in mine.text
+        assert f"Boom: on purpose, in {where}" in mine.text
+        assert "Traceback" in mine.text
+        assert "in hit" in mine.text  # the user's own line
+
+
+def raises_twice_over(rank: int) -> Told:
+    """Two stages per rank, on a V: the fault is in a stage in the middle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Fault("backward")), nn.Linear(4, 4)
+    )
+    pipe = ps.Pipeline(ps.split(model, stages=4), F.mse_loss, microbatches=4, schedule="zbv", mesh=ps.Mesh())
+    return failing_step(pipe)
+
+
+def test_with_several_stages_on_a_rank_the_right_one_is_named(two: Ranks) -> None:
+    for told in two.check(raises_twice_over, timeout=30):
+        assert (told.rank, told.stage, told.microbatch, told.action) == (1, 2, 1, "2I1")
+
+
+def held(rank: int) -> float:
+    """The user keeps the error: to log it, to look at it in a notebook, or because clearing up takes a while."""
+    pipe = pipeline(faulty(1, Fault("forward")))
+    start = time.monotonic()
+    try:
+        pipe.step(batch(), batch())
+    except ps.PipelineError as error:
+        seconds = time.monotonic() - start
+        if rank == 1:
+            time.sleep(SOON)
+        assert "on purpose" in str(error)
+        return seconds
+    raise AssertionError("the step did not fail")
+
+
+def test_the_others_are_told_even_while_the_failed_rank_still_holds_its_error(three: Ranks) -> None:
+    assert max(three.check(held, timeout=25)) < SOON - 1
+
+
+def rude(rank: int) -> float:
+    """Ctrl-C on one rank, which its user code catches and lives on."""
+    pipe = pipeline(faulty(1, Fault("forward", "rude")))
+    start = time.monotonic()
+    try:
+        pipe.step(batch(), batch())
+    except (ps.PipelineError, Rude) as error:
+        seconds = time.monotonic() - start
+        assert isinstance(error, Rude) == (rank == 1)
+        if rank != 1:
+            assert "Rude" in str(error)
+    time.sleep(SOON - min(SOON, time.monotonic() - start) if rank == 1 else 0)
+    return seconds
+
+
+def test_what_is_no_exception_stops_the_others_too(three: Ranks) -> None:
+    assert max(three.check(rude, timeout=25)) < SOON - 1
+
+
+def raises_in_evaluation(rank: int) -> str:
+    pipe = pipeline(faulty(1, Fault("forward")))
+    with torch.no_grad():
+        try:
+            pipe(batch())
+        except ps.PipelineError as error:
+            return str(error)
+    raise AssertionError("the call did not fail")
+
+
+def test_an_exception_in_evaluation_reaches_every_rank(three: Ranks) -> None:
+    for text in three.check(raises_in_evaluation, timeout=25):
+        assert "rank 1, stage 1, micro-batch 1, action 1F1: Boom: on purpose" in text
+
+
+# ── processes that die ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def dies(rank: int, where: str, at: int) -> Told:
+    pipe = pipeline(faulty(at, Fault(where, "kill")))
+    return failing_step(pipe)
+
+
+@pytest.mark.parametrize(("where", "at"), [("forward", 0), ("backward", 1), ("forward", 2)])
+def test_a_killed_process_is_named_by_all_others(where: str, at: int) -> None:
+    told = run_ranks(dies, 3, where, at, timeout=DEAD + 15)
+    assert isinstance(told.pop(at), Gone)
+    for mine in told:
+        assert isinstance(mine, Told), mine
+        assert mine.kind == "PipelineError"
+        assert mine.seconds < DEAD
+        assert mine.rank == at
+        assert f"rank {at}" in mine.text
+        assert "gone" in mine.text
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_killed_process_is_named_when_the_first_rank_keeps_the_store(at: int) -> None:
+    """Without torchrun the store lives in rank 0, and dies with it."""
+    told = run_ranks(dies, 3, "forward", at, timeout=DEAD + 15, store="first")
+    assert isinstance(told.pop(at), Gone)
+    for mine in told:
+        assert isinstance(mine, Told), mine
+        assert mine.kind == "PipelineError"
+        assert mine.seconds < DEAD
+        assert f"rank {at}" in mine.text
+
+
+def leaves(rank: int) -> str:
+    """One rank closes the pipeline and goes on with other things."""
+    model = mlp()
+    pipe = pipeline(model)
+    assert_works(pipe, model)
+    if rank == 1:
+        pipe.close()
+        time.sleep(5)
+        return ""
+    return failing_step(pipe).text
+
+
+def test_a_rank_that_closed_its_pipeline_is_not_called_dead(two: Ranks) -> None:
+    told = two.check(leaves, timeout=30)[0]
+    assert "rank 1" in told
+    assert "closed" in told
+    assert "killed" not in told
+
+
+# ── mini-batches that do not fit ─────────────────────────────────────────────────────────────────────────────────
+
+
+BAD = {
+    "empty": (batch(0), "empty"),
+    "unequal": ((batch(8), batch(6)), "[8, 6]"),
+    "missing": (None, "inputs must be passed on rank 0"),
+}
+
+
+def bad_inputs(rank: int) -> None:
+    model = mlp()
+    with pipeline(model) as pipe:
+        for value, says in BAD.values():
+            with pytest.raises(ps.PlanError) as caught:
+                pipe.step(value if rank == 0 else None, batch())
+            assert says in str(caught.value)
+            assert all(grad is None for grad in gradients(pipe.named_parameters()).values())
+            with torch.no_grad(), pytest.raises(ps.PlanError):
+                pipe(value if rank == 0 else None)
+            assert_works(pipe, model)
+            pipe.zero_grad()
+
+
+def test_inputs_that_do_not_fit_are_refused_on_all_ranks_and_the_pipeline_goes_on(three: Ranks) -> None:
+    three.check(bad_inputs)
+
+
+def bad_targets(rank: int, case: str) -> Told:
+    targets = {"missing": None, "fewer": batch(6), "unequal": (batch(8), batch(6))}[case]
+    pipe = pipeline(mlp())
+    start = time.monotonic()
+    try:
+        pipe.step(batch(), targets)
+    except ps.PenstockError as error:
+        told = Told(type(error).__name__, str(error), time.monotonic() - start)
+    assert_new_pipeline_works()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("missing", "targets must be passed on rank 2"),
+        ("fewer", "8 samples, but the targets have 6"),
+        ("unequal", "[8, 6]"),
+    ],
+)
+def test_targets_that_do_not_fit_are_told_to_all_ranks(three: Ranks, case: str, says: str) -> None:
+    for told in three.check(bad_targets, case, timeout=30):
+        assert says in told.text
+        assert told.seconds < SOON
+
+
+# ── shapes and values that cannot be known beforehand ────────────────────────────────────────────────────────────
+
+
+class Positive(nn.Module):
+    """How much comes out depends on the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class Peeks(nn.Module):
+    """What comes out depends on the data."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, type(x) is Tensor
+
+
+class First(nn.Module):
+    def forward(self, parts: Any) -> Tensor:
+        out: Tensor = parts[0]
+        return out
+
+
+def unknowable(rank: int, kind: str) -> Told:
+    layer: list[nn.Module] = {"shape": [Positive(), nn.Identity()], "value": [Peeks(), First()]}[kind]
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), layer[0]), nn.Sequential(layer[1], nn.Linear(4, 4)))
+    pipe = pipeline(model)
+    told = failing_step(pipe)
+    assert_new_pipeline_works()
+    return told
+
+
+@pytest.mark.parametrize(("kind", "says"), [("shape", "fake tensors"), ("value", "inferred")])
+def test_an_output_that_depends_on_the_data_is_a_clear_error(two: Ranks, kind: str, says: str) -> None:
+    for told in two.check(unknowable, kind, timeout=30):
+        assert told.kind == "PipelineError"
+        assert "stage 0" in told.text
+        assert says in told.text
+        assert told.seconds < SOON
+
+
+def misfit(rank: int) -> Told:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 4))
+    pipe = pipeline(model)
+    return failing_step(pipe)
+
+
+def test_a_shape_that_does_not_fit_the_next_stage_names_it(two: Ranks) -> None:
+    for told in two.check(misfit, timeout=30):
+        assert "stage 1" in told.text
+        assert "[2, 4]" in told.text
+
+
+# ── ranks that were given different things ───────────────────────────────────────────────────────────────────────
+
+
+def different(rank: int, what: str) -> str:
+    options: dict[str, Any] = {}
+    model = mlp()
+    if what == "schedule" and rank == 1:
+        options["schedule"] = "gpipe"
+    if what == "micro-batches" and rank == 1:
+        options["microbatches"] = 5
+    if what == "plan" and rank == 1:
+        model = mlp(width=6)
+    try:
+        pipeline(model, **options)
+    except ps.PlanError as error:
+        return str(error)
+    raise AssertionError("the pipeline was built")
+
+
+@pytest.mark.parametrize("what", ["schedule", "micro-batches", "plan"])
+def test_ranks_with_different_pipelines_are_told_who_differs(three: Ranks, what: str) -> None:
+    for text in three.check(different, what, timeout=30):
+        assert what in text
+        assert "on rank 0" in text
+        assert "on rank 1" in text
+        assert "on rank 2" not in text
+
+
+def refuses(rank: int) -> str:
+    """A mistake that one rank finds by itself, before it ever meets the others."""
+    start = time.monotonic()
+    try:
+        pipeline(mlp(), schedule="1f1b" if rank else "1f1c")
+    except ps.PenstockError as error:
+        assert time.monotonic() - start < SOON
+        return str(error)
+    raise AssertionError("the pipeline was built")
+
+
+def test_a_rank_that_cannot_build_its_pipeline_tells_the_others(two: Ranks) -> None:
+    for text in two.check(refuses, timeout=20):
+        assert "1f1c" in text
+    two.check(new_pipeline)
+
+
+def new_pipeline(rank: int) -> None:
+    assert_new_pipeline_works()
+
+
+def different_calls(rank: int) -> Told:
+    pipe = pipeline(mlp())
+    if rank == 0:
+        return failing_step(pipe)
+    with torch.no_grad():
+        try:
+            pipe(batch())
+        except ps.PipelineError as error:
+            return Told("PipelineError", str(error), 0)
+    raise AssertionError("the call did not fail")
+
+
+def test_a_step_here_and_a_call_there_is_a_clear_error(two: Ranks) -> None:
+    for told in two.check(different_calls, timeout=30):
+        assert "a step" in told.text
+        assert "a call" in told.text
+
+
+def different_autocast(rank: int) -> Told:
+    pipe = pipeline(mlp())
+    with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
+        return failing_step(pipe)
+
+
+def test_autocast_on_some_ranks_only_is_a_clear_error(two: Ranks) -> None:
+    for told in two.check(different_autocast, timeout=30):
+        assert "bfloat16" in told.text
+
+
+def wrong_world(rank: int) -> None:
+    with pytest.raises(ps.PlanError, match=r"Mesh\(pipe=5\) needs 5 processes.* has 2"):
+        ps.Mesh(pipe=5)
+    with pytest.raises(ps.ScheduleError, match=r"3 stages need 3 ranks, not 2"):
+        ps.Pipeline(ps.split(mlp(), stages=3), F.mse_loss, mesh=ps.Mesh())
+    with pytest.raises(ps.PlanError, match="devices"):
+        pipeline(mlp(), devices=["cpu", "cpu"])
+    assert_new_pipeline_works()
+
+
+def test_a_mesh_that_does_not_fit_names_both_numbers(two: Ranks) -> None:
+    two.check(wrong_world, timeout=20)
