@@ -36,7 +36,8 @@ from penstock.engine.meta import MessageMeta, TensorMeta
 from penstock.engine.runner import Ends, Lane, Runner, Wiring, compile_program
 from penstock.engine.stage import StageEngine, make_slots
 from penstock.schedule import Schedule, build
-from penstock.schedule.lower import line, lower
+from penstock.schedule.flow import edges_of
+from penstock.schedule.lower import lower
 
 __all__ = ["run", "show"]
 
@@ -62,7 +63,7 @@ def small_module() -> nn.Module:
 
 def our_runner(schedule: Schedule, rank: int = RANK) -> Runner:
     """The program of one rank, compiled as ``ProcessCrew`` does, over fake groups."""
-    edges = line(schedule.num_stages)
+    edges = edges_of(schedule)
     program = lower(schedule, edges)[rank]
     stages = {s: StageEngine(s, small_module(), CPU) for s in schedule.stages_of(rank)}
     meta = MessageMeta((TensorMeta((BATCH, WIDTH), torch.float32),), None, (0,))

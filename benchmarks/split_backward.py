@@ -2,7 +2,7 @@
 
 ``.venv/bin/python -m benchmarks.split_backward [--quick]``
 
-The heap is kept (`_keep_heap`): what is held from I to W makes glibc give memory back after each W and take it again,
+The heap is kept (`_heap_kept`): what is held from I to W makes glibc give memory back after each W and take it again,
 page by page, in the next I, which added 3% to I + W at the real size on the machine this was written on.
 """
 
@@ -14,7 +14,9 @@ import gc
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import permutations
 from statistics import median
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from penstock.engine.weightgrad import Recorder, WeightGradQueue
 
-__all__ = ["main", "run"]
+__all__ = ["main", "run", "show"]
 
 HOST_TARGET = 1.2  # I + W over the full backward, where the host is the bottleneck
 WALL_TARGET = 1.0  # at real sizes
@@ -98,66 +100,48 @@ class Case:
         way()
         return [p.grad.clone() for p in (self.x, *self.module.parameters()) if p.grad is not None]
 
-    def measure(self, repeats: int) -> dict[str, list[float]]:
-        """Medians, the ways taking turns. Gradients stay, as they do from the second micro-batch on."""
+    def measure(self, repeats: int) -> dict[str, list[tuple[float, float, float]]]:
+        """The ways taking turns. Gradients stay, as they do from the second micro-batch on."""
         ways = {"full": self.full, "ours": self.ours, "peer": self.peer}
         wanted = self.gradients(self.full)
         for way in ("ours", "peer"):
             torch.testing.assert_close(self.gradients(ways[way]), wanted, rtol=1e-3, atol=1e-3)
         seconds: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
-        names = list(ways)
+        orders = list(permutations(ways))  # each comes after each of the others
         for repeat in range(repeats):
             if repeat % 10 == 0:
                 gc.collect()
             gc.disable()
-            names.append(names.pop(0))  # each comes after each of the others
-            for name in names:
+            for name in orders[repeat % len(orders)]:
                 seconds[name].append(ways[name]())
                 self.x.grad = None
             gc.enable()
-        return {name: [median(part) for part in zip(*times, strict=True)] for name, times in seconds.items()}
+        return seconds
 
 
-def _keep_heap() -> bool:
-    """Tell glibc not to give memory back to the system, nor to map it apart. False where there is no glibc."""
+@contextmanager
+def _heap_kept() -> Iterator[bool]:
+    """Meanwhile glibc does not give memory back to the system, nor map it apart. False where there is no glibc."""
     trim_threshold, top_pad, mmap_max = -1, -2, -4
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
-        return False
-    return all([mallopt(mmap_max, 0), mallopt(trim_threshold, -1), mallopt(top_pad, 64 << 20)])
+        yield False
+        return
+    try:
+        yield all([mallopt(mmap_max, 0), mallopt(trim_threshold, -1), mallopt(top_pad, 64 << 20)])
+    finally:
+        for option, default in ((mmap_max, 65536), (trim_threshold, 128 << 10), (top_pad, 0)):
+            mallopt(option, default)
 
 
 def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
     """Measure, with one thread. ``quick`` is a short run to see that it works; its numbers are rough."""
-    heap_kept = _keep_heap()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = []
-        cases = [("host", n, 64, 16, 1, repeats) for n, repeats in ((1, 400), (8, 120), (32, 40))]
-        cases += [("wall", 4, 512, 128, 4, 15)]
-        for kind, layers, dim, tokens, batch, repeats in cases:
-            case = Case(layers, dim, tokens, batch, device)
-            times = case.measure(max(3, repeats // 20) if quick else repeats)
-            f, b, _ = times["full"]
-            row: dict[str, Any] = {
-                "kind": kind,
-                "layers": layers,
-                "dim": dim,
-                "tokens": tokens,
-                "batch": batch,
-            }
-            row["full_us"] = {"F": f * 1e6, "B": b * 1e6}
-            for name in ("ours", "peer"):
-                forward, i, w = times[name]
-                row[f"{name}_us"] = {"F": forward * 1e6, "I": i * 1e6, "W": w * 1e6}
-                row[f"{name}_backward_ratio"] = (i + w) / b
-                row[f"{name}_forward_ratio"] = forward / f
-                row[f"{name}_step_ratio"] = (forward + i + w) / (f + b)
-            row["target"] = HOST_TARGET if kind == "host" else WALL_TARGET
-            row["met"] = row["ours_backward_ratio"] <= row["target"]
-            rows.append(row)
+        with _heap_kept() as heap_kept:
+            rows = _rows(quick, device)
     finally:
         torch.set_num_threads(threads)
     return {
@@ -171,6 +155,47 @@ def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
     }
 
 
+def _rows(quick: bool, device: str) -> list[dict[str, Any]]:
+    rows = []
+    cases = [("host", n, 64, 16, 1, repeats) for n, repeats in ((1, 400), (8, 120), (32, 40))]
+    cases += [("wall", 4, 512, 128, 4, 15)]
+    for kind, layers, dim, tokens, batch, repeats in cases:
+        case = Case(layers, dim, tokens, batch, device)
+        times = case.measure(max(3, repeats // 20) if quick else repeats)
+        row: dict[str, Any] = {"kind": kind, "layers": layers, "dim": dim, "tokens": tokens, "batch": batch}
+        for name, seconds in times.items():
+            parts = "FBW" if name == "full" else "FIW"
+            row[f"{name}_us"] = {
+                part: median(t) * 1e6 for part, t in zip(parts, zip(*seconds, strict=True), strict=True)
+            }
+            # Ratios within a turn, so that a machine that slows down for a while slows both sides down.
+            turns = list(zip(seconds, times["full"], strict=True))
+            row[f"{name}_backward_ratio"] = median((i + w) / b for (_, i, w), (_, b, _) in turns)
+            row[f"{name}_step_ratio"] = median(sum(ours) / sum(full) for ours, full in turns)
+        row["target"] = HOST_TARGET if kind == "host" else WALL_TARGET
+        row["met"] = row["ours_backward_ratio"] <= row["target"]
+        rows.append(row)
+    return rows
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"Split backward, torch {result['torch']}, {result['device']}, one thread. Times in µs, medians.\n")
+    print("                          |       full        |                    ours                     | torch's split")
+    print(
+        "      layers  dim  tokens |       F         B |      F        I        W   (I+W)/B     step |  (I+W)/B   step"
+    )
+    for row in result["rows"]:
+        full, ours = row["full_us"], row["ours_us"]
+        print(
+            f"{row['kind']}  {row['layers']:6} {row['dim']:4} {row['tokens'] * row['batch']:7} | "
+            f"{full['F']:7.0f} {full['B']:9.0f} | "
+            f"{ours['F']:6.0f} {ours['I']:8.0f} {ours['W']:8.0f} {row['ours_backward_ratio']:9.2f} "
+            f"{row['ours_step_ratio']:8.2f} | {row['peer_backward_ratio']:8.2f} {row['peer_step_ratio']:6.2f}"
+            + ("" if row["met"] else f"   target {row['target']:.1f} missed")
+        )
+    print("\nTargets for (I+W)/B: 1.2 where the host is the bottleneck, 1.0 at the real size. step: (F+I+W)/(F+B).")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
@@ -178,18 +203,7 @@ def main() -> None:
     parser.add_argument("--json", help="also write the numbers to this file")
     options = parser.parse_args()
     result = run(options.quick, options.device)
-    print(f"Split backward, torch {result['torch']}, {result['device']}, one thread. Times in µs, medians.\n")
-    print("      layers   dim  tokens |  full F    full B | ours F/full   I       W   (I+W)/B | torch (I+W)/B")
-    for row in result["rows"]:
-        ours, tokens = row["ours_us"], row["tokens"] * row["batch"]
-        full = row["full_us"]
-        print(
-            f"{row['kind']}  {row['layers']:6} {row['dim']:5} {tokens:7} | {full['F']:7.0f} {full['B']:9.0f} | "
-            f"{ours['F']:6.0f} {ours['I']:8.0f} {ours['W']:8.0f} {row['ours_backward_ratio']:9.2f} "
-            f"{row['ours_step_ratio']:8.2f} | {row['peer_backward_ratio']:8.2f} {row['peer_step_ratio']:8.2f}"
-            + ("" if row["met"] else f"   target {row['target']:.1f} missed")
-        )
-    print("\nTargets for (I+W)/B: 1.2 where the host is the bottleneck, 1.0 at the real size. step: (F+I+W)/(F+B).")
+    show(result)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(result, file, indent=1)

@@ -57,7 +57,7 @@ def main(epochs: int = 3) -> float | None:
     with torch.no_grad():
         for x, y in test.batches(100):
             logits = pipe(x)  # None on ranks that do not have the last stage
-            right += 0 if logits is None else int((logits.argmax(1) == y).sum())
+            right += 0 if logits is None else int((logits.argmax(1).cpu() == y).sum())
     pipe.close()
     if logits is None:
         return None

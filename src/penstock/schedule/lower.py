@@ -21,14 +21,12 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import BACKWARD, Action
+from penstock.schedule.flow import Edge, edges_of
 from penstock.schedule.program import Instruction, Program
 from penstock.schedule.rendezvous import gets_stuck
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["line", "lower"]
-
-Edge = tuple[int, int]
-
+__all__ = ["lower"]
 
 class _Message(NamedTuple):
     """A value that crosses from one rank to another: made by one action, needed by another."""
@@ -40,11 +38,6 @@ class _Message(NamedTuple):
     needed: int  # position of the needing action in its rank's order
 
 
-def line(num_stages: int) -> tuple[Edge, ...]:
-    """The edges of a model whose stages feed each other in a line."""
-    return tuple((s, s + 1) for s in range(num_stages - 1))
-
-
 def lower(
     schedule: Schedule, edges: Iterable[Edge] | None = None, *, depth: int = 2, live_sends: int = 4
 ) -> tuple[Program, ...]:
@@ -54,7 +47,7 @@ def lower(
     """
     if depth < 1 or live_sends < 1:
         raise ScheduleError(f"depth and live_sends must be at least 1, got {depth} and {live_sends}")
-    messages = _messages(schedule, line(schedule.num_stages) if edges is None else tuple(edges))
+    messages = _messages(schedule, edges_of(schedule, edges))
     ranks = range(schedule.num_ranks)
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
     sends: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]

@@ -47,8 +47,8 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
         "zb_h2": ScheduleKind(zb_h2, "split backward; no pause once begun, twice 1F1B's memory", 1),
         "zbv": ScheduleKind(zbv, "split backward on a V; no pause once begun, 1F1B's memory", 2),
         "dualpipev": ScheduleKind(dualpipev, "on a V, forwards beside backwards, in eight phases", 2),
-        "v_half": ScheduleKind(v_half, "on a V, half of 1F1B's memory", 2),
-        "v_min": ScheduleKind(v_min, "on a V, a third of 1F1B's memory", 2),
+        "v_half": ScheduleKind(v_half, "on a V, about half of 1F1B's memory", 2),
+        "v_min": ScheduleKind(v_min, "on a V, about a third of 1F1B's memory", 2),
         "sharded": ScheduleKind(sharded, "one micro-batch at a time, nothing overlaps", None),
         "forward_only": ScheduleKind(forward_only, "no backward: evaluation", None),
     }

@@ -22,8 +22,11 @@ class ScheduleSource:
         stages: int,
         edges: Iterable[tuple[int, int]],
         microbatches: int,
+        *,
         ranks: int | None = None,
+        places: int | None = None,
     ) -> None:
+        """``ranks`` is how many there are, and all must have work; ``places`` is how many there may be."""
         if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
             raise ScheduleError(f"microbatches must be at least 1, got {microbatches!r}")
         self.microbatches = microbatches
@@ -34,9 +37,13 @@ class ScheduleSource:
         if isinstance(schedule, Schedule):
             _check_given(schedule, stages, microbatches, ranks)
             self._given, self.name, self.ranks = schedule, schedule.name, schedule.num_ranks
+            trains = schedule.trains
         else:
             self.name = find(schedule)
-            self.ranks, self.stages_per_rank = _ranks(self.name, stages, ranks)
+            self.ranks, self.stages_per_rank = _ranks(self.name, stages, ranks, places)
+            trains = build(self.name, 1, 1).trains
+        if not trains:
+            raise ScheduleError(f"schedule {self.name!r} has no backward, and a training step needs one: try '1f1b'")
         self.placement = self.training(1 if self._given is None else microbatches).placement
 
     def training(self, microbatches: int) -> Schedule:
@@ -79,16 +86,16 @@ def _check_given(schedule: Schedule, stages: int, microbatches: int, ranks: int 
             f"schedule {schedule.name!r} is for {schedule.num_microbatches} micro-batches, not for {microbatches}: "
             f"say microbatches={schedule.num_microbatches}"
         )
-    if not schedule.trains:
-        raise ScheduleError(f"schedule {schedule.name!r} has no backward: a training step needs one")
     if "R" in schedule.kinds:
         raise ScheduleError(f"schedule {schedule.name!r} has recompute actions (R), which cannot be run yet")
 
 
-def _ranks(name: str, stages: int, ranks: int | None) -> tuple[int, int | None]:
+def _ranks(name: str, stages: int, ranks: int | None, places: int | None) -> tuple[int, int | None]:
     """How many ranks a named schedule takes for ``stages``, and the stages per rank where it must be said."""
     fixed = SCHEDULES[name].stages_per_rank
     if fixed is None:
+        if ranks is None and places is not None:
+            ranks = min(places, stages)
         if ranks is None:
             ranks = stages // 2 if stages % 2 == 0 and name in ("interleaved", "looped_bfs") else stages
         if stages % ranks:
@@ -104,6 +111,6 @@ def _ranks(name: str, stages: int, ranks: int | None) -> tuple[int, int | None]:
         raise ScheduleError(
             f"schedule {name!r} puts {fixed} stage{'s' * (fixed > 1)} on each rank, so {stages} stages need {needed} "
             f"ranks, not {ranks}. Schedules that take any number of stages per rank: "
-            + ", ".join(repr(other) for other, entry in SCHEDULES.items() if entry.stages_per_rank is None)
+            "'interleaved', 'looped_bfs'"
         )
     return needed, None

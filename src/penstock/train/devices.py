@@ -8,25 +8,47 @@ import torch
 
 from penstock.errors import PlanError
 
-__all__ = ["check_devices"]
+__all__ = ["Devices", "assign", "devices_of"]
+
+Devices = Sequence[torch.device | str | int] | torch.device | str | int | None
 
 
-def check_devices(devices: Sequence[torch.device | str | int] | None, ranks: int) -> list[torch.device]:
-    """One device per rank: those given, or the GPUs there are in turn, or the CPU."""
+def devices_of(devices: Devices) -> list[torch.device] | None:
+    """The devices that were named, one after the other; None where it was left open or one is to serve all ranks."""
+    if devices is None or isinstance(devices, (str, torch.device, int)):
+        return None
+    return [_device(device) for device in devices]
+
+
+def assign(devices: Devices, ranks: int) -> list[torch.device]:
+    """One device per rank: those named in their order, the one named for all, the GPUs in turn, or the CPU."""
     if devices is None:
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = _gpus()
         return [torch.device("cuda", r % gpus) if gpus else torch.device("cpu") for r in range(ranks)]
-    if isinstance(devices, (str, torch.device, int)):
-        raise PlanError(f"devices must be a list, one for each rank, got {devices!r}: write [{devices!r}] * {ranks}")
-    found = [torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in devices]
-    if len(found) < ranks:
+    named = devices_of(devices)
+    if named is None:
+        assert isinstance(devices, (str, torch.device, int))
+        named = [_device(devices)] * ranks
+    if len(named) < ranks:
         raise PlanError(
-            f"too few devices: the pipeline has {ranks} ranks, but {len(found)} devices were given "
-            f"({', '.join(map(str, found))}). Name a device several times to put several ranks on it"
+            f"too few devices: the pipeline has {ranks} ranks, but {len(named)} devices were given "
+            f"({', '.join(map(str, named))}). Name a device several times to put several ranks on it, or choose a "
+            "schedule that puts several stages on one rank, such as 'interleaved'"
         )
-    found = [torch.device("cuda", d.index or 0) if d.type == "cuda" else d for d in found[:ranks]]
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device in found:
-        if device.type == "cuda" and device.index >= available:
-            raise PlanError(f"device {device} is not there: this machine has {available} CUDA devices")
-    return found
+    for device in named[:ranks]:
+        if device.type == "cuda" and (device.index or 0) >= _gpus():
+            raise PlanError(f"device {device} is not there: this machine has {_gpus()} CUDA devices")
+    return named[:ranks]
+
+
+def _gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _device(device: torch.device | str | int) -> torch.device:
+    """With its number written out, so that equal devices compare equal."""
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise PlanError(f"{device!r} is not a device: {error}") from error
+    return torch.device("cuda", found.index or 0) if found.type == "cuda" else found

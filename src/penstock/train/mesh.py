@@ -21,7 +21,7 @@ class Mesh:
     """
 
     def __init__(self, *, pipe: int = -1, device: torch.device | str | None = None) -> None:
-        _ensure_group(device)
+        made = _ensure_group(device)
         world = dist.get_world_size()
         if pipe == -1:
             pipe = world
@@ -30,7 +30,7 @@ class Mesh:
         self.pipe = pipe
         self.pipe_rank = dist.get_rank()
         self.ranks: Sequence[int] = tuple(range(world))  # of the pipeline, in the world
-        self.device = _device(device)
+        self.device = _device(device, made)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -46,22 +46,26 @@ class Mesh:
         return f"Mesh(pipe={self.pipe}), rank {self.pipe_rank} on {self.device}"
 
 
-def _ensure_group(device: torch.device | str | None) -> None:
+def _ensure_group(device: torch.device | str | None) -> bool:
+    """Start the process group, unless there is one: whether it was started here."""
     if dist.is_initialized():
-        return
+        return False
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise PlanError(
             f"a mesh needs several processes: {', '.join(missing)} not set. Start the program with "
             "'torchrun --nproc-per-node=4 train.py', or leave out mesh= to use threads in this process"
         )
-    cuda = torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda"
-    dist.init_process_group("nccl" if cuda else "gloo")
+    # NCCL wants a GPU for each process; processes that share one talk through the host.
+    alone = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    dist.init_process_group("nccl" if alone and torch.device(device or "cuda").type == "cuda" else "gloo")
+    return True
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def _device(device: torch.device | str | None, made: bool) -> torch.device:
     if device is not None:
         return torch.device(device)
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count())))
-    return torch.device("cpu")
+    # Who started gloo alone means the CPU.
+    if not torch.cuda.is_available() or not (made or "nccl" in dist.get_backend()):
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count())

@@ -22,7 +22,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 from penstock.train.clip import clip_grad_norm
-from penstock.train.devices import check_devices
+from penstock.train.devices import Devices, assign, devices_of
 from penstock.train.mesh import Mesh
 from penstock.train.state import load_state, state_of
 
@@ -45,8 +45,9 @@ class Pipeline:
 
     ``loss_fn(output, target)`` gives the loss of a micro-batch, averaged or summed over its samples as it says of
     itself (``reduction`` decides where it does not), or ``(sum, count)``. Without it the model computes its loss.
-    ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. With ``devices`` every rank is a
-    thread of this process with its device; with ``mesh`` it is a process. ``outputs=None`` keeps no outputs.
+    ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
+    process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
+    ``outputs=None`` keeps no outputs.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Pipeline:
         *,
         microbatches: int = 1,
         schedule: str | Schedule = "1f1b",
-        devices: Sequence[torch.device | str | int] | None = None,
+        devices: Devices = None,
         mesh: Mesh | None = None,
         reduction: str | None = None,
         outputs: str | None = "all",
@@ -71,11 +72,15 @@ class Pipeline:
         self._keep_outputs = outputs == "all"
         rule = loss_rule(loss_fn, reduction)
         edges = [(edge.src, edge.dst) for edge in plan.edges]
-        ranks = mesh.pipe if mesh is not None else None if devices is None else len(list(devices))
-        source = ScheduleSource(schedule, plan.num_stages, edges, microbatches, ranks)
+        if mesh is not None and devices is not None:
+            raise PlanError("devices= is for threads in this process; under a mesh, say Mesh(pipe=…, device=…)")
+        named = devices_of(devices)
+        places = None if named is None else len(named)
+        ranks = None if mesh is None else mesh.pipe
+        source = ScheduleSource(schedule, plan.num_stages, edges, microbatches, ranks=ranks, places=places)
         self._source = source
         if mesh is None:
-            of_rank = check_devices(devices, source.ranks)
+            of_rank = assign(devices, source.ranks)
             device_of = [of_rank[rank] for rank in source.placement]
             own = list(range(plan.num_stages))
         else:
@@ -135,6 +140,16 @@ class Pipeline:
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return call(Flight(self._crew, self._source.fill_drain(len(sizes)), trainable), messages)
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this process has the first stage, which the inputs go to."""
+        return 0 in self._modules
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this process has the last stage, which the targets go to and the outputs come from."""
+        return self.plan.num_stages - 1 in self._modules
 
     @property
     def schedule(self) -> Schedule:

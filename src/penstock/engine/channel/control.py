@@ -38,9 +38,9 @@ class Control:
         self._start(rank, data)
 
     def take(self, rank: int) -> Any:
-        data = torch.empty(int(self.take_row(rank, 1)[0]), dtype=torch.uint8)
-        self._wait(rank, data)
-        return pickle.loads(data.numpy(force=True).tobytes())
+        data = bytearray(int(self.take_row(rank, 1)[0]))
+        self._wait(rank, torch.frombuffer(data, dtype=torch.uint8))
+        return pickle.loads(data)
 
     def settle(self) -> None:
         """Wait until everything sent has been taken."""

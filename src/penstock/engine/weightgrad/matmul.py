@@ -32,7 +32,7 @@ __all__ = ["PRODUCTS", "linear_forward"]
 
 _linear = torch._C._nn.linear
 _addmm, _matmul, _mm = torch.addmm, torch.matmul, torch.mm
-_SMALL = 1 << 16  # elements under which, on a CPU, one call counts for more than threads and pairwise sums
+_SMALL = 1 << 22  # elements under which, on a CPU, a product with ones is as quick as a sum, and precise enough
 
 
 def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:

@@ -24,7 +24,7 @@ _layer_backward = _aten.native_layer_norm_backward.default
 _group_backward = _aten.native_group_norm_backward.default
 _rms_forward = _aten._fused_rms_norm.default
 _rms_backward = _aten._fused_rms_norm_backward.default
-_LARGE, _LARGE_ON_CUDA = 1 << 18, 1 << 24  # elements: tens of microseconds of weight gradient
+_LARGE, _LARGE_ON_CUDA = 1 << 20, 1 << 24  # elements: tens of microseconds of weight gradient and more
 _NONE = (None, None, None, None)
 
 
