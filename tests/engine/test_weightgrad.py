@@ -537,7 +537,7 @@ def test_two_stages_in_two_threads_share(same: str) -> None:
     else:
         second = Calls(lambda m, x: (m.a(x) * m.a.weight.sum()).relu(), a=nn.Linear(16, 16))
         second.a.weight = first.weight
-    count, inputs = 40, [[double(4, 16) for _ in range(40)] for _ in range(2)]
+    inputs = [[double(4, 16) for _ in range(40)] for _ in range(2)]
     stages = [first, second]
     plain = copy.deepcopy(nn.ModuleList(stages))
     for module, xs in zip(plain, inputs, strict=True):
@@ -562,7 +562,6 @@ def test_two_stages_in_two_threads_share(same: str) -> None:
         for thread in threads:
             thread.join()
     assert not errors
-    assert count == 40
     assert_same(nn.ModuleList(stages), plain)
     assert all("forward" not in part.__dict__ for part in nn.ModuleList(stages).modules())
 
@@ -711,3 +710,33 @@ def test_cross_entropy_of_a_head() -> None:
     target = torch.randint(10, (12,))
     module = Calls(lambda m, x: F.cross_entropy(m.head(x), target), head=nn.Linear(4, 10))
     check(module, double(12, 4), double(12, 4))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_captured_as_a_cuda_graph() -> None:
+    module = nn.Sequential(nn.Embedding(9, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)).cuda()
+    plain, queue, x = copy.deepcopy(module), queue_of(module), torch.randint(9, (4, 8), device="cuda")
+
+    def step() -> None:
+        with queue.recording():
+            output = module(x).sum()
+        with queue.taking([get_gradient_edge(output)]):
+            output.backward()
+        queue.run()
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()  # warms up, and makes the gradients
+    torch.cuda.current_stream().wait_stream(side)
+    module.zero_grad(set_to_none=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    module.zero_grad(set_to_none=False)
+    for _ in range(3):
+        x.copy_(torch.randint(9, (4, 8)))
+        graph.replay()
+        plain(x).sum().backward()
+    torch.cuda.synchronize()
+    assert_same(module, plain)

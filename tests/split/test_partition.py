@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.split.partition import partition
@@ -23,6 +23,7 @@ def best(weights: list[int], parts: int) -> int:
     return min(heaviest(weights, [b - a for a, b in zip([0, *way], way, strict=False)]) for way in ways)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=9).flatmap(
         lambda w: st.tuples(st.just(w), st.integers(1, len(w)))

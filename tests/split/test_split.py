@@ -71,21 +71,22 @@ def test_stages_feed_each_other_in_a_line() -> None:
 # ── what it refuses ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("balance", [[2, 3], [1, 2], [4, 1], []], ids=str)
+@pytest.mark.parametrize("balance", [[2, 3], [1, 2], [4, 1]], ids=str)
 def test_balance_with_a_wrong_sum_names_both_numbers(balance: list[int]) -> None:
     with pytest.raises(ps.PlanError, match=rf"{sum(balance)} layers.* has 4"):
         ps.split(four(), balance=balance)
 
 
-@pytest.mark.parametrize("balance", [[0, 4], [-1, 5], [2.0, 2], [True, 3], ["2", "2"], [None, 4]], ids=str)
+@pytest.mark.parametrize("balance", [[], [0, 4], [-1, 5], [2.0, 2], [True, 3], ["2", "2"], [None, 4]], ids=str)
 def test_balance_takes_whole_numbers_from_one_up(balance: list[object]) -> None:
     with pytest.raises(ps.PlanError, match="balance="):
         ps.split(four(), balance=balance)  # type: ignore[arg-type]
 
 
-def test_balance_that_is_no_list_is_refused() -> None:
-    with pytest.raises(ps.PlanError, match="balance"):
-        ps.split(four(), balance=4)  # type: ignore[arg-type]
+@pytest.mark.parametrize("balance", [4, "22", 2.0], ids=repr)
+def test_balance_that_is_no_list_is_refused(balance: object) -> None:
+    with pytest.raises(ps.PlanError, match="balance must be a list"):
+        ps.split(four(), balance=balance)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stages", [0, -1, 2.0, True, "2"], ids=repr)

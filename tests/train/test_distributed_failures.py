@@ -25,6 +25,7 @@ from tests.support.ranks import Gone, Ranks, run_ranks
 
 SOON = 10.0  # seconds in which a failure reaches everybody
 DEAD = 15.0  # the same when a process was killed, and cannot say why
+HOLD = 4.0  # seconds for which a rank lives on without doing anything for the others
 
 
 class Boom(Exception):
@@ -148,7 +149,7 @@ def raises(rank: int, where: str, at: int) -> Told:
 )
 def test_an_exception_in_user_code_reaches_every_rank(three: Ranks, where: str, at: int) -> None:
     """Who, where, on which micro-batch, doing what, and the traceback; a new pipeline works afterwards."""
-    told = three.check(raises, where, at, timeout=40)
+    told = three.check(raises, where, at, timeout=15)
     action = f"{at}B1" if where == "backward" else f"{at}F1"
     for mine in told:
         assert mine.kind == "PipelineError"
@@ -171,11 +172,11 @@ def raises_twice_over(rank: int) -> Told:
 
 
 def test_with_several_stages_on_a_rank_the_right_one_is_named(two: Ranks) -> None:
-    for told in two.check(raises_twice_over, timeout=30):
+    for told in two.check(raises_twice_over, timeout=15):
         assert (told.rank, told.stage, told.microbatch, told.action) == (1, 2, 1, "2I1")
 
 
-def held(rank: int) -> float:
+def held(rank: int) -> tuple[float, str]:
     """The user keeps the error: to log it, to look at it in a notebook, or because clearing up takes a while."""
     pipe = pipeline(faulty(1, Fault("forward")))
     start = time.monotonic()
@@ -184,33 +185,37 @@ def held(rank: int) -> float:
     except ps.PipelineError as error:
         seconds = time.monotonic() - start
         if rank == 1:
-            time.sleep(SOON)
-        assert "on purpose" in str(error)
-        return seconds
+            time.sleep(HOLD)
+        return seconds, str(error)
     raise AssertionError("the step did not fail")
 
 
 def test_the_others_are_told_even_while_the_failed_rank_still_holds_its_error(three: Ranks) -> None:
-    assert max(three.check(held, timeout=25)) < SOON - 1
+    for seconds, text in three.check(held, timeout=15):
+        assert seconds < HOLD - 1
+        assert "on purpose" in text
 
 
-def rude(rank: int) -> float:
-    """Ctrl-C on one rank, which its user code catches and lives on."""
+def rude(rank: int) -> tuple[float, str]:
+    """Ctrl-C on one rank, whose program catches it and lives on."""
     pipe = pipeline(faulty(1, Fault("forward", "rude")))
     start = time.monotonic()
     try:
         pipe.step(batch(), batch())
     except (ps.PipelineError, Rude) as error:
-        seconds = time.monotonic() - start
-        assert isinstance(error, Rude) == (rank == 1)
-        if rank != 1:
-            assert "Rude" in str(error)
-    time.sleep(SOON - min(SOON, time.monotonic() - start) if rank == 1 else 0)
-    return seconds
+        seconds, text = time.monotonic() - start, repr(error)
+    if rank == 1:
+        time.sleep(HOLD)
+    return seconds, text
 
 
 def test_what_is_no_exception_stops_the_others_too(three: Ranks) -> None:
-    assert max(three.check(rude, timeout=25)) < SOON - 1
+    told = three.check(rude, timeout=15)
+    assert told.pop(1)[1].startswith("Rude")
+    for seconds, text in told:
+        assert seconds < HOLD - 1
+        assert text.startswith("PipelineError")
+        assert "Rude" in text
 
 
 def raises_in_evaluation(rank: int) -> str:
@@ -224,7 +229,7 @@ def raises_in_evaluation(rank: int) -> str:
 
 
 def test_an_exception_in_evaluation_reaches_every_rank(three: Ranks) -> None:
-    for text in three.check(raises_in_evaluation, timeout=25):
+    for text in three.check(raises_in_evaluation, timeout=15):
         assert "rank 1, stage 1, micro-batch 1, action 1F1: Boom: on purpose" in text
 
 
@@ -238,7 +243,7 @@ def dies(rank: int, where: str, at: int) -> Told:
 
 @pytest.mark.parametrize(("where", "at"), [("forward", 0), ("backward", 1), ("forward", 2)])
 def test_a_killed_process_is_named_by_all_others(where: str, at: int) -> None:
-    told = run_ranks(dies, 3, where, at, timeout=DEAD + 15)
+    told = run_ranks(dies, 3, where, at, timeout=DEAD + 10)
     assert isinstance(told.pop(at), Gone)
     for mine in told:
         assert isinstance(mine, Told), mine
@@ -252,7 +257,7 @@ def test_a_killed_process_is_named_by_all_others(where: str, at: int) -> None:
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_killed_process_is_named_when_the_first_rank_keeps_the_store(at: int) -> None:
     """Without torchrun the store lives in rank 0, and dies with it."""
-    told = run_ranks(dies, 3, "forward", at, timeout=DEAD + 15, store="first")
+    told = run_ranks(dies, 3, "forward", at, timeout=DEAD + 10, store="first")
     assert isinstance(told.pop(at), Gone)
     for mine in told:
         assert isinstance(mine, Told), mine
@@ -268,13 +273,13 @@ def leaves(rank: int) -> str:
     assert_works(pipe, model)
     if rank == 1:
         pipe.close()
-        time.sleep(5)
+        time.sleep(HOLD)
         return ""
     return failing_step(pipe).text
 
 
 def test_a_rank_that_closed_its_pipeline_is_not_called_dead(two: Ranks) -> None:
-    told = two.check(leaves, timeout=30)[0]
+    told = two.check(leaves, timeout=15)[0]
     assert "rank 1" in told
     assert "closed" in told
     assert "killed" not in told
@@ -329,7 +334,7 @@ def bad_targets(rank: int, case: str) -> Told:
     ],
 )
 def test_targets_that_do_not_fit_are_told_to_all_ranks(three: Ranks, case: str, says: str) -> None:
-    for told in three.check(bad_targets, case, timeout=30):
+    for told in three.check(bad_targets, case, timeout=15):
         assert says in told.text
         assert told.seconds < SOON
 
@@ -368,7 +373,7 @@ def unknowable(rank: int, kind: str) -> Told:
 
 @pytest.mark.parametrize(("kind", "says"), [("shape", "fake tensors"), ("value", "inferred")])
 def test_an_output_that_depends_on_the_data_is_a_clear_error(two: Ranks, kind: str, says: str) -> None:
-    for told in two.check(unknowable, kind, timeout=30):
+    for told in two.check(unknowable, kind, timeout=15):
         assert told.kind == "PipelineError"
         assert "stage 0" in told.text
         assert says in told.text
@@ -382,7 +387,7 @@ def misfit(rank: int) -> Told:
 
 
 def test_a_shape_that_does_not_fit_the_next_stage_names_it(two: Ranks) -> None:
-    for told in two.check(misfit, timeout=30):
+    for told in two.check(misfit, timeout=15):
         assert "stage 1" in told.text
         assert "[2, 4]" in told.text
 
@@ -408,7 +413,7 @@ def different(rank: int, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["schedule", "micro-batches", "plan"])
 def test_ranks_with_different_pipelines_are_told_who_differs(three: Ranks, what: str) -> None:
-    for text in three.check(different, what, timeout=30):
+    for text in three.check(different, what, timeout=15):
         assert what in text
         assert "on rank 0" in text
         assert "on rank 1" in text
@@ -427,7 +432,7 @@ def refuses(rank: int) -> str:
 
 
 def test_a_rank_that_cannot_build_its_pipeline_tells_the_others(two: Ranks) -> None:
-    for text in two.check(refuses, timeout=20):
+    for text in two.check(refuses, timeout=15):
         assert "1f1c" in text
     two.check(new_pipeline)
 
@@ -449,7 +454,7 @@ def different_calls(rank: int) -> Told:
 
 
 def test_a_step_here_and_a_call_there_is_a_clear_error(two: Ranks) -> None:
-    for told in two.check(different_calls, timeout=30):
+    for told in two.check(different_calls, timeout=15):
         assert "a step" in told.text
         assert "a call" in told.text
 
@@ -461,7 +466,7 @@ def different_autocast(rank: int) -> Told:
 
 
 def test_autocast_on_some_ranks_only_is_a_clear_error(two: Ranks) -> None:
-    for told in two.check(different_autocast, timeout=30):
+    for told in two.check(different_autocast, timeout=15):
         assert "bfloat16" in told.text
 
 
@@ -476,4 +481,4 @@ def wrong_world(rank: int) -> None:
 
 
 def test_a_mesh_that_does_not_fit_names_both_numbers(two: Ranks) -> None:
-    two.check(wrong_world, timeout=20)
+    two.check(wrong_world, timeout=15)

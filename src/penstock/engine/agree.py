@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from penstock.engine.channel.control import Control
 from penstock.engine.context import Ambient
-from penstock.engine.infer import Propagation
+from penstock.engine.infer import FakeStage, Propagation
 from penstock.engine.meta import MessageMeta, meta_of
 from penstock.engine.stage import Message, StageEngine
 from penstock.errors import PlanError
@@ -51,12 +53,20 @@ class Agreement:
     """The kinds of mini-batch that this rank has heard of."""
 
     def __init__(
-        self, control: Control, rank: int, placement: Sequence[int], stages: Mapping[int, StageEngine]
+        self,
+        control: Control,
+        rank: int,
+        placement: Sequence[int],
+        stages: Mapping[int, StageEngine],
+        model: nn.Module,
     ) -> None:
         self.control = control
         self.rank = rank
         self.placement = placement
         self.stages = stages
+        # What is frozen and what is in training mode, in the whole model: a script does the same on every rank.
+        self.parameters = list(model.parameters())
+        self.modules = list(model.modules())
         self.heard: list[Announcement] = []
         self.numbers: dict[Hashable, int] = {}
 
@@ -115,12 +125,10 @@ class Agreement:
     def _infer(self, announced: Announcement, inputs: list[MessageMeta] | None) -> None:
         """Follow each kind of micro-batch through the stages, this rank's own on fake tensors."""
         count = max(announced.kinds) + 1
-        runs = {
-            s: [
-                Propagation(s, stage.module, stage.device, announced.state, announced.training) for _ in range(count)
-            ]
-            for s, stage in sorted(self.stages.items())
-        }
+        runs: dict[int, list[Propagation]] = {}
+        for s, stage in sorted(self.stages.items()):
+            fake = FakeStage(s, stage.module, stage.device)
+            runs[s] = [Propagation(fake, announced.state, announced.training) for _ in range(count)]
         last = len(self.placement) - 1
         for s, kinds in runs.items():
             if s > 0:
@@ -153,4 +161,4 @@ class Agreement:
             self.control.send_row(rank, row)
 
     def _modes(self) -> tuple[bool, ...]:
-        return tuple(module.training for stage in self.stages.values() for module in stage.module.modules())
+        return (*(p.requires_grad for p in self.parameters), *(module.training for module in self.modules))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loss import LossRule, find_loss
-from penstock.engine.microbatch import join
+from penstock.engine.microbatch import can_join, join
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 
@@ -45,7 +45,8 @@ class Head:
     def __call__(self, microbatch: int, output: Any) -> Any:
         """Keep the output; return the loss, or the output itself where there is no loss to compute."""
         if self.keep_outputs:
-            self.outputs[microbatch] = _detached(output)
+            # In a step, an output of a kind that cannot be joined is there for its loss alone.
+            self.outputs[microbatch] = _detached(output) if not self.training or can_join(output) else None
         if not self.training:
             return output
         if self.rule.call is None:
@@ -94,8 +95,12 @@ class Head:
 
     def take_outputs(self) -> Any:
         """The outputs of the mini-batch, in order; nothing of it is kept here any longer."""
-        outputs, self.outputs, self.targets = self.outputs, [], ()
+        outputs = self.outputs
+        self.clear()
         return join(outputs) if self.keep_outputs else None
+
+    def clear(self) -> None:
+        self.outputs, self.losses, self.counts, self.targets = [], [], [], ()
 
 
 def _wide(loss: Tensor) -> Tensor:

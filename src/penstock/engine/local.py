@@ -124,6 +124,7 @@ class LocalCrew:
         """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left."""
         devices = {stage.device for stage in self.stages.values() if stage.device.type == "cuda"}
         streams = [torch.cuda.current_stream(device) for device in devices]
+        inference = torch.is_inference_mode_enabled()
         surround(self.stages.values(), ambient())
 
         def task(runner: Runner) -> None:
@@ -131,7 +132,7 @@ class LocalCrew:
                 # All ranks on one GPU use the caller's stream, so their order there needs no events.
                 for stream in streams:
                     stack.enter_context(torch.cuda.stream(stream))
-                stack.enter_context(torch.set_grad_enabled(grad))
+                stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 try:
                     runner.run()
                 except Exception as error:
@@ -144,6 +145,7 @@ class LocalCrew:
             self.workers.run([lambda r=r: task(r) for r in job.runners], job.cancel)  # type: ignore[misc]
         except BaseException:
             self._jobs.clear()  # its slots and lanes hold what the failed step left behind
+            self.head.clear()
             raise
 
     @property

@@ -57,7 +57,7 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
     found = reduction or str(options.get("reduction", "mean"))
     if found not in ("mean", "sum"):
         raise PlanError(f"loss_fn has reduction={found!r}, but a step needs one number: use 'mean' or 'sum'")
-    if loss_fn is None or found == "sum" or function not in _COUNTED or reduction is not None:
+    if loss_fn is None or found == "sum" or function not in _COUNTED:
         return LossRule(loss_fn, found)
     return _counted(function, options)
 
@@ -68,7 +68,7 @@ def _options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
         options, function = _options(loss_fn.func)
         return {**options, **loss_fn.keywords}, function if not loss_fn.args else None
     for function, module in _COUNTED.items():
-        if type(loss_fn) is module:
+        if isinstance(loss_fn, module) and type(loss_fn).forward is module.forward:
             names = ("weight", "ignore_index", "reduction", "label_smoothing")
             return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}, function
     return {"reduction": getattr(loss_fn, "reduction", "mean")}, loss_fn

@@ -11,7 +11,9 @@ from torch import Tensor
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 
-__all__ = ["batch_size", "join", "scatter", "sizes_of"]
+__all__ = ["batch_size", "can_join", "join", "scatter", "sizes_of"]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def batch_size(value: Any, what: str) -> int | None:
@@ -46,10 +48,22 @@ def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
     return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
 
 
+def can_join(value: Any) -> bool:
+    """Whether ``join`` knows what to do with values like this one."""
+    return all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in flatten(value)[0])
+
+
 def join(values: Sequence[Any]) -> Any:
     """One value from the micro-batches' values: tensors are concatenated, those without dimensions stacked."""
     if len(values) == 1:
         return values[0]
+    for value in values:
+        if not can_join(value):
+            kinds = {type(leaf).__name__ for leaf in flatten(value)[0] if not isinstance(leaf, (Tensor, *_PLAIN))}
+            raise PlanError(
+                f"outputs with a {' and a '.join(sorted(kinds))} in them cannot be joined over micro-batches: return "
+                "tensors, or tuples, lists and dicts of tensors"
+            )
     flat = [flatten(value) for value in values]
     specs = [spec for _, spec in flat]
     if any(spec != specs[0] for spec in specs):
@@ -61,4 +75,4 @@ def join(values: Sequence[Any]) -> Any:
 def _join_leaf(column: Sequence[Any]) -> Any:
     if all(isinstance(leaf, Tensor) for leaf in column):
         return torch.cat(list(column)) if column[0].dim() else torch.stack(list(column))
-    return column[0]
+    return column[0] if all(leaf == column[0] for leaf in column) else list(column)

@@ -60,6 +60,8 @@ class ProcessCrew:
     def __init__(self, plan: Plan, stages: Sequence[StageEngine], source: ScheduleSource, place: Place) -> None:
         global _pipelines
         _pipelines += 1
+        model = plan.model
+        assert model is not None
         self.plan = plan
         self.source = source
         self.stages = {stage.index: stage for stage in stages}
@@ -76,7 +78,7 @@ class ProcessCrew:
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         self._compare()
         self.wires = self._open_channels()
-        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages)
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, model)
         self.ties = Ties(plan, stages, self.placement, self.rank, self._new_group)
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._programs: dict[tuple[int, bool], Program] = {}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 
 from penstock.engine.head import Head
 from penstock.engine.tree import Spec, flatten, unflatten
@@ -94,6 +94,9 @@ class StageEngine:
         else:
             with self.around or nullcontext(), nullcontext() if slot.queue is None else slot.queue.recording():
                 output = self._call(microbatch, value)
+        for i, leaf in zip(wants, inputs, strict=True):
+            if leaves[i]._version:  # changed in place: what the stage before saved of its output is no longer that
+                increment_version(leaf)
         slot.message, slot.roots = depart(output)
 
     def _call(self, microbatch: int, value: Any) -> Any:

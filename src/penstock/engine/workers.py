@@ -5,17 +5,28 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from penstock.engine.channel.local import Cancelled
+from penstock.errors import PipelineError
 
 __all__ = ["Workers"]
 
 Job = Callable[[], None]
+Inbox: TypeAlias = "SimpleQueue[tuple[Job, Report] | None]"
 _threads_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the jobs of one run ended, in that order; ``news`` wakes whoever waits for the next one."""
+
+    news: SimpleQueue[None]
+    outcomes: list[BaseException | None] = field(default_factory=list)
 
 
 class Workers:
@@ -23,9 +34,7 @@ class Workers:
 
     def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
         """One worker per device; ``cpu_threads`` is how many threads an operator may use on the CPU in each of them."""
-        self.inboxes: list[SimpleQueue[tuple[Job, SimpleQueue[BaseException | None]] | None]] = [
-            SimpleQueue() for _ in devices
-        ]
+        self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
         for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True)):
             threading.Thread(
                 target=_work, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
@@ -34,20 +43,23 @@ class Workers:
 
     def run(self, jobs: Sequence[Job], cancel: Callable[[], None]) -> None:
         """Run ``jobs[r]`` on worker ``r``. The first failure cancels the others and is raised here."""
-        outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+        if self.closed:
+            raise PipelineError("this pipeline was closed: build a new one from its plan")
+        report = Report(SimpleQueue())
         for inbox, job in zip(self.inboxes, jobs, strict=True):
-            inbox.put((job, outcomes))
+            inbox.put((job, report))
         failure: BaseException | None = None
-        missing = len(jobs)
-        while missing:
+        while len(report.outcomes) < len(jobs):
             try:
-                error = outcomes.get()
-                missing -= 1
-            except KeyboardInterrupt as interrupt:
-                error = interrupt
-            if error is not None and failure is None:
-                failure = error
+                report.news.get()
+                errors = [error for error in report.outcomes if error is not None]
+            except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
+                errors = [interrupt]
+            if errors and failure is None:
+                failure = errors[0]
                 cancel()
+        if failure is None:
+            failure = next((error for error in report.outcomes if error is not None), None)
         if failure is not None:
             raise failure
 
@@ -65,18 +77,14 @@ def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:
         inbox.put(None)
 
 
-def _work(
-    inbox: SimpleQueue[tuple[Job, SimpleQueue[BaseException | None]] | None],
-    device: torch.device,
-    cpu_threads: int | None,
-) -> None:
+def _work(inbox: Inbox, device: torch.device, cpu_threads: int | None) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # gives this thread the device's context, which cuBLAS complains to be without
     elif cpu_threads is not None:
         _limit_threads(cpu_threads)
     while (task := inbox.get()) is not None:
-        job, outcomes = task
+        job, report = task
         error: BaseException | None = None
         try:
             job()
@@ -86,8 +94,9 @@ def _work(
             error = raised
         # Nothing of the step may stay alive in this frame until the next one comes.
         del task, job
-        outcomes.put(error)
-        del outcomes, error
+        report.outcomes.append(error)
+        report.news.put(None)
+        del report, error
 
 
 def _limit_threads(count: int) -> None:

@@ -39,6 +39,8 @@ class ScheduleSource:
             self._given, self.name, self.ranks = schedule, schedule.name, schedule.num_ranks
             trains = schedule.trains
         else:
+            if not isinstance(schedule, str):
+                raise ScheduleError(f"schedule must be a name or a Schedule, got {schedule!r}")
             self.name = find(schedule)
             self.ranks, self.stages_per_rank = _ranks(self.name, stages, ranks, places)
             trains = build(self.name, 1, 1).trains
@@ -95,7 +97,7 @@ def _ranks(name: str, stages: int, ranks: int | None, places: int | None) -> tup
     fixed = SCHEDULES[name].stages_per_rank
     if fixed is None:
         if ranks is None and places is not None:
-            ranks = min(places, stages)
+            ranks = max(1, min(places, stages))
         if ranks is None:
             ranks = stages // 2 if stages % 2 == 0 and name in ("interleaved", "looped_bfs") else stages
         if stages % ranks:

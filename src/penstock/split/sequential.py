@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.errors import PlanError
 from penstock.split.partition import partition
@@ -40,10 +41,11 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers by name. ``named_children`` would leave out a layer that stands there twice."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
-    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+    own_forward = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
+    if not isinstance(model, nn.Sequential) or own_forward:
         raise PlanError(
-            f"{type(model).__name__} is not a plain nn.Sequential, whose layers run one after the other: write it "
-            "as an nn.Sequential of its parts"
+            f"{type(model).__name__} is not a plain nn.Sequential, whose forward runs its layers one after the other: "
+            "write it as an nn.Sequential of its parts"
         )
     if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
         raise PlanError(
@@ -52,6 +54,11 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     layers = {name: layer for name, layer in model._modules.items() if layer is not None}
     if not layers:
         raise PlanError("the nn.Sequential has no layers: there is nothing to split")
+    for name, layer in layers.items():
+        members = (*layer.parameters(), *layer.buffers())
+        if any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor in members):
+            kind = type(layer).__name__
+            raise PlanError(f"layer {name} ({kind}) does not know its size yet: run the model on a batch first")
     return layers
 
 
@@ -59,8 +66,10 @@ def _balance(layers: dict[str, nn.Module], balance: Sequence[int] | None, stages
     if (balance is None) == (stages is None):
         raise PlanError("say how to cut: either balance=[2, 2] (layers per stage) or stages=2, not both")
     if balance is not None:
+        if isinstance(balance, str) or not isinstance(balance, Iterable):
+            raise PlanError(f"balance must be a list with the number of layers of each stage, got {balance!r}")
         sizes = list(balance)
-        if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
+        if not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
             raise PlanError(f"every stage needs at least one layer: balance={sizes}")
         if sum(sizes) != len(layers):
             raise PlanError(

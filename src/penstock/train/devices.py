@@ -38,6 +38,8 @@ def assign(devices: Devices, ranks: int) -> list[torch.device]:
     for device in named[:ranks]:
         if device.type == "cuda" and (device.index or 0) >= _gpus():
             raise PlanError(f"device {device} is not there: this machine has {_gpus()} CUDA devices")
+        if device.type not in ("cpu", "cuda"):
+            raise PlanError(f"device {device} cannot run a stage: stages run on 'cpu' and on 'cuda' devices")
     return named[:ranks]
 
 

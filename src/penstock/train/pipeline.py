@@ -104,7 +104,10 @@ class Pipeline:
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, inputs: Any = None, targets: Any = None) -> StepResult:
-        """Forward and backward of one mini-batch. Gradients are added to ``.grad``, as by ``loss.backward()``."""
+        """Forward and backward of one mini-batch. Gradients are added to ``.grad``, as by ``loss.backward()``.
+
+        A step that fails leaves no gradients where there were none; those of earlier steps may be incomplete sums.
+        """
         start = time.perf_counter()
         self._check_open()
         if torch.is_inference_mode_enabled():
@@ -197,7 +200,8 @@ class Pipeline:
         if not full or not isinstance(self._crew, ProcessCrew):
             return own
         parts = self._crew.gather({name: tensor.cpu() for name, tensor in own.items()})
-        return {name: part[name] for part in parts for name in part}
+        whole = {name: tensor for part in parts for name, tensor in part.items()}
+        return {name: whole[name] for name in self._model.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict of the plain model, or of a pipeline cut anyhow; under a mesh, a rank takes its part."""

@@ -110,16 +110,16 @@ def replay(
 ) -> list[Tensor | None]:
     """The gradients of all inputs, in a backward that is not an I: autograd called inside a stage's forward.
 
-    ``inputs`` are those of the node, in order. They have edges only while the recorder is cautious.
+    ``inputs`` are the first ones of the node, in order. They have edges only while the recorder is cautious.
     """
-    needs = ctx.needs_input_grad
-    if any(t is not None and t.requires_grad and not n for t, n in zip(inputs, needs, strict=False)):
+    needs = ctx.needs_input_grad[: len(inputs)]
+    if any(t is not None and t.requires_grad and not n for t, n in zip(inputs, needs, strict=True)):
         raise PipelineError(
             "autograd ran inside the forward of a stage whose backward is split into I and W, and did not on the "
             "stage's first micro-batch. Call it on every micro-batch, or use a schedule without W, such as '1f1b'."
         )
     queue.recorder.autograd_in_forward = True
-    wanted = [t for t, n in zip(inputs, needs, strict=False) if n and t is not None]
+    wanted = [t for t, n in zip(inputs, needs, strict=True) if n and t is not None]
     differentiable = is_grad_enabled()
     with torch.enable_grad():
         found = iter(torch.autograd.grad(op(), wanted, g, create_graph=differentiable))
