@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.context import Ambient
-from penstock.engine.infer import Propagation
+from penstock.engine.infer import FakeStage, Propagation
 from penstock.engine.meta import MessageMeta, meta_of
 from penstock.engine.tree import flatten
 from penstock.errors import PlanError
@@ -27,7 +27,7 @@ def meta(value: Any) -> MessageMeta:
 
 
 def propagation(module: nn.Module, state: Ambient = PLAIN, grad: bool = True) -> Propagation:
-    return Propagation(3, module, CPU, state, grad)
+    return Propagation(FakeStage(3, module, CPU), state, grad)
 
 
 def both(module: nn.Module, value: Any, state: Ambient = PLAIN) -> tuple[str, str]:

@@ -70,13 +70,22 @@ class Bulletin:
             while (waited := time.monotonic() - start) < PATIENCE:
                 if self.store.check(["cause"]):
                     return self._read()
+                if waited > SILENCE and self.store.check([f"closed/{error.peer}"]):
+                    return self._publish(Cause(error.peer, "", "it has closed its pipeline, while others still use it"))
                 if waited > SILENCE and not self.store.check([f"alive/{error.peer}"]):
                     dead = "its process is gone without a word (killed, or out of memory?)"
                     return self._publish(Cause(error.peer, "", dead))
                 time.sleep(0.02)
             return self._publish(Cause(error.peer, "", f"its channel with rank {self.rank} broke: {error}"))
-        except RuntimeError as gone:  # the store itself is gone, and with it the process that keeps it
-            return Cause(error.peer, "", f"its process is gone, or the one that keeps the store: {error} ({gone})")
+        except RuntimeError:  # the store is gone: rank 0 keeps it, unless a launcher does
+            return Cause(0, "", "its process, or the launcher's, is gone, and the store with it (killed, out of memory?)")
+
+    def closed(self) -> None:
+        """Say that this rank has left the pipeline of its own will, or after a failure."""
+        try:
+            self.store.set(f"closed/{self.rank}", "1")
+        except RuntimeError:
+            return  # the store is gone, and so is everyone who would read it
 
     def _publish(self, cause: Cause) -> Cause:
         try:

@@ -87,8 +87,8 @@ class Propagation:
                 output = self.fake.run(unflatten(leaves, meta.spec))
             except Exception as error:
                 raise PlanError(
-                    f"stage {self.fake.stage} could not be run on fake tensors to learn its output's shape, for an input of "
-                    f"{meta}: {type(error).__name__}: {error}"
+                    f"stage {self.fake.stage} could not be run on fake tensors to learn its output's shape, for an "
+                    f"input of {meta}: {type(error).__name__}: {error}"
                 ) from error
             out, spec = flatten(output)
             wants = [i for i, leaf in enumerate(out) if isinstance(leaf, Tensor) and leaf.requires_grad]

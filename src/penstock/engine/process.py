@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock.engine.agree import Agreement, Announcement, Refused
 from penstock.engine.channel.control import Control
@@ -22,8 +20,9 @@ from penstock.engine.context import ambient, surround
 from penstock.engine.failure import Bulletin
 from penstock.engine.head import Head
 from penstock.engine.inputs import cut, cut_targets
+from penstock.engine.meeting import Meeting
 from penstock.engine.outcome import Outcome, send_back
-from penstock.engine.runner import Ends, Lane, Runner, Wiring, compile_program
+from penstock.engine.runner import Ends, Lane, PostedLane, Runner, Wiring, compile_program
 from penstock.engine.stage import Message, StageEngine, make_slots
 from penstock.engine.ties import Ties
 from penstock.errors import PipelineError, PlanError
@@ -34,9 +33,6 @@ from penstock.split.plan import Plan
 from penstock.version import __version__
 
 __all__ = ["ProcessCrew"]
-
-_pipelines = 0  # how many this process has made: the same number on every rank
-
 
 class Place(Protocol):
     """Where this process stands: what the crew needs to know of a mesh."""
@@ -52,14 +48,20 @@ class Job:
 
     runner: Runner
     ends: Ends
+    lanes: tuple[Lane, ...]
+
+    def close(self) -> None:
+        for lane in self.lanes:
+            if isinstance(lane, PostedLane):
+                lane.close()
 
 
 class ProcessCrew:
     """This rank's stages, and its channels to the other ranks."""
 
-    def __init__(self, plan: Plan, stages: Sequence[StageEngine], source: ScheduleSource, place: Place) -> None:
-        global _pipelines
-        _pipelines += 1
+    def __init__(
+        self, plan: Plan, stages: Sequence[StageEngine], source: ScheduleSource, place: Place, meeting: Meeting
+    ) -> None:
         model = plan.model
         assert model is not None
         self.plan = plan
@@ -73,10 +75,10 @@ class ProcessCrew:
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.ended: PipelineError | None = None
         self._groups: list[Group] = []
-        self._store = PrefixStore(f"penstock/{_pipelines}", dist.distributed_c10d._get_default_store())
+        self._store = meeting.store
+        self._compare(meeting)
         self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
-        self._compare()
         self.wires = self._open_channels()
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, model)
         self.ties = Ties(plan, stages, self.placement, self.rank, self._new_group)
@@ -167,7 +169,8 @@ class ProcessCrew:
             forward, backward = self._lanes(announced, len(announced.sizes))
             ends = Ends(seed=None if self._head is None else self._head.seed)
             wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends)
-            self._jobs[announced.number] = Job(compile_program(program.instructions, wiring), ends)
+            lanes = (*forward.values(), *backward.values())
+            self._jobs[announced.number] = Job(compile_program(program.instructions, wiring), ends, lanes)
             while len(self._jobs) > 16:  # batches of ever new shapes must not pile up compiled programs
                 self._jobs.popitem(last=False)
         self._jobs.move_to_end(announced.number)
@@ -220,26 +223,19 @@ class ProcessCrew:
                 wires[a, b, lane] = Wire(self._new_group(f"{a}>{b}{lane}", (a, b)), peer, self.device)
         return wires
 
-    def _compare(self) -> None:
+    def _compare(self, meeting: Meeting) -> None:
         """All ranks must have been given the same pipeline."""
         schedule = self.source.training(self.source.microbatches)
-        digest = hashlib.sha256(str(schedule).encode()).hexdigest()[:12]
-        plan = hashlib.sha256(str([(s.layers, s.parameters) for s in self.plan.stages]).encode()).hexdigest()[:12]
-        facts = {
-            "penstock": __version__,
-            "torch": torch.__version__,
-            "schedule": f"{schedule.name} ({digest})",
-            "micro-batches": self.source.microbatches,
-            "plan": f"{self.plan.num_stages} stages ({plan})",
-        }
-        everyone = self.control.gather(facts)
-        for what, mine in everyone[0].items():
-            others = {self.ranks[r]: theirs[what] for r, theirs in enumerate(everyone) if theirs[what] != mine}
-            if others:
-                raise PlanError(
-                    f"the ranks were given different pipelines: {what} is {mine} on rank {self.ranks[0]}, but "
-                    + ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
-                )
+        stages = [(stage.layers, stage.parameters) for stage in self.plan.stages]
+        meeting.compare(
+            {
+                "penstock": __version__,
+                "torch": torch.__version__,
+                "micro-batches": self.source.microbatches,
+                "plan": f"{self.plan.num_stages} stages ({_digest(str(stages))})",
+                "schedule": f"{schedule.name} ({_digest(str(schedule))})",
+            }
+        )
 
     # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -272,10 +268,15 @@ class ProcessCrew:
             raise PlanError(str(refused)) from None
         except ChannelError as error:
             self._stop(self.bulletin.lost(error).error(), error)
-        except Exception as error:
+        except BaseException as error:
             at = self.runner.current if self.runner is not None else None
             place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
-            self._stop(self.bulletin.failed(error, *place).error(), error)
+            cause = self.bulletin.failed(error, *place).error()
+            if isinstance(error, Exception):
+                self._stop(cause, error)
+            self.ended = cause
+            self.close()
+            raise
 
     def _stop(self, error: PipelineError, cause: BaseException) -> NoReturn:
         self.ended = error
@@ -288,12 +289,23 @@ class ProcessCrew:
 
     def close(self) -> None:
         """Leave the channels. Ranks that still wait for this one learn of it at once."""
+        if not self._groups:
+            return
+        self.bulletin.closed()
+        for job in self._jobs.values():
+            job.close()
         self._jobs.clear()
         self.runner = None
-        self.wires.clear()
+        for wire in self.wires.values():
+            wire.close()
         self.control.close()
         self.ties.close()
         for group in self._groups:
             if group.name() == "nccl":
                 group.abort()
+        del group
         self._groups.clear()  # gloo closes its connections with its last reference
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -33,6 +33,8 @@ class PostedLane(Lane, Protocol):
 
     def sent(self, microbatch: int) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass
 class Progress:

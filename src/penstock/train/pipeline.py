@@ -15,6 +15,7 @@ from penstock.engine.head import Head
 from penstock.engine.inputs import cut, single_value
 from penstock.engine.local import LocalCrew
 from penstock.engine.loss import loss_rule
+from penstock.engine.meeting import Meeting
 from penstock.engine.process import ProcessCrew
 from penstock.engine.stage import StageEngine
 from penstock.errors import PipelineError, PlanError
@@ -62,6 +63,26 @@ class Pipeline:
         reduction: str | None = None,
         outputs: str | None = "all",
     ) -> None:
+        meeting = None if mesh is None else Meeting(mesh.ranks, mesh.pipe_rank)
+        try:
+            self._build(plan, loss_fn, microbatches, schedule, devices, mesh, meeting, reduction, outputs)
+        except BaseException as error:
+            if meeting is not None:
+                meeting.cancel(error)
+            raise
+
+    def _build(
+        self,
+        plan: Plan,
+        loss_fn: Callable[..., Any] | None,
+        microbatches: int,
+        schedule: str | Schedule,
+        devices: Devices,
+        mesh: Mesh | None,
+        meeting: Meeting | None,
+        reduction: str | None,
+        outputs: str | None,
+    ) -> None:
         if not isinstance(plan, Plan):
             raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
         if plan.model is None:
@@ -99,7 +120,8 @@ class Pipeline:
         if mesh is None:
             self._crew = LocalCrew(self.plan, stages, source.placement)
         else:
-            self._crew = ProcessCrew(self.plan, stages, source, mesh)
+            assert meeting is not None
+            self._crew = ProcessCrew(self.plan, stages, source, mesh, meeting)
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
 

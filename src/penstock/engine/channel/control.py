@@ -49,7 +49,9 @@ class Control:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise ChannelError(self.ranks[rank], str(error)) from error
+                sending.clear()
+                work = None
+                raise ChannelError(self.ranks[rank], str(error)) from None
 
     def close(self) -> None:
         self._sending.clear()
@@ -69,10 +71,10 @@ class Control:
         try:
             self._sending.append((rank, self.group.send([tensor], rank, 1), tensor))
         except RuntimeError as error:
-            raise ChannelError(self.ranks[rank], str(error)) from error
+            raise ChannelError(self.ranks[rank], str(error)) from None
 
     def _wait(self, rank: int, tensor: torch.Tensor) -> None:
         try:
             self.group.recv([tensor], rank, 1).wait()
         except RuntimeError as error:
-            raise ChannelError(self.ranks[rank], str(error)) from error
+            raise ChannelError(self.ranks[rank], str(error)) from None

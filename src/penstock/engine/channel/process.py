@@ -5,7 +5,7 @@ Both ends know what a message looks like before it is sent, so nothing but the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,38 +42,46 @@ class Wire:
     def send(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Start sending; what is returned must be kept until ``finish`` of it is over."""
         out: list[Any] = []
-        try:
-            for tensor in tensors:
-                if self.staged:
-                    tensor = tensor.cpu()
-                if not tensor.is_contiguous():
-                    tensor = tensor.contiguous()
-                if tensor.numel():
-                    out.append((self.group.send([tensor], self.there, 0), tensor))
-        except RuntimeError as error:
-            raise ChannelError(self.peer, str(error)) from error
+        for tensor in tensors:
+            if self.staged:
+                tensor = tensor.cpu()
+            if not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            if tensor.numel():
+                out.append((self._start(self.group.send, tensor), tensor))
         return out
 
     def receive(self, metas: Sequence[TensorMeta]) -> list[Any]:
         """Post receives into fresh buffers."""
         out: list[Any] = []
-        try:
-            for meta in metas:
-                buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.buffers)
-                out.append((self.group.recv([buffer], self.there, 0) if buffer.numel() else None, buffer))
-        except RuntimeError as error:
-            raise ChannelError(self.peer, str(error)) from error
+        for meta in metas:
+            buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.buffers)
+            out.append((self._start(self.group.recv, buffer) if buffer.numel() else None, buffer))
         return out
 
-    def finish(self, works: Sequence[Any]) -> list[Tensor]:
+    def finish(self, works: list[Any]) -> list[Tensor]:
         """Wait for sends or receives that were started; their tensors."""
         try:
             for work, _ in works:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            raise ChannelError(self.peer, str(error)) from error
+            # The error keeps this frame alive, and a connection is closed with the last reference to it.
+            works.clear()
+            work = None
+            raise ChannelError(self.peer, str(error)) from None
         return [tensor.to(self.device) if self.staged else tensor for _, tensor in works]
+
+    def _start(self, call: Callable[..., Any], tensor: Tensor) -> Any:
+        try:
+            return call([tensor], self.there, 0)
+        except RuntimeError as error:
+            raise ChannelError(self.peer, str(error)) from None
+        finally:
+            del call
+
+    def close(self) -> None:
+        self.group = None
 
 
 class _ProcessLane:
@@ -86,6 +94,9 @@ class _ProcessLane:
 
     def sent(self, microbatch: int) -> None:
         self.wire.finish(self.under_way.pop(microbatch))
+
+    def close(self) -> None:
+        self.under_way.clear()
 
 
 class ForwardLane(_ProcessLane):

@@ -1,0 +1,67 @@
+"""How the ranks of a pipeline come together: all bring the same facts, or all learn who does not, or cannot come.
+
+It goes through the store, by looking and not by waiting there, so that a rank which fails while it builds its
+pipeline does not leave the others waiting for its connections.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from penstock.errors import PipelineError, PlanError
+
+__all__ = ["Meeting"]
+
+_meetings = 0  # how many pipelines this process has begun to build: the same number on every rank
+
+
+class Meeting:
+    """One pipeline's own corner of the store."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, patience: float = 300.0) -> None:
+        """``rank`` is this one's place among ``ranks``, which are those of the world."""
+        global _meetings
+        _meetings += 1
+        self.store = PrefixStore(f"penstock/{_meetings}", dist.distributed_c10d._get_default_store())
+        self.ranks = ranks
+        self.rank = rank
+        self.patience = patience  # seconds to wait for ranks that have not come
+
+    def cancel(self, error: BaseException) -> None:
+        """Tell the others that this rank will not come."""
+        word = {"rank": self.ranks[self.rank], "error": f"{type(error).__name__}: {error}"}
+        self.store.compare_set("cancelled", "", json.dumps(word))
+
+    def compare(self, facts: Mapping[str, Any]) -> None:
+        """Wait for all ranks; raise if one does not come, or comes with other facts than the first."""
+        self.store.set(f"facts/{self.rank}", json.dumps(facts))
+        keys = [f"facts/{rank}" for rank in range(len(self.ranks))]
+        start = time.monotonic()
+        pause = 0.001
+        while not self.store.check(keys):
+            if self.store.check(["cancelled"]) and not self.store.check(keys):
+                word = json.loads(self.store.get("cancelled"))
+                rank = word["rank"]
+                raise PipelineError(f"rank {rank} could not build its pipeline: {word['error']}", rank=rank)
+            if time.monotonic() - start > self.patience:
+                missing = [self.ranks[r] for r, key in enumerate(keys) if not self.store.check([key])]
+                raise PipelineError(
+                    f"after {self.patience:.0f} s, ranks {missing} have not begun to build this pipeline: every rank "
+                    "must build the same pipelines in the same order"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        everyone = [json.loads(self.store.get(key)) for key in keys]
+        for what, first in everyone[0].items():
+            others = {self.ranks[r]: theirs[what] for r, theirs in enumerate(everyone) if theirs[what] != first}
+            if others:
+                raise PlanError(
+                    f"the ranks were given different pipelines: {what} is {first} on rank {self.ranks[0]}, but "
+                    + ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
+                )
