@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import check, say_quiet, table, verdict_lines, write
+from benchmarks.report import Quiet, check, verdict_lines, write
 
 BENCHMARKS = {
     "host_cost": "(a) host cost per action on a fake process group",
@@ -29,30 +30,22 @@ def targets_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows to show of ``split_backward``, which prints its own table only when it is run by itself."""
-    return [
-        {name: row[name] for name in ("kind", "layers", "dim", "tokens", "batch")}
-        | {"full B µs": row["full_us"]["B"], "ours I µs": row["ours_us"]["I"], "ours W µs": row["ours_us"]["W"]}
-        | {"ours (I+W)/B": row["ours_backward_ratio"], "torch (I+W)/B": row["peer_backward_ratio"]}
-        for row in result["rows"]
-    ]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     listed = ", ".join(BENCHMARKS)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {listed} (default: all)")
     parser.add_argument("--quick", action="store_true", help="short runs to see that everything works; rough numbers")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON files")
+    parser.add_argument("--out", type=Path, help="folder for the JSON files (default: benchmarks/results; quick: /tmp)")
     options = parser.parse_args()
+    quick_out = Path(tempfile.gettempdir()) / "penstock-benchmarks"  # rough numbers must not replace the others
+    out = options.out or (quick_out if options.quick else Path(__file__).parent / "results")
     unknown = [name for name in options.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}: there are {listed}")
     failed = []
     for name in options.names or BENCHMARKS:
         print(f"\n── {name}: {BENCHMARKS[name]} " + "─" * 20, flush=True)
-        quiet = say_quiet(patience=2.0 if options.quick else 120.0)
+        quiet = Quiet(patience=2.0 if options.quick else 120.0)
         begin = time.monotonic()
         try:
             module = importlib.import_module(f"benchmarks.{name}")
@@ -61,12 +54,9 @@ def main() -> int:
             traceback.print_exc()
             failed.append(name)
             continue
-        if hasattr(module, "show"):
-            module.show(result)
-        else:
-            table(BENCHMARKS[name], rows_of(result))
+        module.show(result)
         print(*verdict_lines(targets_of(result)), sep="\n")
-        path = write(options.out, name, {**result, "seconds": time.monotonic() - begin}, options.quick, quiet)
+        path = write(out, name, {**result, "seconds": time.monotonic() - begin}, options.quick, quiet.finish())
         print(f"{time.monotonic() - begin:.0f} s, written to {path}")
     if failed:
         print(f"\nFAILED: {', '.join(failed)}")

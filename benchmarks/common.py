@@ -1,78 +1,26 @@
-"""What the benchmarks share: a quiet machine, ranks with a deadline, variants in turn, medians, tables, results."""
+"""What the benchmarks share in measuring: ranks with a deadline, a common start, variants in turn, medians."""
 
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
-import platform
 import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-import penstock
-
-__all__ = [
-    "check", "interleave", "medians", "say_quiet", "spawn", "table", "together", "verdict_lines", "write",
-]  # fmt: skip
+__all__ = ["interleave", "medians", "spawn", "together"]
 
 T = TypeVar("T")
 LEAD = 0.01  # seconds between the agreement on a common start and that start
-
-
-# ── the machine ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def say_quiet(patience: float = 60.0, busy: float = 0.15) -> dict[str, Any]:
-    """Wait until other jobs use less than ``busy`` of a core, warn if they do not stop; what was found.
-
-    The load average also remembers the benchmark before this one, so the CPUs' idle time now decides.
-    """
-    deadline = time.monotonic() + patience
-    while (used := _cores_in_use()) > busy and time.monotonic() < deadline:
-        time.sleep(1.0)
-    load = os.getloadavg()
-    if used > busy:
-        print(
-            f"warning: the machine is not quiet: other jobs use {used:.2f} of {os.cpu_count()} cores "
-            f"(load average {load[0]:.2f}). The numbers below are not to be relied on.",
-            flush=True,
-        )
-    return {"quiet": used <= busy, "cores_in_use": round(used, 3), "load_average": load}
-
-
-def _cores_in_use(seconds: float = 1.0) -> float:
-    """How many cores' worth of time is spent, by anybody, while this process sleeps."""
-    try:
-        before = _busy_ticks()
-        time.sleep(seconds)
-        return (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
-    except (OSError, ValueError):  # no /proc here
-        return os.getloadavg()[0]
-
-
-def _busy_ticks() -> int:
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
-    return user + nice + system + irq + softirq
-
-
-def machine() -> dict[str, Any]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform()}
 
 
 # ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,71 +143,3 @@ def _largest(value: float) -> float:
 
 def medians(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: median(values) for name, values in found.items()}
-
-
-# ── results ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def check(what: str, value: float, *, most: float | None = None, least: float | None = None) -> dict[str, Any]:
-    """A target and whether it is met."""
-    met = (most is None or value <= most) and (least is None or value >= least)
-    target = f"≤ {most:.4g}" if most is not None else f"≥ {least:.4g}"
-    return {"what": what, "value": value, "target": target, "met": met}
-
-
-def verdict_lines(targets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line per missed target, and how many are met."""
-    missed = [f"TARGET MISSED  {t['what']}: {t['value']:.4g}, target {t['target']}" for t in targets if not t["met"]]
-    return [*missed, f"{len(targets) - len(missed)} of {len(targets)} targets met"]
-
-
-def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table; columns are the keys, floats have four digits."""
-    flat = [{key: _cell(value) for key, value in _flat(row)} for row in rows]
-    columns = list(dict.fromkeys(key for row in flat for key in row))
-    print()
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        cells = [columns, *([row.get(column, "") for column in columns] for row in flat)]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-        print(title, *("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells), sep="\n")
-        return
-    shown = Table(title=title, title_justify="left", title_style="bold")
-    for i, column in enumerate(columns):
-        shown.add_column(column, justify="left" if i == 0 else "right")
-    for row in flat:
-        shown.add_row(*(row.get(column, "") for column in columns))
-    console = Console()
-    console.print(shown) if console.is_terminal else Console(width=160).print(shown)
-
-
-def _flat(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested dicts become columns ``outer inner``; lists (raw repeats) are left to the JSON."""
-    cells: list[tuple[str, Any]] = []
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            cells += _flat(value, f"{prefix}{key} ")
-        elif not isinstance(value, list | tuple):
-            cells.append((f"{prefix}{key}", value))
-    return cells
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else str(value)
-
-
-def write(folder: Path, name: str, result: Mapping[str, Any], quick: bool, quiet: Mapping[str, Any]) -> Path:
-    """The result as JSON, with when and where it was found."""
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "penstock": penstock.__version__}
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    head = {"benchmark": name, "date": date, "quick": quick, "machine": machine(), "versions": versions, "load": quiet}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps({**head, **result, **head}, indent=1, default=str) + "\n")
-    return path

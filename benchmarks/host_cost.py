@@ -30,7 +30,8 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.common import check, interleave, medians, spawn, table
+from benchmarks.common import interleave, medians, spawn
+from benchmarks.report import check, table
 from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
 from penstock.engine.meta import MessageMeta, TensorMeta
 from penstock.engine.runner import Ends, Lane, Runner, Wiring, compile_program
@@ -82,10 +83,9 @@ def our_runner(schedule: Schedule, rank: int = RANK) -> Runner:
         a, b = schedule.placement[src], schedule.placement[dst]
         if rank in (a, b):
             assert a != b, "the middle of a pipeline has no edge within a rank"
-            out, back = ForwardLane(wire(a, b, "F"), f"stage {src}"), BackwardLane(wire(b, a, "B"), f"stage {dst}")
-            out.metas = back.metas = [meta] * schedule.num_microbatches
-            back.present = [[True]] * schedule.num_microbatches
-            forward[src, dst], backward[dst, src] = out, back
+            metas, present = [meta] * schedule.num_microbatches, [[True]] * schedule.num_microbatches
+            forward[src, dst] = ForwardLane(wire(a, b, "F"), f"stage {src}", metas)
+            backward[dst, src] = BackwardLane(wire(b, a, "B"), f"stage {dst}", metas, present)
     wiring = Wiring(stages, make_slots(program, stages), forward, backward, Ends())
     return compile_program(program.instructions, wiring)
 

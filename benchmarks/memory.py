@@ -26,7 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as ps
 import penstock.engine.process as our_process
-from benchmarks.common import check, spawn, table
+from benchmarks.common import spawn
+from benchmarks.report import check, table
 
 __all__ = ["run", "show"]
 

@@ -32,7 +32,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import penstock as ps
-from benchmarks.common import check, interleave, medians, spawn, table, together
+from benchmarks.common import interleave, medians, spawn, together
+from benchmarks.report import check, table
 from penstock.schedule import Costs, Schedule, build, from_csv, simulate
 
 __all__ = ["run", "show"]
@@ -50,28 +51,29 @@ THEIRS: list[Any] = [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZ
 overshoots: list[float] = []
 
 
-def doze(seconds: float) -> None:
-    """Be away for a time: asleep, and the last few microseconds awake."""
-    end = time.monotonic() + seconds
-    time.sleep(max(0.0, seconds - SPIN))
+def doze(since: float, seconds: float) -> None:
+    """Be away until ``seconds`` after ``since``: asleep, and the last few microseconds awake."""
+    end = since + seconds
+    time.sleep(max(0.0, end - time.monotonic() - SPIN))
     while (now := time.monotonic()) < end:
         pass
     overshoots.append(now - end)
 
 
 class Through(torch.autograd.Function):
-    """From the input to the output: sleeps in F and in I."""
+    """From the input to the output: sleeps in F, which began at ``since``, and in I."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chunk: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, chunk: float, since: float) -> Tensor:
         ctx.chunk = chunk
-        doze(chunk)
-        return x.clone()
+        y = x.clone()
+        doze(since, chunk)
+        return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        doze(ctx.chunk)
-        return g, None
+        doze(time.monotonic(), ctx.chunk)
+        return g, None, None
 
 
 class Weight(torch.autograd.Function):
@@ -87,23 +89,28 @@ class Weight(torch.autograd.Function):
         weight, chunk = ctx.weight, ctx.chunk
 
         def work() -> Tensor:
-            doze(chunk)
-            return torch.zeros_like(weight)
+            since = time.monotonic()
+            grad = torch.zeros_like(weight)
+            doze(since, chunk)
+            return grad
 
         return ps.defer_weight_grad(weight, work), None
 
 
 class SleepyStage(nn.Module):
+    """``x + weight``, in as much time as is asked for: what it takes itself is part of its sleep."""
+
     def __init__(self, chunk: float, first: bool) -> None:
         super().__init__()
         self.chunk, self.first = chunk, first
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
+        since = time.monotonic()
         if self.first:
             x = x.detach().requires_grad_()  # so that the first stage has an I, like all others
-        y: Tensor = Through.apply(x, self.chunk)  # type: ignore[no-untyped-call]
-        return y + Weight.apply(self.weight, self.chunk)  # type: ignore[no-untyped-call]
+        y: Tensor = Through.apply(x + Weight.apply(self.weight, self.chunk), self.chunk, since)
+        return y
 
 
 def model(stages: int, chunk: float) -> nn.Sequential:

@@ -27,7 +27,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import penstock as ps
-from benchmarks.common import check, interleave, medians, spawn, table, together
+from benchmarks.common import interleave, medians, spawn, together
+from benchmarks.report import check, table
 from penstock.schedule import build, simulate
 
 __all__ = ["run", "show"]

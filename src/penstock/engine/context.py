@@ -55,6 +55,7 @@ def surround(stages: Iterable[StageEngine], state: Ambient) -> None:
     """Let the stages' forwards run in the caller's state."""
     for stage in stages:
         stage.around = Around(state) if state else None
+        stage.mode = (state, stage.module.training)
 
 
 def ambient() -> Ambient:

@@ -78,7 +78,7 @@ class Bulletin:
                 time.sleep(0.02)
             return self._publish(Cause(error.peer, "", f"its channel with rank {self.rank} broke: {error}"))
         except RuntimeError:  # the store is gone: rank 0 keeps it, unless a launcher does
-            return Cause(0, "", "its process, or the launcher's, is gone, and the store with it (killed, out of memory?)")
+            return Cause(0, "", "its process, or the launcher's, is gone, and the store with it (killed, or no memory)")
 
     def closed(self) -> None:
         """Say that this rank has left the pipeline of its own will, or after a failure."""

@@ -195,11 +195,11 @@ class ProcessCrew:
                 forward[src, dst] = LocalLane(count, self.device, self.device)
                 backward[dst, src] = LocalLane(count, self.device, self.device)
                 continue
-            out = ForwardLane(self.wires[a, b, "F"], f"stage {src}")
-            back = BackwardLane(self.wires[b, a, "B"], f"stage {dst}")
-            out.metas = back.metas = announced.metas(src)
-            back.present = announced.present(src)
-            forward[src, dst], backward[dst, src] = out, back
+            metas = announced.metas(src)
+            forward[src, dst] = ForwardLane(self.wires[a, b, "F"], f"stage {src}", metas)
+            if announced.training:
+                present = announced.present(src)
+                backward[dst, src] = BackwardLane(self.wires[b, a, "B"], f"stage {dst}", metas, present)
         return forward, backward
 
     # ── building ─────────────────────────────────────────────────────────────────────────────────────────────

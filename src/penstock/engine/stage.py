@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 
 from penstock.engine.head import Head
-from penstock.engine.tree import Spec, flatten, unflatten
+from penstock.engine.tree import LEAF, Spec, flatten, unflatten
 from penstock.engine.weightgrad import Recorder, WeightGradQueue
 from penstock.schedule.program import Program
 
@@ -29,6 +29,11 @@ __all__ = ["Message", "Slot", "StageEngine", "make_slots"]
 # torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+
+
+_NEVER = object()
+_PythonNode = torch._C._FunctionBase
+_FIRST = (0,)
 
 
 class Message(NamedTuple):
@@ -72,6 +77,8 @@ class StageEngine:
         self.device = device
         self.head = head
         self.around: AbstractContextManager[Any] | None = None  # entered for each forward
+        self.mode: object = None  # what the forward may depend on: training or not, autocast
+        self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
         self._recorder: Recorder | None = None
 
@@ -85,19 +92,39 @@ class StageEngine:
         """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
         leaves, spec, wants = message
         slot.inputs = inputs = [leaves[i].requires_grad_() for i in wants]
-        for i, leaf in zip(wants, inputs, strict=True):
-            # The module may change its input in place, which autograd forbids for a leaf and for a view of one.
-            leaves[i] = _unsafe_view(leaf, leaf.shape)
+        careful = self.mode != self.calm_in
+        if careful:
+            for i, leaf in zip(wants, inputs, strict=True):
+                leaves[i] = _unsafe_view(leaf, leaf.shape)
         value = leaves[0] if spec is None else unflatten(leaves, spec)
-        if self.around is None and slot.queue is None:
-            output = self._call(microbatch, value)
-        else:
-            with self.around or nullcontext(), nullcontext() if slot.queue is None else slot.queue.recording():
+        try:
+            if self.around is None and slot.queue is None:
                 output = self._call(microbatch, value)
-        for i, leaf in zip(wants, inputs, strict=True):
-            if leaves[i]._version:  # changed in place: what the stage before saved of its output is no longer that
-                increment_version(leaf)
+            else:
+                with self.around or nullcontext(), nullcontext() if slot.queue is None else slot.queue.recording():
+                    output = self._call(microbatch, value)
+        except RuntimeError as error:
+            if not careful and "leaf Variable that requires grad" in str(error):
+                self.calm_in = _NEVER
+                error.add_note("the stage changes its input in place, and did not before: run the step again")
+            raise
+        if careful:
+            self._look_for_changes(leaves, wants, inputs)
         slot.message, slot.roots = depart(output)
+
+    def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
+        """Learn whether the module changes its inputs in place.
+
+        Autograd forbids that for a leaf and for a view of one, so the module was given neither. A module that does
+        not do it is given the leaf itself from now on, while it stays in this mode: one node less each way.
+        """
+        changed = [leaf for i, leaf in zip(wants, inputs, strict=True) if leaves[i]._version]
+        for leaf in changed:  # what the stage before saved of its output is no longer that
+            increment_version(leaf)
+        if wants and not changed:
+            self.calm_in = self.mode
+        elif changed:
+            self.calm_in = _NEVER
 
     def _call(self, microbatch: int, value: Any) -> Any:
         output = self.module(value)
@@ -105,13 +132,15 @@ class StageEngine:
 
     def backward(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
         """Turn the gradients of the outputs into those of the inputs (``slot.grads``) and of the parameters."""
-        roots = slot.roots
-        if any(grad is None for grad in grads):
-            roots, grads = _present(roots, grads)
+        roots, inputs = slot.roots, slot.inputs
+        for grad in grads:
+            if grad is None:
+                roots, grads = _present(roots, grads)
+                break
         if roots:
             _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
-        slot.grads = [leaf.grad for leaf in slot.inputs]
-        for leaf in slot.inputs:
+        slot.grads = [leaf.grad for leaf in inputs]
+        for leaf in inputs:
             leaf.grad = None
         slot.inputs = slot.roots = ()
 
@@ -164,13 +193,16 @@ def _present(
 def _edge(tensor: Tensor) -> GradientEdge:
     """``get_gradient_edge``, quicker for the nodes that keep themselves alive: all but those written in Python."""
     node = tensor.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
+    if node is None or isinstance(node, _PythonNode):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
 
 
 def depart(output: Any) -> tuple[Message, list[GradientEdge]]:
     """An output as a message, its data apart from its graph: what is sent can be freed while the graph stays."""
+    if isinstance(output, Tensor):
+        alone = Message([output.detach()], LEAF, _FIRST if output.requires_grad else ())
+        return alone, [_edge(output)] if output.requires_grad else []
     leaves, spec = flatten(output)
     wants: list[int] = []
     roots: list[GradientEdge] = []

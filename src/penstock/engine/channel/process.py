@@ -59,8 +59,8 @@ class Wire:
             out.append((self._start(self.group.recv, buffer) if buffer.numel() else None, buffer))
         return out
 
-    def finish(self, works: list[Any]) -> list[Tensor]:
-        """Wait for sends or receives that were started; their tensors."""
+    def wait(self, works: list[Any]) -> None:
+        """Wait until sends or receives that were started are over."""
         try:
             for work, _ in works:
                 if work is not None:
@@ -70,6 +70,10 @@ class Wire:
             works.clear()
             work = None
             raise ChannelError(self.peer, str(error)) from None
+
+    def finish(self, works: list[Any]) -> list[Tensor]:
+        """The tensors of receives that were started, once they have come."""
+        self.wait(works)
         return [tensor.to(self.device) if self.staged else tensor for _, tensor in works]
 
     def _start(self, call: Callable[..., Any], tensor: Tensor) -> Any:
@@ -93,61 +97,77 @@ class _ProcessLane:
         self.under_way: dict[int, list[Any]] = {}
 
     def sent(self, microbatch: int) -> None:
-        self.wire.finish(self.under_way.pop(microbatch))
+        self.wire.wait(self.under_way.pop(microbatch))
 
     def close(self) -> None:
         self.under_way.clear()
 
 
 class ForwardLane(_ProcessLane):
-    """Outputs to the next stage; ``metas`` says what each micro-batch's looks like."""
+    """Outputs to the next stage, of which ``metas`` says what each micro-batch's looks like."""
 
-    metas: Sequence[MessageMeta] = ()
+    def __init__(self, wire: Wire, name: str, metas: Sequence[MessageMeta]) -> None:
+        super().__init__(wire, name)
+        self.metas = metas
+        self.tensors = [meta.tensors() for meta in metas]
 
     def send(self, microbatch: int, message: Message) -> None:
         self.under_way[microbatch] = self.wire.send(_checked(message, self.metas[microbatch], self.name))
 
     def post(self, microbatch: int) -> None:
-        self.under_way[microbatch] = self.wire.receive(self.metas[microbatch].tensors())
+        self.under_way[microbatch] = self.wire.receive(self.tensors[microbatch])
 
     def take(self, microbatch: int) -> Message:
-        tensors = iter(self.wire.finish(self.under_way.pop(microbatch)))
-        meta = self.metas[microbatch]
-        leaves = [next(tensors) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
-        return Message(leaves, meta.spec, meta.wants)
+        tensors = self.wire.finish(self.under_way.pop(microbatch))
+        leaves, spec, wants = self.metas[microbatch].parts
+        if len(tensors) != len(leaves):
+            coming = iter(tensors)
+            tensors = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves]
+        return Message(tensors, spec, wants)
 
 
 class BackwardLane(_ProcessLane):
-    """Gradients back to the stage before; ``present`` says which outputs get one."""
+    """Gradients back to the stage before, for those of its outputs that ``present`` says get one."""
 
-    metas: Sequence[MessageMeta] = ()
-    present: Sequence[Sequence[bool]] = ()
-
-    def _travelling(self, microbatch: int) -> list[TensorMeta]:
-        meta, present = self.metas[microbatch], self.present[microbatch]
-        return [meta.leaves[i] for i, there in zip(meta.wants, present, strict=True) if there]
+    def __init__(
+        self, wire: Wire, name: str, metas: Sequence[MessageMeta], present: Sequence[Sequence[bool]]
+    ) -> None:
+        super().__init__(wire, name)
+        self.present = present
+        self.tensors: list[list[TensorMeta]] = [
+            [meta.leaves[i] for i, there in zip(meta.wants, row, strict=True) if there]
+            for meta, row in zip(metas, present, strict=True)
+        ]
 
     def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
-        there = [grad for grad, there in zip(grads, self.present[microbatch], strict=True) if there]
-        metas = self._travelling(microbatch)
-        device = self.wire.device
+        metas = self.tensors[microbatch]
+        if len(metas) != len(grads):
+            grads = [grad for grad, there in zip(grads, self.present[microbatch], strict=True) if there]
         tensors = [
-            torch.zeros(meta.shape, dtype=meta.dtype, device=device) if grad is None else grad
-            for grad, meta in zip(there, metas, strict=True)
+            torch.zeros(meta.shape, dtype=meta.dtype, device=self.wire.device) if grad is None else grad
+            for grad, meta in zip(grads, metas, strict=True)
         ]
         self.under_way[microbatch] = self.wire.send(tensors)
 
     def post(self, microbatch: int) -> None:
-        self.under_way[microbatch] = self.wire.receive(self._travelling(microbatch))
+        self.under_way[microbatch] = self.wire.receive(self.tensors[microbatch])
 
-    def take(self, microbatch: int) -> list[Tensor | None]:
-        tensors = iter(self.wire.finish(self.under_way.pop(microbatch)))
-        return [next(tensors) if there else None for there in self.present[microbatch]]
+    def take(self, microbatch: int) -> Sequence[Tensor | None]:
+        tensors = self.wire.finish(self.under_way.pop(microbatch))
+        present = self.present[microbatch]
+        if len(tensors) == len(present):
+            return tensors
+        coming = iter(tensors)
+        return [next(coming) if there else None for there in present]
 
 
 def _checked(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
     """The tensors of a message, if it is what the other side expects."""
     leaves, spec, wants = message
+    if spec is None and meta.spec is None and len(wants) == len(meta.wants):
+        expected, found = meta.leaves[0], leaves[0]
+        if found.dtype is expected.dtype and found.shape == expected.shape:
+            return leaves
     tensors = []
     if len(leaves) == len(meta.leaves) and spec == meta.spec and len(wants) == len(meta.wants):
         for leaf, expected in zip(leaves, meta.leaves, strict=True):
