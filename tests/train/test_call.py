@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -315,3 +316,25 @@ def test_evaluation_leaves_gradients_alone() -> None:
         with torch.no_grad():
             pipe(batch())
         assert_same(snapshot(model), before)
+
+
+def test_threads_that_share_a_pipeline_take_turns() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    expected = model(x).detach()
+    outputs: list[Tensor] = []
+
+    with ps.Pipeline(ps.split(model, balance=[2, 1]), F.mse_loss, microbatches=4) as pipe:
+
+        def call() -> None:
+            with torch.no_grad():
+                outputs.extend(pipe(x) for _ in range(25))
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(outputs) == 100
+    for output in outputs:
+        torch.testing.assert_close(output, expected)

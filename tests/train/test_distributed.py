@@ -110,6 +110,27 @@ def test_inputs_that_want_a_gradient_get_one_on_the_first_rank(two: Ranks) -> No
     two.check(input_gradient)
 
 
+def many_kinds(rank: int) -> None:
+    """More kinds of mini-batch than are kept compiled, and each of them again when it has been forgotten."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with pipeline(model, outputs=None) as pipe:
+        for length in [*range(1, 21), *range(1, 21)]:
+            x = batch(4 * length, seed=length).reshape(4, length, 4)
+            pipe.zero_grad()
+            result = pipe.step(x, x)
+            if length in (1, 7, 20):
+                expected = plain_step(model, x, x, F.mse_loss)
+                assert_same(result.loss, expected.loss)
+                own = gradients(pipe.named_parameters())
+                assert_same(own, {name: expected.gradients[name] for name in own})
+            assert result.outputs is None
+
+
+def test_ever_new_kinds_of_mini_batch_are_all_right(two: Ranks) -> None:
+    two.check(many_kinds)
+
+
 # ── losses ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -555,6 +576,24 @@ def test_a_tied_parameter_stays_one(four: Ranks, accumulate: int, clip: bool) ->
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_a_tied_parameter_with_two_of_its_places_on_one_rank(two: Ranks, schedule: str) -> None:
     two.check(tied, schedule, 2, True)
+
+
+def tied_and_counted(rank: int) -> None:
+    """A loss that counts as it goes rescales the new gradients at the end of a step, the sum of all copies included."""
+    model, plain = tied_model(), tied_model()
+    with pipeline(model, tokens, stages=4) as pipe:
+        for step in range(3):
+            x, y = batch(10, seed=step), labels(10, seed=step)
+            y[: 2 * step] = -1
+            torch.div(*tokens(plain(x), y)).backward()
+            pipe.step(x, y)
+        expected = dict(plain.named_parameters(remove_duplicate=False))
+        own = gradients(pipe.named_parameters())
+        assert_same(own, {name: expected[name].grad for name in own})
+
+
+def test_a_tied_parameter_under_a_counted_loss_that_accumulates(four: Ranks) -> None:
+    four.check(tied_and_counted)
 
 
 def tied_apart(rank: int) -> None:

@@ -42,9 +42,10 @@ class Flight:
         self.template: tuple[list[Any], Spec] = ([], None)
 
     def forward(self, inputs: list[Message]) -> list[Message]:
-        self.crew.head.begin([1] * self.count, None, keep_outputs=False)
         ends = Ends(inputs, outputs=[None] * self.count)
-        self.crew.run(self._job(0, ends), grad=True)
+        with self.crew.lock:
+            self.crew.head.begin([1] * self.count, None, keep_outputs=False)
+            self.crew.run(self._job(0, ends), grad=True)
         assert ends.outputs is not None
         return [message for message in ends.outputs if message is not None]
 
@@ -69,7 +70,7 @@ class Flight:
 
         grads: list[Sequence[Tensor | None]] = [()] * self.count
         ends = Ends(seed=seeds.__getitem__, grads=grads)
-        with _silent_hooks(self.parameters):
+        with self.crew.lock, _silent_hooks(self.parameters):
             if self.crew.on_gpu:
                 self._backward_here(ends, work)
             else:

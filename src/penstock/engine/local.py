@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -55,6 +56,7 @@ class LocalCrew:
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
         self.workers = Workers(devices, max(1, torch.get_num_threads() // on_cpu) if on_cpu else None)
+        self.lock = threading.RLock()  # one run at a time: threads that share the pipeline take turns
         self._jobs: OrderedDict[int, tuple[Schedule, Job]] = OrderedDict()  # by identity: hashing is a walk
 
     @property
@@ -65,6 +67,10 @@ class LocalCrew:
 
     def train(self, source: ScheduleSource, value: Any, targets: Any, *, keep_outputs: bool) -> Outcome:
         """Forward and backward of one mini-batch; gradients are added to the parameters' ``.grad``."""
+        with self.lock:
+            return self._train(source, value, targets, keep_outputs)
+
+    def _train(self, source: ScheduleSource, value: Any, targets: Any, keep_outputs: bool) -> Outcome:
         sizes, messages = cut(value, source.microbatches, self.stages[0].device)
         parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
         job = self.job(source.training(len(sizes)))
@@ -80,6 +86,10 @@ class LocalCrew:
 
     def evaluate(self, source: ScheduleSource, value: Any) -> Any:
         """The outputs of one mini-batch, without a graph."""
+        with self.lock:
+            return self._evaluate(source, value)
+
+    def _evaluate(self, source: ScheduleSource, value: Any) -> Any:
         sizes, messages = cut(value, source.microbatches, self.stages[0].device)
         job = self.job(source.forward_only(len(sizes)))
         self.head.begin(sizes, None, keep_outputs=True)
@@ -135,7 +145,7 @@ class LocalCrew:
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 try:
                     runner.run()
-                except Exception as error:
+                except BaseException as error:
                     at = runner.current
                     if at is not None:
                         error.add_note(f"in stage {at.stage}, micro-batch {at.microbatch}, action {at}")

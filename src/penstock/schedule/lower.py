@@ -57,7 +57,7 @@ def lower(
             post = Instruction(f"RECV_{lane}", message.dst, message.microbatch, message.src)
             before[receiver][position].append(post)
         answers = _knowledge(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
-        open_sends: deque[Instruction] = deque()
+        open_sends: deque[tuple[int, Instruction]] = deque()
         for message in channel:
             there = (message.src, message.microbatch, message.dst)
             over = Instruction(f"SENT_{lane}", *there)
@@ -66,10 +66,11 @@ def lower(
             if proof is not None:
                 sent[sender][proof].append(over)
                 continue
-            open_sends.append(over)
+            open_sends.append((message.made, over))
             if len(open_sends) > live_sends:
-                before[sender][message.made].append(open_sends.popleft())
-        sent[sender][len(schedule.orders[sender])].extend(open_sends)
+                made, oldest = open_sends.popleft()
+                (before if made < message.made else sent)[sender][message.made].append(oldest)
+        sent[sender][len(schedule.orders[sender])].extend(over for _, over in open_sends)
     programs = tuple(
         _assemble(rank, order, before[rank], sends[rank], sent[rank], schedule.trains)
         for rank, order in enumerate(schedule.orders)
