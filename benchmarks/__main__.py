@@ -18,13 +18,16 @@ BENCHMARKS = {
     "transformer": "(b) a transformer on two ranks against one process",
     "timed_stages": "(c) stages that sleep: measured over simulated time, 8 ranks",
     "split_backward": "(d) the cost of splitting the backward into I and W",
+    "one_gpu": "several ranks on one GPU, against the plain model",
     "memory": "(e) what is alive during a step, as the number of micro-batches grows",
 }
 
 
 def targets_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     """A benchmark's targets; ``split_backward`` has them in its rows."""
-    return result.get("targets") or [
+    if "targets" in result:
+        return result["targets"]
+    return [
         check(f"{row['kind']}, {row['layers']} layers, I + W over B", row["ours_backward_ratio"], most=row["target"])
         for row in result["rows"]
     ]
