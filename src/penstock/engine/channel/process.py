@@ -6,6 +6,7 @@ Both ends know what a message looks like before it is sent, so nothing but the t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,23 +41,34 @@ class Wire:
         self.buffers = torch.device("cpu") if self.staged else device
 
     def send(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Start sending; what is returned must be kept until ``finish`` of it is over."""
+        """Start sending; what is returned must be kept until ``wait`` for it is over."""
+        send, there = self.group.send, self.there
         out: list[Any] = []
-        for tensor in tensors:
-            if self.staged:
-                tensor = tensor.cpu()
-            if not tensor.is_contiguous():
-                tensor = tensor.contiguous()
-            if tensor.numel():
-                out.append((self._start(self.group.send, tensor), tensor))
+        try:
+            for tensor in tensors:
+                if self.staged:
+                    tensor = tensor.cpu()
+                if not tensor.is_contiguous():
+                    tensor = tensor.contiguous()
+                if tensor.numel():
+                    out.append((send([tensor], there, 0), tensor))
+        except RuntimeError as error:
+            # An error keeps this frame alive, and a connection is closed with the last reference to it.
+            out, send = [], None
+            raise ChannelError(self.peer, str(error)) from None
         return out
 
-    def receive(self, metas: Sequence[TensorMeta]) -> list[Any]:
+    def receive(self, makers: Sequence[Callable[[], Tensor]]) -> list[Any]:
         """Post receives into fresh buffers."""
+        receive, there = self.group.recv, self.there
         out: list[Any] = []
-        for meta in metas:
-            buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.buffers)
-            out.append((self._start(self.group.recv, buffer) if buffer.numel() else None, buffer))
+        try:
+            for make in makers:
+                buffer = make()
+                out.append((receive([buffer], there, 0) if buffer.numel() else None, buffer))
+        except RuntimeError as error:
+            out, receive = [], None
+            raise ChannelError(self.peer, str(error)) from None
         return out
 
     def wait(self, works: list[Any]) -> None:
@@ -66,7 +78,6 @@ class Wire:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            # The error keeps this frame alive, and a connection is closed with the last reference to it.
             works.clear()
             work = None
             raise ChannelError(self.peer, str(error)) from None
@@ -74,15 +85,13 @@ class Wire:
     def finish(self, works: list[Any]) -> list[Tensor]:
         """The tensors of receives that were started, once they have come."""
         self.wait(works)
-        return [tensor.to(self.device) if self.staged else tensor for _, tensor in works]
+        if self.staged:
+            return [tensor.to(self.device) for _, tensor in works]
+        return [tensor for _, tensor in works]
 
-    def _start(self, call: Callable[..., Any], tensor: Tensor) -> Any:
-        try:
-            return call([tensor], self.there, 0)
-        except RuntimeError as error:
-            raise ChannelError(self.peer, str(error)) from None
-        finally:
-            del call
+    def makers(self, metas: Sequence[TensorMeta]) -> list[Callable[[], Tensor]]:
+        """What makes the buffers for a message of these tensors."""
+        return [partial(torch.empty, meta.shape, dtype=meta.dtype, device=self.buffers) for meta in metas]
 
     def close(self) -> None:
         self.group = None
@@ -109,13 +118,13 @@ class ForwardLane(_ProcessLane):
     def __init__(self, wire: Wire, name: str, metas: Sequence[MessageMeta]) -> None:
         super().__init__(wire, name)
         self.metas = metas
-        self.tensors = [meta.tensors() for meta in metas]
+        self.makers = [wire.makers(meta.tensors()) for meta in metas]
 
     def send(self, microbatch: int, message: Message) -> None:
         self.under_way[microbatch] = self.wire.send(_checked(message, self.metas[microbatch], self.name))
 
     def post(self, microbatch: int) -> None:
-        self.under_way[microbatch] = self.wire.receive(self.tensors[microbatch])
+        self.under_way[microbatch] = self.wire.receive(self.makers[microbatch])
 
     def take(self, microbatch: int) -> Message:
         tensors = self.wire.finish(self.under_way.pop(microbatch))
@@ -138,19 +147,21 @@ class BackwardLane(_ProcessLane):
             [meta.leaves[i] for i, there in zip(meta.wants, row, strict=True) if there]
             for meta, row in zip(metas, present, strict=True)
         ]
+        self.makers = [wire.makers(tensors) for tensors in self.tensors]
 
     def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
         metas = self.tensors[microbatch]
         if len(metas) != len(grads):
             grads = [grad for grad, there in zip(grads, self.present[microbatch], strict=True) if there]
-        tensors = [
-            torch.zeros(meta.shape, dtype=meta.dtype, device=self.wire.device) if grad is None else grad
-            for grad, meta in zip(grads, metas, strict=True)
-        ]
+        tensors: list[Tensor] = []
+        for grad, meta in zip(grads, metas, strict=True):
+            if grad is None:  # expected, but the loss did not depend on it this time
+                grad = torch.zeros(meta.shape, dtype=meta.dtype, device=self.wire.device)
+            tensors.append(grad)
         self.under_way[microbatch] = self.wire.send(tensors)
 
     def post(self, microbatch: int) -> None:
-        self.under_way[microbatch] = self.wire.receive(self.tensors[microbatch])
+        self.under_way[microbatch] = self.wire.receive(self.makers[microbatch])
 
     def take(self, microbatch: int) -> Sequence[Tensor | None]:
         tensors = self.wire.finish(self.under_way.pop(microbatch))
