@@ -9,7 +9,9 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from statistics import median
 from typing import Any, TypeVar
@@ -17,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["interleave", "medians", "spawn", "together"]
+__all__ = ["in_turns", "interleave", "medians", "spawn", "together"]
 
 T = TypeVar("T")
 LEAD = 0.01  # seconds between the agreement on a common start and that start
@@ -125,6 +127,29 @@ def interleave(
                 found[name].append(value)
     gc.unfreeze()
     return found
+
+
+def in_turns(
+    makers: Mapping[str, Callable[[], AbstractContextManager[Callable[[], T]]]],
+    rounds: int,
+    *,
+    repeats: int = 2,
+    warmup: int = 1,
+) -> dict[str, list[T]]:
+    """Like ``interleave``, for variants of which only one may be there at a time: made, warmed up, measured, closed.
+
+    An idle process group of gloo is not idle: a thread of it looks around a hundred times a second.
+    """
+
+    def visit(make: Callable[[], AbstractContextManager[Callable[[], T]]]) -> list[T]:
+        with make() as step:
+            for _ in range(warmup):
+                step()
+            gc.collect()
+            return [step() for _ in range(repeats)]
+
+    found = interleave({name: partial(visit, make) for name, make in makers.items()}, rounds, warmup=0)
+    return {name: [value for visited in visits for value in visited] for name, visits in found.items()}
 
 
 def together(work: Callable[[], object]) -> float:

@@ -6,8 +6,8 @@ its own beside the path of the input's gradient, so that torch's split backward 
 sleep over by ``ps.defer_weight_grad``, which ours takes up and which sleeps at once anywhere else.
 
 A step lasts from a moment common to all ranks until the last one is done; the variants take turns in one set of
-processes. Sleeps end by a short spin, with the kernel's timer slack off; their overshoot is measured and shown.
-torch's orders are simulated as torch makes them.
+processes, one of them alive at a time. Sleeps end by a short spin, with the kernel's timer slack off; their overshoot
+is measured and shown. torch's orders are simulated as torch makes them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import ctypes
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import penstock as ps
-from benchmarks.common import interleave, medians, spawn, together
+from benchmarks.common import in_turns, medians, spawn, together
 from benchmarks.report import check, table
 from penstock.schedule import Costs, Schedule, build, from_csv, simulate
 
@@ -121,55 +122,64 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return output.mean()
 
 
-def our_step(name: str, chunk: float, data: Tensor, mesh: ps.Mesh) -> tuple[Callable[[], object], Schedule]:
-    stages = RANKS * OURS[name]
-    plan = ps.split(model(stages, chunk), balance=[1] * stages)
-    pipe = ps.Pipeline(plan, loss_fn, microbatches=MICROBATCHES, schedule=name, mesh=mesh, outputs=None)
-    return lambda: pipe.step(data, data), pipe.schedule
+class Sleeps:
+    """What every variant has in common on this rank: the chunk, the data, and what the variants' schedules are."""
+
+    def __init__(self, chunk: float) -> None:
+        self.chunk = chunk
+        self.data = torch.zeros(MICROBATCHES, 4)
+        self.mesh = ps.Mesh(pipe=RANKS)
+        self.simulated: dict[str, float] = {}
+
+    def simulate(self, name: str, schedule: Schedule) -> None:
+        self.simulated[name] = simulate(schedule, Costs(f=self.chunk, i=self.chunk, w=self.chunk)).makespan
+
+    @contextmanager
+    def ours(self, name: str, shown: str) -> Iterator[Callable[[], float]]:
+        stages = RANKS * OURS[name]
+        plan = ps.split(model(stages, self.chunk), balance=[1] * stages)
+        pipe = ps.Pipeline(plan, loss_fn, microbatches=MICROBATCHES, schedule=name, mesh=self.mesh, outputs=None)
+        self.simulate(shown, pipe.schedule)
+        with pipe:
+            yield lambda: together(lambda: pipe.step(self.data, self.data))
+
+    @contextmanager
+    def theirs(self, kind: Any, shown: str) -> Iterator[Callable[[], float]]:
+        rank, per_rank = dist.get_rank(), 1 if kind is Schedule1F1B else 2
+        count = RANKS * per_rank
+        own = [rank] if per_rank == 1 else [rank, count - 1 - rank if kind is ScheduleZBVZeroBubble else rank + RANKS]
+        modules = model(count, self.chunk)
+        stages = [PipelineStage(modules[s], s, count, torch.device("cpu")) for s in own]
+        schedule = kind(stages[0] if per_rank == 1 else stages, MICROBATCHES, loss_fn=loss_fn)
+        inputs = (self.data,) if 0 in own else ()
+        last: dict[str, Any] = {"target": self.data, "losses": []} if count - 1 in own else {}
+        if kind is Schedule1F1B:  # its own record of its order is wrong on the last rank
+            self.simulate(shown, build("1f1b", RANKS, MICROBATCHES))
+        else:
+            with tempfile.NamedTemporaryFile("r", suffix=".csv") as file:
+                schedule._dump_csv(file.name, format="compute_only")
+                self.simulate(shown, from_csv(file.read()))
+        yield lambda: together(lambda: schedule.step(*inputs, return_outputs=False, **last))
 
 
-def torch_step(kind: Any, chunk: float, data: Tensor) -> tuple[Callable[[], object], Schedule]:
-    rank, per_rank = dist.get_rank(), 1 if kind is Schedule1F1B else 2
-    count = RANKS * per_rank
-    own = [rank] if per_rank == 1 else [rank, count - 1 - rank if kind is ScheduleZBVZeroBubble else rank + RANKS]
-    modules = model(count, chunk)
-    stages = [PipelineStage(modules[s], s, count, torch.device("cpu")) for s in own]
-    schedule = kind(stages[0] if per_rank == 1 else stages, MICROBATCHES, loss_fn=loss_fn)
-    inputs, last = (data,) if 0 in own else (), count - 1 in own
-
-    def step() -> None:
-        schedule.step(*inputs, target=data if last else None, losses=[] if last else None, return_outputs=False)
-
-    if kind is Schedule1F1B:  # its own record of its order is wrong on the last rank
-        return step, build("1f1b", RANKS, MICROBATCHES)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "order.csv"
-        schedule._dump_csv(str(path), format="compute_only")
-        return step, from_csv(path.read_text())
-
-
-def measure(chunk: float, rounds: int) -> dict[str, Any]:
+def measure(chunk: float, rounds: int, repeats: int) -> dict[str, Any]:
     """On each rank: seconds per step of every variant, simulated seconds, and by how much sleeps were too long."""
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: 1 ns instead of 50 µs
-    data = torch.zeros(MICROBATCHES, 4)
-    mesh = ps.Mesh(pipe=RANKS)
-    steps = {f"ours {name}": our_step(name, chunk, data, mesh) for name in OURS}
-    steps |= {f"torch {kind.__name__.removeprefix('Schedule')}": torch_step(kind, chunk, data) for kind in THEIRS}
-    variants = {name: (lambda step=step: together(step)) for name, (step, _) in steps.items()}
-    interleave(variants, 0, warmup=1)
-    overshoots.clear()
-    seconds = interleave(variants, rounds, warmup=0)
-    costs = Costs(f=chunk, i=chunk, w=chunk)
-    simulated = {name: simulate(schedule, costs).makespan for name, (_, schedule) in steps.items()}
+    sleeps = Sleeps(chunk)
+    makers = {f"ours {name}": partial(sleeps.ours, name, f"ours {name}") for name in OURS}
+    for kind in THEIRS:
+        shown = f"torch {kind.__name__.removeprefix('Schedule')}"
+        makers[shown] = partial(sleeps.theirs, kind, shown)
+    seconds = in_turns(makers, rounds, repeats=repeats)
     ordered = sorted(overshoots)
     late = {"median": median(ordered), "90 %": ordered[len(ordered) * 9 // 10], "most": ordered[-1]}
-    return {"seconds": seconds, "simulated": simulated, "overshoot": late}
+    return {"seconds": seconds, "simulated": sleeps.simulated, "overshoot": late}
 
 
 def run(quick: bool = False) -> dict[str, Any]:
     rows, targets, late = [], [], {}
     for chunk, target in TARGETS.items():
-        found = spawn(measure, RANKS, chunk, 1 if quick else 7, deadline=900)
+        found = spawn(measure, RANKS, chunk, *((1, 1) if quick else (4, 2)), deadline=900)
         seconds, simulated = found[0]["seconds"], found[0]["simulated"]
         for name, value in medians(seconds).items():
             ratio = value / simulated[name]

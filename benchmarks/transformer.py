@@ -2,7 +2,7 @@
 
 Two processes with one thread each train the model in 8 micro-batches over gloo: ours with 1F1B and the zero-bubble
 schedules, torch.distributed.pipelining with its own. One process with one thread accumulates the gradients of the same
-micro-batches. All variants live in the same two processes and take turns, one step each per round, in an order that
+micro-batches. All variants run in the same two processes and take turns, a few steps each per round, in an order that
 rotates; a step lasts from a moment common to both ranks until both are done. The losses of all must agree.
 
 The speed-up over one process has a limit, simulated with F = I = W and no communication: 2·m/(m+1) with 1F1B, a little
@@ -12,7 +12,9 @@ under 2 with the zero-bubble schedules. How equal the halves are is measured too
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import penstock as ps
-from benchmarks.common import interleave, medians, spawn, together
+from benchmarks.common import in_turns, interleave, medians, spawn, together
 from benchmarks.report import check, table
 from penstock.schedule import build, simulate
 
@@ -35,6 +37,11 @@ __all__ = ["run", "show"]
 
 RANKS, MICROBATCHES, BLOCKS, VOCABULARY = 2, 8, 8, 64
 ZERO_BUBBLE = ("zb_h1", "zb_h2", "zbv")
+THEIRS: dict[Any, list[int]] = {  # and where the stages go
+    Schedule1F1B: [0, 1],
+    ScheduleInterleavedZeroBubble: [0, 1, 0, 1],
+    ScheduleZBVZeroBubble: [0, 1, 1, 0],
+}
 # width, tokens of a sequence, sequences of a micro-batch
 SIZES = {"d=256": (256, 128, 1), "d=64": (64, 128, 4)}
 
@@ -83,68 +90,75 @@ def balance(stages: int) -> list[int]:
     return sizes
 
 
-class Variant:
-    """One way to train its own copy of the model: ``step`` leaves the loss in ``self.loss`` where it is known."""
+class Training:
+    """The model, the data, and the ways to train: each on a copy, measured with ``together``, its losses kept."""
 
-    def __init__(self, model: nn.Module, step: Callable[[], Tensor | None]) -> None:
-        self.model = model
-        self.step = step
-        self.losses: list[float] = []
+    def __init__(self, dim: int, tokens: int, batch: int) -> None:
+        self.model = build_model(dim)
+        data = torch.randint(VOCABULARY, (batch * MICROBATCHES, tokens + 1))
+        self.x, self.y = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+        self.mesh = ps.Mesh(pipe=RANKS)
+        self.losses: dict[str, list[float]] = {}
 
-    def __call__(self) -> float:
-        loss: list[Tensor | None] = []
-        seconds = together(lambda: loss.append(self.step()))
-        if loss[0] is not None:
-            self.losses.append(float(loss[0].detach()))
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        return seconds
+    def timed(self, name: str, model: nn.Module, step: Callable[[], Tensor | None]) -> Callable[[], float]:
+        """Seconds of a step that gives the loss, on the ranks where it is known."""
+        seen = self.losses.setdefault(name, [])
 
+        def measured() -> float:
+            loss: list[Tensor | None] = []
+            seconds = together(lambda: loss.append(step()))
+            seen.extend(float(value.detach()) for value in loss if value is not None)
+            model.zero_grad()
+            return seconds
 
-def plain(model: nn.Module, x: Tensor, y: Tensor) -> Variant:
-    """Rank 0 alone, while rank 1 waits."""
+        return measured
 
-    def step() -> Tensor | None:
-        if dist.get_rank() != 0:
-            return None
-        total = torch.zeros(())
-        for inputs, targets in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-            loss = loss_fn(model(inputs), targets) / MICROBATCHES
-            loss.backward()
-            total += loss.detach()
-        return total
+    @contextmanager
+    def plain(self, shown: str) -> Iterator[Callable[[], float]]:
+        """Rank 0 alone, while rank 1 waits."""
+        model = copy.deepcopy(self.model)
 
-    return Variant(model, step)
+        def step() -> Tensor | None:
+            if dist.get_rank() != 0:
+                return None
+            total = torch.zeros(())
+            for inputs, targets in zip(self.x.chunk(MICROBATCHES), self.y.chunk(MICROBATCHES), strict=True):
+                loss = loss_fn(model(inputs), targets) / MICROBATCHES
+                loss.backward()
+                total += loss.detach()
+            return total
 
+        yield self.timed(shown, model, step)
 
-def ours(model: nn.Sequential, name: str, x: Tensor, y: Tensor, mesh: ps.Mesh) -> Variant:
-    plan = ps.split(model, balance=balance(4 if name == "zbv" else 2))
-    pipe = ps.Pipeline(plan, loss_fn, microbatches=MICROBATCHES, schedule=name, mesh=mesh, outputs=None)
-    return Variant(model, lambda: pipe.step(x, y).loss)
+    @contextmanager
+    def ours(self, name: str, shown: str) -> Iterator[Callable[[], float]]:
+        model = copy.deepcopy(self.model)
+        plan = ps.split(model, balance=balance(4 if name == "zbv" else 2))
+        pipe = ps.Pipeline(plan, loss_fn, microbatches=MICROBATCHES, schedule=name, mesh=self.mesh, outputs=None)
+        with pipe:
+            yield self.timed(shown, model, lambda: pipe.step(self.x, self.y).loss)
 
+    @contextmanager
+    def theirs(self, kind: Any, where: Sequence[int], shown: str) -> Iterator[Callable[[], float]]:
+        """torch's runtime on the same stages, placed as its schedule wants them."""
+        model = copy.deepcopy(self.model)
+        plan = ps.split(model, balance=balance(len(where)))
+        own = [s for s, rank in enumerate(where) if rank == dist.get_rank()]
+        stages = [PipelineStage(plan.stage_module(s), s, len(where), torch.device("cpu")) for s in own]
+        schedule = kind(stages[0] if kind is Schedule1F1B else stages, MICROBATCHES, loss_fn=loss_fn)
+        inputs, last = (self.x,) if 0 in own else (), len(where) - 1 in own
 
-def theirs(model: nn.Sequential, kind: Any, x: Tensor, y: Tensor) -> Variant:
-    """torch's runtime on the same stages, cut and placed as its schedule wants them."""
-    rank = dist.get_rank()
-    placement = {Schedule1F1B: [0, 1], ScheduleInterleavedZeroBubble: [0, 1, 0, 1], ScheduleZBVZeroBubble: [0, 1, 1, 0]}
-    where = placement[kind]
-    plan = ps.split(model, balance=balance(len(where)))
-    own = [s for s, r in enumerate(where) if r == rank]
-    stages = [PipelineStage(plan.stage_module(s), s, len(where), torch.device("cpu")) for s in own]
-    schedule = kind(stages[0] if kind is Schedule1F1B else stages, MICROBATCHES, loss_fn=loss_fn)
-    last = len(where) - 1 in own
+        def step() -> Tensor | None:
+            losses: list[Tensor] = []
+            known: dict[str, Any] = {"target": self.y, "losses": losses} if last else {}
+            schedule.step(*inputs, return_outputs=False, **known)
+            return torch.stack(losses).mean() if last else None
 
-    def step() -> Tensor | None:
-        losses: list[Tensor] = []
-        inputs = (x,) if 0 in own else ()
-        schedule.step(*inputs, target=y if last else None, losses=losses if last else None, return_outputs=False)
-        return torch.stack(losses).mean() if last else None
-
-    return Variant(model, step)
+        yield self.timed(shown, model, step)
 
 
 def halves(model: nn.Sequential, x: Tensor, y: Tensor) -> float:
-    """Time of the first stage's part of a micro-batch over the second's, both forward and backward, on this rank."""
+    """Time of the first stage's part of a micro-batch over the second's, forward and backward, the slower rank's."""
     first, second = model[: BLOCKS // 2 + 1], model[BLOCKS // 2 + 1 :]
     inputs, targets = x.chunk(MICROBATCHES)[0], y.chunk(MICROBATCHES)[0]
 
@@ -164,24 +178,22 @@ def halves(model: nn.Sequential, x: Tensor, y: Tensor) -> float:
 
 def measure(dim: int, tokens: int, batch: int, rounds: int) -> dict[str, Any]:
     """On each rank: seconds per step of every variant, the losses it saw, and how equal the halves are."""
-    model = build_model(dim)
-    data = torch.randint(VOCABULARY, (batch * MICROBATCHES, tokens + 1))
-    x, y = data[:, :-1].contiguous(), data[:, 1:].contiguous()
-    mesh = ps.Mesh(pipe=RANKS)
-    variants = {"one process": plain(copy.deepcopy(model), x, y)}
+    training = Training(dim, tokens, batch)
+    makers = {"one process": partial(training.plain, "one process")}
     for name in ("1f1b", *ZERO_BUBBLE):
-        variants[f"ours {name}"] = ours(copy.deepcopy(model), name, x, y, mesh)
-    for kind in (Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble):
-        variants[f"torch {kind.__name__.removeprefix('Schedule')}"] = theirs(copy.deepcopy(model), kind, x, y)
-    seconds = interleave(variants, rounds, warmup=2)
-    losses = {name: variant.losses for name, variant in variants.items()}
-    return {"seconds": seconds, "losses": losses, "halves": halves(model, x, y)}
+        makers[f"ours {name}"] = partial(training.ours, name, f"ours {name}")
+    for kind, where in THEIRS.items():
+        shown = f"torch {kind.__name__.removeprefix('Schedule')}"
+        makers[shown] = partial(training.theirs, kind, where, shown)
+    seconds = in_turns(makers, rounds)
+    found = halves(training.model, training.x, training.y)
+    return {"seconds": seconds, "losses": training.losses, "halves": found}
 
 
 def run(quick: bool = False) -> dict[str, Any]:
     rows, targets, settings = [], [], {}
     for size, (dim, tokens, batch) in SIZES.items():
-        found = spawn(measure, RANKS, dim, tokens, batch, 3 if quick else 11, deadline=600)
+        found = spawn(measure, RANKS, dim, tokens, batch, 2 if quick else 8, deadline=900)
         losses = {name: found[0]["losses"][name] or found[1]["losses"][name] for name in found[0]["losses"]}
         reference = losses["one process"][0]
         for name, values in losses.items():
