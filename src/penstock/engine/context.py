@@ -55,7 +55,9 @@ def surround(stages: Iterable[StageEngine], state: Ambient) -> None:
     """Let the stages' forwards run in the caller's state."""
     for stage in stages:
         stage.around = Around(state) if state else None
-        stage.mode = (state, stage.module.training)
+        mode = (state, stage.module.training)
+        if stage.mode != mode:  # the same object while nothing changes: it is compared by identity
+            stage.mode = mode
 
 
 def ambient() -> Ambient:

@@ -38,10 +38,6 @@ class MessageMeta:
         example = None if self.spec is None else unflatten(list(range(len(self.leaves))), self.spec)
         return _restored, (self.leaves, self.spec is None, example, self.wants)
 
-    @property
-    def parts(self) -> tuple[tuple[Any, ...], Spec, tuple[int, ...]]:
-        return self.leaves, self.spec, self.wants
-
     def tensors(self) -> list[TensorMeta]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
 

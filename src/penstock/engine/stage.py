@@ -92,7 +92,7 @@ class StageEngine:
         """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
         leaves, spec, wants = message
         slot.inputs = inputs = [leaves[i].requires_grad_() for i in wants]
-        careful = self.mode != self.calm_in
+        careful = self.mode is not self.calm_in
         if careful:
             for i, leaf in zip(wants, inputs, strict=True):
                 leaves[i] = _unsafe_view(leaf, leaf.shape)
@@ -100,6 +100,9 @@ class StageEngine:
         try:
             if self.around is None and slot.queue is None:
                 output = self._call(microbatch, value)
+            elif self.around is None and slot.queue is not None:
+                with slot.queue.recording():
+                    output = self._call(microbatch, value)
             else:
                 with self.around or nullcontext(), nullcontext() if slot.queue is None else slot.queue.recording():
                     output = self._call(microbatch, value)
@@ -139,9 +142,14 @@ class StageEngine:
                 break
         if roots:
             _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
-        slot.grads = [leaf.grad for leaf in inputs]
-        for leaf in inputs:
+        if len(inputs) == 1:
+            (leaf,) = inputs
+            slot.grads = (leaf.grad,)
             leaf.grad = None
+        else:
+            slot.grads = [leaf.grad for leaf in inputs]
+            for leaf in inputs:
+                leaf.grad = None
         slot.inputs = slot.roots = ()
 
     def input_gradient(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
@@ -191,10 +199,12 @@ def _present(
 
 
 def _edge(tensor: Tensor) -> GradientEdge:
-    """``get_gradient_edge``, quicker for the nodes that keep themselves alive: all but those written in Python."""
+    """``get_gradient_edge``, without its checks."""
     node = tensor.grad_fn
-    if node is None or isinstance(node, _PythonNode):
+    if node is None:
         return get_gradient_edge(tensor)
+    if isinstance(node, _PythonNode):  # a C++ node that points to it keeps it alive
+        return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn)
     return GradientEdge(node, tensor.output_nr)
 
 

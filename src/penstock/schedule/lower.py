@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
@@ -43,11 +43,13 @@ def lower(
 ) -> tuple[Program, ...]:
     """One program per rank, for a schedule that has been verified.
 
-    ``depth`` receives are posted per channel at any time, the one waited for included.
+    ``depth`` receives are posted per channel at any time, the one waited for included. ``live_sends`` may be open
+    before the oldest is waited for, or as many as the sender has micro-batches in flight, if these are more.
     """
     if depth < 1 or live_sends < 1:
         raise ScheduleError(f"depth and live_sends must be at least 1, got {depth} and {live_sends}")
     messages = _messages(schedule, edges_of(schedule, edges))
+    in_flight = [_peak_in_flight(order) if schedule.trains else 0 for order in schedule.orders]
     ranks = range(schedule.num_ranks)
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
     sends: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
@@ -58,6 +60,7 @@ def lower(
             before[receiver][position].append(post)
         answers = _knowledge(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
         open_sends: deque[tuple[int, Instruction]] = deque()
+        most = max(live_sends, in_flight[sender])
         for message in channel:
             there = (message.src, message.microbatch, message.dst)
             over = Instruction(f"SENT_{lane}", *there)
@@ -67,7 +70,7 @@ def lower(
                 sent[sender][proof].append(over)
                 continue
             open_sends.append((message.made, over))
-            if len(open_sends) > live_sends:
+            if len(open_sends) > most:
                 made, oldest = open_sends.popleft()
                 (before if made < message.made else sent)[sender][message.made].append(oldest)
         sent[sender][len(schedule.orders[sender])].extend(over for _, over in open_sends)
@@ -133,6 +136,10 @@ def _first_proof(knowledge: tuple[list[int], list[int]], message: _Message) -> i
     if i == len(passed):
         return None
     return max(positions[i], message.made)
+
+
+def _peak_in_flight(order: Sequence[Action]) -> int:
+    return max(accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in order), default=0)
 
 
 def _assemble(

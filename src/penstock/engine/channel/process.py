@@ -5,6 +5,7 @@ Both ends know what a message looks like before it is sent, so nothing but the t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -82,6 +83,17 @@ class Wire:
             work = None
             raise ChannelError(self.peer, str(error)) from None
 
+    def finish_one(self, works: list[Any]) -> Tensor:
+        """``finish`` for a message of one tensor that is not empty, which most are."""
+        work, tensor = works[0]
+        try:
+            work.wait()
+        except RuntimeError as error:
+            works.clear()
+            work = None
+            raise ChannelError(self.peer, str(error)) from None
+        return tensor  # type: ignore[no-any-return]
+
     def finish(self, works: list[Any]) -> list[Tensor]:
         """The tensors of receives that were started, once they have come."""
         self.wait(works)
@@ -91,19 +103,31 @@ class Wire:
 
     def makers(self, metas: Sequence[TensorMeta]) -> list[Callable[[], Tensor]]:
         """What makes the buffers for a message of these tensors."""
-        return [partial(torch.empty, meta.shape, dtype=meta.dtype, device=self.buffers) for meta in metas]
+        new = partial(torch.empty_strided, device=self.buffers)  # half the cost of torch.empty
+        return [partial(new, meta.shape, _dense(meta.shape), dtype=meta.dtype) for meta in metas]
 
     def close(self) -> None:
         self.group = None
 
 
-class _ProcessLane:
-    """One edge in one direction: what is under way on it."""
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
-    def __init__(self, wire: Wire, name: str) -> None:
+
+class _ProcessLane:
+    """One edge in one direction: what each micro-batch's message consists of, and what is under way."""
+
+    def __init__(self, wire: Wire, name: str, tensors: Sequence[Sequence[TensorMeta]]) -> None:
         self.wire = wire
         self.name = name
+        self.tensors = tensors
+        self.makers = [wire.makers(row) for row in tensors]
+        self.one = [len(row) == 1 and math.prod(row[0].shape) > 0 and not wire.staged for row in tensors]
         self.under_way: dict[int, list[Any]] = {}
+
+    def post(self, microbatch: int) -> None:
+        self.under_way[microbatch] = self.wire.receive(self.makers[microbatch])
 
     def sent(self, microbatch: int) -> None:
         self.wire.wait(self.under_way.pop(microbatch))
@@ -116,19 +140,18 @@ class ForwardLane(_ProcessLane):
     """Outputs to the next stage, of which ``metas`` says what each micro-batch's looks like."""
 
     def __init__(self, wire: Wire, name: str, metas: Sequence[MessageMeta]) -> None:
-        super().__init__(wire, name)
+        super().__init__(wire, name, [meta.tensors() for meta in metas])
         self.metas = metas
-        self.makers = [wire.makers(meta.tensors()) for meta in metas]
 
     def send(self, microbatch: int, message: Message) -> None:
         self.under_way[microbatch] = self.wire.send(_checked(message, self.metas[microbatch], self.name))
 
-    def post(self, microbatch: int) -> None:
-        self.under_way[microbatch] = self.wire.receive(self.makers[microbatch])
-
     def take(self, microbatch: int) -> Message:
-        tensors = self.wire.finish(self.under_way.pop(microbatch))
-        leaves, spec, wants = self.metas[microbatch].parts
+        works, meta = self.under_way.pop(microbatch), self.metas[microbatch]
+        if self.one[microbatch] and meta.spec is None:
+            return Message([self.wire.finish_one(works)], None, meta.wants)
+        tensors = self.wire.finish(works)
+        leaves, spec, wants = meta.leaves, meta.spec, meta.wants
         if len(tensors) != len(leaves):
             coming = iter(tensors)
             tensors = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves]
@@ -141,15 +164,17 @@ class BackwardLane(_ProcessLane):
     def __init__(
         self, wire: Wire, name: str, metas: Sequence[MessageMeta], present: Sequence[Sequence[bool]]
     ) -> None:
-        super().__init__(wire, name)
-        self.present = present
-        self.tensors: list[list[TensorMeta]] = [
+        tensors: list[list[TensorMeta]] = [
             [meta.leaves[i] for i, there in zip(meta.wants, row, strict=True) if there]
             for meta, row in zip(metas, present, strict=True)
         ]
-        self.makers = [wire.makers(tensors) for tensors in self.tensors]
+        super().__init__(wire, name, tensors)
+        self.present = present
 
     def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
+        if self.one[microbatch] and len(grads) == 1 and grads[0] is not None:
+            self.under_way[microbatch] = self.wire.send(grads)  # type: ignore[arg-type]
+            return
         metas = self.tensors[microbatch]
         if len(metas) != len(grads):
             grads = [grad for grad, there in zip(grads, self.present[microbatch], strict=True) if there]
@@ -160,12 +185,11 @@ class BackwardLane(_ProcessLane):
             tensors.append(grad)
         self.under_way[microbatch] = self.wire.send(tensors)
 
-    def post(self, microbatch: int) -> None:
-        self.under_way[microbatch] = self.wire.receive(self.makers[microbatch])
-
     def take(self, microbatch: int) -> Sequence[Tensor | None]:
-        tensors = self.wire.finish(self.under_way.pop(microbatch))
-        present = self.present[microbatch]
+        works, present = self.under_way.pop(microbatch), self.present[microbatch]
+        if self.one[microbatch] and len(present) == 1:
+            return (self.wire.finish_one(works),)
+        tensors = self.wire.finish(works)
         if len(tensors) == len(present):
             return tensors
         coming = iter(tensors)

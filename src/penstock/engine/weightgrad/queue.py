@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightGradQueue", "accumulate", "changed", "defer_weight_grad", "here"]
 
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no_grad() costs six times as much
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The backward calls that are an I, by the number that autograd gives them: its threads for devices know no other.
@@ -72,12 +73,14 @@ class WeightGradQueue:
         if not entries:
             return
         entries.reverse()
+        before = torch.is_grad_enabled()
+        _set_grad_enabled(False)
         try:
-            with torch.no_grad():
-                while entries:
-                    work, arguments = entries.pop()
-                    work(*arguments)
+            while entries:
+                work, arguments = entries.pop()
+                work(*arguments)
         finally:
+            _set_grad_enabled(before)
             entries.clear()
 
     def clear(self) -> None:
