@@ -6,6 +6,7 @@ that a second pipeline over the same ranks would meet what the first one left in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,4 +30,14 @@ def open_group(store: Any, name: str, ranks: Sequence[int], rank: int, device: t
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         return dist.ProcessGroupNCCL(place, me, len(ranks), options)
-    return dist.ProcessGroupGloo(place, me, len(ranks), TIMEOUT)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [_gloo_device()]
+    options._timeout = TIMEOUT
+    options._threads = 1
+    return dist.ProcessGroupGloo(place, me, len(ranks), options)
+
+
+@functools.cache
+def _gloo_device() -> Any:
+    """One thread moves the bytes of all groups of this process: by default every group has its own."""
+    return dist.ProcessGroupGloo.create_default_device()
