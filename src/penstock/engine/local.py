@@ -47,10 +47,12 @@ class Job:
 class LocalCrew:
     """The stages of a pipeline with their threads."""
 
-    def __init__(self, plan: Plan, stages: Sequence[StageEngine], placement: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, stages: Sequence[StageEngine], source: ScheduleSource) -> None:
+        placement = source.placement
+        self.source = source
         self.stages = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
-        self.placement = tuple(placement)
+        self.placement = placement
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
@@ -65,15 +67,15 @@ class LocalCrew:
         assert head is not None
         return head
 
-    def train(self, source: ScheduleSource, value: Any, targets: Any, *, keep_outputs: bool) -> Outcome:
+    def train(self, value: Any, targets: Any, *, keep_outputs: bool) -> Outcome:
         """Forward and backward of one mini-batch; gradients are added to the parameters' ``.grad``."""
         with self.lock:
-            return self._train(source, value, targets, keep_outputs)
+            return self._train(value, targets, keep_outputs)
 
-    def _train(self, source: ScheduleSource, value: Any, targets: Any, keep_outputs: bool) -> Outcome:
-        sizes, messages = cut(value, source.microbatches, self.stages[0].device)
+    def _train(self, value: Any, targets: Any, keep_outputs: bool) -> Outcome:
+        sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
         parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
-        job = self.job(source.training(len(sizes)))
+        job = self.job(self.source.training(len(sizes)))
         self.head.begin(sizes, parts, keep_outputs=keep_outputs)
         job.ends.inputs = [message.detached() for message in messages]
         job.ends.seed = self.head.seed
@@ -84,14 +86,14 @@ class LocalCrew:
         job.ends.inputs, job.ends.grads = [], None
         return Outcome(loss, factor, self.head.take_outputs(), sizes)
 
-    def evaluate(self, source: ScheduleSource, value: Any) -> Any:
+    def evaluate(self, value: Any) -> Any:
         """The outputs of one mini-batch, without a graph."""
         with self.lock:
-            return self._evaluate(source, value)
+            return self._evaluate(value)
 
-    def _evaluate(self, source: ScheduleSource, value: Any) -> Any:
-        sizes, messages = cut(value, source.microbatches, self.stages[0].device)
-        job = self.job(source.forward_only(len(sizes)))
+    def _evaluate(self, value: Any) -> Any:
+        sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
+        job = self.job(self.source.forward_only(len(sizes)))
         self.head.begin(sizes, None, keep_outputs=True)
         job.ends.inputs = [message.detached()._replace(wants=()) for message in messages]
         self.run(job, grad=False)

@@ -6,17 +6,22 @@ pipeline does not leave the others waiting for its connections.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock.errors import PipelineError, PlanError
+from penstock.schedule.source import ScheduleSource
+from penstock.split.plan import Plan
+from penstock.version import __version__
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "facts_of"]
 
 _meetings = 0  # how many pipelines this process has begun to build: the same number on every rank
 
@@ -65,3 +70,20 @@ class Meeting:
                     f"the ranks were given different pipelines: {what} is {first} on rank {self.ranks[0]}, but "
                     + ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
                 )
+
+
+def facts_of(plan: Plan, source: ScheduleSource) -> dict[str, Any]:
+    """What must be the same on every rank."""
+    schedule = source.training(source.microbatches)
+    stages = [(stage.layers, stage.parameters) for stage in plan.stages]
+    return {
+        "penstock": __version__,
+        "torch": torch.__version__,
+        "micro-batches": source.microbatches,
+        "plan": f"{plan.num_stages} stages ({_digest(str(stages))})",
+        "schedule": f"{schedule.name} ({_digest(str(schedule))})",
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

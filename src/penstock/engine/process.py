@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from penstock.engine.context import ambient, surround
 from penstock.engine.failure import Bulletin
 from penstock.engine.head import Head
 from penstock.engine.inputs import cut, cut_targets
-from penstock.engine.meeting import Meeting
+from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.runner import Ends, Lane, PostedLane, Runner, Wiring, compile_program
 from penstock.engine.stage import Message, StageEngine, make_slots
@@ -30,7 +29,6 @@ from penstock.schedule.lower import lower
 from penstock.schedule.program import Program
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
-from penstock.version import __version__
 
 __all__ = ["ProcessCrew"]
 
@@ -76,7 +74,7 @@ class ProcessCrew:
         self.ended: PipelineError | None = None
         self._groups: list[Group] = []
         self._store = meeting.store
-        self._compare(meeting)
+        meeting.compare(facts_of(plan, source))
         self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         self.wires = self._open_channels()
@@ -88,12 +86,12 @@ class ProcessCrew:
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def train(self, source: ScheduleSource, value: Any, targets: Any, *, keep_outputs: bool) -> Outcome:
+    def train(self, value: Any, targets: Any, *, keep_outputs: bool) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
         outcome: Outcome = self._guarded(lambda: self._train(value, targets, keep_outputs))
         return outcome
 
-    def evaluate(self, source: ScheduleSource, value: Any) -> Any:
+    def evaluate(self, value: Any) -> Any:
         """The outputs of one mini-batch, on the rank of the last stage; None elsewhere."""
         return self._guarded(lambda: self._evaluate(value))
 
@@ -223,20 +221,6 @@ class ProcessCrew:
                 wires[a, b, lane] = Wire(self._new_group(f"{a}>{b}{lane}", (a, b)), peer, self.device)
         return wires
 
-    def _compare(self, meeting: Meeting) -> None:
-        """All ranks must have been given the same pipeline."""
-        schedule = self.source.training(self.source.microbatches)
-        stages = [(stage.layers, stage.parameters) for stage in self.plan.stages]
-        meeting.compare(
-            {
-                "penstock": __version__,
-                "torch": torch.__version__,
-                "micro-batches": self.source.microbatches,
-                "plan": f"{self.plan.num_stages} stages ({_digest(str(stages))})",
-                "schedule": f"{schedule.name} ({_digest(str(schedule))})",
-            }
-        )
-
     # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
 
     def counts(self, parameter: nn.Parameter) -> bool:
@@ -305,7 +289,3 @@ class ProcessCrew:
                 group.abort()
         del group
         self._groups.clear()  # gloo closes its connections with its last reference
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -118,7 +118,7 @@ class Pipeline:
         self._counted: bool | None = None
         self._crew: LocalCrew | ProcessCrew
         if mesh is None:
-            self._crew = LocalCrew(self.plan, stages, source.placement)
+            self._crew = LocalCrew(self.plan, stages, source)
         else:
             assert meeting is not None
             self._crew = ProcessCrew(self.plan, stages, source, mesh, meeting)
@@ -136,7 +136,7 @@ class Pipeline:
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
         aside = self._set_grads_aside()
         try:
-            outcome = self._crew.train(self._source, single_value(inputs), targets, keep_outputs=self._keep_outputs)
+            outcome = self._crew.train(single_value(inputs), targets, keep_outputs=self._keep_outputs)
         except BaseException:
             for parameter, grad in aside.items():
                 parameter.grad = grad
@@ -159,9 +159,9 @@ class Pipeline:
         if isinstance(self._crew, ProcessCrew):
             if grad:
                 raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
-            return self._crew.evaluate(self._source, value)
+            return self._crew.evaluate(value)
         if not grad:
-            return self._crew.evaluate(self._source, value)
+            return self._crew.evaluate(value)
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return call(Flight(self._crew, self._source.fill_drain(len(sizes)), trainable), messages)
