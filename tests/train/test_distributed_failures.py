@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
+from tests.support.faults import hit_in_backward
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import Gone, Ranks, run_ranks
 
@@ -54,20 +55,7 @@ class Fault(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.hit("forward", x)
-        out: Tensor = _Backward.apply(x, self)  # type: ignore[no-untyped-call]
-        return out
-
-
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
-        ctx.fault = fault
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.fault.hit("backward", grad)
-        return grad, None
+        return hit_in_backward(x, lambda grad: self.hit("backward", grad))
 
 
 def faulty(at: int, fault: nn.Module) -> nn.Sequential:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
+from tests.support.faults import hit_in_backward
 from tests.support.models import (
     assert_same,
     batch,
@@ -62,20 +63,7 @@ class Fault(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.hit("forward")
-        out: Tensor = _Backward.apply(x, self)  # type: ignore[no-untyped-call]
-        return out
-
-
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
-        ctx.fault = fault
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.fault.hit("backward")
-        return grad, None
+        return hit_in_backward(x, lambda grad: self.hit("backward"))
 
 
 def faulty(stage: int, fault: Fault) -> nn.Sequential:

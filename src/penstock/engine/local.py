@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class LocalCrew:
                     raise
 
         try:
-            self.workers.run([lambda r=r: task(r) for r in job.runners], job.cancel)  # type: ignore[misc]
+            self.workers.run([partial(task, runner) for runner in job.runners], job.cancel)
         except BaseException:
             self._jobs.clear()  # its slots and lanes hold what the failed step left behind
             self.head.clear()

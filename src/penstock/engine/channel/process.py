@@ -85,6 +85,8 @@ class Wire:
 
     def finish_one(self, works: list[Any]) -> Tensor:
         """``finish`` for a message of one tensor that is not empty, which most are."""
+        work: Any
+        tensor: Tensor
         work, tensor = works[0]
         try:
             work.wait()
@@ -92,7 +94,7 @@ class Wire:
             works.clear()
             work = None
             raise ChannelError(self.peer, str(error)) from None
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     def finish(self, works: list[Any]) -> list[Tensor]:
         """The tensors of receives that were started, once they have come."""
@@ -172,8 +174,8 @@ class BackwardLane(_ProcessLane):
         self.present = present
 
     def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
-        if self.one[microbatch] and len(grads) == 1 and grads[0] is not None:
-            self.under_way[microbatch] = self.wire.send(grads)  # type: ignore[arg-type]
+        if self.one[microbatch] and len(grads) == 1 and (only := grads[0]) is not None:
+            self.under_way[microbatch] = self.wire.send((only,))
             return
         metas = self.tensors[microbatch]
         if len(metas) != len(grads):
