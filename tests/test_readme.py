@@ -70,7 +70,7 @@ def test_the_same_under_torchrun(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a machine with GPUs may have fewer than four
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
-    losses = dict(re.findall(r"^rank (\d): loss (\S+)$", done.stdout, re.MULTILINE))
+    losses = dict(re.findall(r"rank (\d): loss (\d\.\d{4})", done.stdout))  # unbuffered ranks may share a line
     assert sorted(losses) == ["0", "1", "2", "3"]
     assert len(set(losses.values())) == 1
 
