@@ -13,19 +13,7 @@ from penstock.engine.stage import Message
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 
-__all__ = ["cut", "cut_targets", "single_value"]
-
-
-def single_value(inputs: Any) -> Any:
-    """The one value that an ``nn.Sequential`` takes, from positional (tuple) or keyword (dict) arguments.
-
-    Arguments that cannot be a Sequential's, several of them or other names, are themselves the value.
-    """
-    if isinstance(inputs, tuple) and len(inputs) == 1:
-        return inputs[0]
-    if isinstance(inputs, dict) and set(inputs) == {"input"}:
-        return inputs["input"]
-    return inputs
+__all__ = ["cut", "cut_targets"]
 
 
 def cut(value: Any, microbatches: int, device: torch.device) -> tuple[tuple[int, ...], list[Message]]:

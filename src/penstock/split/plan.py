@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from penstock.errors import PlanError
 
-__all__ = ["Edge", "Plan", "Stage", "Tie"]
+if TYPE_CHECKING:
+    from penstock.split.line import Line
+
+__all__ = ["Edge", "Plan", "StageSpec", "Tie"]
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSpec:
     """The layers between two active cuts."""
 
     layers: tuple[str, ...]
@@ -28,10 +31,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value that crosses from one stage to a later one."""
+    """What crosses from one stage to a later one: the values by name, where they have names."""
 
     src: int
     dst: int
+    values: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,38 +50,49 @@ class Tie:
 class Plan:
     """How a model is cut. ``devices`` and ``ranks`` say where each stage goes, once that is decided."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageSpec, ...]
     edges: tuple[Edge, ...]
     ties: tuple[Tie, ...] = ()
     devices: tuple[str, ...] | None = None
     ranks: tuple[int, ...] | None = None
-    model: nn.Module | None = field(default=None, repr=False, compare=False)
+    recipe: Mapping[str, Any] = field(default_factory=lambda: {"front": "sequential"}, repr=False)
+    line: Line | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_stages(self) -> int:
         return len(self.stages)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that was cut; None for a plan that was read from a file without one."""
+        return None if self.line is None else self.line.model
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The layers of each stage."""
+        return [stage.layers for stage in self.stages]
+
+    def attached(self) -> Line:
+        """The line that was cut, or an error where the plan has no model."""
+        if self.line is None:
+            raise PlanError("this plan has no model: load it with Plan.load(path, model)")
+        return self.line
 
     def placed(self, ranks: Sequence[int], devices: Sequence[object] | None) -> Plan:
         """The same plan with each stage's rank and device written in."""
         names = None if devices is None else tuple(str(device) for device in devices)
         return replace(self, ranks=tuple(ranks), devices=names)
 
-    def stage_module(self, index: int) -> nn.Sequential:
-        """The layers of one stage: the model's own module objects, under their own names."""
-        if self.model is None:
-            raise PlanError("this plan has no model: load it with Plan.load(path, model)")
-        stage = nn.Sequential()
-        for name in self.stages[index].layers:
-            stage.add_module(name, self.model.get_submodule(name))
-        stage.training = self.model.training  # its own flag only: a layer may be in another mode on purpose
-        return stage
+    def stage_module(self, index: int) -> nn.Module:
+        """One stage: the model's own module objects, under their own names."""
+        return self.attached().stage(self.groups, index)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. The model is not part of it."""
         Path(path).write_text(self.to_json())
 
     def to_json(self) -> str:
-        data = {k: v for k, v in asdict(replace(self, model=None)).items() if k != "model"}
+        data = {k: v for k, v in asdict(replace(self, line=None)).items() if k != "line"}
         return json.dumps({"penstock_plan": FORMAT, **data}, indent=2) + "\n"
 
     @classmethod
@@ -95,25 +110,34 @@ class Plan:
         if data["penstock_plan"] != FORMAT:
             raise PlanError(f"plan format {data['penstock_plan']} cannot be read here: expected {FORMAT}")
         return cls(
-            stages=tuple(Stage(tuple(s["layers"]), s["parameters"], s["bytes"]) for s in data["stages"]),
-            edges=tuple(Edge(**edge) for edge in data["edges"]),
+            stages=tuple(StageSpec(tuple(s["layers"]), s["parameters"], s["bytes"]) for s in data["stages"]),
+            edges=tuple(Edge(e["src"], e["dst"], tuple(e["values"])) for e in data["edges"]),
             ties=tuple(Tie(tuple(t["names"]), tuple(t["stages"])) for t in data["ties"]),
             devices=None if data["devices"] is None else tuple(data["devices"]),
             ranks=None if data["ranks"] is None else tuple(data["ranks"]),
+            recipe=data["recipe"],
         )
 
     def attach(self, model: nn.Module) -> Plan:
         """This plan for ``model``, which must have the same layers with the same numbers of parameters."""
-        from penstock.split.sequential import split_sequential
+        from penstock.split.fronts import line_from
+        from penstock.split.planning import plan_of
 
-        fresh = split_sequential(model, balance=[len(stage.layers) for stage in self.stages])
-        for index, (mine, its) in enumerate(zip(self.stages, fresh.stages, strict=True)):
-            if mine != its:
+        line = line_from(model, self.recipe)
+        mine = [layer for layers in self.groups for layer in layers]
+        if sorted(mine) != sorted(line.layers):
+            raise PlanError(
+                f"the plan is for {len(mine)} layers ({_short(mine)}), but the model has {len(line.layers)} "
+                f"({_short(line.layers)}): this is a plan of another model"
+            )
+        fresh = plan_of(line, self.groups)
+        for index, (spec, its) in enumerate(zip(self.stages, fresh.stages, strict=True)):
+            if spec != its:
                 raise PlanError(
-                    f"the plan's stage {index} is {list(mine.layers)} with {mine.parameters} parameters, but the "
+                    f"the plan's stage {index} is {list(spec.layers)} with {spec.parameters} parameters, but the "
                     f"model's is {list(its.layers)} with {its.parameters}: this is a plan of another model"
                 )
-        return replace(self, model=model)
+        return replace(self, line=line)
 
     def __str__(self) -> str:
         return _table(self)

@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.errors import PlanError
-from penstock.split.partition import partition
-from penstock.split.plan import Edge, Plan, Stage
-from penstock.split.ties import find_ties
+from penstock.split.line import Groups, Line
+from penstock.split.plan import Edge
 
-__all__ = ["split_sequential"]
+__all__ = ["SequentialLine"]
 
 
-def split_sequential(
-    model: nn.Module, *, balance: Sequence[int] | None = None, stages: int | None = None
-) -> Plan:
-    """A plan whose stage ``i`` has ``balance[i]`` layers, or ``stages`` stages of even parameter weight."""
-    layers = _layers(model)
-    sizes = _balance(layers, balance, stages)
-    modules = list(layers.values())
-    names = list(layers)
-    groups: list[tuple[str, ...]] = []
-    specs: list[Stage] = []
-    for size in sizes:
-        start = sum(len(group) for group in groups)
-        members = nn.ModuleList(modules[start : start + size])
-        parameters = list(members.parameters())
-        buffers = list(members.buffers())
-        count = sum(p.numel() for p in parameters)
-        groups.append(tuple(names[start : start + size]))
-        specs.append(Stage(groups[-1], count, sum(t.numel() * t.element_size() for t in parameters + buffers)))
-    edges = tuple(Edge(i, i + 1) for i in range(len(specs) - 1))
-    return Plan(tuple(specs), edges, find_ties(model, groups), model=model)
+class SequentialLine(Line):
+    """The layers of an ``nn.Sequential``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layers = tuple(_layers(model))
+        self.recipe = {"front": "sequential"}
+
+    def members(self, layer: str) -> Iterator[tuple[str, Tensor]]:
+        module = self.model.get_submodule(layer)
+        yield from module.named_parameters(layer, remove_duplicate=False)
+        yield from module.named_buffers(layer, remove_duplicate=False)
+
+    def edges(self, groups: Groups) -> tuple[Edge, ...]:
+        return tuple(Edge(i, i + 1) for i in range(len(groups) - 1))
+
+    def stage(self, groups: Groups, index: int) -> nn.Module:
+        stage = nn.Sequential()
+        for name in groups[index]:
+            stage.add_module(name, self.model.get_submodule(name))
+        stage.training = self.model.training  # its own flag only: a layer may be in another mode on purpose
+        return stage
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The one value that an ``nn.Sequential`` takes; arguments that cannot be that are themselves the value."""
+        if kwargs:
+            return kwargs["input"] if set(kwargs) == {"input"} and not args else kwargs
+        return args[0] if len(args) == 1 else args
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers by name. ``named_children`` would leave out a layer that stands there twice."""
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
-    own_forward = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
-    if not isinstance(model, nn.Sequential) or own_forward:
-        raise PlanError(
-            f"{type(model).__name__} is not a plain nn.Sequential, whose forward runs its layers one after the other: "
-            "write it as an nn.Sequential of its parts"
-        )
     if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks or model._backward_pre_hooks:
         raise PlanError(
             "the nn.Sequential itself has hooks, and no stage runs the whole of it: register them on its layers"
@@ -60,27 +60,3 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
             kind = type(layer).__name__
             raise PlanError(f"layer {name} ({kind}) does not know its size yet: run the model on a batch first")
     return layers
-
-
-def _balance(layers: dict[str, nn.Module], balance: Sequence[int] | None, stages: int | None) -> list[int]:
-    if (balance is None) == (stages is None):
-        raise PlanError("say how to cut: either balance=[2, 2] (layers per stage) or stages=2, not both")
-    if balance is not None:
-        if isinstance(balance, str) or not isinstance(balance, Iterable):
-            raise PlanError(f"balance must be a list with the number of layers of each stage, got {balance!r}")
-        sizes = list(balance)
-        if not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
-            raise PlanError(f"every stage needs at least one layer: balance={sizes}")
-        if sum(sizes) != len(layers):
-            raise PlanError(
-                f"balance={sizes} is for {sum(sizes)} layers, but the model has {len(layers)}: "
-                f"make the numbers add up to {len(layers)}"
-            )
-        return sizes
-    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
-        raise PlanError(f"stages must be a positive number, got {stages!r}")
-    if stages > len(layers):
-        raise PlanError(f"{stages} stages asked for, but the model has only {len(layers)} layers to divide")
-    # A layer without parameters is not free: one unit keeps such layers from all landing in one stage.
-    weights = [1 + sum(p.numel() for p in layer.parameters()) for layer in layers.values()]
-    return partition(weights, stages)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.engine.call import Flight, call
 from penstock.engine.head import Head
-from penstock.engine.inputs import cut, single_value
+from penstock.engine.inputs import cut
 from penstock.engine.local import LocalCrew
 from penstock.engine.loss import loss_rule
 from penstock.engine.meeting import Meeting
@@ -85,11 +85,10 @@ class Pipeline:
     ) -> None:
         if not isinstance(plan, Plan):
             raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
-        if plan.model is None:
-            raise PlanError("this plan has no model: load it with Plan.load(path, model)")
         if outputs not in ("all", None):
             raise PlanError(f"outputs must be 'all' or None, got {outputs!r}")
-        self._model = plan.model
+        self._line = plan.attached()
+        self._model = self._line.model
         self._keep_outputs = outputs == "all"
         rule = loss_rule(loss_fn, reduction)
         edges = [(edge.src, edge.dst) for edge in plan.edges]
@@ -136,7 +135,7 @@ class Pipeline:
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
         aside = self._set_grads_aside()
         try:
-            outcome = self._crew.train(single_value(inputs), targets, keep_outputs=self._keep_outputs)
+            outcome = self._crew.train(self._value(inputs), targets, keep_outputs=self._keep_outputs)
         except BaseException:
             for parameter, grad in aside.items():
                 parameter.grad = grad
@@ -154,7 +153,7 @@ class Pipeline:
         the rank of the last stage gets the outputs, the others None.
         """
         self._check_open()
-        value = single_value(kwargs or (args if len(args) != 1 else args[0]))
+        value = self._line.arguments(args, kwargs) if args or kwargs else None
         grad = torch.is_grad_enabled()
         if isinstance(self._crew, ProcessCrew):
             if grad:
@@ -261,6 +260,14 @@ class Pipeline:
             f"Pipeline({self.plan.num_stages} stages on {self._source.ranks} ranks, "
             f"schedule {self._source.name!r}, {self._source.microbatches} micro-batches)"
         )
+
+    def _value(self, inputs: Any) -> Any:
+        """What enters the first stage: of a tuple of positional arguments, a dict of keywords, or one value."""
+        if inputs is None:
+            return None
+        if isinstance(inputs, dict):
+            return self._line.arguments((), inputs)
+        return self._line.arguments(inputs if isinstance(inputs, tuple) else (inputs,), {})
 
     def _check_open(self) -> None:
         if self._crew.closed:
