@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.engine.context import Ambient
 from penstock.engine.infer import FakeStage, Propagation
+from penstock.engine.message import Message
 from penstock.engine.meta import MessageMeta, meta_of
 from penstock.engine.tree import flatten
 from penstock.errors import PlanError
@@ -23,7 +24,8 @@ BF16 = Ambient((("cpu", torch.bfloat16, True),), None)
 
 def meta(value: Any) -> MessageMeta:
     leaves, spec = flatten(value)
-    return meta_of(leaves, spec, [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad])
+    wants = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    return meta_of(Message(leaves, spec, wants))
 
 
 def propagation(module: nn.Module, state: Ambient = PLAIN, grad: bool = True) -> Propagation:
@@ -32,7 +34,7 @@ def propagation(module: nn.Module, state: Ambient = PLAIN, grad: bool = True) ->
 
 def both(module: nn.Module, value: Any, state: Ambient = PLAIN) -> tuple[str, str]:
     """What is inferred for a value, and what the module really gives."""
-    inferred = propagation(module, state).forward(meta(value))
+    (inferred,) = propagation(module, state).forward([meta(value)], 1)
     with ExitStack() as stack:
         for context in state.contexts():
             stack.enter_context(context)
@@ -67,7 +69,7 @@ def test_nothing_of_the_module_is_touched() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before, numbers = snapshot(module), torch.get_rng_state()
     run = propagation(module)
-    run.forward(meta(torch.ones(2, 4, requires_grad=True)))
+    run.forward([meta(torch.ones(2, 4, requires_grad=True))], 1)
     run.backward(None)
     assert_same(snapshot(module), before)
     assert torch.equal(torch.get_rng_state(), numbers)
@@ -82,14 +84,14 @@ class Pick(nn.Module):
 
 def test_backward_tells_which_inputs_get_a_gradient() -> None:
     run = propagation(Pick())
-    run.forward(meta((torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True))))
-    assert run.backward(None) == [True, False]
+    run.forward([meta((torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)))], 1)
+    assert run.backward(None) == [[True, False]]
 
 
 def test_no_gradient_comes_back_for_outputs_that_get_none() -> None:
     run = propagation(nn.Linear(4, 4))
-    run.forward(meta(torch.ones(2, 4, requires_grad=True)))
-    assert run.backward([False]) == [False]
+    run.forward([meta(torch.ones(2, 4, requires_grad=True))], 1)
+    assert run.backward([[False]]) == [[False]]
 
 
 class Positive(nn.Module):
@@ -99,9 +101,9 @@ class Positive(nn.Module):
 
 def test_a_shape_that_depends_on_the_data_is_refused_with_the_stage_and_its_input() -> None:
     with pytest.raises(PlanError, match=r"stage 3.*fake tensors.*float32\[2, 4\]"):
-        propagation(Positive()).forward(meta(torch.ones(2, 4)))
+        propagation(Positive()).forward([meta(torch.ones(2, 4))], 1)
 
 
 def test_an_input_that_does_not_fit_is_refused_with_its_shape() -> None:
     with pytest.raises(PlanError, match=r"stage 3.*float32\[2, 5\]"):
-        propagation(nn.Linear(4, 4)).forward(meta(torch.ones(2, 5)))
+        propagation(nn.Linear(4, 4)).forward([meta(torch.ones(2, 5))], 1)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from torch import nn
+from typing import Any
 
 from penstock.engine.channel.control import Control
 from penstock.engine.context import Ambient
 from penstock.engine.infer import FakeStage, Propagation
+from penstock.engine.message import Message
 from penstock.engine.meta import MessageMeta, meta_of
-from penstock.engine.stage import Message, StageEngine
+from penstock.engine.stage import StageEngine
 from penstock.errors import PlanError
+from penstock.schedule.flow import Edge
+from penstock.split.plan import Plan
 
 __all__ = ["Agreement", "Announcement", "Refused"]
 
@@ -37,16 +39,16 @@ class Announcement:
     state: Ambient
     sizes: tuple[int, ...]
     kinds: tuple[int, ...]  # the kind of each micro-batch: those of one kind have the same shapes
-    outputs: dict[int, list[MessageMeta]] = field(default_factory=dict)  # by stage, per kind
-    gradients: dict[int, list[list[bool]]] = field(default_factory=dict)  # which of them come back
+    crossing: dict[Edge, list[MessageMeta]] = field(default_factory=dict)  # per kind
+    gradients: dict[Edge, list[list[bool]]] = field(default_factory=dict)  # which of it gets a gradient, per kind
 
-    def metas(self, stage: int) -> list[MessageMeta]:
-        """What a stage's output looks like, for each micro-batch."""
-        return [self.outputs[stage][kind] for kind in self.kinds]
+    def metas(self, edge: Edge) -> list[MessageMeta]:
+        """What crosses an edge, for each micro-batch."""
+        return [self.crossing[edge][kind] for kind in self.kinds]
 
-    def present(self, stage: int) -> list[list[bool]]:
-        """Which of a stage's outputs get a gradient, for each micro-batch."""
-        return [self.gradients[stage][kind] for kind in self.kinds] if self.training else []
+    def present(self, edge: Edge) -> list[list[bool]]:
+        """For which of that a gradient comes back, for each micro-batch."""
+        return [self.gradients[edge][kind] for kind in self.kinds] if self.training else []
 
 
 class Agreement:
@@ -58,12 +60,14 @@ class Agreement:
         rank: int,
         placement: Sequence[int],
         stages: Mapping[int, StageEngine],
-        model: nn.Module,
+        plan: Plan,
     ) -> None:
         self.control = control
         self.rank = rank
         self.placement = placement
         self.stages = stages
+        self.plan = plan
+        model = plan.attached().model
         # What is frozen and what is in training mode, in the whole model: a script does the same on every rank.
         self.parameters = list(model.parameters())
         self.modules = list(model.modules())
@@ -76,7 +80,7 @@ class Agreement:
         self, training: bool, state: Ambient, sizes: tuple[int, ...], messages: Sequence[Message]
     ) -> Announcement:
         """Tell the others what comes."""
-        metas = [meta_of(m.leaves, m.spec, m.wants if training else ()) for m in messages]
+        metas = [meta_of(m if training else m._replace(wants=())) for m in messages]
         key = (training, state, sizes, tuple(metas), self._modes())
         if key in self.numbers:
             self._tell([KNOWN, self.numbers[key]])
@@ -126,31 +130,22 @@ class Agreement:
         """Follow each kind of micro-batch through the stages, this rank's own on fake tensors."""
         count = max(announced.kinds) + 1
         runs: dict[int, list[Propagation]] = {}
+        crossing, gradients, plan = announced.crossing, announced.gradients, self.plan
+        post = _Post(self.control, self.placement, self.rank)
         for s, stage in sorted(self.stages.items()):
             fake = FakeStage(s, stage.module, stage.device)
             runs[s] = [Propagation(fake, announced.state, announced.training) for _ in range(count)]
-        last = len(self.placement) - 1
-        for s, kinds in runs.items():
-            if s > 0:
-                there = self.placement[s - 1]
-                inputs = announced.outputs[s - 1] if there == self.rank else self.control.take(there)
-                announced.outputs[s - 1] = inputs
-            assert inputs is not None
-            announced.outputs[s] = [run.forward(meta) for run, meta in zip(kinds, inputs, strict=True)]
-            if s < last and self.placement[s + 1] != self.rank:
-                self.control.send(self.placement[s + 1], announced.outputs[s])
+            coming = [post.take((src, s), crossing) for src in plan.sources(s)] or [inputs]
+            targets = plan.targets(s)
+            leaving = [run.forward(metas, len(targets)) for run, *metas in zip(runs[s], *coming, strict=True)]
+            for i, dst in enumerate(targets):
+                post.send((s, dst), crossing, [row[i] for row in leaving])
         if announced.training:
             for s, kinds in reversed(runs.items()):
-                if s < last:
-                    there = self.placement[s + 1]
-                    if there != self.rank:
-                        announced.gradients[s] = self.control.take(there)
-                present = announced.gradients[s] if s < last else [None] * count
-                if s > 0:
-                    back = [run.backward(p) for run, p in zip(kinds, present, strict=True)]
-                    announced.gradients[s - 1] = back
-                    if self.placement[s - 1] != self.rank:
-                        self.control.send(self.placement[s - 1], back)
+                back = [post.take((s, dst), gradients, upward=True) for dst in plan.targets(s)]
+                rows = [run.backward([row[kind] for row in back] if back else None) for kind, run in enumerate(kinds)]
+                for i, src in enumerate(plan.sources(s)):
+                    post.send((src, s), gradients, [row[i] for row in rows], upward=True)
         self.heard.append(announced)
 
     def _others(self) -> list[int]:
@@ -162,3 +157,27 @@ class Agreement:
 
     def _modes(self) -> tuple[bool, ...]:
         return (*(p.requires_grad for p in self.parameters), *(module.training for module in self.modules))
+
+
+class _Post:
+    """What ranks tell each other of the edges between them. Letters come in the sender's order, and may be early."""
+
+    def __init__(self, control: Control, placement: Sequence[int], rank: int) -> None:
+        self.control = control
+        self.placement = placement
+        self.rank = rank
+
+    def send(self, edge: Edge, known: dict[Edge, Any], letter: Any, *, upward: bool = False) -> None:
+        """Write it down here, and tell the edge's other end: its destination, or, ``upward``, its source."""
+        known[edge] = letter
+        there = self.placement[edge[0 if upward else 1]]
+        if there != self.rank:
+            self.control.send(there, (edge, letter))
+
+    def take(self, edge: Edge, known: dict[Edge, Any], *, upward: bool = False) -> Any:
+        """What is known of an edge, if need be after waiting for its source, or, ``upward``, its destination."""
+        there = self.placement[edge[1 if upward else 0]]
+        while edge not in known:
+            found, letter = self.control.take(there)
+            known[found] = letter
+        return known[edge]

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from penstock.engine.local import Job, LocalCrew, Work
+from penstock.engine.message import Message
 from penstock.engine.microbatch import join
 from penstock.engine.runner import Ends
-from penstock.engine.stage import Message, Slot, StageEngine
+from penstock.engine.stage import Slot, StageEngine
 from penstock.engine.tree import Spec, unflatten
 from penstock.schedule.lower import lower
 from penstock.schedule.schedule import Schedule
@@ -131,7 +132,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = flight.forward([message.detached() for message in inputs])
-        leaves, spec, wants = outputs[0]
+        leaves, spec, wants, _ = outputs[0]
         joined: list[Any] = [join([message.leaves[i] for message in outputs]) for i in range(len(leaves))]
         flight.template = (leaves, spec)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

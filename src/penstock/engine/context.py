@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.engine.moment import MicroBatch
 from penstock.engine.stage import StageEngine
 
 __all__ = ["Ambient", "ambient", "surround"]
@@ -51,9 +52,11 @@ class Around:
         self.open.pop().__exit__(*error)
 
 
-def surround(stages: Iterable[StageEngine], state: Ambient) -> None:
-    """Let the stages' forwards run in the caller's state."""
+def surround(stages: Iterable[StageEngine], state: Ambient, microbatches: int) -> None:
+    """Let the stages' forwards run in the caller's state, on so many micro-batches."""
+    moments = [MicroBatch(k) for k in range(microbatches)]
     for stage in stages:
+        stage.moments = moments
         stage.around = Around(state) if state else None
         mode = (state, stage.module.training)
         if stage.mode != mode:  # the same object while nothing changes: it is compared by identity

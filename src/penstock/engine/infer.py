@@ -10,15 +10,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge
 
 from penstock.engine.context import Ambient
+from penstock.engine.message import depart, depart_apart
 from penstock.engine.meta import MessageMeta, TensorMeta, meta_of
-from penstock.engine.tree import flatten, unflatten
+from penstock.engine.tree import unflatten
 from penstock.errors import PlanError
 
 __all__ = ["FakeStage", "Propagation"]
@@ -43,12 +46,12 @@ class FakeStage:
                 fake = self.mode.from_tensor(tensor.detach())
                 real = isinstance(tensor, nn.Parameter)
                 fakes.setdefault(id(tensor), nn.Parameter(fake, tensor.requires_grad) if real else fake)
-        self.run: Callable[[Any], Any]
+        self.run: Callable[..., Any]
         try:
             copied = copy.deepcopy(module, dict(fakes))
         except Exception:
             members = {name: fakes[id(tensor)] for name, tensor in {**parameters, **buffers}.items()}
-            self.run = lambda value: torch.func.functional_call(module, members, (value,))
+            self.run = lambda *values: torch.func.functional_call(module, members, values)
         else:
             for part in copied.modules():
                 part._forward_hooks.clear()
@@ -66,45 +69,64 @@ class Propagation:
         self.state = state
         self.grad = grad
         self.inputs: list[Tensor] = []
-        self.outputs: list[Tensor] = []
+        self.shares: list[int] = []  # how many of them come over each edge
+        self.roots: list[GradientEdge] = []
+        self.leaving: list[MessageMeta] = []
 
-    def forward(self, meta: MessageMeta) -> MessageMeta:
-        """The meta of the stage's output for an input of this meta."""
+    def forward(self, metas: Sequence[MessageMeta], gives: int) -> list[MessageMeta]:
+        """What leaves the stage over each of its edges, for what comes in over each."""
         device = self.fake.device
         with ExitStack() as stack:
             stack.enter_context(self.fake.mode)
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            leaves: list[Any] = [
-                torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorMeta) else leaf
-                for leaf in meta.leaves
-            ]
-            self.inputs = [leaves[i].requires_grad_() for i in meta.wants]
-            for i in meta.wants:
-                leaves[i] = torch.ops.aten._unsafe_view.default(leaves[i], leaves[i].shape)
+            values = []
+            self.inputs = []
+            self.shares = [len(meta.wants) for meta in metas]
+            for meta in metas:
+                leaves: list[Any] = [
+                    torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorMeta) else leaf
+                    for leaf in meta.leaves
+                ]
+                self.inputs += [leaves[i].requires_grad_() for i in meta.wants]
+                for i in meta.wants:
+                    leaves[i] = torch.ops.aten._unsafe_view.default(leaves[i], leaves[i].shape)
+                values.append(unflatten(leaves, meta.spec))
             for context in self.state.contexts():
                 stack.enter_context(context)
             try:
-                output = self.fake.run(unflatten(leaves, meta.spec))
+                output = self.fake.run(*values)
             except Exception as error:
                 raise PlanError(
                     f"stage {self.fake.stage} could not be run on fake tensors to learn its output's shape, for an "
-                    f"input of {meta}: {type(error).__name__}: {error}"
+                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {error}"
                 ) from error
-            out, spec = flatten(output)
-            wants = [i for i, leaf in enumerate(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            self.outputs = [out[i] for i in wants]
-            return meta_of(out, spec, wants)
+            if gives > 1:
+                parts, self.roots = depart_apart(output, gives)
+                self.leaving = [meta_of(part) for part in parts if part is not None]
+            else:
+                part, self.roots = depart(output)
+                self.leaving = [meta_of(part)]
+            return self.leaving
 
-    def backward(self, present: Sequence[bool] | None) -> list[bool]:
-        """Which of the inputs that want a gradient get one, when the outputs marked ``present`` do (None: all)."""
-        outputs = [t for t, there in zip(self.outputs, present or [True] * len(self.outputs), strict=True) if there]
-        if not outputs or not self.inputs:
-            return [False] * len(self.inputs)
-        inputs, self.inputs, self.outputs = self.inputs, [], []
+    def backward(self, present: Sequence[Sequence[bool]] | None) -> list[list[bool]]:
+        """Which of the inputs that want a gradient get one, by edge, when the outputs marked ``present`` do.
+
+        ``present`` goes by edge as well; None is for the last stage, all of whose outputs get one.
+        """
+        found = self._backward([there for row in present or () for there in row] or [True] * len(self.roots))
+        ends = list(accumulate(self.shares, initial=0))
+        return [found[a:b] for a, b in pairwise(ends)]
+
+    def _backward(self, present: Sequence[bool]) -> list[bool]:
+        metas = [meta.leaves[i] for meta in self.leaving for i in meta.wants]
+        wanted = [pair for *pair, there in zip(self.roots, metas, present, strict=True) if there]
+        inputs, self.inputs, self.roots = self.inputs, [], []
+        if not wanted or not inputs:
+            return [False] * len(inputs)
         try:
             with self.fake.mode:
-                seeds = [torch.empty_like(output) for output in outputs]
-                grads = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
+                seeds = [torch.empty(meta.shape, dtype=meta.dtype, device=self.fake.device) for _, meta in wanted]
+                grads = torch.autograd.grad([root for root, _ in wanted], inputs, seeds, allow_unused=True)
         except Exception:  # a backward that fake tensors cannot follow: expect all; what is missing is sent as zeros
             return [True] * len(inputs)
         return [grad is not None for grad in grads]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.message import Message
 from penstock.engine.microbatch import batch_size, scatter, sizes_of
-from penstock.engine.stage import Message
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 

@@ -39,6 +39,7 @@ class Job:
     runners: tuple[Runner, ...]
     lanes: tuple[LocalLane, ...]
     ends: Ends
+    microbatches: int
 
     def cancel(self) -> None:
         for lane in self.lanes:
@@ -131,14 +132,14 @@ class LocalCrew:
         for rank, order in enumerate(orders):
             own = {s: stage for s, stage in self.stages.items() if together or self.placement[s] == rank}
             runners.append(compile_program(order, Wiring(own, slots, forward, backward, ends, work=work)))
-        return Job(tuple(runners), (*forward.values(), *backward.values()), ends)
+        return Job(tuple(runners), (*forward.values(), *backward.values()), ends, microbatches)
 
     def run(self, job: Job, *, grad: bool) -> None:
         """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left."""
         devices = {stage.device for stage in self.stages.values() if stage.device.type == "cuda"}
         streams = [torch.cuda.current_stream(device) for device in devices]
         inference = torch.is_inference_mode_enabled()
-        surround(self.stages.values(), ambient())
+        surround(self.stages.values(), ambient(), job.microbatches)
 
         def task(runner: Runner) -> None:
             with ExitStack() as stack:
@@ -160,6 +161,9 @@ class LocalCrew:
             self._jobs.clear()  # its slots and lanes hold what the failed step left behind
             self.head.clear()
             raise
+        finally:
+            for stage in self.stages.values():
+                stage.moments = ()
 
     @property
     def closed(self) -> bool:

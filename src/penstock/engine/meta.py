@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.engine.message import Message
 from penstock.engine.tree import Spec, flatten, unflatten
 
 __all__ = ["MessageMeta", "TensorMeta", "meta_of"]
@@ -27,16 +27,17 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class MessageMeta:
-    """A message without its tensors' data; other leaves are themselves. ``wants`` is as in ``Message``."""
+    """A message without its tensors' data; other leaves are themselves. The rest is as in ``Message``."""
 
     leaves: tuple[Any, ...]
     spec: Spec
     wants: tuple[int, ...]
+    shared: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A structure travels as an example of itself: torch's own pickles of structures are deprecated.
         example = None if self.spec is None else unflatten(list(range(len(self.leaves))), self.spec)
-        return _restored, (self.leaves, self.spec is None, example, self.wants)
+        return _restored, (self.leaves, self.spec is None, example, self.wants, self.shared)
 
     def tensors(self) -> list[TensorMeta]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
@@ -45,13 +46,14 @@ class MessageMeta:
         return "(" + ", ".join(map(str, self.leaves)) + ")"
 
 
-def _restored(leaves: tuple[Any, ...], single: bool, example: Any, wants: tuple[int, ...]) -> MessageMeta:
-    return MessageMeta(leaves, None if single else flatten(example)[1], wants)
+def _restored(
+    leaves: tuple[Any, ...], single: bool, example: Any, wants: tuple[int, ...], shared: tuple[int, ...]
+) -> MessageMeta:
+    return MessageMeta(leaves, None if single else flatten(example)[1], wants, shared)
 
 
-def meta_of(leaves: Sequence[Any], spec: Spec, wants: Sequence[int]) -> MessageMeta:
+def meta_of(message: Message) -> MessageMeta:
     """The meta of a message."""
-    return MessageMeta(
-        tuple(TensorMeta(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves), spec, tuple(wants)
-    )
-
+    leaves, spec, wants, shared = message
+    metas = tuple(TensorMeta(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    return MessageMeta(metas, spec, tuple(wants), tuple(shared))

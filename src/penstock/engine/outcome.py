@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.stage import Message
+from penstock.engine.message import Message
 
 __all__ = ["Outcome", "send_back"]
 

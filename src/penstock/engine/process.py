@@ -20,9 +20,10 @@ from penstock.engine.failure import Bulletin
 from penstock.engine.head import Head
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.meeting import Meeting, facts_of
+from penstock.engine.message import Message
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.runner import Ends, Lane, PostedLane, Runner, Wiring, compile_program
-from penstock.engine.stage import Message, StageEngine, make_slots
+from penstock.engine.stage import StageEngine, make_slots
 from penstock.engine.ties import Ties
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.lower import lower
@@ -60,8 +61,6 @@ class ProcessCrew:
     def __init__(
         self, plan: Plan, stages: Sequence[StageEngine], source: ScheduleSource, place: Place, meeting: Meeting
     ) -> None:
-        model = plan.model
-        assert model is not None
         self.plan = plan
         self.source = source
         self.stages = {stage.index: stage for stage in stages}
@@ -78,7 +77,7 @@ class ProcessCrew:
         self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         self.wires = self._open_channels()
-        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, model)
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
         self.ties = Ties(plan, stages, self.placement, self.rank, self._new_group)
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -105,7 +104,7 @@ class ProcessCrew:
             head.begin(sizes, cut_targets(targets, sizes, self.device), keep_outputs=keep_outputs)
         job = self._job(announced)
         with self.ties.reducing():
-            self._feed(job, messages, grad=True)
+            self._feed(job, messages, len(sizes), grad=True)
         loss, factor = self._share_loss()
         if messages and job.ends.grads is not None:
             send_back(messages, job.ends.grads, factor)
@@ -118,7 +117,8 @@ class ProcessCrew:
         if head is not None:
             head.begin(announced.sizes, None, keep_outputs=True)
         job = self._job(announced)
-        self._feed(job, [message._replace(wants=()) for message in messages], grad=False)
+        inputs = [message._replace(wants=()) for message in messages]
+        self._feed(job, inputs, len(announced.sizes), grad=False)
         job.ends.inputs = []
         return head.take_outputs() if head is not None else None
 
@@ -134,13 +134,15 @@ class ProcessCrew:
             raise Refused(str(error)) from error
         return self.agreement.announce(training, ambient(), sizes, messages), messages
 
-    def _feed(self, job: Job, messages: Sequence[Message], *, grad: bool) -> None:
+    def _feed(self, job: Job, messages: Sequence[Message], count: int, *, grad: bool) -> None:
         job.ends.inputs = [message.detached() for message in messages]
         job.ends.grads = [()] * len(messages) if messages else None
-        surround(self.stages.values(), ambient())
+        surround(self.stages.values(), ambient(), count)
         self.runner = job.runner
         with torch.set_grad_enabled(grad):
             job.runner.run()
+        for stage in self.stages.values():
+            stage.moments = ()
 
     def _share_loss(self) -> tuple[Tensor, float | None]:
         if self._head is None:
@@ -193,10 +195,10 @@ class ProcessCrew:
                 forward[src, dst] = LocalLane(count, self.device, self.device)
                 backward[dst, src] = LocalLane(count, self.device, self.device)
                 continue
-            metas = announced.metas(src)
+            metas = announced.metas((src, dst))
             forward[src, dst] = ForwardLane(self.wires[a, b, "F"], f"stage {src}", metas)
             if announced.training:
-                present = announced.present(src)
+                present = announced.present((src, dst))
                 backward[dst, src] = BackwardLane(self.wires[b, a, "B"], f"stage {dst}", metas, present)
         return forward, backward
 

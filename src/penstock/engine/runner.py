@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from penstock.engine.stage import Message, Slot, StageEngine
+from penstock.engine.message import Message, merge
+from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.program import Instruction
 
 __all__ = ["Ends", "Lane", "PostedLane", "Progress", "Runner", "Wiring", "compile_program"]
@@ -104,18 +105,18 @@ def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runn
 def _bind(instruction: Instruction, wiring: Wiring) -> list[Call]:
     kind, stage, k, peer = instruction
     if kind == "F":
-        return [_bind_forward(stage, k, wiring), *_hand_over(stage, k, wiring, wiring.forward, _send_output)]
+        return [_bind_forward(stage, k, wiring), *_hand_over(stage, k, wiring, "F")]
     if kind in ("B", "I"):
-        return [_bind_backward(kind, stage, k, wiring), *_hand_over(stage, k, wiring, wiring.backward, _send_grads)]
+        return [_bind_backward(kind, stage, k, wiring), *_hand_over(stage, k, wiring, "B")]
     if kind == "W":
         return [partial(wiring.stages[stage].weight_gradient, wiring.slots[stage, k])]
     if kind == "REDUCE":
         return [] if wiring.reduce is None else [partial(wiring.reduce, stage)]
     what, lane_name = kind.split("_")
+    if what == "SEND":
+        return [_bind_send(stage, peer, k, wiring, lane_name)]
     lanes = wiring.forward if lane_name == "F" else wiring.backward
     lane = lanes[(peer, stage) if what == "RECV" else (stage, peer)]
-    if what == "SEND":
-        return [partial(_send_output if lane_name == "F" else _send_grads, lane, k, wiring.slots[stage, k])]
     if not isinstance(lane, PostedLane):
         return []
     return [partial(lane.post if what == "RECV" else lane.sent, k)]
@@ -123,31 +124,43 @@ def _bind(instruction: Instruction, wiring: Wiring) -> list[Call]:
 
 def _bind_forward(stage: int, k: int, wiring: Wiring) -> Call:
     engine, slot = wiring.stages[stage], wiring.slots[stage, k]
-    lane = _into(stage, wiring.forward)
-    return partial(_enter, engine, k, slot, wiring.ends) if lane is None else partial(_forward, engine, k, slot, lane)
+    lanes = _into(stage, wiring.forward)
+    if not lanes:
+        return partial(_enter, engine, k, slot, wiring.ends)
+    return partial(_forward, engine, k, slot, *lanes) if len(lanes) == 1 else partial(_meet, engine, k, slot, lanes)
 
 
 def _bind_backward(kind: str, stage: int, k: int, wiring: Wiring) -> Call:
     engine, slot = wiring.stages[stage], wiring.slots[stage, k]
     work = partial(wiring.work, engine) if kind == "B" else engine.input_gradient
-    lane = _into(stage, wiring.backward)
-    return partial(_turn, work, k, slot, wiring.ends) if lane is None else partial(_backward, work, k, slot, lane)
+    lanes = _into(stage, wiring.backward)
+    if not lanes:
+        return partial(_turn, work, k, slot, wiring.ends)
+    return partial(_backward, work, k, slot, *lanes) if len(lanes) == 1 else partial(_meet_back, work, k, slot, lanes)
 
 
-def _into(stage: int, lanes: Mapping[tuple[int, int], Lane]) -> Lane | None:
-    return next((lane for (_, dst), lane in lanes.items() if dst == stage), None)
+def _bind_send(stage: int, peer: int, k: int, wiring: Wiring, lane_name: str) -> Call:
+    """The message of one edge out of the stage, or the gradients of one edge into it."""
+    lanes = wiring.forward if lane_name == "F" else wiring.backward
+    peers = sorted(dst for src, dst in lanes if src == stage)
+    lane, slot = lanes[stage, peer], wiring.slots[stage, k]
+    if len(peers) == 1:
+        return partial(_send_output if lane_name == "F" else _send_grads, lane, k, slot)
+    return partial(_send_part if lane_name == "F" else _send_row, lane, k, slot, peers.index(peer))
 
 
-def _hand_over(
-    stage: int, k: int, wiring: Wiring, lanes: Mapping[tuple[int, int], Lane], send: Callable[[Lane, int, Slot], None]
-) -> list[Call]:
+def _into(stage: int, lanes: Mapping[tuple[int, int], Lane]) -> list[Lane]:
+    return [lanes[src, dst] for src, dst in sorted(lanes) if dst == stage]
+
+
+def _hand_over(stage: int, k: int, wiring: Wiring, lane_name: str) -> list[Call]:
     """What follows an action without an instruction of its own: edges inside this rank, and the pipeline's ends."""
-    slot = wiring.slots[stage, k]
-    outgoing = [(dst, lane) for (src, dst), lane in lanes.items() if src == stage]
-    if not outgoing:
-        leave = _leave_forward if send is _send_output else _leave_backward
-        return [partial(leave, wiring.ends, k, slot)]
-    return [partial(send, lane, k, slot) for dst, lane in outgoing if dst in wiring.stages]
+    lanes = wiring.forward if lane_name == "F" else wiring.backward
+    peers = sorted(dst for src, dst in lanes if src == stage)
+    if not peers:
+        leave = _leave_forward if lane_name == "F" else _leave_backward
+        return [partial(leave, wiring.ends, k, wiring.slots[stage, k])]
+    return [_bind_send(stage, peer, k, wiring, lane_name) for peer in peers if peer in wiring.stages]
 
 
 # What the calls of a compiled program do.
@@ -161,6 +174,11 @@ def _forward(engine: StageEngine, k: int, slot: Slot, lane: Lane) -> None:
     engine.forward(k, lane.take(k), slot)
 
 
+def _meet(engine: StageEngine, k: int, slot: Slot, lanes: Sequence[Lane]) -> None:
+    message, slot.shares = merge([lane.take(k) for lane in lanes])
+    engine.forward(k, message, slot)
+
+
 def _turn(work: Callable[..., None], k: int, slot: Slot, ends: Ends) -> None:
     assert ends.seed is not None
     work(ends.seed(k), slot)
@@ -168,6 +186,10 @@ def _turn(work: Callable[..., None], k: int, slot: Slot, ends: Ends) -> None:
 
 def _backward(work: Callable[..., None], k: int, slot: Slot, lane: Lane) -> None:
     work(lane.take(k), slot)
+
+
+def _meet_back(work: Callable[..., None], k: int, slot: Slot, lanes: Sequence[Lane]) -> None:
+    work([grad for lane in lanes for grad in lane.take(k)], slot)
 
 
 def _send_output(lane: Lane, k: int, slot: Slot) -> None:
@@ -178,6 +200,16 @@ def _send_output(lane: Lane, k: int, slot: Slot) -> None:
 def _send_grads(lane: Lane, k: int, slot: Slot) -> None:
     lane.send(k, slot.grads)
     slot.grads = ()
+
+
+def _send_part(lane: Lane, k: int, slot: Slot, part: int) -> None:
+    lane.send(k, slot.messages[part])
+    slot.messages[part] = None
+
+
+def _send_row(lane: Lane, k: int, slot: Slot, part: int) -> None:
+    lane.send(k, slot.rows[part])
+    slot.rows[part] = slot.grads = ()
 
 
 def _leave_forward(ends: Ends, k: int, slot: Slot) -> None:

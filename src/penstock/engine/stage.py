@@ -6,25 +6,29 @@ What a stage keeps between its forward and the end of its backward lives in a sl
                  │ .grad            │ edge                  the output's data goes with the message
     grads ◀──────┘ ◀──autograd──── roots ◀── grads       B  the inputs' gradients go with the message back
 
-The stage does not know where messages come from or go to: that is the lanes' business.
+Where several edges meet, their messages are taken as one, and one output is parted into as many messages as there
+are edges out of the stage. The stage does not know where messages come from or go to: that is the lanes' business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
+from torch.autograd.graph import GradientEdge, increment_version
 
 from penstock.engine.head import Head
-from penstock.engine.tree import LEAF, Spec, flatten, unflatten
+from penstock.engine.message import Message, depart, depart_apart, share_out
+from penstock.engine.moment import MicroBatch, here
+from penstock.engine.tree import unflatten
 from penstock.engine.weightgrad import Recorder, WeightGradQueue
+from penstock.errors import PlanError
 from penstock.schedule.program import Program
 
-__all__ = ["Message", "Slot", "StageEngine", "make_slots"]
+__all__ = ["Slot", "StageEngine", "make_slots"]
 
 # torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
@@ -32,50 +36,56 @@ _unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 
 _NEVER = object()
-_PythonNode = torch._C._FunctionBase
-_FIRST = (0,)
-
-
-class Message(NamedTuple):
-    """A value on its way to another stage: leaves, structure, and which leaves want a gradient back."""
-
-    leaves: list[Any]
-    spec: Spec
-    wants: Sequence[int]
-
-    def detached(self) -> Message:
-        """The same value apart from any graph."""
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return self._replace(leaves=leaves)
 
 
 class Slot:
     """What a stage keeps for one micro-batch in flight."""
 
-    __slots__ = ("grads", "inputs", "message", "queue", "roots")
+    __slots__ = ("grads", "inputs", "message", "messages", "queue", "roots", "rows", "shares")
 
     def __init__(self, queue: WeightGradQueue | None = None) -> None:
         self.inputs: Sequence[Tensor] = ()
         self.roots: Sequence[GradientEdge] = ()
         self.message: Message | None = None
         self.grads: Sequence[Tensor | None] = ()
+        # Where several edges leave the stage, a message for each; where several enter it, how many of the inputs came
+        # over each, and their gradients.
+        self.messages: list[Message | None] = []
+        self.shares: Sequence[int] = ()
+        self.rows: list[Sequence[Tensor | None]] = []
         self.queue = queue  # there when the backward is split into I and W
 
     def clear(self) -> None:
-        self.inputs = self.roots = self.grads = ()
+        self.inputs = self.roots = self.grads = self.shares = ()
         self.message = None
+        self.messages, self.rows = [], []
         if self.queue is not None:
             self.queue.clear()
 
 
 class StageEngine:
-    """A stage's module, with its forward and backward. The last stage has a head: the loss."""
+    """A stage's module, with its forward and backward. The last stage has a head: the loss.
 
-    def __init__(self, index: int, module: nn.Module, device: torch.device, head: Head | None = None) -> None:
+    ``takes`` and ``gives`` count the edges into the stage and out of it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        head: Head | None = None,
+        *,
+        takes: int = 1,
+        gives: int = 1,
+    ) -> None:
         self.index = index
         self.module = module
         self.device = device
         self.head = head
+        self.takes = takes
+        self.gives = gives
+        self.moments: Sequence[MicroBatch] = ()  # what ``current_microbatch`` answers inside the module
         self.around: AbstractContextManager[Any] | None = None  # entered for each forward
         self.mode: object = None  # what the forward may depend on: training or not, autocast
         self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
@@ -90,12 +100,13 @@ class StageEngine:
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
         """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
-        leaves, spec, wants = message
+        leaves, spec, wants, shared = message
         slot.inputs = inputs = [leaves[i].requires_grad_() for i in wants]
         careful = self.mode is not self.calm_in
         if careful:
             for i, leaf in zip(wants, inputs, strict=True):
                 leaves[i] = _unsafe_view(leaf, leaf.shape)
+        versions = [leaves[i]._version for i in shared]
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
             if self.around is None and slot.queue is None:
@@ -111,9 +122,17 @@ class StageEngine:
                 self.calm_in = _NEVER
                 error.add_note("the stage changes its input in place, and did not before: run the step again")
             raise
+        if shared and versions != [leaves[i]._version for i in shared]:
+            raise PlanError(
+                f"stage {self.index} changes one of its inputs in place, and another stage uses that value as well: "
+                "change a copy instead (x.clone()), or cut elsewhere"
+            )
         if careful:
             self._look_for_changes(leaves, wants, inputs)
-        slot.message, slot.roots = depart(output)
+        if self.gives > 1:
+            slot.messages, slot.roots = depart_apart(output, self.gives)
+        else:
+            slot.message, slot.roots = depart(output)
 
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """Learn whether the module changes its inputs in place.
@@ -130,8 +149,12 @@ class StageEngine:
             self.calm_in = _NEVER
 
     def _call(self, microbatch: int, value: Any) -> Any:
-        output = self.module(value)
-        return output if self.head is None else self.head(microbatch, output)
+        here.microbatch = self.moments[microbatch] if self.moments else None
+        try:
+            output = self.module(value) if self.takes == 1 else self.module(*value)
+            return output if self.head is None else self.head(microbatch, output)
+        finally:
+            here.microbatch = None
 
     def backward(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
         """Turn the gradients of the outputs into those of the inputs (``slot.grads``) and of the parameters."""
@@ -150,6 +173,8 @@ class StageEngine:
             slot.grads = [leaf.grad for leaf in inputs]
             for leaf in inputs:
                 leaf.grad = None
+        if slot.shares:
+            slot.rows = share_out(slot.grads, slot.shares)
         slot.inputs = slot.roots = ()
 
     def input_gradient(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
@@ -169,12 +194,15 @@ class StageEngine:
         """Like ``backward``, but the gradients of ``wanted`` are returned, and no ``.grad`` is touched."""
         roots, grads = _present(slot.roots, grads)
         targets = (*slot.inputs, *wanted)
+        found: list[Tensor | None]
         if not roots or not targets:
-            slot.grads = [None] * len(slot.inputs)
-            return [None] * len(wanted)
-        found = _run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False)
-        slot.grads = list(found[: len(slot.inputs)])
-        return list(found[len(slot.inputs) :])
+            found = [None] * len(targets)
+        else:
+            found = list(_run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
+        slot.grads = found[: len(slot.inputs)]
+        if slot.shares:
+            slot.rows = share_out(slot.grads, slot.shares)
+        return found[len(slot.inputs) :]
 
 
 def make_slots(program: Program, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
@@ -196,30 +224,3 @@ def _present(
     """Without the outputs that no gradient came for."""
     pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]
-
-
-def _edge(tensor: Tensor) -> GradientEdge:
-    """``get_gradient_edge``, without its checks."""
-    node = tensor.grad_fn
-    if node is None:
-        return get_gradient_edge(tensor)
-    if isinstance(node, _PythonNode):  # a C++ node that points to it keeps it alive
-        return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn)
-    return GradientEdge(node, tensor.output_nr)
-
-
-def depart(output: Any) -> tuple[Message, list[GradientEdge]]:
-    """An output as a message, its data apart from its graph: what is sent can be freed while the graph stays."""
-    if isinstance(output, Tensor):
-        alone = Message([output.detach()], LEAF, _FIRST if output.requires_grad else ())
-        return alone, [_edge(output)] if output.requires_grad else []
-    leaves, spec = flatten(output)
-    wants: list[int] = []
-    roots: list[GradientEdge] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            if leaf.requires_grad:
-                wants.append(i)
-                roots.append(_edge(leaf))
-            leaves[i] = leaf.detach()
-    return Message(leaves, spec, wants), roots

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-__all__ = ["LEAF", "Spec", "flatten", "unflatten"]
+__all__ = ["LEAF", "Row", "Spec", "flatten", "unflatten"]
 
-Spec = pytree.TreeSpec | None
+
+@dataclass(frozen=True)
+class Row:
+    """The shapes of several values side by side, each with its number of leaves."""
+
+    specs: tuple[Spec, ...]
+    sizes: tuple[int, ...]
+
+    def cut(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """The leaves of each value."""
+        ends = list(accumulate(self.sizes, initial=0))
+        return [list(leaves[a:b]) for a, b in pairwise(ends)]
+
+
+Spec: TypeAlias = "pytree.TreeSpec | Row | None"
 
 LEAF: Spec = None
 """The shape of a value that is one tensor: by far the most common one, so it takes no walk."""
@@ -24,5 +41,7 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
 
 
 def unflatten(leaves: list[Any], spec: Spec) -> Any:
-    """The inverse of ``flatten``."""
+    """The inverse of ``flatten``; of a ``Row``, the tuple of its values."""
+    if isinstance(spec, Row):
+        return tuple(unflatten(part, own) for part, own in zip(spec.cut(leaves), spec.specs, strict=True))
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)

@@ -72,6 +72,14 @@ class Plan:
         """The layers of each stage."""
         return [stage.layers for stage in self.stages]
 
+    def sources(self, stage: int) -> list[int]:
+        """The stages that feed a stage, in the order in which it takes their values."""
+        return sorted(edge.src for edge in self.edges if edge.dst == stage)
+
+    def targets(self, stage: int) -> list[int]:
+        """The stages that a stage feeds, in the order in which it gives their values."""
+        return sorted(edge.dst for edge in self.edges if edge.src == stage)
+
     def attached(self) -> Line:
         """The line that was cut, or an error where the plan has no model."""
         if self.line is None:

@@ -9,17 +9,7 @@ from torch import nn
 
 from penstock.split.plan import Plan
 
-__all__ = ["inputs_of", "outputs_of", "relay"]
-
-
-def inputs_of(plan: Plan, stage: int) -> list[int]:
-    """The stages that feed a stage, in the order in which it takes their values."""
-    return sorted(edge.src for edge in plan.edges if edge.dst == stage)
-
-
-def outputs_of(plan: Plan, stage: int) -> list[int]:
-    """The stages that a stage feeds, in the order in which it gives their values."""
-    return sorted(edge.dst for edge in plan.edges if edge.src == stage)
+__all__ = ["relay"]
 
 
 def relay(
@@ -31,9 +21,9 @@ def relay(
     under_way: dict[tuple[int, int], Any] = {}
     output: Any = None
     for s, module in enumerate(modules):
-        taken = [under_way.pop((src, s)) for src in inputs_of(plan, s)]
+        taken = [under_way.pop((src, s)) for src in plan.sources(s)]
         output = module(*(taken or [line.arguments(args, kwargs)]))
-        targets = outputs_of(plan, s)
+        targets = plan.targets(s)
         values = output if len(targets) > 1 else [output]
         under_way.update(((s, dst), value) for dst, value in zip(targets, values, strict=False))
     return output

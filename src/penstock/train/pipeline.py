@@ -110,7 +110,14 @@ class Pipeline:
         modules = {s: plan.stage_module(s) for s in own}
         _check_ties(plan, modules, device_of)
         stages = [
-            StageEngine(s, module.to(device_of[s]), device_of[s], Head(rule) if s == plan.num_stages - 1 else None)
+            StageEngine(
+                s,
+                module.to(device_of[s]),
+                device_of[s],
+                Head(rule) if s == plan.num_stages - 1 else None,
+                takes=max(1, len(plan.sources(s))),
+                gives=max(1, len(plan.targets(s))),
+            )
             for s, module in modules.items()
         ]
         self._modules = modules

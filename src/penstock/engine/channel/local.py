@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.stage import Message
+from penstock.engine.message import Message
 
 __all__ = ["Cancelled", "LocalLane"]
 

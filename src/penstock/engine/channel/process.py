@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.channel.group import Group
+from penstock.engine.message import Message
 from penstock.engine.meta import MessageMeta, TensorMeta, meta_of
-from penstock.engine.stage import Message
 from penstock.errors import PlanError
 
 __all__ = ["BackwardLane", "ChannelError", "ForwardLane", "Wire"]
@@ -151,13 +151,12 @@ class ForwardLane(_ProcessLane):
     def take(self, microbatch: int) -> Message:
         works, meta = self.under_way.pop(microbatch), self.metas[microbatch]
         if self.one[microbatch] and meta.spec is None:
-            return Message([self.wire.finish_one(works)], None, meta.wants)
+            return Message([self.wire.finish_one(works)], None, meta.wants, meta.shared)
         tensors = self.wire.finish(works)
-        leaves, spec, wants = meta.leaves, meta.spec, meta.wants
-        if len(tensors) != len(leaves):
+        if len(tensors) != len(meta.leaves):
             coming = iter(tensors)
-            tensors = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in leaves]
-        return Message(tensors, spec, wants)
+            tensors = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
+        return Message(tensors, meta.spec, meta.wants, meta.shared)
 
 
 class BackwardLane(_ProcessLane):
@@ -200,7 +199,7 @@ class BackwardLane(_ProcessLane):
 
 def _checked(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
     """The tensors of a message, if it is what the other side expects."""
-    leaves, spec, wants = message
+    leaves, spec, wants, _ = message
     if spec is None and meta.spec is None and len(wants) == len(meta.wants):
         expected, found = meta.leaves[0], leaves[0]
         if found.dtype is expected.dtype and found.shape == expected.shape:
@@ -219,6 +218,6 @@ def _checked(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
         else:
             return tensors
     raise PlanError(
-        f"{name} gave {meta_of(leaves, spec, wants)}, but {meta} was inferred from its input and is what the next "
+        f"{name} gave {meta_of(message)}, but {meta} was inferred from its input and is what the next "
         "stage expects: an output's shapes, dtypes and plain values must follow from the input's shapes alone"
     )

@@ -1,0 +1,101 @@
+"""What travels between stages: a value taken apart, joined where edges meet, parted where they leave."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.engine.tree import LEAF, Row, Spec, flatten
+from penstock.errors import PlanError
+
+__all__ = ["Message", "depart", "depart_apart", "merge", "share_out"]
+
+_PythonNode = torch._C._FunctionBase
+_FIRST = (0,)
+
+
+class Message(NamedTuple):
+    """A value on its way to another stage: leaves, structure, and which leaves want a gradient back.
+
+    ``shared`` are the leaves that go to other stages as well: none of these may change them in place.
+    """
+
+    leaves: list[Any]
+    spec: Spec
+    wants: Sequence[int]
+    shared: Sequence[int] = ()
+
+    def detached(self) -> Message:
+        """The same value apart from any graph."""
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return self._replace(leaves=leaves)
+
+
+def merge(messages: Sequence[Message]) -> tuple[Message, list[int]]:
+    """The messages of several edges as one, and how many of the wanted gradients belong to each."""
+    leaves: list[Any] = []
+    wants: list[int] = []
+    shared: list[int] = []
+    for message in messages:
+        wants.extend(len(leaves) + i for i in message.wants)
+        shared.extend(len(leaves) + i for i in message.shared)
+        leaves.extend(message.leaves)
+    row = Row(tuple(message.spec for message in messages), tuple(len(message.leaves) for message in messages))
+    return Message(leaves, row, wants, shared), [len(message.wants) for message in messages]
+
+
+def share_out(grads: Sequence[Tensor | None], shares: Sequence[int]) -> list[Sequence[Tensor | None]]:
+    """The gradients that go back over each edge."""
+    return [grads[a:b] for a, b in pairwise(accumulate(shares, initial=0))]
+
+
+def _edge(tensor: Tensor) -> GradientEdge:
+    """``get_gradient_edge``, without its checks."""
+    node = tensor.grad_fn
+    if node is None:
+        return get_gradient_edge(tensor)
+    if isinstance(node, _PythonNode):  # a C++ node that points to it keeps it alive
+        return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn)
+    return GradientEdge(node, tensor.output_nr)
+
+
+def depart(output: Any) -> tuple[Message, list[GradientEdge]]:
+    """An output as a message, its data apart from its graph: what is sent can be freed while the graph stays."""
+    if isinstance(output, Tensor):
+        alone = Message([output.detach()], LEAF, _FIRST if output.requires_grad else ())
+        return alone, [_edge(output)] if output.requires_grad else []
+    leaves, spec = flatten(output)
+    wants: list[int] = []
+    roots: list[GradientEdge] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                wants.append(i)
+                roots.append(_edge(leaf))
+            leaves[i] = leaf.detach()
+    return Message(leaves, spec, wants), roots
+
+
+def depart_apart(outputs: Any, count: int) -> tuple[list[Message | None], list[GradientEdge]]:
+    """One message for each edge out of the stage, and the ends of the graph of all of them."""
+    if not isinstance(outputs, tuple) or len(outputs) != count:
+        found = f"{len(outputs)} values" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
+        raise PlanError(f"a stage with {count} edges to later stages gave {found}: give a tuple with a value for each")
+    parts = [depart(output) for output in outputs]
+    tensors = [[x for x in message.leaves if isinstance(x, Tensor)] for message, _ in parts]
+    uses = Counter(storage for row in tensors for storage in {_storage(x) for x in row})
+    messages: list[Message | None] = []
+    for message, _ in parts:
+        shared = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and uses[_storage(x)] > 1]
+        messages.append(message._replace(shared=shared) if shared else message)
+    return messages, [root for _, roots in parts for root in roots]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

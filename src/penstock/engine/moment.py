@@ -1,0 +1,43 @@
+"""Where a layer is while it runs: which micro-batch it works on, and whether this is a second run."""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["MicroBatch", "current_microbatch", "here", "is_checkpointing", "is_recomputing"]
+
+
+class MicroBatch:
+    """One micro-batch of one step. It is gone when the step is over: a key for what layers keep by micro-batch."""
+
+    __slots__ = ("__weakref__", "index")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"MicroBatch({self.index})"
+
+
+class _Here(threading.local):
+    microbatch: MicroBatch | None = None
+    checkpointing = False
+    recomputing = False
+
+
+here = _Here()
+
+
+def current_microbatch() -> MicroBatch | None:
+    """The micro-batch that this thread's stage works on; None outside of a pipeline."""
+    return here.microbatch
+
+
+def is_checkpointing() -> bool:
+    """Whether this forward keeps nothing for its backward, and will be run again for it."""
+    return here.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether this forward has run before, and runs again for its backward."""
+    return here.recomputing
