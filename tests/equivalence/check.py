@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.engine.microbatch import sizes_of
 from tests.equivalence.models import SCHEDULES, Case
+from tests.equivalence.webs import WebCase
 
 
 def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +28,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def plain_step(model: nn.Sequential, case: Case) -> tuple[Tensor, Tensor]:
+def plain_step(model: nn.Module, case: Case | WebCase) -> tuple[Tensor, Tensor]:
     """The plain model's loss and outputs; its gradients are left in the parameters.
 
     The forward runs micro-batch by micro-batch, because a layer may look at its batch; the loss is the whole
@@ -40,14 +41,13 @@ def plain_step(model: nn.Sequential, case: Case) -> tuple[Tensor, Tensor]:
     return loss.detach(), outputs.detach()
 
 
-def check_step(case: Case, mesh: ps.Mesh | None = None, devices: Sequence[str] = ("cpu",)) -> None:
+def check_step(case: Case | WebCase, mesh: ps.Mesh | None = None, devices: Sequence[str] = ("cpu",)) -> None:
     """Two steps with an optimizer between them, plain and pipelined. ``devices`` are given to the ranks in turn."""
     model = case.build()
     plain = copy.deepcopy(model)
-    balance = case.balance(len(model))
     ranks = case.stages // (SCHEDULES[case.schedule].stages_per_rank or 2)
     where: dict[str, Any] = {"devices": [devices[r % len(devices)] for r in range(ranks)]} if mesh is None else {}
-    plan = ps.split(model, balance=balance)
+    plan = case.plan(model)
     options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, "mesh": mesh, **where}
     with ps.Pipeline(plan, LOSSES[case.loss], **options) as pipe:
         expected = dict(plain.named_parameters(remove_duplicate=False))
@@ -75,7 +75,7 @@ def check_step(case: Case, mesh: ps.Mesh | None = None, devices: Sequence[str] =
             check_call(pipe, plain, case)
 
 
-def check_call(pipe: ps.Pipeline, plain: nn.Module, case: Case) -> None:
+def check_call(pipe: ps.Pipeline, plain: nn.Module, case: Case | WebCase) -> None:
     """A plain call of the pipeline: outputs, parameter and input gradients."""
     x, _ = case.data()
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import penstock as ps
 from penstock.schedule import SCHEDULES
 
 WIDTH = 6
@@ -145,6 +146,10 @@ class Case:
         for _ in range(layers - self.stages):
             sizes[int(torch.randint(self.stages, (1,), generator=generator))] += 1
         return sizes
+
+    def plan(self, model: nn.Module) -> ps.Plan:
+        assert isinstance(model, nn.Sequential)
+        return ps.split(model, balance=self.balance(len(model)))
 
     def data(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.batch)

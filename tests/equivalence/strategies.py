@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from tests.equivalence.models import LAYERS, TRAINING, Case, stages_for
+from tests.equivalence.webs import WebCase
 
 
 @st.composite
@@ -19,4 +20,24 @@ def cases(draw: st.DrawFn, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Case:
         microbatches=draw(st.integers(1, 7)),
         batch=draw(st.integers(1, 13)),
         loss=draw(st.sampled_from(["mean", "sum", "ignore", "pair"])),
+    )
+
+
+@st.composite
+def webs(draw: st.DrawFn, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> WebCase:
+    schedule = draw(st.sampled_from(TRAINING))
+    stages = stages_for(schedule, draw(st.sampled_from(ranks)))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    layers = sum(sizes)
+    links = tuple(
+        tuple(sorted(draw(st.sets(st.integers(0, max(0, i - 1)), max_size=2)))) if i > 1 else () for i in range(layers)
+    )
+    return WebCase(
+        links=links,
+        frozen=draw(st.integers(-1, layers - 2)),
+        balance=tuple(sizes),
+        schedule=schedule,
+        microbatches=draw(st.integers(1, 7)),
+        batch=draw(st.integers(1, 13)),
+        loss=draw(st.sampled_from(["mean", "sum"])),
     )

@@ -1,0 +1,60 @@
+"""Values that skip stages arrive, and their gradients are summed where they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+
+from tests.equivalence.check import check_step
+from tests.equivalence.models import TRAINING, stages_for
+from tests.equivalence.ranks import Ranks, ranks
+from tests.equivalence.strategies import webs
+from tests.equivalence.webs import WebCase
+
+
+def dense(schedule: str, ranks: int, microbatches: int = 4, batch: int = 10) -> WebCase:
+    """Two layers a stage, and every layer uses every other one before it."""
+    stages = stages_for(schedule, ranks)
+    links = tuple(tuple(range(i)) for i in range(2 * stages))
+    return WebCase(links, 1, (2,) * stages, schedule, microbatches, batch)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    with ranks(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    with ranks(4) as made:
+        yield made
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_everything_to_everything_in_threads(schedule: str) -> None:
+    for count in (1, 2, 3):
+        check_step(dense(schedule, count))
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_everything_to_everything_over_processes(schedule: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
+    two_ranks.check(dense(schedule, 2))
+    four_ranks.check(dense(schedule, 4, 5, 13))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(case=webs())
+def test_generated_webs_in_threads(case: WebCase) -> None:
+    check_step(case)
+
+
+def test_generated_webs_over_two_processes(two_ranks: Ranks) -> None:
+    @settings(max_examples=30, deadline=None, derandomize=True)
+    @given(case=webs(ranks=(2,)))
+    def run(case: WebCase) -> None:
+        two_ranks.check(case)
+
+    run()

@@ -1,0 +1,152 @@
+"""Models whose stages are joined by more than a chain: values that skip stages, in every shape that may cross."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.split import Edge
+from penstock.split.line import Groups, Line
+from penstock.split.planning import plan_of
+
+WIDTH = 6
+
+
+class Web(nn.Module):
+    """``links`` says which layers' outputs each layer adds to its own: ``links[i]`` are numbers below ``i``.
+
+    Layer 0 also gives integers, a None and a plain number, which the last layer needs.
+    """
+
+    def __init__(self, links: tuple[tuple[int, ...], ...], frozen: int = -1) -> None:
+        super().__init__()
+        self.links = links
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in links)
+        if frozen >= 0:
+            self.layers[frozen].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = {-1: x}
+        for i in range(len(self.links)):
+            values[i] = self.part(i, values)
+        return self.finish(values[len(self.links) - 1], self.extras(x))
+
+    def part(self, i: int, values: dict[int, Tensor]) -> Tensor:
+        out = torch.tanh(self.layers[i](values[i - 1]))
+        for j in self.links[i]:
+            out = out + values[j] * (j + 2)
+        return out
+
+    def extras(self, x: Tensor) -> tuple[Tensor, None, float]:
+        return (x[:, 0] > 0).long(), None, 0.5
+
+    def finish(self, last: Tensor, extras: tuple[Tensor, None, float]) -> Tensor:
+        ids, nothing, number = extras
+        assert nothing is None
+        return last * (ids.unsqueeze(1) + number)
+
+
+class WebLine(Line):
+    """Cut between any two layers; what a later stage needs of an earlier one is an edge."""
+
+    def __init__(self, model: Web) -> None:
+        self.model = model
+        self.layers = tuple(f"layers.{i}" for i in range(len(model.links)))
+        self.recipe = {"front": "web"}
+
+    def members(self, layer: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.get_submodule(layer).named_parameters(layer)
+
+    def edges(self, groups: Groups) -> tuple[Edge, ...]:
+        found = {}
+        for (src, dst), values in crossing(self.model, groups).items():
+            found[src, dst] = Edge(src, dst, tuple(str(value) for value in values))
+        return tuple(found[key] for key in sorted(found))
+
+    def stage(self, groups: Groups, index: int) -> nn.Module:
+        assert isinstance(self.model, Web)
+        return WebStage(self.model, groups, index)
+
+
+def crossing(model: Web, groups: Groups) -> dict[tuple[int, int], list[int]]:
+    """Which layers' outputs cross each edge; -2 are the extras."""
+    home = {-1: 0, -2: 0}
+    for s, layers in enumerate(groups):
+        home.update({int(layer.split(".")[1]): s for layer in layers})
+    last = len(groups) - 1
+    values: dict[tuple[int, int], list[int]] = {(s, s + 1): [] for s in range(last)}
+    needs = [(i, j) for i, links in enumerate(model.links) for j in (i - 1, *links)]
+    for i, j in needs:
+        if home[j] != home[i] and j not in values.setdefault((home[j], home[i]), []):
+            values[home[j], home[i]].append(j)
+    if last:
+        values.setdefault((0, last), []).append(-2)
+    return values
+
+
+class WebStage(nn.Module):
+    def __init__(self, model: Web, groups: Groups, index: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "_web", model)
+        self._values = crossing(model, groups)
+        self._mine = [int(layer.split(".")[1]) for layer in groups[index]]
+        self._index, self._last = index, len(groups) - 1
+        self.layers = nn.Module()
+        for i in self._mine:
+            self.layers.add_module(str(i), model.layers[i])
+
+    def forward(self, *arriving: Any) -> Any:
+        sources = sorted(edge for edge in self._values if edge[1] == self._index)
+        targets = sorted(edge for edge in self._values if edge[0] == self._index)
+        known: dict[int, Any] = {}
+        for edge, value in zip(sources, arriving, strict=bool(sources)):
+            known.update(zip(self._values[edge], value, strict=True))
+        if self._index == 0:
+            known[-1] = arriving[0]["x"]
+            known[-2] = self._web.extras(known[-1])
+        for i in self._mine:
+            out = torch.tanh(self.layers.get_submodule(str(i))(known[i - 1]))
+            for j in self._web.links[i]:
+                out = out + known[j] * (j + 2)
+            known[i] = out
+        if self._index == self._last:
+            return self._web.finish(known[self._mine[-1]], known[-2])
+        leaving = tuple(tuple(known[j] for j in self._values[edge]) for edge in targets)
+        return leaving if len(leaving) > 1 else leaving[0]
+
+
+@dataclass(frozen=True)
+class WebCase:
+    """One web, one cut, one schedule, one mini-batch."""
+
+    links: tuple[tuple[int, ...], ...]
+    frozen: int
+    balance: tuple[int, ...]
+    schedule: str
+    microbatches: int
+    batch: int
+    loss: str = "mean"
+
+    def build(self) -> Web:
+        torch.manual_seed(len(self.links))
+        return Web(self.links, self.frozen).double()
+
+    def plan(self, model: nn.Module) -> ps.Plan:
+        assert isinstance(model, Web)
+        line = WebLine(model)
+        ends = [sum(self.balance[: i + 1]) for i in range(len(self.balance))]
+        return plan_of(line, [line.layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)])
+
+    @property
+    def stages(self) -> int:
+        return len(self.balance)
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.batch)
+        x = torch.randn(self.batch, WIDTH, dtype=torch.float64, generator=generator)
+        return x, torch.randint(WIDTH, (self.batch,), generator=generator)
