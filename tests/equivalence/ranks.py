@@ -18,9 +18,12 @@ DEADLINE = 60.0  # seconds for one case
 
 
 class Ranks:
-    """``check(case)`` on every rank of a world; the first complaint is raised here."""
+    """``check(case)`` on every rank of a world; the first complaint is raised here.
 
-    def __init__(self, count: int) -> None:
+    With ``backend`` the ranks share the first GPU.
+    """
+
+    def __init__(self, count: int, backend: str | None = None) -> None:
         context = mp.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -29,7 +32,7 @@ class Ranks:
         self.processes = []
         for rank in range(count):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, count, port, theirs, backend), daemon=True)
             process.start()
             theirs.close()
             self.lines.append(mine)
@@ -59,21 +62,25 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(count: int) -> Iterator[Ranks]:
-    made = Ranks(count)
+def ranks(count: int, backend: str | None = None) -> Iterator[Ranks]:
+    made = Ranks(count, backend)
     try:
         yield made
     finally:
         made.close()
 
 
-def _serve(rank: int, count: int, port: int, line: Connection[Any, Any]) -> None:
+def _serve(rank: int, count: int, port: int, line: Connection[Any, Any], backend: str | None) -> None:
     import penstock as ps
     from tests.equivalence.check import check_step
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
     torch.set_num_threads(1)
-    mesh = ps.Mesh(pipe=count)
+    if backend is not None:
+        # NCCL refuses two ranks on one GPU of one host: let it take every rank for a host of its own.
+        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        dist.init_process_group(backend)
+    mesh = ps.Mesh(pipe=count, device=None if backend is None else "cuda:0")
     while (case := line.recv()) is not None:
         try:
             check_step(case, mesh)

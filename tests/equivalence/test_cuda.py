@@ -1,12 +1,16 @@
-"""The same equality on a GPU: several ranks on one device, and ranks on GPU and CPU in turn."""
+"""The same equality on a GPU: ranks as threads or processes on one device, and ranks on GPU and CPU in turn."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, Case, stages_for
+from tests.equivalence.ranks import Ranks, ranks
+from tests.equivalence.test_webs import dense
 
 pytestmark = [
     pytest.mark.cuda,
@@ -19,8 +23,27 @@ LAYERS = ("relu_", "tuple_edge", "twice", "dict_edge", "scale", "convs", "frozen
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu")], ids=["one GPU", "GPU and CPU"])
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule(schedule: str, devices: tuple[str, ...]) -> None:
-    for ranks, microbatches, batch in [(2, 4, 10), (4, 8, 13), (3, 5, 3)]:
-        stages = stages_for(schedule, ranks)
+    for count, microbatches, batch in [(2, 4, 10), (4, 8, 13), (3, 5, 3)]:
+        stages = stages_for(schedule, count)
         # One parameter in stages on different devices is not possible, so nothing is repeated there.
         case = Case(LAYERS, len(devices) == 1, 3, schedule, stages, microbatches, batch, "ignore")
         check_step(case, devices=devices)
+
+
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu")], ids=["one GPU", "GPU and CPU"])
+def test_skips(devices: tuple[str, ...]) -> None:
+    for schedule in ("gpipe", "1f1b", "zbv"):
+        check_step(dense(schedule, 3), devices=devices)
+
+
+@pytest.fixture(scope="module", params=["nccl", "gloo"])
+def two_processes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with ranks(2, request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_processes_on_one_gpu(schedule: str, two_processes: Ranks) -> None:
+    stages = stages_for(schedule, 2)
+    two_processes.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore"))
+    two_processes.check(dense(schedule, 2))

@@ -38,6 +38,35 @@ def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: Plain) -> N
         assert result.outputs is None
 
 
+# ── channels ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def first_step_apart(rank: int, schedule: str) -> None:
+    """As with NCCL, where the first step of each kind of mini-batch goes over channels of its own."""
+    sent: list[Wire] = []
+    used: list[set[bool]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.engine.process.speaks_nccl", lambda device: True)
+        send = Wire.send
+        patch.setattr(Wire, "send", lambda self, tensors: (sent.append(self), send(self, tensors))[1])
+        model = mlp()
+        with pipeline(model, stages=4, schedule=schedule) as pipe:
+            for samples in (8, 8, 5, 8, 5):
+                x, y = batch(samples), batch(samples, seed=1)
+                expected = plain_step(model, x, y, F.mse_loss)
+                assert_plain(pipe, pipe.step(x, y), expected)
+                pipe.zero_grad()
+                quiet = set(map(id, pipe._crew.jobs.quiet.values()))
+                used.append({id(wire) in quiet for wire in sent})
+                sent.clear()
+    assert used == [{True}, {False}, {True}, {False}, {False}]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_the_first_step_of_a_kind_may_go_over_channels_of_its_own(two: Ranks, schedule: str) -> None:
+    two.run(first_step_apart, schedule)
+
+
 # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -12,22 +10,20 @@ from torch import Tensor, nn
 
 from penstock.engine.agree import Agreement, Announcement, Refused
 from penstock.engine.channel.control import Control
-from penstock.engine.channel.group import Group, open_group
-from penstock.engine.channel.local import LocalLane
-from penstock.engine.channel.process import BackwardLane, ChannelError, ForwardLane, Wire
+from penstock.engine.channel.group import Group, open_group, speaks_nccl
+from penstock.engine.channel.process import ChannelError, Wire
 from penstock.engine.context import ambient, surround
 from penstock.engine.failure import Bulletin
 from penstock.engine.head import Head
 from penstock.engine.inputs import cut, cut_targets
+from penstock.engine.jobs import Job, Jobs, Wires
 from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.message import Message
 from penstock.engine.outcome import Outcome, send_back
-from penstock.engine.runner import Ends, Lane, PostedLane, Runner, Wiring, compile_program
-from penstock.engine.stage import StageEngine, make_slots
+from penstock.engine.runner import Runner
+from penstock.engine.stage import StageEngine
 from penstock.engine.ties import Ties
 from penstock.errors import PipelineError, PlanError
-from penstock.schedule.lower import lower
-from penstock.schedule.program import Program
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 
@@ -39,20 +35,6 @@ class Place(Protocol):
     pipe_rank: int
     ranks: Sequence[int]
     device: torch.device
-
-
-@dataclass(frozen=True)
-class Job:
-    """This rank's compiled program for one kind of mini-batch."""
-
-    runner: Runner
-    ends: Ends
-    lanes: tuple[Lane, ...]
-
-    def close(self) -> None:
-        for lane in self.lanes:
-            if isinstance(lane, PostedLane):
-                lane.close()
 
 
 class ProcessCrew:
@@ -76,11 +58,11 @@ class ProcessCrew:
         meeting.compare(facts_of(plan, source))
         self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
-        self.wires = self._open_channels()
+        wires = self._open_channels("", self.device)
+        quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
+        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
         self.ties = Ties(plan, stages, self.placement, self.rank, self._new_group)
-        self._jobs: OrderedDict[int, Job] = OrderedDict()
-        self._programs: dict[tuple[int, bool], Program] = {}
         self.runner: Runner | None = None
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,7 +84,7 @@ class ProcessCrew:
             if targets is None and head.rule.call is not None:
                 raise PlanError(f"the targets must be passed on rank {self.ranks[self.rank]}, which has the last stage")
             head.begin(sizes, cut_targets(targets, sizes, self.device), keep_outputs=keep_outputs)
-        job = self._job(announced)
+        job = self.jobs.of(announced)
         with self.ties.reducing():
             self._feed(job, messages, len(sizes), grad=True)
         loss, factor = self._share_loss()
@@ -116,7 +98,7 @@ class ProcessCrew:
         head = self._head
         if head is not None:
             head.begin(announced.sizes, None, keep_outputs=True)
-        job = self._job(announced)
+        job = self.jobs.of(announced)
         inputs = [message._replace(wants=()) for message in messages]
         self._feed(job, inputs, len(announced.sizes), grad=False)
         job.ends.inputs = []
@@ -160,48 +142,6 @@ class ProcessCrew:
     def _head(self) -> Head | None:
         return self.stages[self.plan.num_stages - 1].head if self.rank == self.last_rank else None
 
-    # ── programs ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _job(self, announced: Announcement) -> Job:
-        """The compiled program for an announced kind of mini-batch."""
-        if announced.number not in self._jobs:
-            program = self._program(len(announced.sizes), announced.training)
-            forward, backward = self._lanes(announced, len(announced.sizes))
-            ends = Ends(seed=None if self._head is None else self._head.seed)
-            wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends)
-            lanes = (*forward.values(), *backward.values())
-            self._jobs[announced.number] = Job(compile_program(program.instructions, wiring), ends, lanes)
-            while len(self._jobs) > 16:  # batches of ever new shapes must not pile up compiled programs
-                self._jobs.popitem(last=False)
-        self._jobs.move_to_end(announced.number)
-        return self._jobs[announced.number]
-
-    def _program(self, count: int, training: bool) -> Program:
-        if (count, training) not in self._programs:
-            schedule = self.source.training(count) if training else self.source.forward_only(count)
-            self._programs[count, training] = lower(schedule, self.edges)[self.rank]
-        return self._programs[count, training]
-
-    def _lanes(
-        self, announced: Announcement, count: int
-    ) -> tuple[dict[tuple[int, int], Lane], dict[tuple[int, int], Lane]]:
-        forward: dict[tuple[int, int], Lane] = {}
-        backward: dict[tuple[int, int], Lane] = {}
-        for src, dst in self.edges:
-            a, b = self.placement[src], self.placement[dst]
-            if self.rank not in (a, b):
-                continue
-            if a == b:
-                forward[src, dst] = LocalLane(count, self.device, self.device)
-                backward[dst, src] = LocalLane(count, self.device, self.device)
-                continue
-            metas = announced.metas((src, dst))
-            forward[src, dst] = ForwardLane(self.wires[a, b, "F"], f"stage {src}", metas)
-            if announced.training:
-                present = announced.present((src, dst))
-                backward[dst, src] = BackwardLane(self.wires[b, a, "B"], f"stage {dst}", metas, present)
-        return forward, backward
-
     # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
@@ -209,7 +149,7 @@ class ProcessCrew:
         self._groups.append(group)
         return group
 
-    def _open_channels(self) -> dict[tuple[int, int, str], Wire]:
+    def _open_channels(self, prefix: str, device: torch.device) -> Wires:
         """A group of two for every direction and lane in which this rank sends or receives."""
         wanted = set()
         for src, dst in self.edges:
@@ -220,7 +160,9 @@ class ProcessCrew:
         for a, b, lane in sorted(wanted):  # both ends make their groups in the same order
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
-                wires[a, b, lane] = Wire(self._new_group(f"{a}>{b}{lane}", (a, b)), peer, self.device)
+                group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
+                wires[a, b, lane] = Wire(group, peer, self.device)
+                wires[a, b, lane].connect(sender=self.rank == a)
         return wires
 
     # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
@@ -278,12 +220,8 @@ class ProcessCrew:
         if not self._groups:
             return
         self.bulletin.closed()
-        for job in self._jobs.values():
-            job.close()
-        self._jobs.clear()
+        self.jobs.close()
         self.runner = None
-        for wire in self.wires.values():
-            wire.close()
         self.control.close()
         self.ties.close()
         for group in self._groups:

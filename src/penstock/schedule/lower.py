@@ -3,9 +3,10 @@
 A channel carries messages in one direction between two ranks, in the order in which its sender makes them;
 the receiver posts its receives in that same order. Rank 1 of a 1F1B schedule, receives posted two deep:
 
-    1RECV_F0 1RECV_F1 1RECV_B0 1F0 1SEND_F0 ... 1B0 1SEND_B0 1SENT_F0 ...
-    └ posted ahead ──────────┘                  └ the gradient of 1F0's output has come, so its send
-                                                  is over: the output is released
+    1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_B0 ... 1B0 1SEND_B0 1SENT_F0 ...
+    └ posted ahead ─┘              │                         └ the gradient of 1F0's output has come, so its
+                                   └ after 1F0: it cannot      send is over: the output is released
+                                     come earlier
 
 A send never blocks: it is released after the first later action whose input from that peer proves that the
 message was consumed. Where no such action comes, the oldest is waited for once ``live_sends`` are open.
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import BACKWARD, Action
+from penstock.schedule.causality import history
 from penstock.schedule.flow import Edge, edges_of
 from penstock.schedule.program import Instruction, Program
 from penstock.schedule.rendezvous import gets_stuck
@@ -48,14 +50,17 @@ def lower(
     """
     if depth < 1 or live_sends < 1:
         raise ScheduleError(f"depth and live_sends must be at least 1, got {depth} and {live_sends}")
-    messages = _messages(schedule, edges_of(schedule, edges))
+    crossing = edges_of(schedule, edges)
+    messages = _messages(schedule, crossing)
+    before_made = history(schedule, crossing)
     in_flight = [_peak_in_flight(order) if schedule.trains else 0 for order in schedule.orders]
     ranks = range(schedule.num_ranks)
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
     sends: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
     sent: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
     for (sender, receiver, lane), channel in messages.items():
-        for message, position in zip(channel, _posts(channel, depth), strict=True):
+        stands_on = [before_made[lane, message.src, message.microbatch][receiver] for message in channel]
+        for message, position in zip(channel, _posts(channel, depth, stands_on), strict=True):
             post = Instruction(f"RECV_{lane}", message.dst, message.microbatch, message.src)
             before[receiver][position].append(post)
         answers = _knowledge(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
@@ -106,16 +111,17 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
     return dict(channels)
 
 
-def _posts(channel: Sequence[_Message], depth: int) -> list[int]:
+def _posts(channel: Sequence[_Message], depth: int, stands_on: Sequence[int]) -> list[int]:
     """Before which action of the receiver each receive is posted.
 
     Not later than the action that needs it, nor than the post of a later message (order!); and ``depth - 1``
-    messages ahead of that.
+    messages ahead of that. But not before the receiver's own actions that the message ``stands_on``: it cannot come
+    earlier, and on a GPU a receive that waits for the receiver's own work may hold that work up.
     """
     latest = [message.needed for message in channel]
     for i in reversed(range(len(latest) - 1)):
         latest[i] = min(latest[i], latest[i + 1])
-    return [latest[i - depth + 1] if i >= depth - 1 else 0 for i in range(len(latest))]
+    return [max(latest[i - depth + 1] if i >= depth - 1 else 0, own) for i, own in enumerate(stands_on)]
 
 
 def _knowledge(messages: Iterable[_Message]) -> tuple[list[int], list[int]]:

@@ -15,18 +15,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-__all__ = ["Group", "open_group"]
+__all__ = ["Group", "open_group", "speaks_nccl"]
 
 Group = Any  # a backend: ProcessGroupGloo or ProcessGroupNCCL
 
 TIMEOUT = timedelta(minutes=30)
 
 
+def speaks_nccl(device: torch.device) -> bool:
+    """Whether ranks on such devices talk through NCCL: between GPUs, where the world uses it."""
+    return device.type == "cuda" and dist.is_nccl_available() and "nccl" in dist.get_backend()
+
+
 def open_group(store: Any, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> Group:
-    """The group of ``ranks`` as seen by ``rank``, one of them: NCCL between GPUs where the world uses it, else gloo."""
+    """The group of ``ranks`` as seen by ``rank``, one of them: NCCL where ``device`` speaks it, else gloo."""
     place = PrefixStore(name, store)
     me = list(ranks).index(rank)
-    if device.type == "cuda" and dist.is_nccl_available() and "nccl" in dist.get_backend():
+    if speaks_nccl(device):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         return dist.ProcessGroupNCCL(place, me, len(ranks), options)

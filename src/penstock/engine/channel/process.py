@@ -41,6 +41,14 @@ class Wire:
         self.staged = device.type == "cuda" and group.name() == "gloo"
         self.buffers = torch.device("cpu") if self.staged else device
 
+    def connect(self, sender: bool) -> None:
+        """Meet the other end. NCCL would else do so at the first message, and hold up whoever posts a receive."""
+        if self.group.name() == "nccl":
+            token = torch.zeros(1, device=self.device)
+            work = (self.group.send if sender else self.group.recv)([token], self.there, 0)
+            work.wait()
+            torch.cuda.synchronize(self.device)
+
     def send(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Start sending; what is returned must be kept until ``wait`` for it is over."""
         send, there = self.group.send, self.there
