@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from penstock.engine.head import Head
 from penstock.engine.local import Job, LocalCrew, Work
 from penstock.engine.message import Message
 from penstock.engine.microbatch import join
 from penstock.engine.runner import Ends
 from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.ties import LocalTies
 from penstock.engine.tree import Spec, unflatten
 from penstock.schedule.lower import lower
 from penstock.schedule.schedule import Schedule
+from penstock.split.counted import Counted
 
 __all__ = ["Flight", "call"]
 
@@ -41,12 +44,14 @@ class Flight:
         self.over = False
         self.keep = False
         self.template: tuple[list[Any], Spec] = ([], None)
+        self.own: Mapping[int, Counted] = {}
 
     def forward(self, inputs: list[Message]) -> list[Message]:
         ends = Ends(inputs, outputs=[None] * self.count)
         with self.crew.lock:
             self.crew.head.begin([1] * self.count, None, keep_outputs=False)
             self.crew.run(self._job(0, ends), grad=True)
+            self.own = self.crew.head.own
         assert ends.outputs is not None
         return [message for message in ends.outputs if message is not None]
 
@@ -83,6 +88,10 @@ class Flight:
         for of_stage in sums.values():
             for key, grad in of_stage.items():
                 totals[key] = grad if key not in totals else totals[key] + grad.to(totals[key].device)
+        for copies in self.crew.ties.copies:
+            total = LocalTies.total([totals.get(id(parameter)) for parameter in copies])
+            if total is not None:
+                totals.update({id(parameter): total.to(parameter.device) for parameter in copies})
         return grads, totals
 
     def _backward_here(self, ends: Ends, work: Work) -> None:
@@ -120,7 +129,8 @@ def call(flight: Flight, inputs: list[Message]) -> Any:
     result: tuple[Tensor, ...] = _Call.apply(flight, inputs, *tensors, *flight.parameters)  # type: ignore[no-untyped-call]
     leaves, spec = flight.template
     tensors_out = iter(result)
-    return unflatten([next(tensors_out) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    joined = unflatten([next(tensors_out) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return Head.settle(joined, flight.own)
 
 
 class _Call(torch.autograd.Function):

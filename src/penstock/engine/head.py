@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from penstock.engine.loss import LossRule, find_loss
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
+from penstock.split.counted import Counted
 
 __all__ = ["Head"]
 
@@ -29,7 +31,8 @@ class Head:
         self.weights: Sequence[float | Tensor] = ()
         self.outputs: list[Any] = []
         self.losses: list[Tensor | None] = []
-        self.counts: list[Any] = []
+        self.counts: list[Any] = []  # what the losses, as sums, are to be divided by, all together
+        self.own: dict[int, Counted] = {}  # of the micro-batches whose loss the model computed
 
     def begin(self, sizes: Sequence[int], targets: Sequence[Any] | None, *, keep_outputs: bool) -> None:
         """Get ready for one mini-batch: with ``targets`` None there is no loss."""
@@ -41,16 +44,21 @@ class Head:
         self.outputs = [None] * len(sizes)
         self.losses = [None] * len(sizes)
         self.counts = []
+        self.own = {}
 
     def __call__(self, microbatch: int, output: Any) -> Any:
         """Keep the output; return the loss, or the output itself where there is no loss to compute."""
+        counted = None
+        if isinstance(output, Counted):
+            counted, output = output, output.output
+            self.own[microbatch] = replace(counted, output=None)
         if self.keep_outputs:
             # In a step, an output of a kind that cannot be joined is there for its loss alone.
             self.outputs[microbatch] = _detached(output) if not self.training or can_join(output) else None
         if not self.training:
             return output
         if self.rule.call is None:
-            loss = find_loss(output)
+            loss = find_loss(output) if counted is None else self._own_loss(find_loss(output), counted)
             what = "the model computes its own loss (no loss_fn was given), but its output"
         else:
             loss = self.rule.call(output, self.targets[microbatch])
@@ -65,6 +73,13 @@ class Head:
         self.losses[microbatch] = loss.detach()
         return loss
 
+    def _own_loss(self, loss: Any, counted: Counted) -> Any:
+        """A loss that the model averaged, as a sum: over nothing it is not a number, but nothing to the whole."""
+        if not isinstance(loss, Tensor) or counted.count is None:
+            return loss
+        self.counts.append(counted.count)
+        return torch.where(counted.count > 0, loss * counted.count, torch.zeros_like(loss))
+
     def _pair(self, pair: tuple[Any, ...]) -> Any:
         if len(pair) != 2:
             raise PlanError(f"loss_fn returned {len(pair)} values: return the loss, or (sum, count)")
@@ -76,7 +91,7 @@ class Head:
         """The gradient of the mini-batch's loss by this micro-batch's."""
         loss = self.losses[microbatch]
         assert loss is not None
-        weight = 1 / self.batch if self.counts else self.weights[microbatch]
+        weight = 1 / self.batch if self.counts else 1.0 if self.own else self.weights[microbatch]
         if isinstance(weight, Tensor):
             return [weight.to(loss.device, loss.dtype).reshape(loss.shape)]
         return [torch.full_like(loss, weight)]
@@ -90,17 +105,33 @@ class Head:
             count = sum(float(count) for count in self.counts)
             factor = self.batch / count if count else math.nan  # as the plain mean over nothing
             return losses.sum() * (factor / self.batch), factor
+        if self.own:
+            return losses.sum(), None
         weights = [w.to(losses) if isinstance(w, Tensor) else losses.new_tensor(w) for w in self.weights]
         return (losses * torch.stack(weights)).sum(), None
 
     def take_outputs(self) -> Any:
         """The outputs of the mini-batch, in order; nothing of it is kept here any longer."""
         outputs = self.outputs
+        whole = self.settle(join(outputs), self.own) if self.keep_outputs else None
         self.clear()
-        return join(outputs) if self.keep_outputs else None
+        return whole
+
+    @staticmethod
+    def settle(joined: Any, own: Mapping[int, Counted]) -> Any:
+        """The loss that a model put into its outputs, of the mini-batch instead of its micro-batches."""
+        losses = joined["loss"] if own and isinstance(joined, MutableMapping) and "loss" in joined else None
+        if isinstance(losses, Tensor) and losses.dim():
+            counts = [own[k].count for k in sorted(own)]
+            if any(count is None for count in counts):
+                joined["loss"] = losses.sum()
+            else:
+                count = torch.stack([torch.as_tensor(n).to(losses) for n in counts])
+                joined["loss"] = torch.where(count > 0, losses * count, 0.0).sum() / count.sum()
+        return joined
 
     def clear(self) -> None:
-        self.outputs, self.losses, self.counts, self.targets = [], [], [], ()
+        self.outputs, self.losses, self.counts, self.targets, self.own = [], [], [], (), {}
 
 
 def _wide(loss: Tensor) -> Tensor:
@@ -111,4 +142,3 @@ def _wide(loss: Tensor) -> Tensor:
 def _detached(output: Any) -> Any:
     leaves, spec = flatten(output)
     return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-

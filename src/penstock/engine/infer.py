@@ -23,6 +23,7 @@ from penstock.engine.message import depart, depart_apart
 from penstock.engine.meta import MessageMeta, TensorMeta, meta_of
 from penstock.engine.tree import unflatten
 from penstock.errors import PlanError
+from penstock.split.counted import Counted
 
 __all__ = ["FakeStage", "Propagation"]
 
@@ -100,6 +101,8 @@ class Propagation:
                     f"stage {self.fake.stage} could not be run on fake tensors to learn its output's shape, for an "
                     f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {error}"
                 ) from error
+            if isinstance(output, Counted):  # of the last stage: what leaves the pipeline is its output
+                output = output.output
             if gives > 1:
                 parts, self.roots = depart_apart(output, gives)
                 self.leaving = [meta_of(part) for part in parts if part is not None]

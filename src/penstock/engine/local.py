@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.channel.local import LocalLane
 from penstock.engine.context import ambient, surround
@@ -20,6 +20,7 @@ from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.runner import Ends, Runner, Wiring, compile_program
 from penstock.engine.stage import Slot, StageEngine, make_slots
+from penstock.engine.ties import LocalTies
 from penstock.engine.workers import Workers
 from penstock.schedule.lower import lower
 from penstock.schedule.program import Instruction
@@ -49,12 +50,19 @@ class Job:
 class LocalCrew:
     """The stages of a pipeline with their threads."""
 
-    def __init__(self, plan: Plan, stages: Sequence[StageEngine], source: ScheduleSource) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[StageEngine],
+        source: ScheduleSource,
+        copies: Sequence[Sequence[nn.Parameter]] = (),
+    ) -> None:
         placement = source.placement
         self.source = source
         self.stages = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = placement
+        self.ties = LocalTies(copies)
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
@@ -82,7 +90,8 @@ class LocalCrew:
         job.ends.inputs = [message.detached() for message in messages]
         job.ends.seed = self.head.seed
         job.ends.grads = [()] * len(sizes)
-        self.run(job, grad=True)
+        with self.ties.reducing():
+            self.run(job, grad=True)
         loss, factor = self.head.finish()
         send_back(messages, job.ends.grads, factor)
         job.ends.inputs, job.ends.grads = [], None

@@ -22,7 +22,7 @@ from penstock.engine.message import Message
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.runner import Runner
 from penstock.engine.stage import StageEngine
-from penstock.engine.ties import Ties
+from penstock.engine.ties import ProcessTies
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
@@ -41,7 +41,13 @@ class ProcessCrew:
     """This rank's stages, and its channels to the other ranks."""
 
     def __init__(
-        self, plan: Plan, stages: Sequence[StageEngine], source: ScheduleSource, place: Place, meeting: Meeting
+        self,
+        plan: Plan,
+        stages: Sequence[StageEngine],
+        source: ScheduleSource,
+        copies: Sequence[Sequence[nn.Parameter]],
+        place: Place,
+        meeting: Meeting,
     ) -> None:
         self.plan = plan
         self.source = source
@@ -62,7 +68,7 @@ class ProcessCrew:
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
         self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
-        self.ties = Ties(plan, stages, self.placement, self.rank, self._new_group)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
         self.runner: Runner | None = None
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,10 +172,6 @@ class ProcessCrew:
         return wires
 
     # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
-
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank is the one that counts a parameter in sums over all ranks: a tie's first holder does."""
-        return self.ties.counts(parameter)
 
     def reduce(self, value: Tensor, largest: bool) -> Tensor:
         """The sum, or the largest, of a number over the ranks."""

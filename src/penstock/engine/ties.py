@@ -1,38 +1,42 @@
-"""Parameters that live on several ranks: copies that start out equal and get the same gradients."""
+"""One parameter in several stages: one tensor in one place, copies in others that stay equal.
+
+    place A   stage 0 ──┐ one tensor for both        gradients of a step are summed over the places, and
+              stage 1 ──┘                            every copy gets the sum: with the same optimizer the
+    place B   stage 3 ─── a copy of it               copies stay equal, bit for bit
+
+A place is a device of this process, or a process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.engine.channel.group import Group
-from penstock.engine.stage import StageEngine
+from penstock.errors import PlanError
 from penstock.split.plan import Plan, Tie
 
-__all__ = ["Ties"]
+__all__ = ["LocalTies", "ProcessTies", "Ties", "place_ties"]
 
 
 class Ties:
-    """The ties that this rank has a part in, each with the group of its ranks."""
+    """Copies of parameters that are kept equal. ``sum_up`` makes the gradients of one tie's copies their sum."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        stages: Sequence[StageEngine],
-        placement: Sequence[int],
-        rank: int,
-        new_group: Callable[[str, Sequence[int]], Group],
-    ) -> None:
-        self.joined: list[tuple[nn.Parameter, Group]] = []
-        for tie in plan.ties:
-            ranks = sorted({placement[stage] for stage in tie.stages})
-            if len(ranks) > 1 and rank in ranks:
-                parameter, group = _find(tie, stages), new_group(f"tie {tie.names[0]}", ranks)
-                group.broadcast(parameter.data, 0).wait()
-                self.joined.append((parameter, group))
+    def __init__(self) -> None:
+        self.copies: list[list[nn.Parameter]] = []  # for each tie, those that live in this process
+
+    def sum_up(self, number: int) -> None:
+        raise NotImplementedError
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this copy is the one that is counted in norms."""
+        raise NotImplementedError
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
@@ -40,32 +44,141 @@ class Ties:
 
         What earlier steps left in ``.grad`` has been summed already, and is kept apart meanwhile.
         """
-        before = [parameter.grad for parameter, _ in self.joined]
+        mine = [parameter for copies in self.copies for parameter in copies]
+        before = [parameter.grad for parameter in mine]
         try:
-            for parameter, _ in self.joined:
+            for parameter in mine:
                 parameter.grad = None
             yield
-            for parameter, group in self.joined:
-                if parameter.requires_grad:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    group.allreduce(parameter.grad).wait()
+            for number in range(len(self.copies)):
+                self.sum_up(number)
         finally:
-            for (parameter, _), old in zip(self.joined, before, strict=True):
+            for parameter, old in zip(mine, before, strict=True):
                 if old is not None:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
+    def close(self) -> None:
+        self.copies.clear()
+
+
+class LocalTies(Ties):
+    """Ties over several devices of this process."""
+
+    def __init__(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
+        super().__init__()
+        self.copies = [list(row) for row in copies if len(row) > 1]
+        for first, *others in self.copies:
+            for other in others:
+                other.data.copy_(first.data)
+
+    def sum_up(self, number: int) -> None:
+        copies = self.copies[number]
+        total = self.total([parameter.grad for parameter in copies])
+        if total is not None:
+            for parameter in copies:
+                parameter.grad = total.to(parameter.device, copy=True)
+
+    @staticmethod
+    def total(grads: Sequence[Tensor | None]) -> Tensor | None:
+        """The sum of those that are there, on the device of the first."""
+        there = [grad for grad in grads if grad is not None]
+        return sum((grad.to(there[0].device) for grad in there[1:]), there[0]) if there else None
+
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts the parameter in sums over all ranks: the first of a tie's ranks does."""
-        return all(parameter is not tied or group.rank() == 0 for tied, group in self.joined)
+        return all(parameter is not other for copies in self.copies for other in copies[1:])
+
+
+class ProcessTies(Ties):
+    """Ties over several processes, each with the group of its ranks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        copies: Sequence[Sequence[nn.Parameter]],
+        placement: Sequence[int],
+        rank: int,
+        new_group: Callable[[str, Sequence[int]], Group],
+    ) -> None:
+        super().__init__()
+        self.groups: list[Group] = []
+        for tie, mine in zip(plan.ties, copies, strict=True):
+            ranks = sorted({placement[stage] for stage in tie.stages})
+            if len(ranks) > 1 and rank in ranks:
+                (parameter,) = mine
+                group = new_group(f"tie {tie.names[0]}", ranks)
+                group.broadcast(parameter.data, 0).wait()
+                self.copies.append([parameter])
+                self.groups.append(group)
+
+    def sum_up(self, number: int) -> None:
+        (parameter,) = self.copies[number]
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self.groups[number].allreduce(parameter.grad).wait()
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        pairs = zip(self.copies, self.groups, strict=True)
+        return all(parameter is not copies[0] or group.rank() == 0 for copies, group in pairs)
 
     def close(self) -> None:
-        self.joined.clear()
+        super().close()
+        self.groups.clear()
 
 
-def _find(tie: Tie, stages: Sequence[StageEngine]) -> nn.Parameter:
-    for stage in stages:
-        for name, parameter in stage.module.named_parameters(remove_duplicate=False):
-            if name in tie.names:
-                return parameter
-    raise AssertionError(f"no stage of this rank has any of {tie.names}")
+def place_ties(
+    ties: Sequence[Tie], modules: Mapping[int, nn.Module], places: Mapping[int, Hashable]
+) -> list[list[nn.Parameter]]:
+    """Give every place its own copy of each tied parameter, shared by all of the place's stages.
+
+    ``modules`` and ``places`` are of the stages of this process. Returned are each tie's copies, one per place.
+    """
+    _part_modules(modules, places)
+    found: list[list[nn.Parameter]] = []
+    for tie in ties:
+        copies: dict[Hashable, nn.Parameter] = {}
+        for stage in sorted(modules):
+            for name, parameter in list(modules[stage].named_parameters(remove_duplicate=False)):
+                if name not in tie.names:
+                    continue
+                place = places[stage]
+                if place not in copies:
+                    alone = not any(parameter is other for other in copies.values())
+                    copies[place] = parameter if alone else _copy(parameter)
+                if copies[place] is not parameter:
+                    owner, _, leaf = name.rpartition(".")
+                    modules[stage].get_submodule(owner)._parameters[leaf] = copies[place]
+        found.append(list(copies.values()))
+    return found
+
+
+def _copy(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+
+
+def _part_modules(modules: Mapping[int, nn.Module], places: Mapping[int, Hashable]) -> None:
+    """A module that stands in stages of several places gets a twin in each but the first."""
+    home: dict[int, Hashable] = {}
+    for stage in sorted(modules):
+        place, twins = places[stage], dict[int, nn.Module]()
+        for path, module in list(modules[stage].named_modules(remove_duplicate=False)):
+            stateless = next(chain(module.parameters(), module.buffers()), None) is None
+            if stateless or home.setdefault(id(module), place) == place:
+                continue
+            if isinstance(module, _BatchNorm) and module.track_running_stats:
+                raise PlanError(
+                    f"{path} keeps running statistics and stands in stages of several devices, where they would "
+                    "differ: put these stages on one device"
+                )
+            twins.setdefault(id(module), _twin(module))
+            owner, _, leaf = path.rpartition(".")
+            modules[stage].get_submodule(owner)._modules[leaf] = twins[id(module)]
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """The same module with members of its own dictionaries, so that one can be placed apart from the other."""
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = dict(module._parameters)
+    twin.__dict__["_buffers"] = dict(module._buffers)
+    twin.__dict__["_modules"] = dict(module._modules)
+    return twin

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from penstock.split.plan import Plan, StageSpec
-from penstock.split.ties import find_ties
+from penstock.split.ties import Shared, find_ties
 
 if TYPE_CHECKING:
     from penstock.split.line import Groups, Line
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["plan_of"]
 
 
-def plan_of(line: Line, groups: Groups) -> Plan:
-    """The plan whose stage ``i`` has the layers ``groups[i]``."""
+def plan_of(line: Line, groups: Groups, shared: Shared = ()) -> Plan:
+    """The plan whose stage ``i`` has the layers ``groups[i]``; parameters that ``shared`` names together are one."""
     specs = []
     for layers in groups:
         members: dict[int, Tensor] = {id(tensor): tensor for layer in layers for _, tensor in line.members(layer)}
@@ -30,7 +30,7 @@ def plan_of(line: Line, groups: Groups) -> Plan:
     return Plan(
         tuple(specs),
         line.edges(groups),
-        find_ties(line, groups),
+        find_ties(line, groups, shared),
         devices=wanted if len(wanted) == len(groups) else None,
         recipe=dict(line.recipe),
         line=line,

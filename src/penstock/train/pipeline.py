@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,14 @@ from penstock.engine.loss import loss_rule
 from penstock.engine.meeting import Meeting
 from penstock.engine.process import ProcessCrew
 from penstock.engine.stage import StageEngine
+from penstock.engine.ties import place_ties
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 from penstock.train.clip import clip_grad_norm
 from penstock.train.devices import Devices, assign, devices_of
+from penstock.train.materialise import Init, materialise
 from penstock.train.mesh import Mesh
 from penstock.train.state import load_state, state_of
 
@@ -48,7 +50,7 @@ class Pipeline:
     itself (``reduction`` decides where it does not), or ``(sum, count)``. Without it the model computes its loss.
     ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
     process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
-    ``outputs=None`` keeps no outputs.
+    ``outputs=None`` keeps no outputs. ``init(stage)`` fills the stages of a model built under ``torch.device("meta")``.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class Pipeline:
         mesh: Mesh | None = None,
         reduction: str | None = None,
         outputs: str | None = "all",
+        init: Init | None = None,
     ) -> None:
         meeting = None if mesh is None else Meeting(mesh.ranks, mesh.pipe_rank)
         try:
-            self._build(plan, loss_fn, microbatches, schedule, devices, mesh, meeting, reduction, outputs)
+            self._build(plan, loss_fn, microbatches, schedule, devices, mesh, meeting, reduction, outputs, init)
         except BaseException as error:
             if meeting is not None:
                 meeting.cancel(error)
@@ -82,6 +85,7 @@ class Pipeline:
         meeting: Meeting | None,
         reduction: str | None,
         outputs: str | None,
+        init: Init | None,
     ) -> None:
         if not isinstance(plan, Plan):
             raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
@@ -108,11 +112,12 @@ class Pipeline:
             device_of = [mesh.device] * plan.num_stages
         self.plan = plan.placed(source.placement, device_of)
         modules = {s: plan.stage_module(s) for s in own}
-        _check_ties(plan, modules, device_of)
+        copies = place_ties(plan.ties, modules, {s: device_of[s] for s in own})
+        materialise(modules, device_of, init, copies)
         stages = [
             StageEngine(
                 s,
-                module.to(device_of[s]),
+                module,
                 device_of[s],
                 Head(rule) if s == plan.num_stages - 1 else None,
                 takes=max(1, len(plan.sources(s))),
@@ -124,10 +129,10 @@ class Pipeline:
         self._counted: bool | None = None
         self._crew: LocalCrew | ProcessCrew
         if mesh is None:
-            self._crew = LocalCrew(self.plan, stages, source)
+            self._crew = LocalCrew(self.plan, stages, source, copies)
         else:
             assert meeting is not None
-            self._crew = ProcessCrew(self.plan, stages, source, mesh, meeting)
+            self._crew = ProcessCrew(self.plan, stages, source, copies, mesh, meeting)
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,11 +218,12 @@ class Pipeline:
     ) -> Tensor:
         """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""
         self._check_open()
+        counts = self._crew.ties.counts
         if isinstance(self._crew, ProcessCrew):
             return clip_grad_norm(
-                self.parameters(), max_norm, norm_type, error_if_nonfinite, self._crew.counts, self._crew.reduce
+                self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, self._crew.reduce
             )
-        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers under the plain model's own names.
@@ -233,11 +239,11 @@ class Pipeline:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict of the plain model, or of a pipeline cut anyhow; under a mesh, a rank takes its part."""
-        load_state(self._model, self._modules, state, strict)
+        load_state(self._model, self._modules, state, strict, self.plan.ties)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put the stages of this process into training mode, as ``nn.Module.train``."""
-        self._model.training = mode
+        self._model.train(mode)
         for module in self._modules.values():
             module.train(mode)
         return self
@@ -301,13 +307,3 @@ class Pipeline:
                 parameter.grad.mul_(factor)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-
-
-def _check_ties(plan: Plan, modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> None:
-    for tie in plan.ties:
-        places = {devices[stage] for stage in tie.stages if stage in modules}
-        if len(places) > 1:
-            raise PlanError(
-                f"{' and '.join(tie.names)} are one parameter, but stages {tie.stages} are on different devices "
-                f"({', '.join(sorted(map(str, places)))}): put these stages on one device"
-            )

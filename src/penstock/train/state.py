@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
+from penstock.split.plan import Tie
 
 __all__ = ["load_state", "state_of"]
 
@@ -17,8 +18,18 @@ def state_of(modules: Mapping[int, nn.Module]) -> dict[str, Tensor]:
     return {name: tensor for module in modules.values() for name, tensor in module.state_dict().items()}
 
 
-def load_state(model: nn.Module, modules: Mapping[int, nn.Module], state: Mapping[str, Any], strict: bool) -> None:
-    """Load what belongs to these stages from a state dict of the whole model, or of these stages."""
+def load_state(
+    model: nn.Module, modules: Mapping[int, nn.Module], state: Mapping[str, Any], strict: bool, ties: Sequence[Tie] = ()
+) -> None:
+    """Load what belongs to these stages from a state dict of the whole model, or of these stages.
+
+    A tied parameter may stand there under one of its names only.
+    """
+    state = dict(state)
+    for tie in ties:
+        there = [name for name in tie.names if name in state]
+        if there:
+            state.update({name: state[there[0]] for name in tie.names if name not in state})
     own = set(state_of(modules))
     missing = sorted(own - set(state))
     known = set(model.state_dict())

@@ -1,0 +1,14 @@
+"""Names that look like the one that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["did_you_mean"]
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """``": did you mean 'conv1'?"``, or ``otherwise`` where nothing comes near."""
+    close = get_close_matches(name, list(known), n=3)
+    return f": did you mean {' or '.join(map(repr, close))}?" if close else otherwise

@@ -1,0 +1,61 @@
+"""A stage's parameters and buffers on its device: moved there, or made there where they were only described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PlanError
+
+__all__ = ["Init", "materialise"]
+
+Init = Callable[[nn.Module], object]
+"""Fills the parameters and buffers of a stage that was on the meta device."""
+
+
+def materialise(
+    modules: Mapping[int, nn.Module],
+    devices: Sequence[torch.device],
+    init: Init | None,
+    copies: list[list[nn.Parameter]],
+) -> None:
+    """Move stages to their devices. Those built under ``torch.device("meta")`` get memory there, and ``init`` fills it.
+
+    A parameter that stands in several places of a device stays one; ``copies`` (see ``place_ties``) are kept in step.
+    """
+    described = {
+        stage: [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+        for stage, module in modules.items()
+    }
+    for stage, names in described.items():
+        if names and init is None:
+            raise PlanError(
+                f"stage {stage} has {len(names)} tensors on the meta device, without data ({names[0]} is one): pass "
+                "Pipeline(…, init=…), a function that is given the stage's module and fills its parameters and buffers"
+            )
+    made: dict[int, Tensor] = {}
+    for stage, module in modules.items():
+        if described[stage]:
+            _make(module, devices[stage], made)
+        module.to(devices[stage])
+    for row in copies:
+        row[:] = [made.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
+    for stage, module in modules.items():
+        if described[stage] and init is not None:
+            with torch.no_grad():
+                init(module)
+
+
+def _make(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
+    for part in module.modules():
+        for members in (part._parameters, part._buffers):
+            for name, tensor in members.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                members[name] = made[id(tensor)]  # type: ignore[assignment]

@@ -1,0 +1,83 @@
+"""Inside a layer: which micro-batch is this?"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock as ps
+from tests.support.models import batch, mlp
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found.append((ps.current_microbatch(), ps.is_checkpointing(), ps.is_recomputing(), x.detach().clone()))
+        return x
+
+
+def test_all_layers_of_a_microbatch_see_the_same_one() -> None:
+    first, last = Asks(), Asks()
+    model = nn.Sequential(first, *mlp(), last)
+    x = batch(10)
+    with ps.Pipeline(ps.split(model, stages=3), F.mse_loss, microbatches=4, devices="cpu") as pipe:
+        pipe.step(x, x)
+        ours, theirs = ({id(m): part for m, _, _, part in layer.found} for layer in (first, last))
+        assert list(ours) == list(theirs)
+        assert len(ours) == 4
+        assert torch.equal(torch.cat([part for _, _, _, part in first.found]), x)
+        assert not any(flag for layer in (first, last) for _, *flags, _ in layer.found for flag in flags)
+
+
+def test_it_is_a_key_and_goes_away_with_the_step() -> None:
+    kept: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+
+    class Stash(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            kept[ps.current_microbatch()] = x
+            return x
+
+    class Pop(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + kept.pop(ps.current_microbatch()).detach()
+
+    class Leave(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            kept[ps.current_microbatch()] = x
+            return x
+
+    x = batch(8)
+    with ps.Pipeline(ps.split(nn.Sequential(Stash(), *mlp(), Pop(), Leave()), stages=2), devices="cpu") as pipe:
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), pipe(x))
+        gc.collect()
+        assert not kept
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_outside_of_a_pipeline_there_is_none(fails: bool) -> None:
+    class Breaks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if fails:
+                raise ValueError("broken")
+            return x
+
+    assert ps.current_microbatch() is None
+    with ps.Pipeline(ps.split(nn.Sequential(nn.Linear(4, 4), Breaks()), stages=2), F.mse_loss, devices="cpu") as pipe:
+        if fails:
+            with pytest.raises(ValueError, match="broken"):
+                pipe.step(batch(), batch())
+        else:
+            pipe.step(batch(), batch())
+    assert ps.current_microbatch() is None
+    assert not ps.is_checkpointing()
+    assert not ps.is_recomputing()
