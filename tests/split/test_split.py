@@ -150,6 +150,18 @@ def test_hooks_on_the_sequential_itself_are_refused_because_nobody_would_call_th
         ps.split(model, stages=2)
 
 
+def test_parameters_and_buffers_of_the_sequential_itself_are_refused_because_they_would_be_lost() -> None:
+    model = four()
+    model.register_buffer("mean", torch.zeros(1))
+    with pytest.raises(ps.PlanError, match=r"mean of the nn\.Sequential itself would be lost"):
+        ps.split(model, stages=2)
+    model.register_buffer("mean", torch.zeros(1), persistent=False)
+    assert cut(ps.split(model, stages=1)) == [["0", "1", "2", "3"]]
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    with pytest.raises(ps.PlanError, match="scale of"):
+        ps.split(model, stages=2)
+
+
 def test_layers_that_do_not_know_their_size_yet_are_refused_by_name() -> None:
     lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
     with pytest.raises(ps.PlanError, match="LazyLinear"):

@@ -1,0 +1,93 @@
+"""A U-Net in four stages: its skips go straight from the way down to the way up.
+
+    python examples/unet.py                               a thread for each stage
+    torchrun --nproc-per-node=4 examples/unet.py          a process for each stage
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+
+
+@ps.skippable(stash=["skip"])
+class Down(nn.Module):
+    """Half the resolution, twice the channels; what comes in is kept for the way up."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 2 * channels, kernel_size=2, stride=2)
+
+    def forward(self, x: Tensor) -> Iterator[Any]:  # [n, c, h, w] -> [n, 2c, h/2, w/2]
+        yield ps.stash("skip", x)
+        return torch.relu(self.conv(x))
+
+
+@ps.skippable(pop=["skip"])
+class Up(nn.Module):
+    """The way back, beside what was kept."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(2 * channels, channels, kernel_size=2, stride=2)
+        self.mix = nn.Conv2d(2 * channels, channels, kernel_size=3, padding=1)
+
+    def forward(self, x: Tensor) -> Iterator[Any]:  # [n, 2c, h/2, w/2] -> [n, c, h, w]
+        skip = yield ps.pop("skip")
+        return torch.relu(self.mix(torch.cat([self.up(x), skip], dim=1)))
+
+
+def unet(channels: int = 8, depth: int = 3) -> nn.Sequential:
+    levels = [(channels * 2**i, ps.Namespace()) for i in range(depth)]  # "skip" means another value on every level
+    widest = channels * 2**depth
+    return nn.Sequential(
+        nn.Conv2d(1, channels, kernel_size=3, padding=1),
+        *(Down(c).isolate(level) for c, level in levels),
+        nn.Sequential(nn.Conv2d(widest, widest, kernel_size=3, padding=1), nn.ReLU()),
+        *(Up(c).isolate(level) for c, level in reversed(levels)),
+        nn.Conv2d(channels, 1, kernel_size=1),
+    )
+
+
+def pictures(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Noisy discs, and where the discs are."""
+    g = torch.Generator().manual_seed(seed)
+    y, x = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
+    center = 8 + 16 * torch.rand(n, 2, 1, 1, generator=g)
+    disc = ((y - center[:, 0]) ** 2 + (x - center[:, 1]) ** 2 < 36).float().unsqueeze(1)  # [n, 1, 32, 32]
+    return disc + 0.5 * torch.randn(disc.shape, generator=g), disc
+
+
+def main(steps: int = 30) -> list[float]:
+    """Train for some steps, and return their losses."""
+    torch.manual_seed(0)  # the same weights on every rank, and in every run
+    mesh = ps.Mesh(pipe=4) if "RANK" in os.environ else None  # torchrun sets RANK
+    plan = ps.split(unet(), balance=[2, 3, 2, 2])
+    pipe = ps.Pipeline(plan, loss_fn=nn.BCEWithLogitsLoss(), microbatches=4, schedule="1f1b", mesh=mesh)
+    speaks = mesh is None or mesh.is_first
+    if speaks:
+        print(pipe.plan)
+        for edge in pipe.plan.edges:
+            print(f"stage {edge.src} -> stage {edge.dst}: {', '.join(edge.values) or 'the activation'}")
+
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        result = pipe.step(*pictures(16, seed=step))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(result.loss))
+        if speaks and (step + 1) % 10 == 0:
+            print(f"step {step + 1}: loss {result.loss:.4f}")
+    pipe.close()
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""``ps.flatten``: parts of a model, in the order in which they run, as a Sequential with the model's own names.
+
+    flatten(net, ["stem", "body", lambda x: x.mean(-1), "head"])
+
+    runs      stem ─▶ body.0 ─▶ body.1 ─▶ lambda_2 ─▶ head         one after the other
+    is named  stem    body┬0    lambda_2    head                   as a tree, which mirrors the model's
+                          └1
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+from penstock.errors import PlanError
+from penstock.split.lazy import members
+
+__all__ = ["Flat", "flatten", "is_plain", "layers_of", "paths_of", "refuse_hooks"]
+
+Entry = str | nn.Module | Callable[[Any], Any]
+
+
+class Flat(nn.Sequential):
+    """Layers that run one after the other, and stand in a tree by their names.
+
+    ``paths`` has, for each layer in order, the names of what it consists of; the module of the first one is run, the
+    others are further names of parts of it. ``tree`` has the modules by name, in the order of ``parameters()``.
+    """
+
+    def __init__(self, paths: Mapping[str, Iterable[str]], tree: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._paths = {layer: tuple(names) for layer, names in paths.items()}
+        for path, module in tree.items():
+            _plant(self, path, module, tree)
+        self._order = [names[0].split(".") for names in self._paths.values()]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for parts in self._order:
+            module: nn.Module = self
+            for part in parts:
+                module = module._modules[part]  # type: ignore[assignment]
+            yield module
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return list(self)[index]
+        kept = dict(list(self._paths.items())[index])
+        part = Flat(kept, {path: _at(self, path) for names in kept.values() for path in names})
+        part.training = self.training
+        return part
+
+    def _fixed(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PlanError("the layers of a flattened model are fixed: flatten the model again, with another list")
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = insert = extend = pop = _fixed
+
+
+class _Branch(nn.Module):
+    """A place in a tree of names where the model has a module that is not itself run."""
+
+
+class _Function(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._fn = fn
+
+    def forward(self, input: Any) -> Any:
+        return self._fn(input)
+
+    def extra_repr(self) -> str:
+        return getattr(self._fn, "__qualname__", repr(self._fn))
+
+
+def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False) -> Flat:
+    """The layers ``entries`` of ``model``, one after the other, as an ``nn.Sequential`` that ``ps.split`` can cut.
+
+    An entry is the name of a module (dotted names reach further down), a module, or a function of one value. Where the
+    *name* of a plain ``nn.Sequential`` or of an ``nn.ModuleList`` is given, its members stand for it, one level down; a
+    module given itself is one layer. The parts are the model's own objects, and have its names: ``state_dict()`` has
+    the model's keys. A module of the model may be listed several times. Modules that are not of the model are named
+    after their class, functions after themselves.
+
+    Parameters and buffers that are in no entry would be lost, which is an error unless ``partial=True``. That the
+    list runs as the model's forward does is for the caller to know.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"flatten takes an nn.Module, got {type(model).__name__}")
+    if isinstance(entries, (str, nn.Module)) or not isinstance(entries, Iterable):
+        raise PlanError(f"flatten takes a list of names, modules and functions, got {entries!r}")
+    names = _Names(model)
+    for number, entry in enumerate(entries):
+        names.add(number, entry)
+    if not names.layers:
+        raise PlanError("nothing is listed: flatten needs the layers of the model, in the order in which they run")
+    _refuse_lost_hooks(model, names)
+    if not partial:
+        _refuse_lost_members(model, names)
+    paths = names.paths()
+    flat = Flat(paths, names.tree_in_order())
+    for module in flat.modules():
+        if isinstance(module, _Branch):
+            module.training = model.training
+    flat.training = model.training
+    return flat
+
+
+class _Names:
+    """Names for the layers of a list: those of the model where it has them, and others than those where not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layers: dict[str, str] = {}  # to paths
+        self.tree: dict[str, nn.Module] = {}
+        self.expanded: set[str] = set()
+        self.own: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self.own.setdefault(id(module), []).append(path)
+        self.foreign: dict[int, str] = {}
+
+    def add(self, number: int, entry: Any) -> None:
+        if isinstance(entry, str):
+            module = self._find(number, entry)
+            if _is_list(module):
+                self.expanded.add(entry)
+                for name, member in layers_of(module).items():
+                    self._put(number, f"{entry}.{name}", member)
+            else:
+                self._put(number, entry, module)
+        elif isinstance(entry, nn.Module):
+            paths = self.own.get(id(entry))
+            if paths == [""]:
+                raise PlanError(f"entry {number} is the model itself: list its parts")
+            if paths is None and id(entry) not in self.foreign:
+                self.foreign[id(entry)] = self._free(type(entry).__name__.lower(), number)
+            self._put(number, paths[0] if paths else self.foreign[id(entry)], entry)
+        elif callable(entry) and not inspect.isclass(entry):
+            self._put(number, self._free(_name_of(entry, number), number), _Function(entry))
+        else:
+            what = f"the class {entry.__name__}: make a module of it" if inspect.isclass(entry) else repr(entry)
+            raise PlanError(f"entry {number} must be a name, a module or a function, but is {what}")
+
+    def paths(self) -> dict[str, list[str]]:
+        """For each layer its path, and the paths under which the model has parts of it once more."""
+        found = {}
+        for layer, path in self.layers.items():
+            others = [
+                name
+                for part in self.tree[path].modules()
+                if part._parameters or part._buffers
+                for name in self.own.get(id(part), ())
+                if not _under(name, path)
+            ]
+            found[layer] = [path, *(name for name in dict.fromkeys(others) if name)]
+            self.tree.update((name, _at(self.model, name)) for name in found[layer][1:])
+        return found
+
+    def tree_in_order(self) -> dict[str, nn.Module]:
+        """The tree in the model's order, so that ``parameters()`` has it, and what is not of the model at the end."""
+        known = [path for path, _ in self.model.named_modules(remove_duplicate=False) if path in self.tree]
+        return {path: self.tree[path] for path in dict.fromkeys((*known, *self.tree))}
+
+    def _put(self, number: int, path: str, module: nn.Module) -> None:
+        if _has_no_forward(module):
+            inside = ", ".join(f"'{path}.{name}'" for name in module._modules) or "none"
+            raise PlanError(
+                f"entry {number}, '{path}', is a {type(module).__name__}, which has no forward: "
+                f"list its members ({inside})"
+            )
+        again = sum(known == path for known in self.layers.values())
+        self.layers[f"{path}:{again + 1}" if again else path] = path
+        self.tree[path] = module
+
+    def _free(self, name: str, number: int) -> str:
+        taken = {*self.model._modules, *self.layers.values()}
+        candidates = (name, f"{name}_{number}", *(f"{name}_{number}_{i}" for i in range(len(taken))))
+        return next(candidate for candidate in candidates if candidate not in taken)
+
+    def _find(self, number: int, path: str) -> nn.Module:
+        module, walked = self.model, ""
+        for part in path.split("."):
+            child = module._modules.get(part)
+            if child is None:
+                self._unknown(number, path, walked, module)
+            module, walked = child, f"{walked}.{part}" if walked else part
+        return module
+
+    def _unknown(self, number: int, path: str, walked: str, module: nn.Module) -> NoReturn:
+        known = [name for names in self.own.values() for name in names if name]
+        close = difflib.get_close_matches(path, known, n=3)
+        where = f"'{walked}' ({type(module).__name__})" if walked else type(module).__name__
+        raise PlanError(
+            f"entry {number}: there is no module '{path}' in {type(self.model).__name__}. "
+            + (f"Did you mean {' or '.join(map(repr, close))}? " if close else "")
+            + f"{where} has {', '.join(module._modules) or 'no modules'}"
+        )
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a Sequential, or the members of a list, by name. (``named_children`` gives an object only once.)"""
+    if isinstance(model, Flat):
+        return dict(zip(model._paths, model, strict=True))
+    return {name: layer for name, layer in model._modules.items() if layer is not None}
+
+
+def paths_of(model: nn.Module, layer: str) -> dict[str, nn.Module]:
+    """The modules that a layer consists of, by their names in the model; the first is the layer itself."""
+    names = model._paths[layer] if isinstance(model, Flat) else (layer,)
+    return {name: _at(model, name) for name in names}
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is a Sequential that does nothing but run its layers one after the other."""
+    own_forward = type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__
+    return isinstance(module, nn.Sequential) and not own_forward
+
+
+def refuse_hooks(module: nn.Module, what: str) -> None:
+    """An error if a module that no stage calls has hooks, which nobody would call."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise PlanError(f"{what} has hooks, and no stage runs the whole of it: register them on its layers")
+
+
+def _refuse_lost_hooks(model: nn.Module, names: _Names) -> None:
+    refuse_hooks(model, f"the {type(model).__name__} itself")
+    for path in (*names.layers.values(), *names.expanded):
+        parts = path.split(".")
+        for end in range(1, len(parts) + (path in names.expanded)):
+            above = ".".join(parts[:end])
+            if above not in names.tree:
+                module = _at(model, above)
+                refuse_hooks(module, f"'{above}' ({type(module).__name__})")
+
+
+def _refuse_lost_members(model: nn.Module, names: _Names) -> None:
+    kept = {id(tensor) for layer in names.layers.values() for _, tensor in members(names.tree[layer], layer)}
+    state = set(model.state_dict())
+    lost = [
+        name
+        for name, tensor in members(model, "")
+        if id(tensor) not in kept and (isinstance(tensor, nn.Parameter) or name in state)
+    ]
+    if lost:
+        shown = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
+        raise PlanError(
+            f"{len(lost)} parameters and buffers of {type(model).__name__} are in no entry and would be lost: {shown}. "
+            "List the modules that have them, or say partial=True if the rest does without"
+        )
+
+
+def _plant(root: nn.Module, path: str, module: nn.Module, tree: Mapping[str, nn.Module]) -> None:
+    """Put a module where its name says, unless it comes with a module above it that is in the tree as well.
+
+    Straight into ``_modules``: ``add_module`` would refuse a name that is a method of Sequentials.
+    """
+    *above, name = path.split(".")
+    if any(".".join(above[:end]) in tree for end in range(1, len(above) + 1)):
+        return
+    for part in above:
+        root = root._modules.setdefault(part, _Branch())  # type: ignore[assignment]
+    root._modules[name] = module
+
+
+def _at(root: nn.Module, path: str) -> nn.Module:
+    for part in path.split("."):
+        root = root._modules[part]  # type: ignore[assignment]
+    return root
+
+
+def _under(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in module.__dict__
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module is no more than a list of others, so that these may stand for it."""
+    if isinstance(module, nn.ModuleList):
+        return _has_no_forward(module)
+    return is_plain(module) and not isinstance(module, Flat)
+
+
+def _name_of(fn: Any, number: int) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", f"lambda_{number}")
+    return "".join(c if c.isalnum() else "_" for c in name)
