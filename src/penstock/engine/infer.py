@@ -71,7 +71,7 @@ class Propagation:
         self.grad = grad
         self.inputs: list[Tensor] = []
         self.shares: list[int] = []  # how many of them come over each edge
-        self.roots: list[GradientEdge] = []
+        self.roots: Sequence[GradientEdge] = ()
         self.leaving: list[MessageMeta] = []
 
     def forward(self, metas: Sequence[MessageMeta], gives: int) -> list[MessageMeta]:
@@ -123,7 +123,7 @@ class Propagation:
     def _backward(self, present: Sequence[bool]) -> list[bool]:
         metas = [meta.leaves[i] for meta in self.leaving for i in meta.wants]
         wanted = [pair for *pair, there in zip(self.roots, metas, present, strict=True) if there]
-        inputs, self.inputs, self.roots = self.inputs, [], []
+        inputs, self.inputs, self.roots = self.inputs, [], ()
         if not wanted or not inputs:
             return [False] * len(inputs)
         try:

@@ -65,11 +65,12 @@ def _edge(tensor: Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr)
 
 
-def depart(output: Any) -> tuple[Message, list[GradientEdge]]:
+def depart(output: Any) -> tuple[Message, Sequence[GradientEdge]]:
     """An output as a message, its data apart from its graph: what is sent can be freed while the graph stays."""
     if isinstance(output, Tensor):
-        alone = Message([output.detach()], LEAF, _FIRST if output.requires_grad else ())
-        return alone, [_edge(output)] if output.requires_grad else []
+        if output.requires_grad:
+            return Message([output.detach()], LEAF, _FIRST), (_edge(output),)
+        return Message([output.detach()], LEAF, ()), ()
     leaves, spec = flatten(output)
     wants: list[int] = []
     roots: list[GradientEdge] = []

@@ -101,12 +101,17 @@ class StageEngine:
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
         """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
         leaves, spec, wants, shared = message
-        slot.inputs = inputs = [leaves[i].requires_grad_() for i in wants]
+        inputs: Sequence[Tensor]
+        if spec is None:  # one tensor, as most messages are
+            inputs = (leaves[0].requires_grad_(),) if wants else ()
+        else:
+            inputs = [leaves[i].requires_grad_() for i in wants]
+        slot.inputs = inputs
         careful = self.mode is not self.calm_in
         if careful:
             for i, leaf in zip(wants, inputs, strict=True):
                 leaves[i] = _unsafe_view(leaf, leaf.shape)
-        versions = [leaves[i]._version for i in shared]
+        versions = [leaves[i]._version for i in shared] if shared else None
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
             if self.around is None and slot.queue is None:

@@ -91,19 +91,6 @@ class Wire:
             work = None
             raise ChannelError(self.peer, str(error)) from None
 
-    def finish_one(self, works: list[Any]) -> Tensor:
-        """``finish`` for a message of one tensor that is not empty, which most are."""
-        work: Any
-        tensor: Tensor
-        work, tensor = works[0]
-        try:
-            work.wait()
-        except RuntimeError as error:
-            works.clear()
-            work = None
-            raise ChannelError(self.peer, str(error)) from None
-        return tensor
-
     def finish(self, works: list[Any]) -> list[Tensor]:
         """The tensors of receives that were started, once they have come."""
         self.wait(works)
@@ -134,13 +121,46 @@ class _ProcessLane:
         self.tensors = tensors
         self.makers = [wire.makers(row) for row in tensors]
         self.one = [len(row) == 1 and math.prod(row[0].shape) > 0 and not wire.staged for row in tensors]
-        self.under_way: dict[int, list[Any]] = {}
+        self.under_way: dict[int, Any] = {}  # works with their tensors: a list of pairs, or one pair
 
     def post(self, microbatch: int) -> None:
-        self.under_way[microbatch] = self.wire.receive(self.makers[microbatch])
+        if not self.one[microbatch]:
+            self.under_way[microbatch] = self.wire.receive(self.makers[microbatch])
+            return
+        buffer, wire = self.makers[microbatch][0](), self.wire
+        try:
+            self.under_way[microbatch] = (wire.group.recv([buffer], wire.there, 0), buffer)
+        except RuntimeError as error:
+            raise ChannelError(wire.peer, str(error)) from None
 
     def sent(self, microbatch: int) -> None:
-        self.wire.wait(self.under_way.pop(microbatch))
+        if self.one[microbatch]:
+            self.take_one(microbatch)
+        else:
+            self.wire.wait(self.under_way.pop(microbatch))
+
+    # Most messages are one tensor. The ways of these are short: no lists, and no calls but torch's.
+
+    def send_one(self, microbatch: int, tensor: Tensor) -> None:
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        wire = self.wire
+        try:
+            self.under_way[microbatch] = (wire.group.send([tensor], wire.there, 0), tensor)
+        except RuntimeError as error:
+            raise ChannelError(wire.peer, str(error)) from None
+
+    def take_one(self, microbatch: int) -> Tensor:
+        """The tensor of a send or receive that is under way, once it is over."""
+        work: Any
+        tensor: Tensor
+        work, tensor = self.under_way.pop(microbatch)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            work = None  # an error keeps this frame alive, and a connection is closed with the last reference to it
+            raise ChannelError(self.wire.peer, str(error)) from None
+        return tensor
 
     def close(self) -> None:
         self.under_way.clear()
@@ -154,13 +174,20 @@ class ForwardLane(_ProcessLane):
         self.metas = metas
 
     def send(self, microbatch: int, message: Message) -> None:
-        self.under_way[microbatch] = self.wire.send(_checked(message, self.metas[microbatch], self.name))
+        tensors = _checked(message, self.metas[microbatch], self.name)
+        if self.one[microbatch]:
+            self.send_one(microbatch, tensors[0])
+        else:
+            self.under_way[microbatch] = self.wire.send(tensors)
 
     def take(self, microbatch: int) -> Message:
-        works, meta = self.under_way.pop(microbatch), self.metas[microbatch]
-        if self.one[microbatch] and meta.spec is None:
-            return Message([self.wire.finish_one(works)], None, meta.wants, meta.shared)
-        tensors = self.wire.finish(works)
+        meta = self.metas[microbatch]
+        if self.one[microbatch]:
+            tensors = [self.take_one(microbatch)]
+            if meta.spec is None:
+                return Message(tensors, None, meta.wants, meta.shared)
+        else:
+            tensors = self.wire.finish(self.under_way.pop(microbatch))
         if len(tensors) != len(meta.leaves):
             coming = iter(tensors)
             tensors = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
@@ -182,7 +209,7 @@ class BackwardLane(_ProcessLane):
 
     def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
         if self.one[microbatch] and len(grads) == 1 and (only := grads[0]) is not None:
-            self.under_way[microbatch] = self.wire.send((only,))
+            self.send_one(microbatch, only)
             return
         metas = self.tensors[microbatch]
         if len(metas) != len(grads):
@@ -192,13 +219,17 @@ class BackwardLane(_ProcessLane):
             if grad is None:  # expected, but the loss did not depend on it this time
                 grad = torch.zeros(meta.shape, dtype=meta.dtype, device=self.wire.device)
             tensors.append(grad)
-        self.under_way[microbatch] = self.wire.send(tensors)
+        if self.one[microbatch]:
+            self.send_one(microbatch, tensors[0])
+        else:
+            self.under_way[microbatch] = self.wire.send(tensors)
 
     def take(self, microbatch: int) -> Sequence[Tensor | None]:
-        works, present = self.under_way.pop(microbatch), self.present[microbatch]
-        if self.one[microbatch] and len(present) == 1:
-            return (self.wire.finish_one(works),)
-        tensors = self.wire.finish(works)
+        present = self.present[microbatch]
+        if self.one[microbatch]:
+            tensors = [self.take_one(microbatch)]
+        else:
+            tensors = self.wire.finish(self.under_way.pop(microbatch))
         if len(tensors) == len(present):
             return tensors
         coming = iter(tensors)
