@@ -7,6 +7,8 @@ cases share. What a rank asserts there, the test asserts.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.channel.process import Wire
+from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
 from tests.support.models import Plain, assert_same, batch, gradients, labels, mlp, plain_step
 from tests.support.ranks import Ranks
 
@@ -41,14 +43,32 @@ def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: Plain) -> N
 # ── channels ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@contextmanager
+def sends() -> Iterator[list[Wire]]:
+    """The wire of every tensor that this rank sends meanwhile."""
+    sent: list[Wire] = []
+    several, one = Wire.send, ForwardLane.send_one
+
+    def count_one(lane: ForwardLane, microbatch: int, tensor: Tensor) -> None:
+        sent.append(lane.wire)
+        one(lane, microbatch, tensor)
+
+    def count_several(wire: Wire, tensors: Sequence[Tensor]) -> list[Any]:
+        sent.extend([wire] * len(tensors))
+        return several(wire, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Wire, "send", count_several)
+        for lane in (ForwardLane, BackwardLane):
+            patch.setattr(lane, "send_one", count_one)
+        yield sent
+
+
 def first_step_apart(rank: int, schedule: str) -> None:
     """As with NCCL, where the first step of each kind of mini-batch goes over channels of its own."""
-    sent: list[Wire] = []
     used: list[set[bool]] = []
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, sends() as sent:
         patch.setattr("penstock.engine.process.speaks_nccl", lambda device: True)
-        send = Wire.send
-        patch.setattr(Wire, "send", lambda self, tensors: (sent.append(self), send(self, tensors))[1])
         model = mlp()
         with pipeline(model, stages=4, schedule=schedule) as pipe:
             for samples in (8, 8, 5, 8, 5):
@@ -280,21 +300,10 @@ def frozen(rank: int, stage: int) -> int:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[stage].requires_grad_(False)
     expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
-    sent, send = 0, Wire.send
-
-    def counting(self: Wire, tensors: Any) -> list[Any]:
-        nonlocal sent
-        sent += len(tensors)
-        return send(self, tensors)
-
-    Wire.send = counting  # type: ignore[method-assign]
-    try:
-        with pipeline(model) as pipe:
-            result = pipe.step(batch(), batch(seed=5))
-            assert_plain(pipe, result, expected)
-    finally:
-        Wire.send = send  # type: ignore[method-assign]
-    return sent
+    with sends() as sent, pipeline(model) as pipe:
+        result = pipe.step(batch(), batch(seed=5))
+        assert_plain(pipe, result, expected)
+    return len(sent)
 
 
 @pytest.mark.parametrize(("stage", "sent"), [(0, [4, 4, 4]), (1, [4, 8, 4]), (2, [4, 8, 4])])
