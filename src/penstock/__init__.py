@@ -1,5 +1,8 @@
 """Penstock: PyTorch models trained as pipelines of stages."""
 
+from penstock.engine.moment import current_microbatch as current_microbatch
+from penstock.engine.moment import is_checkpointing as is_checkpointing
+from penstock.engine.moment import is_recomputing as is_recomputing
 from penstock.engine.weightgrad import defer_weight_grad as defer_weight_grad
 from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
@@ -8,7 +11,25 @@ from penstock.errors import ScheduleError as ScheduleError
 from penstock.schedule.action import Action as Action
 from penstock.schedule.schedule import Schedule as Schedule
 from penstock.split import split as split
+from penstock.split.balance import balance_by_size as balance_by_size
+from penstock.split.balance import balance_by_time as balance_by_time
+from penstock.split.block import BeginBlock as BeginBlock
+from penstock.split.block import Block as Block
+from penstock.split.block import BlockFunction as BlockFunction
+from penstock.split.block import Stage as Stage
+from penstock.split.cutpoint import CutPoint as CutPoint
+from penstock.split.cutpoint import cut as cut
+from penstock.split.flatten import Flat as Flat
+from penstock.split.flatten import flatten as flatten
+from penstock.split.lazy import Lazy as Lazy
 from penstock.split.plan import Plan as Plan
+from penstock.split.skip import Namespace as Namespace
+from penstock.split.skip import SkipUseError as SkipUseError
+from penstock.split.skip import pop as pop
+from penstock.split.skip import skippable as skippable
+from penstock.split.skip import stash as stash
+from penstock.split.skip_verify import SkipError as SkipError
+from penstock.split.skip_verify import verify_skippables as verify_skippables
 from penstock.train.mesh import Mesh as Mesh
 from penstock.train.pipeline import Pipeline as Pipeline
 from penstock.train.pipeline import StepResult as StepResult

@@ -111,17 +111,18 @@ class _Residual(nn.Sequential):
         return input + super().forward(input)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), _Residual(nn.Linear(2, 2))])
-def test_only_a_plain_sequential_can_be_cut_anywhere(model: nn.Module) -> None:
-    with pytest.raises(ps.PlanError, match=rf"{type(model).__name__} is not a plain nn\.Sequential"):
-        ps.split(model, stages=1)
+def test_a_sequential_with_a_forward_of_its_own_is_traced() -> None:
+    of_object = four()
+    of_object.forward = lambda x: 2 * nn.Sequential.forward(of_object, x)  # type: ignore[method-assign]
+    for model in (_Residual(*four()), of_object):
+        plan = ps.split(model, stages=2)
+        assert plan.recipe["front"] == "trace"
+        assert plan.check(torch.randn(2, *model[0].weight.shape[1:]))
 
 
-def test_a_forward_of_its_own_on_the_object_counts_too() -> None:
-    model = four()
-    model.forward = lambda x: 2 * nn.Sequential.forward(model, x)  # type: ignore[method-assign]
-    with pytest.raises(ps.PlanError, match="forward"):
-        ps.split(model, stages=2)
+def test_a_list_of_modules_cannot_run() -> None:
+    with pytest.raises(ps.PlanError, match="ModuleList"):
+        ps.split(nn.ModuleList([nn.Linear(2, 2)]), stages=1)
 
 
 def test_something_that_is_no_module_is_refused() -> None:

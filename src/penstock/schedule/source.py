@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from penstock.errors import ScheduleError
 from penstock.schedule.fill_drain import fill_drain
+from penstock.schedule.recompute import Recompute, recompute_modes, with_recompute
 from penstock.schedule.registry import SCHEDULES, build, find
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.verify import verify
@@ -25,12 +26,14 @@ class ScheduleSource:
         *,
         ranks: int | None = None,
         places: int | None = None,
+        recompute: Recompute = "never",
     ) -> None:
         """``ranks`` is how many there are, and all must have work; ``places`` is how many there may be."""
         if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
             raise ScheduleError(f"microbatches must be at least 1, got {microbatches!r}")
         self.microbatches = microbatches
         self.edges = tuple(edges)
+        self.recompute = recompute_modes(recompute, stages)
         self._given: Schedule | None = None
         self._made: dict[tuple[str, int], Schedule] = {}
         self.stages_per_rank: int | None = None
@@ -64,6 +67,8 @@ class ScheduleSource:
         key = (what, microbatches)
         if key not in self._made:
             schedule = self._make(what, microbatches)
+            if what != "forward":
+                schedule = with_recompute(schedule, self.recompute)
             verify(schedule, self.edges)
             self._made[key] = schedule
         return self._made[key]
@@ -88,8 +93,6 @@ def _check_given(schedule: Schedule, stages: int, microbatches: int, ranks: int 
             f"schedule {schedule.name!r} is for {schedule.num_microbatches} micro-batches, not for {microbatches}: "
             f"say microbatches={schedule.num_microbatches}"
         )
-    if "R" in schedule.kinds:
-        raise ScheduleError(f"schedule {schedule.name!r} has recompute actions (R), which cannot be run yet")
 
 
 def _ranks(name: str, stages: int, ranks: int | None, places: int | None) -> tuple[int, int | None]:

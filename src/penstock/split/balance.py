@@ -2,33 +2,189 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from penstock.errors import PlanError
 from penstock.split.line import Line
-from penstock.split.partition import partition
+from penstock.split.measure import measure
+from penstock.split.partition import Bag, OverLimit, partition
+from penstock.split.weights import TRAINED, Measurement, limits_of, memory_pieces, parameter_counts, readable
 
-__all__ = ["divide"]
+__all__ = ["balance_by_size", "balance_by_time", "divide"]
+
+WORDS = ("uniform", "parameters", "time", "memory")
 
 
-def divide(line: Line, *, balance: Sequence[int] | None, stages: int | None) -> list[tuple[str, ...]]:
-    """The layers of each stage: ``balance[i]`` of them in stage ``i``, or ``stages`` stages of even weight."""
-    if (balance is None) == (stages is None):
+def divide(
+    line: Line,
+    *,
+    balance: Sequence[int] | str | None,
+    stages: int | None,
+    sample: Any = None,
+    memory: Any = None,
+) -> list[tuple[str, ...]]:
+    """The layers of each stage: ``balance[i]`` of them in stage ``i``, or ``stages`` stages of even weight.
+
+    What is even is what ``balance`` says: ``"uniform"`` the number of layers, ``"parameters"`` (without a sample)
+    their parameters, ``"time"`` (with one) the seconds of forward and backward, ``"memory"`` the bytes.
+
+    ``memory`` limits the bytes of a stage (a number, ``"16GiB"``, or a list with one for each stage): parameters,
+    their gradients, two states of the optimizer for each, and with a sample what backward needs of one forward.
+    """
+    if isinstance(balance, str) and balance not in WORDS:
+        _refuse(balance)
+    word = balance if isinstance(balance, str) else None
+    if word is not None and stages is None:
+        raise PlanError(f"balance={word!r} says what to balance, but not over how many stages: give stages=n too")
+    if word is None and (balance is None) == (stages is None):
         raise PlanError("say how to cut: either balance=[2, 2] (layers per stage) or stages=2, not both")
-    sizes = _given(line, balance) if balance is not None else _even(line, stages)
-    groups: list[tuple[str, ...]] = []
-    start = 0
-    for size in sizes:
-        groups.append(line.layers[start : start + size])
+    if word is None and balance is not None:
+        sizes = _given(line, balance)
+        if memory is not None:
+            _check_limits(line, sizes, limits_of(memory, len(sizes)), _measured(line, sample))
+    else:
+        count = _count(line, stages)
+        word = word or ("parameters" if sample is None else "time")
+        if sample is None and word in ("time", "memory"):
+            raise PlanError(f"balance={word!r} is measured: give sample=, what the model would be called with")
+        limits = None if memory is None else limits_of(memory, count)
+        measured = _measured(line, sample) if limits is not None or word in ("time", "memory") else None
+        sizes = _even(line, count, word, measured, limits=limits)
+    ends = list(accumulate(sizes))
+    return [line.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def balance_by_time(
+    model: nn.Module | Line,
+    sample: Any,
+    stages: int,
+    *,
+    timeout: float = 1.0,
+    device: str | torch.device | None = None,
+) -> list[int]:
+    """How many layers each stage takes so that the slowest, forward and backward of ``sample``, is as fast as can be.
+
+    Layers are measured for about ``timeout`` seconds, on ``device``, or where they are; the model is not changed.
+    """
+    line = _line(model)
+    count = _count(line, stages)
+    return _even(line, count, "time", measure(line, sample, timeout=timeout, device=device))
+
+
+def balance_by_size(
+    model: nn.Module | Line,
+    sample: Any,
+    stages: int,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: str | torch.device | None = None,
+) -> list[int]:
+    """How many layers each stage takes so that the largest takes as little memory as can be.
+
+    What counts are the parameters, ``param_scale`` times if they are trained (2: with their gradients; 3 for SGD with
+    momentum, 4 for Adam), and what backward needs of one of the ``chunks`` micro-batches of ``sample``.
+    """
+    line = _line(model)
+    count = _count(line, stages)
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise PlanError(f"chunks must be a positive whole number, got {chunks!r}")
+    if not param_scale >= 0:
+        raise PlanError(f"param_scale must be a number from 0 up, got {param_scale!r}")
+    measured = measure(line, sample, timeout=0.0, device=device)
+    return _even(line, count, "memory", measured, scale=param_scale, chunks=chunks)
+
+
+def _line(model: nn.Module | Line) -> Line:
+    from penstock.split.fronts import line_of  # which knows all front ends, some of which balance
+
+    return model if isinstance(model, Line) else line_of(model)
+
+
+def _measured(line: Line, sample: Any) -> Measurement | None:
+    return None if sample is None else measure(line, sample)
+
+
+def _even(
+    line: Line,
+    stages: int,
+    word: str,
+    measured: Measurement | None,
+    *,
+    limits: list[int] | None = None,
+    scale: float = TRAINED,
+    chunks: int = 1,
+) -> list[int]:
+    pieces: list[dict[Hashable, float]] = []
+    if word == "memory" or limits is not None:
+        pieces = memory_pieces(line, measured, scale=scale, chunks=chunks)
+    weights: Sequence[float | Bag]
+    if word == "uniform":
+        weights = [1] * len(line.layers)
+    elif word == "memory":
+        weights = pieces
+    elif word == "time" and measured is not None:
+        weights = [layer.forward + layer.backward for layer in measured.layers]
+    else:
+        weights = parameter_counts(line)
+    if measured is not None:
+        crossing: Sequence[float] = measured.crossing
+    else:
+        crossing = [0.0, *(line.crossing(cut) for cut in range(1, len(line.layers)))]
+    try:
+        return partition(weights, stages, crossing=crossing, memory=pieces, limits=limits)
+    except OverLimit as error:
+        raise PlanError(_over(line, stages, limits or [], error, measured)) from None
+
+
+def _over(line: Line, stages: int, limits: list[int], error: OverLimit, measured: Measurement | None) -> str:
+    what = "parameters, gradients and optimizer states" + ("" if measured is None else " and activations")
+    lines = [f"{len(line.layers)} layers do not fit into {stages} stages with their {what}:"]
+    if len(set(limits)) == 1:
+        lines.append(
+            f"the limit is {readable(limits[0])} a stage, the smallest that fits {readable(limits[0] + error.short)}"
+        )
+    else:
+        lines.append(
+            f"each of the limits (the largest is {readable(max(limits))}) must grow by {readable(error.short)}"
+        )
+    if error.item is not None:
+        lines.append(
+            f"layer {line.layers[error.item]} alone needs {readable(error.needs)}: divide it into smaller layers"
+        )
+    else:
+        lines.append("use more stages, or raise the limit")
+    return "; ".join(lines).replace(":;", ":")
+
+
+def _check_limits(line: Line, sizes: list[int], limits: list[int], measured: Measurement | None) -> None:
+    """A balance that the user gave must keep the limits that the user gave."""
+    pieces, start = memory_pieces(line, measured), 0
+    for stage, (size, limit) in enumerate(zip(sizes, limits, strict=True)):
+        needs = sum({key: value for piece in pieces[start : start + size] for key, value in piece.items()}.values())
+        if needs > limit:
+            raise PlanError(
+                f"balance={sizes} gives stage {stage} layers that need {readable(needs)}, but its limit is "
+                f"{readable(limit)}: give it fewer layers"
+            )
         start += size
-    return groups
 
 
-def _given(line: Line, balance: Sequence[int]) -> list[int]:
+def _refuse(balance: object) -> NoReturn:
+    raise PlanError(
+        "balance must be a list with the number of layers of each stage, "
+        f"or with stages=n one of {', '.join(map(repr, WORDS))}; got {balance!r}"
+    )
+
+
+def _given(line: Line, balance: Sequence[int] | str) -> list[int]:
     if isinstance(balance, str) or not isinstance(balance, Iterable):
-        raise PlanError(f"balance must be a list with the number of layers of each stage, got {balance!r}")
+        _refuse(balance)
     sizes = list(balance)
     if not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
         raise PlanError(f"every stage needs at least one layer: balance={sizes}")
@@ -40,14 +196,9 @@ def _given(line: Line, balance: Sequence[int]) -> list[int]:
     return sizes
 
 
-def _even(line: Line, stages: int | None) -> list[int]:
+def _count(line: Line, stages: int | None) -> int:
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
         raise PlanError(f"stages must be a positive number, got {stages!r}")
     if stages > len(line.layers):
         raise PlanError(f"{stages} stages asked for, but the model has only {len(line.layers)} layers to divide")
-    # A layer without parameters is not free: one unit keeps such layers from all landing in one stage.
-    weights = []
-    for layer in line.layers:
-        own = {id(tensor): tensor.numel() for _, tensor in line.members(layer) if isinstance(tensor, nn.Parameter)}
-        weights.append(1 + sum(own.values()))
-    return partition(weights, stages)
+    return stages

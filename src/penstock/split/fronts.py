@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import PlanError
+from penstock.split.block import begun
+from penstock.split.cutpoint import cut_points
+from penstock.split.flatten import is_plain
 from penstock.split.line import Line
 from penstock.split.sequential import SequentialLine
+from penstock.split.trace.line import TraceLine, trace_line
+from penstock.split.trunk import TrunkLine, trunk_line
 
 __all__ = ["line_from", "line_of"]
 
 
-def line_of(model: nn.Module) -> Line:
-    """The line of a model, by the front end that suits it."""
+def line_of(
+    model: nn.Module,
+    *,
+    stages: int | None = None,
+    cuts: Sequence[str] | None = None,
+    blocks: str | None = None,
+    sample: Any = None,
+) -> Line:
+    """The line of a model, by the front end that was asked for, or the one that suits it.
+
+    A Sequential without marks is cut between its layers, a model that says where its trunk is, there; all others are
+    traced.
+    """
     if not isinstance(model, nn.Module):
         raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
-    own_forward = type(model).forward is not nn.Sequential.forward or "forward" in model.__dict__
-    if not isinstance(model, nn.Sequential) or own_forward:
-        raise PlanError(
-            f"{type(model).__name__} is not a plain nn.Sequential, whose forward runs its layers one after the other: "
-            "write it as an nn.Sequential of its parts"
-        )
-    return SequentialLine(model)
+    if blocks is not None and cuts is not None:
+        raise PlanError("say where to cut once: either cuts=[…] (before these modules) or blocks=… (a list of blocks)")
+    if blocks is not None:
+        return trunk_line(model, blocks)
+    if cuts is None and not _marked(model):
+        if is_plain(model):
+            return SequentialLine(model)
+        if getattr(model, "_no_split_modules", None):
+            return trunk_line(model, None)
+    return trace_line(model, stages=stages, cuts=cuts, sample=None if sample is None else as_call(sample))
+
+
+def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with: a tuple is its positional arguments, a dict its keywords, else it is the one."""
+    if isinstance(sample, dict):
+        return (), sample
+    return (sample if isinstance(sample, tuple) else (sample,)), {}
+
+
+def _marked(model: nn.Module) -> bool:
+    """Whether there are marks on the model's modules. Those inside of a forward show when it is traced."""
+    return bool(cut_points(model)) or any(begun(module) is not None for module in model.modules())
 
 
 _FRONTS: dict[str, Callable[[nn.Module, Mapping[str, Any]], Line]] = {
     "sequential": lambda model, recipe: line_of(model),
+    "trace": TraceLine.from_recipe,
+    "trunk": TrunkLine.from_recipe,
 }
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ class Line(ABC):
     layers: tuple[str, ...]
     recipe: Mapping[str, Any]
     """What finds the same line in the same model again; JSON. ``recipe["front"]`` names the front end."""
+    fixed: Mapping[str, Any] = MappingProxyType({})
+    """Arguments that the stages always give the model."""
 
     @abstractmethod
     def members(self, layer: str) -> Iterable[tuple[str, Tensor]]:

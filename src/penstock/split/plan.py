@@ -13,6 +13,7 @@ from torch import nn
 from penstock.errors import PlanError
 
 if TYPE_CHECKING:
+    from penstock.split.check import CheckReport
     from penstock.split.line import Line
 
 __all__ = ["Edge", "Plan", "StageSpec", "Tie"]
@@ -94,6 +95,15 @@ class Plan:
     def stage_module(self, index: int) -> nn.Module:
         """One stage: the model's own module objects, under their own names."""
         return self.attached().stage(self.groups, index)
+
+    def check(self, sample: Any, *, rtol: float | None = None, atol: float | None = None) -> CheckReport:
+        """Compare the stages with the whole model on ``sample``, what the model would be called with.
+
+        Outputs, buffers and all gradients; the first value that differs is an error. The model is left as it was.
+        """
+        from penstock.split.check import check_plan
+
+        return check_plan(self, sample, rtol=rtol, atol=atol)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. The model is not part of it."""

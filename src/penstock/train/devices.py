@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import PlanError
+from penstock.schedule.source import ScheduleSource
+from penstock.split.plan import Plan
 
-__all__ = ["Devices", "assign", "devices_of"]
+__all__ = ["Devices", "assign", "devices_of", "marked_devices"]
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | int | None
 
@@ -18,6 +20,20 @@ def devices_of(devices: Devices) -> list[torch.device] | None:
     if devices is None or isinstance(devices, (str, torch.device, int)):
         return None
     return [_device(device) for device in devices]
+
+
+def marked_devices(plan: Plan, source: ScheduleSource) -> list[str] | None:
+    """The device of each rank where the plan has one for every stage."""
+    if plan.devices is None:
+        return None
+    of_rank: dict[int, str] = {}
+    for stage, (rank, device) in enumerate(zip(source.placement, plan.devices, strict=True)):
+        if of_rank.setdefault(rank, device) != device:
+            raise PlanError(
+                f"the plan puts stage {stage} on {device}, but the schedule gives it to rank {rank}, which has a stage "
+                f"on {of_rank[rank]}: choose a schedule with one stage per rank, or say devices="
+            )
+    return [of_rank[rank] for rank in range(source.ranks)]
 
 
 def assign(devices: Devices, ranks: int) -> list[torch.device]:

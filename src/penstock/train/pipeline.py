@@ -24,7 +24,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 from penstock.train.clip import clip_grad_norm
-from penstock.train.devices import Devices, assign, devices_of
+from penstock.train.devices import Devices, assign, devices_of, marked_devices
 from penstock.train.materialise import Init, materialise
 from penstock.train.mesh import Mesh
 from penstock.train.state import load_state, state_of
@@ -104,7 +104,7 @@ class Pipeline:
         source = ScheduleSource(schedule, plan.num_stages, edges, microbatches, ranks=ranks, places=places)
         self._source = source
         if mesh is None:
-            of_rank = assign(devices, source.ranks)
+            of_rank = assign(marked_devices(plan, source) if devices is None else devices, source.ranks)
             device_of = [of_rank[rank] for rank in source.placement]
             own = list(range(plan.num_stages))
         else:

@@ -1,0 +1,335 @@
+"""What each layer of a line costs, measured on a sample: time of forward and backward, memory, bytes sent on.
+
+Every layer runs as a stage of its own, with the values that come to it along the edges, and the model is left as it
+was. A copy of the model might not fit, so the layers take turns: only one at a time works on copies of its tensors.
+
+    layer 0   copies of its tensors ─▶ F (counted) B  F B  F B … ─▶ its own tensors again
+    layer 1                                   └─ output ─▶ copies ─▶ F (counted) B  F B …
+
+What is saved for backward counts by storage: autograd is asked what it keeps, a storage that it keeps several times
+counts once, parameters and buffers do not count (they are there anyway), the layer's input counts if it is kept.
+A value that a layer keeps and the next one too has the same number in both, so that a stage can count it once.
+What an autograd function keeps otherwise than by ``save_for_backward`` is not seen.
+
+A front end that runs much of the model in every stage has that in every layer's time: nothing is subtracted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from penstock.errors import PlanError
+from penstock.split.counted import Counted
+from penstock.split.lazy import Lazy
+from penstock.split.line import Line
+from penstock.split.planning import plan_of
+from penstock.split.untouched import Untouched
+from penstock.split.weights import LayerCost, Measurement, tensor_bytes
+
+__all__ = ["call_of", "devices_of", "leaves", "measure", "on_copies", "result_of", "roots_of", "untouched"]
+
+REPEATS = 5  # at least, for a median that two disturbances do not decide
+
+
+def measure(line: Line, sample: Any, *, timeout: float = 1.0, device: str | torch.device | None = None) -> Measurement:
+    """Run the line layer by layer on ``sample``, forward and backward, each in the modes that it is in.
+
+    ``sample`` is what the model is called with: a tensor, a tuple of positional arguments or a dict of keywords.
+    Layers are repeated for about ``timeout`` seconds altogether, and the medians taken; on ``device``, if given,
+    to which each of them goes in its turn. Hooks on the model's modules do run.
+    """
+    entry = line.arguments(*call_of(sample))
+    plan = plan_of(line, [(layer,) for layer in line.layers])
+    there = None if device is None else torch.device(device)
+    devices = devices_of(line.model, entry)
+    if there is not None and there.type != "cpu":
+        devices.add(there)
+    storages, count = _Storages(), len(line.layers)
+    layers, kept, crossing = list[LayerCost](), list[Mapping[int, int]](), [0] * count
+
+    with torch.inference_mode(False), torch.enable_grad(), untouched(line.model, devices):
+        under_way: dict[tuple[int, int], Any] = {(-1, 0): _pass_on(entry, storages, {}, there)}
+        for s, layer in enumerate(line.layers):
+            values = [under_way.pop((src, s)) for src in plan.sources(s) or [-1]]
+            targets, passed, last = plan.targets(s), dict[int, _Passed](), s == count - 1
+            with _named(line, s):
+                stage = plan.stage_module(s)
+                members = [*stage.parameters(), *stage.buffers(), *(tensor for _, tensor in line.members(layer))]
+                with on_copies(members, there):
+                    output, keeps = _counted(stage, values, members, storages)
+                    for dst, value in zip(targets, output if len(targets) > 1 else [output], strict=not last):
+                        under_way[s, dst] = _pass_on(value, storages, passed, None, dst)
+                    del output
+                    _clear(members)
+                    forward, backward = _timed(stage, values, members, devices, timeout / count)
+            for one in passed.values():
+                for cut in range(s + 1, one.dst + 1):
+                    crossing[cut] += tensor_bytes(one.data)
+            own = {id(t): tensor_bytes(t) for _, t in line.members(layer) if isinstance(t, nn.Parameter)}
+            sent = tuple(sum(tensor_bytes(one.data) for one in _passed(under_way[s, dst])) for dst in targets)
+            layers.append(LayerCost(layer, forward, backward, sum(keeps.values()), sum(own.values()), sent))
+            kept.append(keeps)
+    return Measurement(tuple(layers), tuple(kept), tuple(crossing))
+
+
+# ── one layer ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(eq=False)
+class _Passed:
+    """A tensor on its way along edges, cut off from the graph of the layer that made it."""
+
+    data: Tensor
+    requires_grad: bool
+    storage: int
+    dst: int
+
+    def fresh(self) -> Tensor:
+        """A copy that a layer may write to, as it may to what another layer gives it."""
+        return self.data.detach().requires_grad_(self.requires_grad).clone()
+
+
+class _Storages:
+    """Numbers for storages: the same one for a value in the layer that makes it and in the layers that get it."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._here: dict[int, int] = {}
+
+    def enter(self, inputs: Iterable[tuple[Tensor, int]]) -> None:
+        """A layer starts, with copies of values whose storages have numbers."""
+        self._here = {_storage(tensor)[0]: number for tensor, number in inputs}
+
+    def number(self, tensor: Tensor) -> int:
+        place, size = _storage(tensor)
+        if place not in self._here:
+            self._here[place] = len(self.sizes)
+            self.sizes.append(size)
+        return self._here[place]
+
+
+class _Held:
+    """What autograd keeps in place of a tensor, for as long as it keeps it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    if tensor.layout is not torch.strided:
+        return id(tensor), tensor_bytes(tensor)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _pass_on(
+    value: Any, storages: _Storages, memo: dict[int, _Passed], device: torch.device | None, dst: int = 0
+) -> Any:
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in memo:
+            # What enters is copied: a sample may be a few rows of a large tensor, and has its own size here.
+            data = leaf.detach() if dst else leaf.detach().to(device or leaf.device, copy=True)
+            memo[id(leaf)] = _Passed(data, leaf.requires_grad, storages.number(data), dst)
+        memo[id(leaf)].dst = max(memo[id(leaf)].dst, dst)
+        return memo[id(leaf)]
+
+    return pytree.tree_map(one, value)
+
+
+def _passed(value: Any) -> list[_Passed]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _Passed)]
+
+
+def _fresh(values: Sequence[Any]) -> list[Any]:
+    return [pytree.tree_map(lambda leaf: leaf.fresh() if isinstance(leaf, _Passed) else leaf, v) for v in values]
+
+
+def _counted(
+    stage: nn.Module, values: Sequence[Any], members: Sequence[Tensor], storages: _Storages
+) -> tuple[Any, dict[int, int]]:
+    """A layer's output, and what it keeps for its backward, which is run too: all of it is warm afterwards."""
+    held: list[weakref.ref[_Held]] = []
+
+    def pack(tensor: Tensor) -> _Held:
+        holder = _Held(tensor)
+        held.append(weakref.ref(holder))
+        return holder
+
+    inputs = _fresh(values)
+    copies = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    storages.enter(zip(copies, (one.storage for value in values for one in _passed(value)), strict=True))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+        output = stage(*inputs)
+    there_anyway = {_storage(tensor)[0] for tensor in members}
+    alive = [holder.tensor for ref in held if (holder := ref()) is not None]  # a graph may be dropped on the way
+    numbers = {storages.number(tensor) for tensor in alive if _storage(tensor)[0] not in there_anyway}
+    roots = roots_of(output)
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    return output, {number: storages.sizes[number] for number in sorted(numbers)}
+
+
+def _timed(
+    stage: nn.Module, values: Sequence[Any], members: Sequence[Tensor], devices: set[torch.device], budget: float
+) -> tuple[float, float]:
+    """The medians of the seconds that forward and backward take."""
+    forward, backward = list[float](), list[float]()
+    until = time.perf_counter() + budget
+    while len(forward) < REPEATS or time.perf_counter() < until:
+        inputs = _fresh(values)
+        began = _now(devices)
+        output = stage(*inputs)
+        forward.append(_now(devices) - began)
+        roots = roots_of(output)
+        ones = [torch.ones_like(root) for root in roots]
+        began = _now(devices)
+        if roots:
+            torch.autograd.backward(roots, ones)
+        backward.append(_now(devices) - began if roots else 0.0)
+        _clear(members)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _now(devices: set[torch.device]) -> float:
+    """The time, when the devices have done what they were given to do."""
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _clear(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None
+
+
+@contextmanager
+def _named(line: Line, index: int) -> Iterator[None]:
+    """Errors say which layer it was."""
+    try:
+        yield
+    except Exception as error:
+        where = f"layer {line.layers[index]} (number {index + 1} of {len(line.layers)})"
+        raise PlanError(f"{where} does not run on the sample: {type(error).__name__}: {error}") from error
+
+
+# ── what a model is called with, and what it gives ───────────────────────────────────────────────────────────────
+
+
+def call_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments that a sample stands for."""
+    if isinstance(sample, Tensor):
+        return (sample,), {}
+    if isinstance(sample, tuple):
+        return sample, {}
+    if isinstance(sample, Mapping) and all(isinstance(key, str) for key in sample):
+        return (), dict(sample)
+    raise PlanError(
+        "sample is what the model is called with: a tensor, a tuple of positional arguments or a dict of keyword "
+        f"arguments, not a {type(sample).__name__}"
+    )
+
+
+def result_of(output: Any) -> Any:
+    """What the last stage gives as the model would: without the count that may come with it."""
+    return output.output if isinstance(output, Counted) else output
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What stands in a value, and where: ``output['logits']``, ``output[0].state``."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        names = getattr(value, "_fields", None)
+        for i, item in enumerate(value):
+            yield from leaves(item, f"{path}.{names[i]}" if names else f"{path}[{i}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from leaves(getattr(value, one.name), f"{path}.{one.name}")
+    else:
+        yield path, value
+
+
+def roots_of(output: Any) -> list[Tensor]:
+    """Where backward starts: at the loss, where there is one, else at everything that has a gradient."""
+    output = result_of(output)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = [loss] if isinstance(loss, Tensor) else [leaf for _, leaf in leaves(output, "output")]
+    return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+# ── leaving no trace ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def devices_of(model: nn.Module, value: Any) -> set[torch.device]:
+    """The accelerators that a model and its arguments are on; an error where there is nothing to run yet."""
+    for name, module in model.named_modules():
+        if isinstance(module, Lazy):
+            raise PlanError(f"layer {name} is not built yet, and would have to be to run: balance without a sample")
+    devices = set()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *leaves(value, "sample")):
+        if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+            raise PlanError(f"{name} is on the meta device, where nothing runs: balance without a sample")
+        if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
+            devices.add(tensor.device)
+    return devices
+
+
+@contextmanager
+def on_copies(tensors: Iterable[Tensor], device: torch.device | None = None) -> Iterator[None]:
+    """Let parameters and buffers be copies of themselves, which may change; then what they were, bit for bit."""
+    data = {id(tensor): (tensor, tensor.data) for tensor in tensors}
+    try:
+        for tensor, values in data.values():
+            tensor.data = values.to(device or values.device, copy=True)
+        yield
+    finally:
+        for tensor, values in data.values():
+            tensor.data = values
+
+
+@contextmanager
+def untouched(model: nn.Module, devices: set[torch.device]) -> Iterator[Callable[[], None]]:
+    """Leave the model as it was, whatever runs: attributes, modes, gradients, and the random number generators.
+
+    Gives a function that does so at once. Inside, parameters have no gradients, and nobody is told of new ones. The
+    values of parameters and buffers are for ``on_copies``.
+    """
+    before = Untouched(model.modules())
+    modules = [(torch.get_device_module(device), device) for device in devices]
+    generators = [(module.get_rng_state(device), module, device) for module, device in modules]
+    parameters = [(p, p.grad, p.requires_grad, p._post_accumulate_grad_hooks) for p in model.parameters()]
+    told = [(hooks, dict(hooks)) for *_, hooks in parameters if hooks]
+
+    def again() -> None:
+        before.restore()
+        for state, module, device in generators:
+            module.set_rng_state(state, device)
+        for parameter, _, requires_grad, _ in parameters:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+            parameter.grad = None
+
+    try:
+        for hooks, _ in told:
+            hooks.clear()
+        again()
+        yield again
+    finally:
+        again()
+        for parameter, grad, *_ in parameters:
+            parameter.grad = grad
+        for hooks, those in told:
+            hooks.update(those)

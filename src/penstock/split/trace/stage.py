@@ -1,0 +1,157 @@
+"""A stage of a traced model: the model's own modules under their own names, and the steps between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from penstock.split.line import Groups
+
+if TYPE_CHECKING:
+    from penstock.split.trace.line import TraceLine
+
+__all__ = ["VARIANT", "TracedStage"]
+
+VARIANT = "penstock: called as"
+"""The key under which the kind of call crosses to the next stage, where it is not the usual kind."""
+
+
+class _Mode:
+    """Train or eval: that of a module of the model, or, in a copy of the stage, its own."""
+
+    def __init__(self, module: nn.Module | None, training: bool = True) -> None:
+        self.module = module
+        self.own = training
+
+    @property
+    def training(self) -> bool:
+        return self.own if self.module is None else self.module.training
+
+    def set(self, training: bool) -> None:
+        if self.module is None:
+            self.own = training
+        else:
+            self.module.training = training
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mode:
+        return _Mode(None, self.training)
+
+
+class Mirror(nn.Module):
+    """Stands for a module that is traced through, and holds what a stage has of it. Its mode is that module's."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.__dict__["_mode"] = None
+        super().__init__()
+        self.__dict__["_mode"] = _Mode(module)
+
+    @property
+    def training(self) -> bool:
+        mode: _Mode | None = self.__dict__["_mode"]
+        return True if mode is None else mode.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        mode: _Mode | None = self.__dict__["_mode"]
+        if mode is not None:
+            mode.set(value)
+
+
+class _Code:
+    """What a stage runs; shared by its copies."""
+
+    def __init__(self, line: TraceLine, groups: Groups, index: int) -> None:
+        self.line = line
+        self.groups = tuple(tuple(layers) for layers in groups)
+        self.index = index
+        edges = line.edges(self.groups)
+        self.sources = sorted(edge.src for edge in edges if edge.dst == index)
+        self.targets = sorted(edge.dst for edge in edges if edge.src == index)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Code:
+        return self
+
+
+class TracedStage(Mirror):
+    """The steps of one stage, with the modules that they call."""
+
+    def __init__(
+        self,
+        line: TraceLine,
+        groups: Groups,
+        index: int,
+        modules: Mapping[str, nn.Module],
+        tensors: Iterable[tuple[str, Tensor]],
+    ) -> None:
+        super().__init__(line.model)
+        self._code = _Code(line, groups, index)
+        for path in line.entered:
+            if path:
+                self._owner(line.model, path.split("."))
+        for path in sorted(modules, key=lambda path: path.count(".")):
+            parents, _, name = path.rpartition(".")
+            owner = self._owner(line.model, parents.split(".") if parents else [])
+            if isinstance(owner, Mirror):
+                owner._modules[name] = modules[path]
+        for full, tensor in tensors:
+            parents, _, name = full.rpartition(".")
+            owner = self._owner(line.model, parents.split(".") if parents else [])
+            if not isinstance(owner, Mirror):
+                continue  # within a module that is held whole
+            if isinstance(tensor, nn.Parameter):
+                owner._parameters[name] = tensor
+            else:
+                keeps = name not in line.model.get_submodule(parents)._non_persistent_buffers_set
+                owner.register_buffer(name, tensor, persistent=keeps)
+
+    def _owner(self, model: nn.Module, path: list[str]) -> nn.Module:
+        """The module at a path, with mirrors made on the way to it."""
+        here: nn.Module = self
+        for depth, name in enumerate(path):
+            inner = here._modules.get(name)
+            if inner is None:
+                if not isinstance(here, Mirror):
+                    return here
+                inner = here._modules[name] = Mirror(model.get_submodule(".".join(path[: depth + 1])))
+            here = inner
+        return here
+
+    def forward(self, *values: Any) -> Any:
+        code = self._code
+        line = code.line
+        flags = tuple(self._flag(path) for path in line.paths)
+        if code.index == 0:
+            key, given = line.key(values[0])
+            inputs: list[Any] = [given]
+        else:
+            key = line.usual
+            chain = values[-1]
+            if type(chain) is dict and VARIANT in chain:
+                key, chain = chain[VARIANT], chain["values"]
+            inputs = [*values[:-1], chain]
+        program = line.program(code.groups, code.index, key, flags)
+        if code.index > 0:
+            inputs = [_taken(value, len(slots)) for value, slots in zip(inputs, program.received, strict=True)]
+        made = program(self, inputs)
+        if not code.targets:
+            return made
+        sent = [_given(values) for values in made]
+        if key != line.usual:
+            sent[0] = {VARIANT: key, "values": sent[0]}
+        return sent[0] if len(sent) == 1 else tuple(sent)
+
+    def _flag(self, path: tuple[str, ...]) -> bool:
+        module: Any = self
+        for name in path:
+            module = module._modules[name]
+        return bool(module.training)
+
+
+def _given(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _taken(value: Any, count: int) -> Any:
+    return (value,) if count == 1 else value

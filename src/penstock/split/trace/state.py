@@ -1,0 +1,89 @@
+"""Which trace, if any, this thread is in; and which line of the user's code is running."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["LIBRARY", "Recorder", "place_of", "recorder", "recording", "source_line", "user_line"]
+
+
+class Recorder(Protocol):
+    """What marks in a forward report to while it is traced."""
+
+    def mark(self, point: Any, value: Any) -> Any: ...
+
+    def enter(self, name: str, device: str | None) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def begin(self, name: str, device: str | None) -> None: ...
+
+
+_here = threading.local()
+
+
+def recorder() -> Recorder | None:
+    """The trace that this thread is in."""
+    return getattr(_here, "recorder", None)
+
+
+@contextmanager
+def recording(active: Recorder) -> Iterator[None]:
+    """Marks that this thread reaches go to ``active``."""
+    before = recorder()
+    _here.recorder = active
+    try:
+        yield
+    finally:
+        _here.recorder = before
+
+
+LIBRARY = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(os.__file__) + os.sep + "contextlib",
+    os.path.dirname(os.__file__) + os.sep + "functools",
+    os.path.dirname(os.__file__) + os.sep + "copy",
+    os.path.dirname(os.__file__) + os.sep + "dataclasses",
+    "<",
+)
+"""Where code that is not the user's is."""
+
+
+def user_line() -> str:
+    """``file:line`` of the user's code that is running now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(LIBRARY):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def place_of(error: BaseException) -> str | None:
+    """``file:line`` of the user's code that raised ``error``; None where none of it is in the traceback."""
+    found, own = None, None
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(LIBRARY):
+            found = f"{name}:{trace.tb_lineno}"
+            if "site-packages" not in name and not name.startswith(os.path.dirname(os.__file__)):
+                own = found  # rather than a library that it calls
+        trace = trace.tb_next
+    return own or found
+
+
+def source_line(place: str) -> str:
+    """The text of a line of code, or nothing."""
+    name, _, number = place.rpartition(":")
+    return linecache.getline(name, int(number)).strip() if number.isdigit() else ""

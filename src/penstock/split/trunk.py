@@ -1,0 +1,68 @@
+"""Cutting a model along its trunk: between any two of the blocks that its hidden state goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import PlanError
+from penstock.split.line import Groups, Line
+from penstock.split.plan import Edge
+from penstock.split.trunk_find import find_trunk, trunk_name
+from penstock.split.trunk_layout import Layout
+from penstock.split.trunk_stage import TrunkStage
+
+__all__ = ["TrunkLine", "find_trunk", "trunk_line"]
+
+
+class TrunkLine(Line):
+    """The blocks of a model's trunk. What comes before them goes with the first one, what comes after with the last."""
+
+    def __init__(self, model: nn.Module, blocks: str) -> None:
+        self.model = model
+        self._layout = Layout(model, blocks)
+        self.layers = self._layout.names
+        self.recipe = {"front": "trunk", "blocks": blocks}
+        self.fixed = self._layout.fixed
+
+    @classmethod
+    def from_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TrunkLine:
+        return cls(model, trunk_name(model, recipe["blocks"]))
+
+    def members(self, layer: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self._layout.members(self.layers.index(layer))
+
+    def edges(self, groups: Groups) -> tuple[Edge, ...]:
+        """The chain of hidden states; the model's arguments go from the first stage straight to each other one."""
+        self._bounds(groups)
+        edges = []
+        for stage in range(1, len(groups)):
+            if stage > 1:
+                edges.append(Edge(0, stage, ("arguments",)))
+            edges.append(Edge(stage - 1, stage, ("hidden", "arguments") if stage == 1 else ("hidden",)))
+        return tuple(sorted(edges, key=lambda edge: (edge.src, edge.dst)))
+
+    def stage(self, groups: Groups, index: int) -> nn.Module:
+        return TrunkStage(self._layout, self._bounds(groups), index)
+
+    def _bounds(self, groups: Groups) -> list[tuple[int, int]]:
+        """Each stage's first block, and the one after its last."""
+        bounds, start = [], 0
+        for layers in groups:
+            end = start + len(layers)
+            if not layers or tuple(layers) != self.layers[start:end]:
+                raise PlanError(f"a stage of a trunk is of blocks that follow each other, got {list(layers)}")
+            bounds.append((start, end))
+            start = end
+        if start != len(self.layers):
+            raise PlanError(f"the stages have {start} blocks, but the trunk has {len(self.layers)}")
+        return bounds
+
+
+def trunk_line(model: nn.Module, blocks: str | None) -> TrunkLine:
+    """The line of a model's blocks: the list called ``blocks``, or the one that the model itself points at."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
+    return TrunkLine(model, trunk_name(model, blocks))

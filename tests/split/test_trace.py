@@ -1,0 +1,289 @@
+"""Models cut by tracing run as the plain model does, at every cut, in train and eval, and stay as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PlanError
+from penstock.split.plan import Edge, Plan
+from penstock.split.planning import plan_of
+from penstock.split.relay import relay
+from penstock.split.trace.line import TraceLine
+from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, line_of, untouched
+from tests.split.trace_models import (
+    Arguments,
+    Bare,
+    Dropping,
+    Nested,
+    Odd,
+    Outputs,
+    Positional,
+    Residual,
+    Sample,
+    Twice,
+    UNet,
+)
+
+IDS = torch.arange(10).reshape(2, 5)
+X = torch.linspace(-1, 2, 24).reshape(4, 6)
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "residual": (Residual, (torch.linspace(-1, 1, 40).reshape(5, 8),)),
+    "u-net": (UNet, (X,)),
+    "nested": (Nested, (X,)),
+    "positional": (Positional, (IDS,)),
+    "dropping": (Dropping, (X,)),
+    "twice": (Twice, (X,)),
+    "arguments": (Arguments, (X, [X, X + 1])),
+    "outputs": (Outputs, (torch.linspace(-1, 1, 60).reshape(2, 5, 6),)),
+    "language model": (lambda: Sample().eval(), (IDS,)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_subset_of_the_cuts_runs_as_the_plain_model(name: str) -> None:
+    make, args = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    with untouched(model):
+        line = line_of(model)
+    for groups in every_cut(line):
+        with untouched(model):
+            plan = plan_of(line, groups)
+            assert_owned(plan)
+        assert_runs_as_plain(plan, *args)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copy_of_a_stage_runs_by_itself(name: str) -> None:
+    make, args = MODELS[name]
+    model = make().eval()
+    plan = cut_everywhere(model)
+    stages = [copy.deepcopy(plan.stage_module(index)) for index in range(plan.num_stages)]
+    torch.manual_seed(0)
+    expected = model(*args)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    output = relay(plan, args, {}, stages)
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+def test_a_skip_goes_straight_to_its_consumer() -> None:
+    plan = cut_everywhere(UNet(depth=2))
+    pairs = [(edge.src, edge.dst) for edge in plan.edges]
+    assert pairs == [(0, 1), (0, 4), (1, 2), (1, 3), (2, 3), (3, 4), (4, 5)]
+
+
+def test_one_value_crosses_bare_and_several_in_a_tuple() -> None:
+    assert isinstance(cut_everywhere(Residual()).stage_module(0)({"x": torch.ones(2, 8)}), Tensor)
+    plan = cut_everywhere(Outputs())
+    (several,) = [edge.values for edge in plan.edges if (edge.src, edge.dst) == (2, 3)] or [()]
+    assert [edge.values for edge in plan.edges if (edge.src, edge.dst) == (0, 3)] == [("getitem_2", "getitem_3")]
+    assert len(several) == 1
+
+
+def test_sizes_are_read_from_a_tensor_that_crosses_anyway_or_cross_as_numbers() -> None:
+    plan = cut_everywhere(Positional())
+    assert plan.edges[0] == Edge(0, 1, plan.edges[0].values)
+    stage = plan.stage_module(0)
+    _, straight = stage({"ids": IDS})
+    assert straight == (2, 5)
+
+
+def test_kinds_of_call_share_a_plan() -> None:
+    model = Arguments()
+    line = line_of(model)
+    mask = (X > 0).float()
+    for groups in every_cut(line):
+        plan = plan_of(line, groups)
+        assert_runs_as_plain(plan, X, [X])
+        assert_runs_as_plain(plan, X, extra=[X, X, X], mask=mask)
+        assert_runs_as_plain(plan, X, [], power=3, twice=True)
+        assert_runs_as_plain(plan, X, [X], mask=None, other=X, one_more=mask)
+
+
+def test_a_targets_argument_goes_from_the_first_stage_to_the_loss() -> None:
+    model = Sample().eval()
+    plan = cut_everywhere(model)
+    assert (0, 4) in [(edge.src, edge.dst) for edge in plan.edges]
+    assert_runs_as_plain_eval(plan, IDS, targets=IDS)
+    assert_runs_as_plain_eval(plan, IDS)
+
+
+def assert_runs_as_plain_eval(plan: Plan, *args: Any, **kwargs: Any) -> None:
+    expected = plan.attached().model(*args, **kwargs)
+    torch.testing.assert_close(relay(plan, args, kwargs), expected, rtol=0, atol=0)
+
+
+def test_a_tied_weight_is_a_tie() -> None:
+    plan = cut_everywhere(Sample())
+    (tie,) = plan.ties
+    assert set(tie.names) == {"word_embeddings.weight", "lm_head.weight"}
+    assert tie.stages == (0, 4)
+    (used,) = cut_everywhere(Positional()).ties
+    assert used.names == ("embed.weight",)
+    ties = {frozenset(tie.names) for tie in cut_everywhere(Twice()).ties}
+    assert ties == {frozenset({f"shared.{name}", f"alias.{name}"}) for name in ("weight", "bias")}
+
+
+def test_a_mode_set_on_the_model_is_the_stages_mode_too() -> None:
+    model = Dropping()
+    plan = cut_everywhere(model)
+    stages = [plan.stage_module(index) for index in range(plan.num_stages)]
+    model.eval()
+    torch.manual_seed(1)
+    expected = model(X)
+    torch.manual_seed(1)
+    torch.testing.assert_close(relay(plan, (X,), {}, stages), expected, rtol=0, atol=0)
+    assert not any(stage.training for stage in stages)
+
+
+def test_hooks_of_modules_that_stay_whole_run_and_no_hook_runs_at_the_split() -> None:
+    model = Nested()
+    seen: list[str] = []
+    model.odd.register_forward_hook(lambda *_: seen.append("odd"))
+    model.odd.linear.register_forward_pre_hook(lambda *_: seen.append("linear"))
+    model.head.register_full_backward_hook(lambda *_: seen.append("back"))
+    plan = cut_everywhere(model)
+    assert seen == []
+    relay(plan, (X,), {}).sum().backward()
+    assert seen == ["linear", "odd", "back"]
+
+
+def test_stages_hold_the_models_own_modules() -> None:
+    model = Nested()
+    plan = cut_everywhere(model)
+    stage = plan.stage_module(0)
+    assert stage.get_submodule("odd") is model.odd
+    assert stage.get_submodule("body.0.a") is model.body[0].a
+
+
+def test_a_plan_is_found_again_from_its_recipe() -> None:
+    for model, how in ((Residual(), {}), (UNet(), {"cuts": ["middle", "up.1"]}), (Bare(), {"stages": 3})):
+        line = line_of(model, **how)
+        again = TraceLine.from_recipe(copy.deepcopy(model), line.recipe)
+        assert again.layers == line.layers
+        groups = [(layer,) for layer in line.layers]
+        assert again.edges(groups) == line.edges(groups)
+    with pytest.raises(PlanError, match="has none"):
+        TraceLine.from_recipe(Bare(), {"front": "trace", "how": "marks"})
+    with pytest.raises(PlanError, match="not known here"):
+        TraceLine.from_recipe(Bare(), {"front": "trace"})
+
+
+# ── cuts by name ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "cuts", [["trunk"], ["tail"], ["trunk", "tail.2"], ["trunk.layers.1", "trunk.layers.3", "tail.1"]]
+)
+def test_cuts_lie_before_named_modules(cuts: list[str]) -> None:
+    model = Bare()
+    with untouched(model):
+        plan = cut_everywhere(model, cuts=cuts)
+    assert plan.num_stages == len(cuts) + 1
+    for stage, name in enumerate(cuts, start=1):
+        module = model.get_submodule(name)
+        assert module in set(plan.stage_module(stage).modules())
+        assert module not in set(plan.stage_module(stage - 1).modules())
+    assert_owned(plan)
+    assert_runs_as_plain(plan, X)
+
+
+class Unruly(Bare):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(self.stem(x))
+        return self.tail(self.tail(x))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        (["trunkk"], "no module 'trunkk'.*did you mean 'trunk'"),
+        (["trunk.layers.9"], "no module 'trunk.layers.9'.*did you mean 'trunk.layers"),
+        (["unused"], "never calls unused"),
+        (["tail"], "calls tail 2 times"),
+        (["trunk", "trunk"], "twice"),
+        ("trunk", "list of names"),
+        ([3], "list of names"),
+        ([], "empty"),
+        (["stem"], "nothing runs before stem"),
+        (["trunk.layers"], "never calls trunk.layers"),
+        (["unused.linear"], "never calls unused.linear"),
+    ],
+)
+def test_wrong_cuts_are_refused(cuts: Any, message: str) -> None:
+    model = Unruly()
+    with untouched(model), pytest.raises(PlanError, match=message):
+        line_of(model, cuts=cuts)
+
+
+# ── nothing marked ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
+def test_an_unmarked_model_is_cut_between_modules(stages: int) -> None:
+    model = Bare()
+    with untouched(model):
+        line = line_of(model, stages=stages)
+    assert len(line.layers) >= stages
+    for groups in list(every_cut(line))[:: max(1, 2 ** len(line.layers) // 64)]:
+        assert_owned(plan_of(line, groups))
+        assert_runs_as_plain(plan_of(line, groups), X)
+
+
+def test_modules_stay_whole_while_they_fit_a_stage() -> None:
+    assert line_of(Bare(), stages=1).layers == ("stem", "trunk", "tail.0", "tail.1", "tail.2")
+    assert "trunk.layers.3" in line_of(Bare(), stages=3).layers
+
+
+class Optional(nn.Module):
+    """Modules that only some kinds of call use, and one that is called any number of times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.c = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, twice: bool = False, times: int = 1) -> Tensor:
+        x = self.a(x)
+        if mask is not None:
+            x = self.b(x) * mask
+        for _ in range(times + twice):
+            x = self.c(x)
+        return x
+
+
+def test_layers_are_those_of_all_kinds_of_call() -> None:
+    line = line_of(Optional(), stages=2)
+    assert line.layers == ("a", "b", "c", "c#2")
+    for groups in every_cut(line):
+        plan = plan_of(line, groups)
+        assert_owned(plan)
+        for kwargs in ({}, {"mask": X}, {"twice": True}, {"times": 3}, {"times": 2, "mask": X}):
+            assert_runs_as_plain(plan, X, **kwargs)
+
+
+def test_a_heavy_module_that_cannot_be_traced_stays_whole() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Odd(6), nn.Linear(6, 6))
+    model[1].linear = nn.Linear(6, 6)
+    big = Odd(64)
+    assert line_of(nn.Sequential(nn.Linear(64, 64), big), stages=2).layers == ("0", "1")
+    assert line_of(model, stages=3).layers == ("0", "1", "2")
+
+
+def test_a_hooked_module_stays_whole() -> None:
+    model = Bare()
+    model.trunk.register_forward_hook(lambda *_: None)
+    model.tail.register_forward_hook(lambda *_: None)
+    assert line_of(model, stages=2).layers == ("stem", "trunk", "tail")

@@ -1,0 +1,281 @@
+"""Forwards that cannot be traced or cut: the error names the line and the remedy, and the model stays as it was."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PlanError
+from penstock.split.cutpoint import cut
+from penstock.split.planning import plan_of
+from penstock.split.relay import relay
+from tests.split.trace_checks import assert_runs_as_plain, cut_everywhere, line_of, untouched
+from tests.split.trace_models import Nested, UNet
+
+X = torch.linspace(-1, 2, 24).reshape(4, 6)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.calls = 0
+        self.seen: list[Any] = []
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = cut(self.a(x))
+        return self.other(x)
+
+
+def bad(body: Callable[[Any, Tensor], Any]) -> nn.Module:
+    return type("Bad", (Branching,), {"other": body})()
+
+
+def loops_on_data(self: Any, x: Tensor) -> Tensor:
+    while x.sum() > 0:
+        x = cut(x - 1)
+    return x
+
+
+def loops_on_size(self: Any, x: Tensor) -> Tensor:
+    for _ in range(x.shape[0]):
+        x = cut(self.a(x))
+    return x
+
+
+def branches(self: Any, x: Tensor) -> Tensor:
+    if x.mean() > 0:
+        return x
+    return cut(-x)
+
+
+def iterates(self: Any, x: Tensor) -> Tensor:
+    return torch.stack([cut(row) for row in x])
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x
+
+
+def keeps(self: Any, x: Tensor) -> Tensor:
+    self.last = x
+    return x
+
+
+def rolls(self: Any, x: Tensor) -> Tensor:
+    import random
+
+    return x * random.random()
+
+
+def strange(self: Any, x: Tensor) -> Any:
+    return Strange(x)
+
+
+def assigns_a_buffer(self: Any, x: Tensor) -> Tensor:
+    self.count = self.count + 1
+    return x * self.count
+
+
+def asks_the_kind(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def fills_a_list(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(x)
+    return x
+
+
+def an_ordered_dict(self: Any, x: Tensor) -> Any:
+    return OrderedDict(x=x)
+
+
+def loose(self: Any, x: Tensor) -> Tensor:
+    return LOOSE[0](x)
+
+
+class Strange:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+LOOSE = [nn.Linear(6, 6)]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (loops_on_data, r"test_trace_refused.py:\d+: `while x.sum\(\) > 0:`.*known only when the model runs"),
+        (
+            loops_on_size,
+            r"test_trace_refused.py:\d+: `for _ in range\(x.shape\[0\]\):`.*known only when the model runs",
+        ),
+        (branches, r"test_trace_refused.py:\d+: `if x.mean\(\) > 0:`.*What to do: mark the cuts elsewhere.*blocks="),
+        (iterates, r"test_trace_refused.py:\d+: `return torch.stack"),
+        (counts, "sets calls.*would be lost"),
+        (keeps, "sets last.*would be lost"),
+        (fills_a_list, "sets seen.*would be lost"),
+        (assigns_a_buffer, "sets count while it runs.*change it in place"),
+        (asks_the_kind, r"test_trace_refused.py:\d+: `return y\[0\] if isinstance.*what kind of value it is"),
+        (an_ordered_dict, r"gives a OrderedDict made in forward"),
+        (rolls, "draws random numbers"),
+        (
+            strange,
+            r"refused.py:\d+: .*gives a Strange made in forward: return a tensor, a tuple, a dict or a dataclass",
+        ),
+        (loose, r"test_trace_refused.py:\d+: the Linear that is called here has parameters"),
+    ],
+)
+def test_where_a_forward_cannot_be_traced_the_line_is_named(body: Callable[[Any, Tensor], Any], message: str) -> None:
+    model = bad(body)
+    with untouched(model), pytest.raises(PlanError, match=message):
+        line_of(model)
+
+
+def test_hooks_on_a_module_that_is_cut_are_refused() -> None:
+    for path in ("", "body", "body.0"):
+        model = Nested()
+        model.get_submodule(path).register_forward_hook(lambda *_: None)
+        with untouched(model), pytest.raises(PlanError, match="has hooks"):
+            line_of(model)
+
+
+class InPlace(nn.Module):
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = cut(self.a(x))
+        y = x.view(-1)
+        y.mul_(2)
+        z = cut(self.a(x))
+        return z + x if self.late else z
+
+
+def test_a_value_changed_in_place_is_not_used_unchanged_elsewhere() -> None:
+    assert_runs_as_plain(cut_everywhere(InPlace(late=False)), X)
+    model = InPlace(late=True)
+    line = line_of(model)
+    assert_runs_as_plain(plan_of(line, [line.layers[:1], line.layers[1:]]), X)
+    with untouched(model), pytest.raises(PlanError, match=r"changed in place in stage 1, but stage 2 uses it"):
+        plan_of(line, [(layer,) for layer in line.layers])
+
+
+class SharedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(cut(self.norm(x)))
+
+
+def test_running_statistics_are_not_duplicated() -> None:
+    line = line_of(SharedNorm())
+    assert_runs_as_plain(plan_of(line, [line.layers]), X)
+    with pytest.raises(PlanError, match=r"norm \(BatchNorm1d\).*stage 0 .*stage 1"):
+        plan_of(line, [(layer,) for layer in line.layers])
+
+
+class OnlyWhenAsked(nn.Module):
+    """A word decides about a skip, and about the module that is called: the plan cannot know which words there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.c = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, how: str = "plain") -> Tensor:
+        y = cut(self.a(x))
+        z = cut(self.b(y))
+        return self.c(z + y) if how == "skip" else self.b(z) if how == "other" else self.c(z)
+
+
+def test_a_kind_of_call_that_the_plan_did_not_know_of() -> None:
+    plan = cut_everywhere(OnlyWhenAsked())
+    assert (0, 2) not in [(edge.src, edge.dst) for edge in plan.edges]
+    assert_runs_as_plain(plan, X, how="plain")
+    assert_runs_as_plain(plan, X, how="skip")
+    with pytest.raises(PlanError, match=r"how='other'.*uses b in stage 2"):
+        relay(plan, (X,), {"how": "other"})
+
+
+def test_an_error_of_the_forward_names_the_users_line() -> None:
+    plan = cut_everywhere(UNet())
+    with pytest.raises(RuntimeError) as caught:
+        relay(plan, (torch.ones(2, 3),), {})
+    assert any("trace_models.py" in note for note in caught.value.__notes__)
+
+
+class Wrapped(nn.Module):
+    """Its output is an object that is no tree of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Strange:
+        return Strange(self.a(x))
+
+
+class Crossing(nn.Module):
+    def __init__(self, read_early: bool) -> None:
+        super().__init__()
+        self.a = Wrapped()
+        self.b = nn.Linear(6, 6)
+        self.read_early = read_early
+
+    def forward(self, x: Tensor) -> Tensor:
+        strange = cut(self.a(x))
+        return self.b(strange.value) if self.read_early else self.b(unwrap(strange))
+
+
+@torch.fx.wrap
+def unwrap(strange: Any) -> Tensor:
+    return strange.value
+
+
+def test_what_crosses_is_a_tree_of_tensors() -> None:
+    assert_runs_as_plain(cut_everywhere(Crossing(read_early=True)), X)
+    plan = cut_everywhere(Crossing(read_early=False))
+    with pytest.raises(PlanError, match=r"refused.py:\d+: 'a' crosses to another stage, but it holds a Strange"):
+        relay(plan, (X,), {})
+
+
+def test_a_buffer_that_two_stages_use_is_not_changed_in_one_of_them() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return cut(self.a(x)) * self.count
+
+    line = line_of(Counting())
+    assert_runs_as_plain(plan_of(line, [line.layers]), X)
+    with pytest.raises(PlanError, match="'count' is changed in place in stage 0, but stage 1 uses it too"):
+        plan_of(line, [(layer,) for layer in line.layers])
+
+
+def test_a_layer_that_does_not_know_its_size_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"0\.weight does not know its size yet"):
+        line_of(nn.Sequential(nn.LazyLinear(3)), stages=1)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    plan = cut_everywhere(UNet())
+    with pytest.raises(PlanError, match=r"UNet takes \(x.*missing a required argument"):
+        relay(plan, (), {})

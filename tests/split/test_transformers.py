@@ -1,0 +1,406 @@
+"""Hugging Face models from their configs, in stages that equal the whole: outputs, loss, gradients, random state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from penstock.engine.infer import FakeStage
+from penstock.errors import PlanError
+from penstock.split.balance import divide
+from penstock.split.check import check_plan
+from penstock.split.counted import Counted
+from penstock.split.plan import Plan
+from penstock.split.planning import plan_of
+from penstock.split.relay import relay
+from penstock.split.trunk import find_trunk, trunk_line
+from tests.split.trunk_models import assert_staged
+
+hf = pytest.importorskip("transformers")
+hf.logging.set_verbosity_error()
+
+VOCABULARY, CLASSES = 64, 3
+SIZE = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+WIDE = {**SIZE, "intermediate_size": 48}
+DECODER = {**WIDE, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def llama(**more: Any) -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**DECODER, "attention_dropout": 0.1, **more}))
+
+
+def mistral(**more: Any) -> nn.Module:
+    return hf.MistralForCausalLM(hf.MistralConfig(**DECODER, sliding_window=3, attention_dropout=0.1, **more))
+
+
+def qwen3(**more: Any) -> nn.Module:
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, head_dim=8, attention_dropout=0.1, **more))
+
+
+def gemma3(**more: Any) -> nn.Module:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    config = hf.Gemma3TextConfig(**DECODER, head_dim=8, sliding_window=3, layer_types=kinds, **more)
+    return hf.Gemma3ForCausalLM(config)
+
+
+def mixtral(**more: Any) -> nn.Module:
+    config = hf.MixtralConfig(**DECODER, num_local_experts=4, attention_dropout=0.1, router_jitter_noise=0.1, **more)
+    return hf.MixtralForCausalLM(config)
+
+
+def gpt2(**more: Any) -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, **more))
+
+
+def bert(**more: Any) -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(**WIDE, max_position_embeddings=16, **more))
+
+
+def bert_classifier(**more: Any) -> nn.Module:
+    config = hf.BertConfig(**WIDE, max_position_embeddings=16, num_labels=CLASSES, **more)
+    return hf.BertForSequenceClassification(config)
+
+
+def t5_encoder(**more: Any) -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4, "num_heads": 4}
+    return hf.T5EncoderModel(hf.T5Config(**sizes, **more))
+
+
+def vit(**more: Any) -> nn.Module:
+    sizes = {"image_size": 16, "patch_size": 4, "hidden_dropout_prob": 0.1, "num_labels": CLASSES}
+    shape = {name: value for name, value in WIDE.items() if name != "vocab_size"}
+    return hf.ViTForImageClassification(hf.ViTConfig(**shape, **sizes, **more))
+
+
+MODELS: list[Callable[..., nn.Module]] = [llama, mistral, qwen3, gemma3, mixtral, gpt2, bert, bert_classifier]
+MODELS += [t5_encoder, vit]
+TRUNKS = {
+    "gpt2": "transformer.h",
+    "bert": "bert.encoder.layer",
+    "bert_classifier": "bert.encoder.layer",
+    "t5_encoder": "encoder.block",
+    "vit": "vit.layers",
+}
+every_model = pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+
+
+def inputs(build: Callable[..., nn.Module], seed: int = 3) -> dict[str, Tensor]:
+    """A batch with padding on the right and labels that are partly ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = torch.randint(CLASSES, (3,), generator=generator)
+    if build is vit:
+        return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator), "labels": classes}
+    ids = torch.randint(3, VOCABULARY, (3, 7), generator=generator)
+    mask = torch.ones(3, 7, dtype=torch.long)
+    mask[1, 5:] = mask[2, 3:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if build is bert_classifier:
+        batch["labels"] = classes
+    elif build is not t5_encoder:
+        batch["labels"] = ids.masked_fill(mask == 0, -100).index_fill(1, torch.tensor([0]), -100)
+    return batch
+
+
+def cut(model: nn.Module, stages: int) -> Plan:
+    line = trunk_line(model, None)
+    return plan_of(line, divide(line, balance=None, stages=stages))
+
+
+def seeded(build: Callable[..., nn.Module], **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return build(**more).train()
+
+
+# ── equality with the whole model ────────────────────────────────────────────────────────────────────────────────
+
+
+@every_model
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages_equal_the_whole_model_with_padding_labels_and_dropout(
+    build: Callable[..., nn.Module], stages: int
+) -> None:
+    model = seeded(build)
+    assert_staged(model, cut(model, stages), **inputs(build), use_cache=False)
+
+
+@every_model
+def test_evaluation_without_mask_or_labels(build: Callable[..., nn.Module]) -> None:
+    model = seeded(build).eval()
+    batch = {name: value for name, value in inputs(build).items() if name in ("input_ids", "pixel_values")}
+    output = assert_staged(model, cut(model, 3), **batch, use_cache=False)
+    assert type(output) is type(model(**batch))
+    assert output.get("past_key_values") is None
+
+
+@every_model
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_switched_on_after_the_split(build: Callable[..., nn.Module], reentrant: bool) -> None:
+    model = seeded(build)
+    plan = cut(model, 3)
+    modules = [plan.stage_module(s) for s in range(3)]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    runs: list[nn.Module] = []
+    block = model.get_submodule(plan.groups[1][0])
+    block.register_forward_pre_hook(lambda module, args: runs.append(module))
+    assert_staged(model, plan, **inputs(build), modules=modules, use_cache=False)
+    assert len([run for run in runs if run is block]) == 2  # once more in backward
+
+
+@pytest.mark.parametrize("build", [llama, qwen3, gpt2, bert, gemma3], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_are_a_tie_of_the_first_and_the_last_stage(build: Callable[..., nn.Module], tied: bool) -> None:
+    model = seeded(build, tie_word_embeddings=tied)
+    plan = cut(model, 4)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (embedding is head) == tied
+    assert [tie.stages for tie in plan.ties] == ([(0, 3)] if tied else [])
+    assert any(parameter is head for parameter in plan.stage_module(3).parameters())
+    assert_staged(model, plan, **inputs(build), use_cache=False)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("build", [llama, gemma3, bert], ids=lambda build: build.__name__)
+def test_attention_implementation_set_after_the_split(build: Callable[..., nn.Module], implementation: str) -> None:
+    model = seeded(build)
+    plan = cut(model, 3)
+    modules = [plan.stage_module(s) for s in range(3)]
+    model.set_attn_implementation(implementation)
+    assert_staged(model, plan, **inputs(build), modules=modules, use_cache=False)
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, bert], ids=lambda build: build.__name__)
+def test_embeddings_and_positions_given_by_the_user(build: Callable[..., nn.Module]) -> None:
+    model = seeded(build)
+    batch = inputs(build)
+    ids = batch.pop("input_ids")
+    batch["inputs_embeds"] = torch.randn(*ids.shape, 32)
+    batch["position_ids"] = torch.arange(7).flip(0)[None].expand(3, 7)
+    assert_staged(model, cut(model, 3), **batch, use_cache=False)
+
+
+def test_arguments_by_position() -> None:
+    model = seeded(llama)
+    batch = inputs(llama)
+    assert_staged(model, cut(model, 3), batch["input_ids"], batch["attention_mask"], use_cache=False)
+
+
+def test_rope_that_depends_on_the_length_is_each_stages_own() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = seeded(llama, rope_parameters=rope, max_position_embeddings=4)
+    assert_staged(model, cut(model, 3), **inputs(llama), use_cache=False)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_other_heads_and_a_bare_base_model(stages: int) -> None:
+    config = hf.LlamaConfig(**DECODER, num_labels=CLASSES)
+    batch = inputs(llama)
+    for head in (hf.LlamaForSequenceClassification, hf.LlamaForTokenClassification, hf.LlamaModel):
+        torch.manual_seed(0)
+        model = head(config).train()
+        labels = {
+            hf.LlamaForSequenceClassification: {"labels": torch.tensor([0, 1, 2])},
+            hf.LlamaForTokenClassification: {"labels": batch["input_ids"] % CLASSES},
+        }.get(head, {})
+        given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], **labels}
+        assert_staged(model, cut(model, stages), **given, use_cache=False)
+
+
+def test_a_model_that_may_drop_layers_but_does_not() -> None:
+    sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 16}
+    model = seeded(lambda: hf.OPTForCausalLM(hf.OPTConfig(**SIZE, **sizes)))
+    assert_staged(model, cut(model, 3), **inputs(llama), use_cache=False)
+
+
+def test_bfloat16_and_autocast() -> None:
+    model = seeded(llama).to(torch.bfloat16)
+    assert_staged(model, cut(model, 3), **inputs(llama), use_cache=False)
+    model = seeded(gpt2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_staged(model, cut(model, 3), **inputs(gpt2), use_cache=False)
+
+
+def test_images_that_go_in_among_the_words() -> None:
+    sight = {"image_size": 8, "patch_size": 4, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    vision, text = hf.CLIPVisionConfig(**sight, num_attention_heads=4), hf.LlamaConfig(**DECODER)
+    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=63)
+    model = seeded(lambda: hf.LlavaForConditionalGeneration(config))
+    line = trunk_line(model, "model.language_model.layers")
+    plan = plan_of(line, divide(line, balance=None, stages=3))
+    ids = torch.randint(3, 60, (2, 9)).index_fill(1, torch.arange(1, 5), 63)
+    batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids.masked_fill(ids == 63, -100)}
+    whole = copy.deepcopy(model)
+    want, got = whole(**batch), relay(plan, (), batch).output
+    assert torch.equal(got.logits, want.logits)
+    assert got.image_hidden_states is None  # the last stage has not seen them
+    want.loss.backward(), got.loss.backward()
+    for name, parameter in whole.named_parameters():
+        grad = model.get_parameter(name).grad
+        assert (grad is None and parameter.grad is None) or torch.equal(grad, parameter.grad), name
+
+
+# ── what the loss is a mean over ─────────────────────────────────────────────────────────────────────────────────
+
+
+@every_model
+def test_the_count_of_a_loss_weighs_micro_batches_into_the_mini_batch(build: Callable[..., nn.Module]) -> None:
+    if build is t5_encoder:
+        pytest.skip("has no loss")
+    model = seeded(build).eval()
+    plan = cut(model, 2)
+    batch = inputs(build)
+    parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
+    outputs = [relay(plan, (), part) for part in parts]
+    assert all(isinstance(output, Counted) and output.count.shape == () for output in outputs)
+    total = sum(output.count for output in outputs)
+    loss = sum(output.output.loss * output.count / total for output in outputs)
+    torch.testing.assert_close(loss, model(**batch).loss)
+
+
+def test_causal_labels_are_counted_as_they_are_shifted() -> None:
+    batch = inputs(llama)
+    output = relay(cut(seeded(llama), 2), (), batch)
+    assert output.count == (batch["labels"][:, 1:] != -100).sum()
+
+
+def test_labels_that_are_no_classes_are_not_counted() -> None:
+    model = seeded(bert_classifier, problem_type="multi_label_classification")
+    batch = {**inputs(bert_classifier), "labels": torch.rand(3, CLASSES)}
+    output = assert_staged(model, cut(model, 2), **batch, use_cache=False)
+    assert not isinstance(output, Counted)
+
+
+def test_a_count_of_the_mini_batch_given_by_the_user_makes_losses_that_add_up() -> None:
+    model = seeded(llama).eval()
+    plan = cut(model, 2)
+    batch = inputs(llama)
+    number = (batch["labels"][:, 1:] != -100).sum()
+    whole = model(**batch).loss
+    parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
+    outputs = [relay(plan, (), {**part, "num_items_in_batch": number}) for part in parts]
+    assert [output.count for output in outputs] == [None, None]
+    torch.testing.assert_close(sum(output.output.loss for output in outputs), whole)
+
+
+# ── stages ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@every_model
+def test_the_model_says_where_its_trunk_is(build: Callable[..., nn.Module]) -> None:
+    assert find_trunk(build()) == TRUNKS.get(build.__name__, "model.layers")
+
+
+@every_model
+def test_every_parameter_is_in_one_stage_or_a_tie(build: Callable[..., nn.Module]) -> None:
+    model = build()
+    plan = cut(model, 4)
+    places: dict[int, set[int]] = {}
+    for s in range(4):
+        for parameter in plan.stage_module(s).parameters():
+            places.setdefault(id(parameter), set()).add(s)
+    assert set(places) == {id(parameter) for parameter in model.parameters()}
+    shared = [tuple(sorted(stages)) for stages in places.values() if len(stages) > 1]
+    assert shared == [tie.stages for tie in plan.ties]
+    names = [set(plan.stage_module(s).state_dict()) for s in range(4)]
+    assert set.union(*names) == set(model.state_dict())
+    assert sum(map(len, names)) == len(model.state_dict())
+
+
+@every_model
+def test_the_plan_checks_itself(build: Callable[..., nn.Module]) -> None:
+    assert check_plan(cut(seeded(build), 3), inputs(build))
+
+
+@every_model
+def test_splitting_and_running_leave_the_model_as_it_was(build: Callable[..., nn.Module]) -> None:
+    model = seeded(build)
+    attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    state = copy.deepcopy(model.state_dict())
+    relay(cut(model, 3), (), inputs(build))
+    assert {name: module.__dict__ for name, module in model.named_modules()} == attributes
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, bert, vit], ids=lambda build: build.__name__)
+def test_a_model_on_the_meta_device_runs_stage_by_stage(build: Callable[..., nn.Module]) -> None:
+    real = seeded(build).eval()
+    with torch.device("meta"):
+        model = build().eval()
+    plan = cut(model, 3)
+    modules = [plan.stage_module(s) for s in range(3)]
+    for module in modules:
+        module.to_empty(device="cpu")
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            source = real.get_parameter(name) if isinstance(tensor, nn.Parameter) else real.get_buffer(name)
+            tensor.data.copy_(source)
+    got = relay(plan, (), inputs(build), modules)
+    assert torch.equal(got.output.loss, real(**inputs(build)).loss)
+
+
+@every_model
+def test_shapes_can_be_inferred_on_fake_tensors(build: Callable[..., nn.Module]) -> None:
+    model = seeded(build)
+    plan = cut(model, 2)
+    modules = [plan.stage_module(s) for s in range(2)]
+    fakes = [FakeStage(s, module, torch.device("cpu")) for s, module in enumerate(modules)]
+    values: tuple[Any, Any] = inputs(build), inputs(build)
+    for fake, module in zip(fakes, modules, strict=True):
+        with fake.mode:
+            blank = pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), values[0])
+            inferred = fake.run(blank)
+        values = inferred, module(values[1])
+    shapes = [pytree.tree_map_only(Tensor, lambda t: t.shape, _leaves(value)) for value in values]
+    assert shapes[0] == shapes[1]
+
+
+def _leaves(output: Any) -> list[Any]:
+    return pytree.tree_leaves(dict(output.output if isinstance(output, Counted) else output))
+
+
+def test_images_and_labels_go_only_where_they_are_looked_at() -> None:
+    (_, middle), last = cut(seeded(vit), 3).stage_module(0)(inputs(vit))
+    assert not isinstance(middle["pixel_values"], Tensor)
+    assert not isinstance(last["pixel_values"], Tensor)
+    assert ("labels" in middle, "labels" in last) == (False, True)
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_encoder_and_a_decoder_are_two_trunks() -> None:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes))
+    for blocks in (None, "encoder.block"):
+        with pytest.raises(PlanError, match=r"two trunks \(encoder.block and decoder.block\).*T5EncoderModel"):
+            trunk_line(model, blocks)
+
+
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
+def test_something_of_every_block_cannot_be_returned(flag: str) -> None:
+    model = seeded(llama, attn_implementation="eager")
+    with pytest.raises(PlanError, match=f"{flag} asks for something of every block, and the last of 2 stages"):
+        relay(cut(model, 2), (), {**inputs(llama), flag: True})
+    setattr(model.config, flag, True)
+    with pytest.raises(PlanError, match=flag):
+        relay(cut(model, 2), (), inputs(llama))
+    assert relay(cut(model, 1), (), inputs(llama)).output[flag.removeprefix("output_")] is not None
+
+
+def test_the_routers_loss_needs_every_block() -> None:
+    model = seeded(mixtral, output_router_logits=True)
+    with pytest.raises(PlanError, match="output_router_logits"):
+        relay(cut(model, 2), (), inputs(mixtral))
+
+
+def test_a_cache_makes_no_sense_in_training() -> None:
+    model = seeded(llama)
+    output = relay(cut(model, 2), (), {**inputs(llama), "use_cache": True})
+    assert output.output.past_key_values is None
+    with pytest.raises(PlanError, match="past_key_values"):
+        relay(cut(model, 2), (), {**inputs(llama), "past_key_values": hf.DynamicCache()})
