@@ -49,6 +49,7 @@ def check_step(case: Case | WebCase, mesh: ps.Mesh | None = None, devices: Seque
     where: dict[str, Any] = {"devices": [devices[r % len(devices)] for r in range(ranks)]} if mesh is None else {}
     plan = case.plan(model)
     options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, "mesh": mesh, **where}
+    options["recompute"] = case.recompute
     with ps.Pipeline(plan, LOSSES[case.loss], **options) as pipe:
         expected = dict(plain.named_parameters(remove_duplicate=False))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1) if list(pipe.parameters()) else None

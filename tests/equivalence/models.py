@@ -127,6 +127,7 @@ class Case:
     microbatches: int
     batch: int
     loss: str  # "mean", "sum", "ignore" or "pair"
+    recompute: str = "never"
 
     def build(self) -> nn.Sequential:
         torch.manual_seed(len(self.layers) * 1000 + self.cuts)

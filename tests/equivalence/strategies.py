@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from penstock.schedule.recompute import MODES
 from tests.equivalence.models import LAYERS, TRAINING, Case, stages_for
 from tests.equivalence.webs import WebCase
 
@@ -20,6 +21,7 @@ def cases(draw: st.DrawFn, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Case:
         microbatches=draw(st.integers(1, 7)),
         batch=draw(st.integers(1, 13)),
         loss=draw(st.sampled_from(["mean", "sum", "ignore", "pair"])),
+        recompute=draw(st.sampled_from(MODES)),
     )
 
 
@@ -40,4 +42,5 @@ def webs(draw: st.DrawFn, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> WebCase:
         microbatches=draw(st.integers(1, 7)),
         batch=draw(st.integers(1, 13)),
         loss=draw(st.sampled_from(["mean", "sum"])),
+        recompute=draw(st.sampled_from(MODES)),
     )

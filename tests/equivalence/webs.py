@@ -131,6 +131,7 @@ class WebCase:
     microbatches: int
     batch: int
     loss: str = "mean"
+    recompute: str = "never"
 
     def build(self) -> Web:
         torch.manual_seed(len(self.links))

@@ -19,7 +19,7 @@ from penstock.split.counted import Counted
 from penstock.split.plan import Plan
 from penstock.split.planning import plan_of
 from penstock.split.relay import relay
-from penstock.split.trunk import find_trunk, trunk_line
+from penstock.split.trunk.line import find_trunk, trunk_line
 from tests.split.trunk_models import assert_staged
 
 hf = pytest.importorskip("transformers")
@@ -361,6 +361,15 @@ def test_shapes_can_be_inferred_on_fake_tensors(build: Callable[..., nn.Module])
 
 def _leaves(output: Any) -> list[Any]:
     return pytree.tree_leaves(dict(output.output if isinstance(output, Counted) else output))
+
+
+def test_rotary_tables_are_each_stages_own_and_in_no_state_dict() -> None:
+    model = seeded(llama)
+    modules = [cut(model, 3).stage_module(s) for s in range(3)]
+    tables = [module.get_buffer("model.rotary_emb.inv_freq") for module in modules]
+    assert tables[0] is model.model.rotary_emb.inv_freq
+    assert len({table.data_ptr() for table in tables}) == 3  # stages go to devices of their own
+    assert not any("inv_freq" in name for module in modules for name in module.state_dict())
 
 
 def test_images_and_labels_go_only_where_they_are_looked_at() -> None:

@@ -379,8 +379,12 @@ def test_what_the_forward_remembers_is_remembered_once(sizes: tuple[int, ...]) -
 
     model = Counting()
     plan = cut(model, sizes)
-    assert_staged(model, plan, tokens())
+    modules = [plan.stage_module(s) for s in range(len(sizes))]
+    assert_staged(model, plan, tokens(), modules=modules)
     assert (model.calls, model.ends) == (1, 1)
+    for module in modules[1:]:  # copies follow what they can
+        assert module.get_buffer("steps") == 1
+        assert not module.get_buffer("mean").any()
 
 
 @each_cut

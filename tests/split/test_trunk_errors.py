@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import PlanError
 from penstock.split.planning import plan_of
 from penstock.split.relay import relay
-from penstock.split.trunk import find_trunk, trunk_line
+from penstock.split.trunk.line import find_trunk, trunk_line
 from tests.split.trunk_models import Block, Trunked, Usual, assert_staged, cut, hidden, tokens
 
 # ── where the trunk is ───────────────────────────────────────────────────────────────────────────────────────────

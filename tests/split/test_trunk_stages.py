@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from penstock.engine.infer import FakeStage
 from penstock.split.balance import divide
 from penstock.split.relay import relay
-from penstock.split.trunk import TrunkLine, trunk_line
+from penstock.split.trunk.line import TrunkLine, trunk_line
 from tests.split.trunk_models import WIDTH, Trunked, Usual, assert_staged, cut, hidden, tokens, tril
 
 # ── the plan and its stages ──────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from penstock.split.counted import Counted
 from penstock.split.plan import Plan
 from penstock.split.planning import plan_of
 from penstock.split.relay import relay
-from penstock.split.trunk import trunk_line
+from penstock.split.trunk.line import trunk_line
 
 WIDTH, TOKENS = 8, 16
 

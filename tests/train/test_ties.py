@@ -76,7 +76,7 @@ def every_stage_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def apart(ties: Any, modules: Any, places: Any) -> Any:
         return place_ties(ties, modules, {stage: stage for stage in places})
 
-    monkeypatch.setattr("penstock.train.pipeline.place_ties", apart)
+    monkeypatch.setattr("penstock.train.build.place_ties", apart)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from penstock.engine.context import ambient, surround
 from penstock.engine.head import Head
 from penstock.engine.local import Job, LocalCrew, Work
 from penstock.engine.message import Message
 from penstock.engine.microbatch import join
+from penstock.engine.replay import Replay
 from penstock.engine.runner import Ends
 from penstock.engine.stage import Slot, StageEngine
 from penstock.engine.ties import LocalTies
@@ -34,13 +36,18 @@ class Flight:
         self.count = schedule.num_microbatches
         self.halves = [
             [[i for i in program.instructions if i.kind in kinds] for program in programs]
-            for kinds in (("F", "SEND_F"), ("B", "SEND_B"))
+            for kinds in (("F", "SEND_F"), ("R", "B", "SEND_B"))
         ]
-        self.slots = {(s, k): Slot() for program in programs for s, k in program.slots}
+        twice = {(i.stage, i.microbatch) for program in programs for i in program.instructions if i.kind == "R"}
+        self.slots = {
+            (s, k): Slot(replay=Replay() if (s, k) in twice else None) for program in programs for s, k in program.slots
+        }
         self.parameters = list(parameters)
         self.of_stage = {
             index: [p for p in stage.module.parameters() if p.requires_grad] for index, stage in crew.stages.items()
         }
+        self.occasion = crew.occasions.next(training=False)
+        self.state = ambient()  # a backward may run forwards again: they are to find what they found
         self.over = False
         self.keep = False
         self.template: tuple[list[Any], Spec] = ([], None)
@@ -50,7 +57,7 @@ class Flight:
         ends = Ends(inputs, outputs=[None] * self.count)
         with self.crew.lock:
             self.crew.head.begin([1] * self.count, None, keep_outputs=False)
-            self.crew.run(self._job(0, ends), grad=True)
+            self.crew.run(self._job(0, ends), grad=True, occasion=self.occasion)
             self.own = self.crew.head.own
         assert ends.outputs is not None
         return [message for message in ends.outputs if message is not None]
@@ -80,7 +87,7 @@ class Flight:
             if self.crew.on_gpu:
                 self._backward_here(ends, work)
             else:
-                self.crew.run(self._job(1, ends, work), grad=False)
+                self.crew.run(self._job(1, ends, work), grad=False, occasion=self.occasion, state=self.state)
         if not self.keep:
             self.over = True
             self.slots.clear()
@@ -100,8 +107,9 @@ class Flight:
         On a GPU this is autograd's own thread for that device, and whatever backward another thread began would wait
         for it. Launching is quick, so one thread keeps all devices busy: micro-batch by micro-batch, up the stages.
         """
-        actions = [i for half in self.halves[1] for i in half if i.kind == "B"]
-        actions.sort(key=lambda i: (i.microbatch, -i.stage))
+        actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
+        actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
+        surround(self.crew.stages.values(), self.state, self.count, self.occasion)
         self.crew.compile([actions], self.count, self.slots, ends, work, together=True).runners[0].run()
 
     def _job(self, half: int, ends: Ends, work: Work = StageEngine.backward) -> Job:

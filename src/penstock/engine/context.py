@@ -12,7 +12,7 @@ import torch
 from penstock.engine.moment import MicroBatch
 from penstock.engine.stage import StageEngine
 
-__all__ = ["Ambient", "ambient", "surround"]
+__all__ = ["Ambient", "Occasions", "ambient", "surround"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
@@ -52,15 +52,29 @@ class Around:
         self.open.pop().__exit__(*error)
 
 
-def surround(stages: Iterable[StageEngine], state: Ambient, microbatches: int) -> None:
-    """Let the stages' forwards run in the caller's state, on so many micro-batches."""
+def surround(stages: Iterable[StageEngine], state: Ambient, microbatches: int, occasion: str) -> None:
+    """Let the stages' forwards run in the caller's state, on so many micro-batches; ``occasion`` names the run."""
     moments = [MicroBatch(k) for k in range(microbatches)]
     for stage in stages:
         stage.moments = moments
+        if stage.randomness is not None:
+            stage.randomness.moment = occasion
         stage.around = Around(state) if state else None
         mode = (state, stage.module.training)
         if stage.mode != mode:  # the same object while nothing changes: it is compared by identity
             stage.mode = mode
+
+
+class Occasions:
+    """Names for the runs of a pipeline: steps and other calls are counted apart."""
+
+    def __init__(self) -> None:
+        self.counts = {"step": 0, "call": 0}
+
+    def next(self, *, training: bool) -> str:
+        kind = "step" if training else "call"
+        self.counts[kind] += 1
+        return f"{kind} {self.counts[kind]}"
 
 
 def ambient() -> Ambient:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.engine.loss import LossRule, find_loss
 from penstock.engine.microbatch import can_join, join
+from penstock.engine.moment import here
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 from penstock.split.counted import Counted
@@ -47,12 +48,15 @@ class Head:
         self.own = {}
 
     def __call__(self, microbatch: int, output: Any) -> Any:
-        """Keep the output; return the loss, or the output itself where there is no loss to compute."""
+        """Keep the output; return the loss, or the output itself where there is no loss to compute.
+
+        In a forward that runs for the second time, all there is to keep has been kept.
+        """
         counted = None
         if isinstance(output, Counted):
             counted, output = output, output.output
             self.own[microbatch] = replace(counted, output=None)
-        if self.keep_outputs:
+        if self.keep_outputs and not here.recomputing:
             # In a step, an output of a kind that cannot be joined is there for its loss alone.
             self.outputs[microbatch] = _detached(output) if not self.training or can_join(output) else None
         if not self.training:
@@ -70,21 +74,24 @@ class Head:
             raise PlanError(f"{what} gave {found} where the loss, one number in a tensor, was expected")
         if not loss.requires_grad:
             raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
-        self.losses[microbatch] = loss.detach()
+        if not here.recomputing:
+            self.losses[microbatch] = loss.detach()
         return loss
 
     def _own_loss(self, loss: Any, counted: Counted) -> Any:
         """A loss that the model averaged, as a sum: over nothing it is not a number, but nothing to the whole."""
         if not isinstance(loss, Tensor) or counted.count is None:
             return loss
-        self.counts.append(counted.count)
+        if not here.recomputing:
+            self.counts.append(counted.count)
         return torch.where(counted.count > 0, loss * counted.count, torch.zeros_like(loss))
 
     def _pair(self, pair: tuple[Any, ...]) -> Any:
         if len(pair) != 2:
             raise PlanError(f"loss_fn returned {len(pair)} values: return the loss, or (sum, count)")
         loss, count = pair
-        self.counts.append(count)
+        if not here.recomputing:
+            self.counts.append(count)
         return loss
 
     def seed(self, microbatch: int) -> list[Tensor]:

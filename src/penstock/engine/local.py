@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.channel.local import LocalLane
-from penstock.engine.context import ambient, surround
+from penstock.engine.context import Ambient, Occasions, ambient, surround
 from penstock.engine.head import Head
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.outcome import Outcome, send_back
@@ -63,6 +63,7 @@ class LocalCrew:
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = placement
         self.ties = LocalTies(copies)
+        self.occasions = Occasions()
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
@@ -91,7 +92,7 @@ class LocalCrew:
         job.ends.seed = self.head.seed
         job.ends.grads = [()] * len(sizes)
         with self.ties.reducing():
-            self.run(job, grad=True)
+            self.run(job, grad=True, occasion=self.occasions.next(training=True))
         loss, factor = self.head.finish()
         send_back(messages, job.ends.grads, factor)
         job.ends.inputs, job.ends.grads = [], None
@@ -107,7 +108,7 @@ class LocalCrew:
         job = self.job(self.source.forward_only(len(sizes)))
         self.head.begin(sizes, None, keep_outputs=True)
         job.ends.inputs = [message.detached()._replace(wants=()) for message in messages]
-        self.run(job, grad=False)
+        self.run(job, grad=False, occasion=self.occasions.next(training=False))
         job.ends.inputs = []
         return self.head.take_outputs()
 
@@ -143,12 +144,15 @@ class LocalCrew:
             runners.append(compile_program(order, Wiring(own, slots, forward, backward, ends, work=work)))
         return Job(tuple(runners), (*forward.values(), *backward.values()), ends, microbatches)
 
-    def run(self, job: Job, *, grad: bool) -> None:
-        """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left."""
+    def run(self, job: Job, *, grad: bool, occasion: str, state: Ambient | None = None) -> None:
+        """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left.
+
+        Forwards run in ``state``, the caller's unless it is given.
+        """
         devices = {stage.device for stage in self.stages.values() if stage.device.type == "cuda"}
         streams = [torch.cuda.current_stream(device) for device in devices]
         inference = torch.is_inference_mode_enabled()
-        surround(self.stages.values(), ambient(), job.microbatches)
+        surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
 
         def task(runner: Runner) -> None:
             with ExitStack() as stack:
@@ -181,6 +185,8 @@ class LocalCrew:
     def close(self) -> None:
         self._jobs.clear()
         self.workers.close()
+        for stage in self.stages.values():
+            stage.close()
 
 
 def _mark_shared(stages: Sequence[StageEngine]) -> None:

@@ -12,7 +12,7 @@ from penstock.engine.agree import Agreement, Announcement, Refused
 from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import Group, open_group, speaks_nccl
 from penstock.engine.channel.process import ChannelError, Wire
-from penstock.engine.context import ambient, surround
+from penstock.engine.context import Occasions, ambient, surround
 from penstock.engine.failure import Bulletin
 from penstock.engine.head import Head
 from penstock.engine.inputs import cut, cut_targets
@@ -70,6 +70,7 @@ class ProcessCrew:
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
         self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
         self.runner: Runner | None = None
+        self.occasions = Occasions()
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -125,7 +126,7 @@ class ProcessCrew:
     def _feed(self, job: Job, messages: Sequence[Message], count: int, *, grad: bool) -> None:
         job.ends.inputs = [message.detached() for message in messages]
         job.ends.grads = [()] * len(messages) if messages else None
-        surround(self.stages.values(), ambient(), count)
+        surround(self.stages.values(), ambient(), count, self.occasions.next(training=grad))
         self.runner = job.runner
         with torch.set_grad_enabled(grad):
             job.runner.run()
@@ -223,6 +224,8 @@ class ProcessCrew:
             return
         self.bulletin.closed()
         self.jobs.close()
+        for stage in self.stages.values():
+            stage.close()
         self.runner = None
         self.control.close()
         self.ties.close()

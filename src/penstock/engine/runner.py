@@ -108,6 +108,8 @@ def _bind(instruction: Instruction, wiring: Wiring) -> list[Call]:
         return [_bind_forward(stage, k, wiring), *_hand_over(stage, k, wiring, "F")]
     if kind in ("B", "I"):
         return [_bind_backward(kind, stage, k, wiring), *_hand_over(stage, k, wiring, "B")]
+    if kind == "R":
+        return [partial(wiring.stages[stage].recompute, k, wiring.slots[stage, k])]
     if kind == "W":
         return [partial(wiring.stages[stage].weight_gradient, wiring.slots[stage, k])]
     if kind == "REDUCE":

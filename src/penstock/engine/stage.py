@@ -6,6 +6,8 @@ What a stage keeps between its forward and the end of its backward lives in a sl
                  │ .grad            │ edge                  the output's data goes with the message
     grads ◀──────┘ ◀──autograd──── roots ◀── grads       B  the inputs' gradients go with the message back
 
+A micro-batch that is recomputed keeps its input alone; R runs the module once more to get inputs and roots.
+
 Where several edges meet, their messages are taken as one, and one output is parted into as many messages as there
 are edges out of the stage. The stage does not know where messages come from or go to: that is the lanes' business.
 """
@@ -13,7 +15,7 @@ are edges out of the stage. The stage does not know where messages come from or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from torch.autograd.graph import GradientEdge, increment_version
 from penstock.engine.head import Head
 from penstock.engine.message import Message, depart, depart_apart, share_out
 from penstock.engine.moment import MicroBatch, here
+from penstock.engine.randomness import Randomness
+from penstock.engine.replay import Replay
 from penstock.engine.tree import unflatten
 from penstock.engine.weightgrad import Recorder, WeightGradQueue
 from penstock.errors import PlanError
@@ -41,9 +45,9 @@ _NEVER = object()
 class Slot:
     """What a stage keeps for one micro-batch in flight."""
 
-    __slots__ = ("grads", "inputs", "message", "messages", "queue", "roots", "rows", "shares")
+    __slots__ = ("grads", "inputs", "message", "messages", "queue", "replay", "roots", "rows", "shares")
 
-    def __init__(self, queue: WeightGradQueue | None = None) -> None:
+    def __init__(self, queue: WeightGradQueue | None = None, replay: Replay | None = None) -> None:
         self.inputs: Sequence[Tensor] = ()
         self.roots: Sequence[GradientEdge] = ()
         self.message: Message | None = None
@@ -54,6 +58,7 @@ class Slot:
         self.shares: Sequence[int] = ()
         self.rows: list[Sequence[Tensor | None]] = []
         self.queue = queue  # there when the backward is split into I and W
+        self.replay = replay  # there when the forward is to be run again
 
     def clear(self) -> None:
         self.inputs = self.roots = self.grads = self.shares = ()
@@ -61,6 +66,8 @@ class Slot:
         self.messages, self.rows = [], []
         if self.queue is not None:
             self.queue.clear()
+        if self.replay is not None:
+            self.replay.clear()
 
 
 class StageEngine:
@@ -89,7 +96,9 @@ class StageEngine:
         self.around: AbstractContextManager[Any] | None = None  # entered for each forward
         self.mode: object = None  # what the forward may depend on: training or not, autocast
         self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
+        self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
+        self.randomness: Randomness | None = None  # there when draws are seeded, or must be repeated
         self._recorder: Recorder | None = None
 
     def new_queue(self) -> WeightGradQueue:
@@ -100,6 +109,34 @@ class StageEngine:
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
         """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
+        replay = slot.replay
+        if replay is None or not torch.is_grad_enabled():
+            self._run(microbatch, message, slot)
+            return
+        replay.keep(message, self.moments[microbatch] if self.moments else None)
+        here.checkpointing = True
+        try:
+            self._run(microbatch, message, slot)
+        finally:
+            here.checkpointing = False
+        slot.inputs = slot.roots = ()
+        if slot.queue is not None:
+            slot.queue.clear()
+
+    def recompute(self, microbatch: int, slot: Slot) -> None:
+        """Run the module on the same input once more, for the backward: what it gave is known, and dropped."""
+        replay = slot.replay
+        assert replay is not None
+        here.recomputing = True
+        try:
+            with torch.enable_grad():
+                self._run(microbatch, replay.again(self.index), slot, again=True)
+        finally:
+            here.recomputing = False
+        slot.message = None
+        slot.messages = []
+
+    def _run(self, microbatch: int, message: Message, slot: Slot, *, again: bool = False) -> None:
         leaves, spec, wants, shared = message
         inputs: Sequence[Tensor]
         if spec is None:  # one tensor, as most messages are
@@ -107,24 +144,26 @@ class StageEngine:
         else:
             inputs = [leaves[i].requires_grad_() for i in wants]
         slot.inputs = inputs
-        careful = self.mode is not self.calm_in
-        if careful:
-            for i, leaf in zip(wants, inputs, strict=True):
-                leaves[i] = _unsafe_view(leaf, leaf.shape)
+        if slot.replay is not None:
+            careful = self.mode is not self.calm_again_in
+            if careful:  # what is kept must not be changed
+                leaves[:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        else:
+            careful = self.mode is not self.calm_in
+            if careful:
+                for i, leaf in zip(wants, inputs, strict=True):
+                    leaves[i] = _unsafe_view(leaf, leaf.shape)
         versions = [leaves[i]._version for i in shared] if shared else None
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
-            if self.around is None and slot.queue is None:
-                output = self._call(microbatch, value)
-            elif self.around is None and slot.queue is not None:
-                with slot.queue.recording():
-                    output = self._call(microbatch, value)
+            if self.around is None and slot.queue is None and self.randomness is None:
+                output = self._call(microbatch, value, slot)
             else:
-                with self.around or nullcontext(), nullcontext() if slot.queue is None else slot.queue.recording():
-                    output = self._call(microbatch, value)
+                with self._surroundings(microbatch, slot, again):
+                    output = self._call(microbatch, value, slot)
         except RuntimeError as error:
             if not careful and "leaf Variable that requires grad" in str(error):
-                self.calm_in = _NEVER
+                self.calm_in = self.calm_again_in = _NEVER
                 error.add_note("the stage changes its input in place, and did not before: run the step again")
             raise
         if shared and versions != [leaves[i]._version for i in shared]:
@@ -132,12 +171,29 @@ class StageEngine:
                 f"stage {self.index} changes one of its inputs in place, and another stage uses that value as well: "
                 "change a copy instead (x.clone()), or cut elsewhere"
             )
-        if careful:
+        if careful and slot.replay is not None:
+            changed = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
+            self.calm_again_in = _NEVER if changed else self.mode
+        elif careful:
             self._look_for_changes(leaves, wants, inputs)
         if self.gives > 1:
             slot.messages, slot.roots = depart_apart(output, self.gives)
         else:
             slot.message, slot.roots = depart(output)
+
+    def _surroundings(self, microbatch: int, slot: Slot, again: bool) -> AbstractContextManager[Any]:
+        """What a forward runs in: the caller's state, its own random numbers, the recording of weight gradients."""
+        if self.around is None and self.randomness is None and slot.queue is not None:
+            return slot.queue.recording()
+        stack = ExitStack()
+        if self.around is not None:
+            stack.enter_context(self.around)
+        if self.randomness is not None:
+            draws = None if slot.replay is None else slot.replay.draws
+            stack.enter_context(self.randomness.forward(self.mode, microbatch, draws, again))
+        if slot.queue is not None:
+            stack.enter_context(slot.queue.recording())
+        return stack
 
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """Learn whether the module changes its inputs in place.
@@ -153,8 +209,11 @@ class StageEngine:
         elif changed:
             self.calm_in = _NEVER
 
-    def _call(self, microbatch: int, value: Any) -> Any:
-        here.microbatch = self.moments[microbatch] if self.moments else None
+    def _call(self, microbatch: int, value: Any, slot: Slot) -> Any:
+        if slot.replay is not None:
+            here.microbatch = slot.replay.moment
+        else:
+            here.microbatch = self.moments[microbatch] if self.moments else None
         try:
             output = self.module(value) if self.takes == 1 else self.module(*value)
             return output if self.head is None else self.head(microbatch, output)
@@ -193,6 +252,11 @@ class StageEngine:
         assert slot.queue is not None
         slot.queue.run()
 
+    def close(self) -> None:
+        """Take off the module what was put on it."""
+        if self.randomness is not None:
+            self.randomness.close()
+
     def gradients(
         self, grads: Sequence[Tensor | None], slot: Slot, wanted: Sequence[Tensor], keep: bool
     ) -> Sequence[Tensor | None]:
@@ -213,12 +277,14 @@ class StageEngine:
 def make_slots(program: Program, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
     """The slots of a program's (stage, micro-batch) pairs: as few as its numbering says, shared one after the other."""
     split = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "W"}
-    made: dict[tuple[int, int, bool], Slot] = {}
+    twice = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "R"}
+    made: dict[tuple[int, int, bool, bool], Slot] = {}
     slots = {}
     for (stage, k), number in program.slots.items():
-        key = (stage, number, (stage, k) in split)
+        key = (stage, number, (stage, k) in split, (stage, k) in twice)
         if key not in made:
-            made[key] = Slot(stages[stage].new_queue() if key[2] else None)
+            queue = stages[stage].new_queue() if key[2] else None
+            made[key] = Slot(queue, Replay() if key[3] else None)
         slots[stage, k] = made[key]
     return slots
 

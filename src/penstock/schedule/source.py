@@ -51,6 +51,11 @@ class ScheduleSource:
             raise ScheduleError(f"schedule {self.name!r} has no backward, and a training step needs one: try '1f1b'")
         self.placement = self.training(1 if self._given is None else microbatches).placement
 
+    def recomputes(self, stage: int) -> bool:
+        """Whether any forward of a stage is run again."""
+        given = () if self._given is None else self._given.orders
+        return self.recompute[stage] != "never" or any(a.kind == "R" and a.stage == stage for o in given for a in o)
+
     def training(self, microbatches: int) -> Schedule:
         """The schedule of a step of so many micro-batches."""
         return self._get("train", microbatches)

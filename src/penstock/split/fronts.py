@@ -14,7 +14,7 @@ from penstock.split.flatten import is_plain
 from penstock.split.line import Line
 from penstock.split.sequential import SequentialLine
 from penstock.split.trace.line import TraceLine, trace_line
-from penstock.split.trunk import TrunkLine, trunk_line
+from penstock.split.trunk.line import TrunkLine, trunk_line
 
 __all__ = ["line_from", "line_of"]
 

@@ -11,22 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.call import Flight, call
-from penstock.engine.head import Head
 from penstock.engine.inputs import cut
-from penstock.engine.local import LocalCrew
-from penstock.engine.loss import loss_rule
 from penstock.engine.meeting import Meeting
 from penstock.engine.process import ProcessCrew
-from penstock.engine.stage import StageEngine
-from penstock.engine.ties import place_ties
 from penstock.errors import PipelineError, PlanError
+from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
+from penstock.train.aside import Aside
+from penstock.train.build import build
 from penstock.train.clip import clip_grad_norm
-from penstock.train.devices import Devices, assign, devices_of, marked_devices
-from penstock.train.materialise import Init, materialise
+from penstock.train.devices import Devices
+from penstock.train.materialise import Init
 from penstock.train.mesh import Mesh
+from penstock.train.options import Options
 from penstock.train.state import load_state, state_of
 
 __all__ = ["Pipeline", "StepResult"]
@@ -51,6 +49,10 @@ class Pipeline:
     ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
     process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
     ``outputs=None`` keeps no outputs. ``init(stage)`` fills the stages of a model built under ``torch.device("meta")``.
+
+    ``recompute`` runs forwards again for their backward instead of keeping what they made: ``"always"``, for all but
+    the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
+    ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
     """
 
     def __init__(
@@ -65,74 +67,25 @@ class Pipeline:
         reduction: str | None = None,
         outputs: str | None = "all",
         init: Init | None = None,
+        recompute: Recompute = "never",
+        seed: int | None = None,
     ) -> None:
+        options = Options(loss_fn, microbatches, schedule, devices, reduction, outputs, init, recompute, seed)
         meeting = None if mesh is None else Meeting(mesh.ranks, mesh.pipe_rank)
         try:
-            self._build(plan, loss_fn, microbatches, schedule, devices, mesh, meeting, reduction, outputs, init)
+            built = build(plan, options, mesh, meeting)
         except BaseException as error:
             if meeting is not None:
                 meeting.cancel(error)
             raise
-
-    def _build(
-        self,
-        plan: Plan,
-        loss_fn: Callable[..., Any] | None,
-        microbatches: int,
-        schedule: str | Schedule,
-        devices: Devices,
-        mesh: Mesh | None,
-        meeting: Meeting | None,
-        reduction: str | None,
-        outputs: str | None,
-        init: Init | None,
-    ) -> None:
-        if not isinstance(plan, Plan):
-            raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
-        if outputs not in ("all", None):
-            raise PlanError(f"outputs must be 'all' or None, got {outputs!r}")
+        self.plan = built.plan
         self._line = plan.attached()
         self._model = self._line.model
+        self._source = built.source
+        self._modules = built.modules
+        self._crew = built.crew
         self._keep_outputs = outputs == "all"
-        rule = loss_rule(loss_fn, reduction)
-        edges = [(edge.src, edge.dst) for edge in plan.edges]
-        if mesh is not None and devices is not None:
-            raise PlanError("devices= is for threads in this process; under a mesh, say Mesh(pipe=…, device=…)")
-        named = devices_of(devices)
-        places = None if named is None else len(named)
-        ranks = None if mesh is None else mesh.pipe
-        source = ScheduleSource(schedule, plan.num_stages, edges, microbatches, ranks=ranks, places=places)
-        self._source = source
-        if mesh is None:
-            of_rank = assign(marked_devices(plan, source) if devices is None else devices, source.ranks)
-            device_of = [of_rank[rank] for rank in source.placement]
-            own = list(range(plan.num_stages))
-        else:
-            own = [s for s, rank in enumerate(source.placement) if rank == mesh.pipe_rank]
-            device_of = [mesh.device] * plan.num_stages
-        self.plan = plan.placed(source.placement, device_of)
-        modules = {s: plan.stage_module(s) for s in own}
-        copies = place_ties(plan.ties, modules, {s: device_of[s] for s in own})
-        materialise(modules, device_of, init, copies)
-        stages = [
-            StageEngine(
-                s,
-                module,
-                device_of[s],
-                Head(rule) if s == plan.num_stages - 1 else None,
-                takes=max(1, len(plan.sources(s))),
-                gives=max(1, len(plan.targets(s))),
-            )
-            for s, module in modules.items()
-        ]
-        self._modules = modules
         self._counted: bool | None = None
-        self._crew: LocalCrew | ProcessCrew
-        if mesh is None:
-            self._crew = LocalCrew(self.plan, stages, source, copies)
-        else:
-            assert meeting is not None
-            self._crew = ProcessCrew(self.plan, stages, source, copies, mesh, meeting)
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -145,15 +98,15 @@ class Pipeline:
         self._check_open()
         if torch.is_inference_mode_enabled():
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
-        aside = self._set_grads_aside()
+        # Where the loss is known not to count as it goes, nothing rescales what is there already.
+        aside = Aside(self.parameters(), apart=self._counted is not False)
         try:
             outcome = self._crew.train(self._value(inputs), targets, keep_outputs=self._keep_outputs)
         except BaseException:
-            for parameter, grad in aside.items():
-                parameter.grad = grad
+            aside.give_back()
             raise
         self._counted = outcome.factor is not None
-        self._bring_grads_back(aside, outcome.factor)
+        aside.add_back(outcome.factor)
         seconds = time.perf_counter() - start
         return StepResult(outcome.loss, outcome.outputs, sum(outcome.sizes), len(outcome.sizes), seconds)
 
@@ -220,9 +173,7 @@ class Pipeline:
         self._check_open()
         counts = self._crew.ties.counts
         if isinstance(self._crew, ProcessCrew):
-            return clip_grad_norm(
-                self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, self._crew.reduce
-            )
+            return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, self._crew.reduce)
         return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
@@ -234,7 +185,7 @@ class Pipeline:
         if not full or not isinstance(self._crew, ProcessCrew):
             return own
         parts = self._crew.gather({name: tensor.cpu() for name, tensor in own.items()})
-        whole = {name: tensor for part in parts for name, tensor in part.items()}
+        whole = {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's counts
         return {name: whole[name] for name in self._model.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -285,25 +236,3 @@ class Pipeline:
     def _check_open(self) -> None:
         if self._crew.closed:
             raise PipelineError("this pipeline was closed: build a new one from its plan")
-
-    def _set_grads_aside(self) -> dict[nn.Parameter, Tensor | None]:
-        """What a failed step gives back, and what a loss that counts as it goes must not rescale.
-
-        Gradients that are there already are kept apart where the loss is of that sort, or not yet known not to be.
-        """
-        apart = self._counted is not False
-        aside: dict[nn.Parameter, Tensor | None] = {}
-        for parameter in self.parameters():
-            if parameter.grad is None:
-                aside[parameter] = None
-            elif apart:
-                aside[parameter] = parameter.grad
-                parameter.grad = None
-        return aside
-
-    def _bring_grads_back(self, aside: Mapping[nn.Parameter, Tensor | None], factor: float | None) -> None:
-        for parameter, before in aside.items():
-            if factor is not None and parameter.grad is not None:
-                parameter.grad.mul_(factor)
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)

@@ -14,8 +14,15 @@ __all__ = ["load_state", "state_of"]
 
 
 def state_of(modules: Mapping[int, nn.Module]) -> dict[str, Tensor]:
-    """The parameters and buffers of some stages, by their names in the model."""
-    return {name: tensor for module in modules.values() for name, tensor in module.state_dict().items()}
+    """The parameters and buffers of some stages, by their names in the model.
+
+    What several stages have a copy of (a buffer that each one reads) is the first one's.
+    """
+    state: dict[str, Tensor] = {}
+    for module in modules.values():
+        for name, tensor in module.state_dict().items():
+            state.setdefault(name, tensor)
+    return state
 
 
 def load_state(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.errors import PlanError
-from penstock.split.trunk_find import blocks_at
-from penstock.split.trunk_source import AFTER, BEFORE, DURING, containers, join, mentions
+from penstock.split.trunk.find import blocks_at
+from penstock.split.trunk.source import AFTER, BEFORE, DURING, containers, join, mentions
 
 __all__ = ["TORCHS_OWN", "Layout"]
 

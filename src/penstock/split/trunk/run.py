@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import PlanError
-from penstock.split.trunk_blank import PLAIN, Blanks, describe, tensors
-from penstock.split.trunk_calls import (
+from penstock.split.trunk.blank import PLAIN, Blanks, describe, tensors
+from penstock.split.trunk.calls import (
     ABOUT_GRADIENTS,
     DECIDES,
     FIRST_ONLY,
@@ -62,7 +62,7 @@ class Run(TorchFunctionMode):
     """The state of one call. It sees every torch function that is called outside the stage's own blocks."""
 
     def __init__(
-        self, stage: int, names: Sequence[str], first: int, last: int, received: Any, entered: Callable[[], None]
+        self, stage: int, names: Sequence[str], first: int, last: int, received: Any, entered: Callable[[Run], None]
     ) -> None:
         super().__init__()
         self.stage = stage
@@ -102,9 +102,9 @@ class Run(TorchFunctionMode):
         if index < self.first - 1:
             return self.blanks.tree_blank(self.names[index])
         received = self.blanks.like
-        self.blanks.forget()
         self.phase = Phase.BETWEEN
-        self.entered()
+        self.entered(self)
+        self.blanks.forget()
         return received
 
     def _through(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

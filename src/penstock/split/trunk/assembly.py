@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from penstock.split.trunk_layout import TORCHS_OWN, Layout
-from penstock.split.trunk_parts import Gate, Part, StandIn
-from penstock.split.trunk_run import Run
-from penstock.split.trunk_source import AFTER, join
+from penstock.split.trunk.layout import TORCHS_OWN, Layout
+from penstock.split.trunk.parts import Gate, Part, StandIn
+from penstock.split.trunk.run import Run
+from penstock.split.trunk.source import AFTER, join
 
 __all__ = ["Assembly"]
 
@@ -67,8 +67,11 @@ class Assembly:
             return own if late else Part(run, own, full)
         return StandIn(run, module if own is None else own, full, own is not None, late)
 
-    def entered(self) -> None:
-        """What is written from now on is this stage's to write."""
+    def entered(self, run: Run) -> None:
+        """What is written from now on is this stage's to write. Of what was written before, its copies of buffers."""
+        for prefix, built in self.built.items():
+            own = self.stage.get_submodule(prefix)._buffers
+            own.update({name: built._buffers[name] for name in own if run.blanks.origin(built._buffers[name]) is None})
         self.seen = {prefix: (dict(built.__dict__), dict(built._buffers)) for prefix, built in self.built.items()}
 
     def forget(self) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from penstock.errors import PlanError
 from penstock.split.line import Groups, Line
 from penstock.split.plan import Edge
-from penstock.split.trunk_find import find_trunk, trunk_name
-from penstock.split.trunk_layout import Layout
-from penstock.split.trunk_stage import TrunkStage
+from penstock.split.trunk.find import find_trunk, trunk_name
+from penstock.split.trunk.layout import Layout
+from penstock.split.trunk.stage import TrunkStage
 
 __all__ = ["TrunkLine", "find_trunk", "trunk_line"]
 

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import PlanError
 from penstock.split.counted import Counted
-from penstock.split.trunk_assembly import Assembly
-from penstock.split.trunk_blank import describe, tensors
-from penstock.split.trunk_layout import Layout
-from penstock.split.trunk_run import Leave, Phase, Run
-from penstock.split.trunk_source import join
+from penstock.split.trunk.assembly import Assembly
+from penstock.split.trunk.blank import describe, tensors
+from penstock.split.trunk.layout import Layout
+from penstock.split.trunk.run import Leave, Phase, Run
+from penstock.split.trunk.source import join
 
 __all__ = ["TrunkStage"]
 
@@ -101,7 +101,7 @@ class TrunkStage(nn.Module):
             given = {name: run.blanks.argument(value, name) for name, value in arguments.items()}
             args, kwargs = _spread(layout, given)
             if index == 0:
-                assembly.entered()
+                assembly.entered(run)
             with suppress(Leave), run:
                 output = root(*args, **kwargs)
                 run.finished()

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.trunk_calls import user_line
-from penstock.split.trunk_run import Run
+from penstock.split.trunk.calls import user_line
+from penstock.split.trunk.run import Run
 
 __all__ = ["Gate", "Part", "StandIn"]
 

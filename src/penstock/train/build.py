@@ -1,0 +1,84 @@
+"""From a plan and options to stages that are ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from penstock.engine.head import Head
+from penstock.engine.local import LocalCrew
+from penstock.engine.loss import loss_rule
+from penstock.engine.meeting import Meeting
+from penstock.engine.process import ProcessCrew
+from penstock.engine.randomness import Randomness
+from penstock.engine.stage import StageEngine
+from penstock.engine.ties import place_ties
+from penstock.errors import PlanError
+from penstock.schedule.source import ScheduleSource
+from penstock.split.plan import Plan
+from penstock.train.devices import assign, devices_of, marked_devices
+from penstock.train.materialise import materialise
+from penstock.train.mesh import Mesh
+from penstock.train.options import Options
+
+__all__ = ["Built", "build"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """The plan with its placement, the stages of this process, and the crew that runs them."""
+
+    plan: Plan
+    source: ScheduleSource
+    modules: dict[int, nn.Module]
+    crew: LocalCrew | ProcessCrew
+
+
+def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | None) -> Built:
+    """Everything is checked before anything is moved, made or started."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
+    plan.attached()
+    options.check()
+    rule = loss_rule(options.loss_fn, options.reduction)
+    if mesh is not None and options.devices is not None:
+        raise PlanError("devices= is for threads in this process; under a mesh, say Mesh(pipe=…, device=…)")
+    named = devices_of(options.devices)
+    source = ScheduleSource(
+        options.schedule,
+        plan.num_stages,
+        [(edge.src, edge.dst) for edge in plan.edges],
+        options.microbatches,
+        ranks=None if mesh is None else mesh.pipe,
+        places=None if named is None else len(named),
+        recompute=options.recompute,
+    )
+    device_of = _devices(plan, options, mesh, source)
+    own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
+    placed = plan.placed(source.placement, device_of)
+    modules = {s: plan.stage_module(s) for s in own}
+    copies = place_ties(plan.ties, modules, {s: device_of[s] for s in own})
+    materialise(modules, device_of, options.init, copies)
+    stages = []
+    for s, module in modules.items():
+        head = Head(rule) if s == plan.num_stages - 1 else None
+        takes, gives = max(1, len(plan.sources(s))), max(1, len(plan.targets(s)))
+        stage = StageEngine(s, module, device_of[s], head, takes=takes, gives=gives)
+        if options.seed is not None or source.recomputes(s):
+            stage.randomness = Randomness(module, device_of[s], options.seed)
+        stages.append(stage)
+    if mesh is None:
+        return Built(placed, source, modules, LocalCrew(placed, stages, source, copies))
+    assert meeting is not None
+    return Built(placed, source, modules, ProcessCrew(placed, stages, source, copies, mesh, meeting))
+
+
+def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSource) -> list[torch.device]:
+    """The device of each stage."""
+    if mesh is not None:
+        return [mesh.device] * plan.num_stages
+    wanted = marked_devices(plan, source) if options.devices is None else options.devices
+    of_rank = assign(wanted, source.ranks)
+    return [of_rank[rank] for rank in source.placement]
