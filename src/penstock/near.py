@@ -8,7 +8,7 @@ from difflib import get_close_matches
 __all__ = ["did_you_mean"]
 
 
-def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """``": did you mean 'conv1'?"``, or ``otherwise`` where nothing comes near."""
-    close = get_close_matches(name, list(known), n=3)
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "", cutoff: float = 0.6) -> str:
+    """``": did you mean 'conv1'?"``, or ``otherwise`` where nothing comes near; ``cutoff`` says how near, up to 1."""
+    close = get_close_matches(name, list(known), 3, cutoff)
     return f": did you mean {' or '.join(map(repr, close))}?" if close else otherwise

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.microbatch import sizes_of
+from tests.equivalence.fronts import FrontCase
 from tests.equivalence.models import SCHEDULES, Case
 from tests.equivalence.webs import WebCase
+
+AnyCase = Case | WebCase | FrontCase
 
 
 def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,7 +31,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def plain_step(model: nn.Module, case: Case | WebCase) -> tuple[Tensor, Tensor]:
+def plain_step(model: nn.Module, case: AnyCase) -> tuple[Tensor, Tensor]:
     """The plain model's loss and outputs; its gradients are left in the parameters.
 
     The forward runs micro-batch by micro-batch, because a layer may look at its batch; the loss is the whole
@@ -41,7 +44,7 @@ def plain_step(model: nn.Module, case: Case | WebCase) -> tuple[Tensor, Tensor]:
     return loss.detach(), outputs.detach()
 
 
-def check_step(case: Case | WebCase, mesh: ps.Mesh | None = None, devices: Sequence[str] = ("cpu",)) -> None:
+def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str] = ("cpu",)) -> None:
     """Two steps with an optimizer between them, plain and pipelined. ``devices`` are given to the ranks in turn."""
     model = case.build()
     plain = copy.deepcopy(model)
@@ -76,7 +79,7 @@ def check_step(case: Case | WebCase, mesh: ps.Mesh | None = None, devices: Seque
             check_call(pipe, plain, case)
 
 
-def check_call(pipe: ps.Pipeline, plain: nn.Module, case: Case | WebCase) -> None:
+def check_call(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None:
     """A plain call of the pipeline: outputs, parameter and input gradients."""
     x, _ = case.data()
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()

@@ -248,7 +248,7 @@ def test_a_value_that_would_flow_back_is_named() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (["B1", "B2", "B3", "B5"], r"unknown block 'B5' \(did you mean.*the model has 'B1', 'B2', 'B3', 'B4'"),
+        (["B1", "B2", "B3", "B5"], r"unknown block 'B5': did you mean.*The model has 'B1', 'B2', 'B3', 'B4'"),
         ([["B1", "B2"], ["B2", "B3", "B4"]], "block 'B2' is in more than one stage.*0 and 1"),
         ([["B1", "B1"], ["B2", "B3", "B4"]], "block 'B1' is in more than one stage"),
         ([["B1"], ["B2", "B4"]], "no stage has the block.* 'B3'"),

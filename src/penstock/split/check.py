@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from penstock.errors import PlanError
+from penstock.split.alike import Alike
 from penstock.split.flatten import is_plain
-from penstock.split.measure import call_of, devices_of, leaves, on_copies, result_of, roots_of, untouched
 from penstock.split.plan import Plan
 from penstock.split.relay import relay
+from penstock.split.trial import call_of, devices_of, leaves, on_copies, result_of, roots_of, untouched
 
 __all__ = ["CheckReport", "Difference", "check_plan"]
 
@@ -75,10 +76,10 @@ def check_plan(plan: Plan, sample: Any, *, rtol: float | None = None, atol: floa
     line, (args, kwargs) = plan.attached(), call_of(sample)
     model = line.model
     devices = devices_of(model, (args, kwargs))
-    alike = _Alike(rtol or 0.0, atol or 0.0)
+    alike = Alike(rtol or 0.0, atol or 0.0)
     last = plan.num_stages - 1
 
-    fixed = getattr(line, "fixed", {})  # arguments that the stages set whatever the caller says: no cache, say
+    fixed = line.fixed
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         return model(line.arguments(args, kwargs)) if is_plain(model) else model(*args, **{**kwargs, **fixed})
@@ -190,40 +191,6 @@ class _Watched(nn.Module):
 # ── comparing ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Alike:
-    rtol: float
-    atol: float
-
-    def differ(self, whole: Any, staged: Any) -> tuple[str, float | None] | None:
-        """How two values differ: in words, and the largest difference of two numbers."""
-        if not (isinstance(whole, Tensor) and isinstance(staged, Tensor)):
-            if isinstance(whole, Tensor) or isinstance(staged, Tensor) or type(whole) is not type(staged):
-                return f"is {_kind(staged)}, in the whole model {_kind(whole)}", None
-            comparable = isinstance(whole, int | float | complex | str | bytes | type(None))
-            return (f"is {staged!r}, in the whole model {whole!r}", None) if comparable and whole != staged else None
-        if whole.shape != staged.shape or whole.dtype != staged.dtype:
-            return f"is {_kind(staged)}, in the whole model {_kind(whole)}", None
-        a, b = (t.detach().to_dense() if t.layout is not torch.strided else t.detach() for t in (whole, staged))
-        inexact = a.is_floating_point() or a.is_complex()
-        if torch.equal(a, b) or (inexact and torch.allclose(a, b, self.rtol, self.atol, equal_nan=True)):
-            return None
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        apart = (a.to(wide) - b.to(wide)).abs().flatten().nan_to_num(torch.inf)
-        apart[(a.isnan() & b.isnan()).flatten()] = 0
-        place = int(apart.argmax())
-        largest = float(apart[place])
-        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape))
-        here = f"at {list(at)} it is {b[at].item()}, in the whole model {a[at].item()}"
-        return f"differs by up to {largest:.3g}: {here}", largest
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
 def _owners(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, int]:
     """The first stage that has each of the model's parameters and buffers: the same objects, under whatever name."""
     first: dict[int, int] = {}
@@ -234,7 +201,7 @@ def _owners(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, int]:
     return {name: first[id(tensor)] for name, tensor in named if id(tensor) in first}
 
 
-def _first(whole: _Outcome, staged: _Outcome, owners: Mapping[str, int], last: int, alike: _Alike) -> Difference | None:
+def _first(whole: _Outcome, staged: _Outcome, owners: Mapping[str, int], last: int, alike: Alike) -> Difference | None:
     """The first difference, in the order in which the values are computed."""
     for path in [*whole.outputs, *staged.outputs]:
         if path not in whole.outputs or path not in staged.outputs:
@@ -288,7 +255,7 @@ def _listening(model: nn.Module, running: _Running | None) -> Iterator[list[_Hea
             handle.remove()
 
 
-def _first_heard(whole: Sequence[_Heard], staged: Sequence[_Heard], alike: _Alike) -> Difference | None:
+def _first_heard(whole: Sequence[_Heard], staged: Sequence[_Heard], alike: Alike) -> Difference | None:
     """The first value that no stage has. A stage may run a module for nothing, or leave it out: that is no fault."""
     for one in whole:
         others = [other for other in staged if other.value == one.value]
@@ -298,7 +265,7 @@ def _first_heard(whole: Sequence[_Heard], staged: Sequence[_Heard], alike: _Alik
     return None
 
 
-def _differ(one: _Heard, other: _Heard, alike: _Alike) -> Difference | None:
+def _differ(one: _Heard, other: _Heard, alike: Alike) -> Difference | None:
     if len(one.tensors) != len(other.tensors):
         how = f"has {len(other.tensors)} tensors, in the whole model {len(one.tensors)}"
         return Difference(one.value, other.stage, how)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from penstock.errors import PlanError
+from penstock.near import did_you_mean
 from penstock.split.lazy import members
 
 __all__ = ["Flat", "flatten", "is_plain", "layers_of", "paths_of", "refuse_hooks"]
@@ -196,12 +196,10 @@ class _Names:
 
     def _unknown(self, number: int, path: str, walked: str, module: nn.Module) -> NoReturn:
         known = [name for names in self.own.values() for name in names if name]
-        close = difflib.get_close_matches(path, known, n=3)
         where = f"'{walked}' ({type(module).__name__})" if walked else type(module).__name__
         raise PlanError(
-            f"entry {number}: there is no module '{path}' in {type(self.model).__name__}. "
-            + (f"Did you mean {' or '.join(map(repr, close))}? " if close else "")
-            + f"{where} has {', '.join(module._modules) or 'no modules'}"
+            f"entry {number}: there is no module '{path}' in {type(self.model).__name__}"
+            f"{did_you_mean(path, known, otherwise='.')} {where} has {', '.join(module._modules) or 'no modules'}"
         )
 
 

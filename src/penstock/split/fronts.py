@@ -14,6 +14,7 @@ from penstock.split.flatten import is_plain
 from penstock.split.line import Line
 from penstock.split.sequential import SequentialLine
 from penstock.split.trace.line import TraceLine, trace_line
+from penstock.split.trial import call_of
 from penstock.split.trunk.line import TrunkLine, trunk_line
 
 __all__ = ["line_from", "line_of"]
@@ -43,14 +44,7 @@ def line_of(
             return SequentialLine(model)
         if getattr(model, "_no_split_modules", None):
             return trunk_line(model, None)
-    return trace_line(model, stages=stages, cuts=cuts, sample=None if sample is None else as_call(sample))
-
-
-def as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with: a tuple is its positional arguments, a dict its keywords, else it is the one."""
-    if isinstance(sample, dict):
-        return (), sample
-    return (sample if isinstance(sample, tuple) else (sample,)), {}
+    return trace_line(model, stages=stages, cuts=cuts, sample=None if sample is None else call_of(sample))
 
 
 def _marked(model: nn.Module) -> bool:

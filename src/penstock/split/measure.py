@@ -19,9 +19,9 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +29,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.counted import Counted
-from penstock.split.lazy import Lazy
 from penstock.split.line import Line
 from penstock.split.planning import plan_of
-from penstock.split.untouched import Untouched
+from penstock.split.trial import call_of, devices_of, on_copies, roots_of, untouched
 from penstock.split.weights import LayerCost, Measurement, tensor_bytes
 
-__all__ = ["call_of", "devices_of", "leaves", "measure", "on_copies", "result_of", "roots_of", "untouched"]
+__all__ = ["measure"]
 
 REPEATS = 5  # at least, for a median that two disturbances do not decide
 
@@ -222,114 +220,3 @@ def _named(line: Line, index: int) -> Iterator[None]:
     except Exception as error:
         where = f"layer {line.layers[index]} (number {index + 1} of {len(line.layers)})"
         raise PlanError(f"{where} does not run on the sample: {type(error).__name__}: {error}") from error
-
-
-# ── what a model is called with, and what it gives ───────────────────────────────────────────────────────────────
-
-
-def call_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments that a sample stands for."""
-    if isinstance(sample, Tensor):
-        return (sample,), {}
-    if isinstance(sample, tuple):
-        return sample, {}
-    if isinstance(sample, Mapping) and all(isinstance(key, str) for key in sample):
-        return (), dict(sample)
-    raise PlanError(
-        "sample is what the model is called with: a tensor, a tuple of positional arguments or a dict of keyword "
-        f"arguments, not a {type(sample).__name__}"
-    )
-
-
-def result_of(output: Any) -> Any:
-    """What the last stage gives as the model would: without the count that may come with it."""
-    return output.output if isinstance(output, Counted) else output
-
-
-def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What stands in a value, and where: ``output['logits']``, ``output[0].state``."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(item, f"{path}[{key!r}]")
-    elif isinstance(value, tuple | list):
-        names = getattr(value, "_fields", None)
-        for i, item in enumerate(value):
-            yield from leaves(item, f"{path}.{names[i]}" if names else f"{path}[{i}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from leaves(getattr(value, one.name), f"{path}.{one.name}")
-    else:
-        yield path, value
-
-
-def roots_of(output: Any) -> list[Tensor]:
-    """Where backward starts: at the loss, where there is one, else at everything that has a gradient."""
-    output = result_of(output)
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    found = [loss] if isinstance(loss, Tensor) else [leaf for _, leaf in leaves(output, "output")]
-    return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-# ── leaving no trace ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def devices_of(model: nn.Module, value: Any) -> set[torch.device]:
-    """The accelerators that a model and its arguments are on; an error where there is nothing to run yet."""
-    for name, module in model.named_modules():
-        if isinstance(module, Lazy):
-            raise PlanError(f"layer {name} is not built yet, and would have to be to run: balance without a sample")
-    devices = set()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *leaves(value, "sample")):
-        if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-            raise PlanError(f"{name} is on the meta device, where nothing runs: balance without a sample")
-        if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
-            devices.add(tensor.device)
-    return devices
-
-
-@contextmanager
-def on_copies(tensors: Iterable[Tensor], device: torch.device | None = None) -> Iterator[None]:
-    """Let parameters and buffers be copies of themselves, which may change; then what they were, bit for bit."""
-    data = {id(tensor): (tensor, tensor.data) for tensor in tensors}
-    try:
-        for tensor, values in data.values():
-            tensor.data = values.to(device or values.device, copy=True)
-        yield
-    finally:
-        for tensor, values in data.values():
-            tensor.data = values
-
-
-@contextmanager
-def untouched(model: nn.Module, devices: set[torch.device]) -> Iterator[Callable[[], None]]:
-    """Leave the model as it was, whatever runs: attributes, modes, gradients, and the random number generators.
-
-    Gives a function that does so at once. Inside, parameters have no gradients, and nobody is told of new ones. The
-    values of parameters and buffers are for ``on_copies``.
-    """
-    before = Untouched(model.modules())
-    modules = [(torch.get_device_module(device), device) for device in devices]
-    generators = [(module.get_rng_state(device), module, device) for module, device in modules]
-    parameters = [(p, p.grad, p.requires_grad, p._post_accumulate_grad_hooks) for p in model.parameters()]
-    told = [(hooks, dict(hooks)) for *_, hooks in parameters if hooks]
-
-    def again() -> None:
-        before.restore()
-        for state, module, device in generators:
-            module.set_rng_state(state, device)
-        for parameter, _, requires_grad, _ in parameters:
-            if parameter.requires_grad != requires_grad:
-                parameter.requires_grad_(requires_grad)
-            parameter.grad = None
-
-    try:
-        for hooks, _ in told:
-            hooks.clear()
-        again()
-        yield again
-    finally:
-        again()
-        for parameter, grad, *_ in parameters:
-            parameter.grad = grad
-        for hooks, those in told:
-            hooks.update(those)

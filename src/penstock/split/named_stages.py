@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from penstock.errors import PlanError
+from penstock.near import did_you_mean
 from penstock.split.block import Stage
 from penstock.split.line import Line
 
-__all__ = ["devices_of_stages", "groups_by_device", "groups_by_name", "near"]
+__all__ = ["devices_of_stages", "groups_by_device", "groups_by_name"]
 
 Named = Sequence["str | Stage | Sequence[str]"]
 
@@ -29,8 +29,8 @@ def groups_by_name(line: Line, stages: Named) -> list[tuple[str, ...]]:
                 raise PlanError(f"blocks are named by strings, but stage {index} has {name!r} ({type(name).__name__})")
             if name not in line.layers:
                 expected = ", ".join(map(repr, line.layers))
-                guess = near(name, line.layers)
-                raise PlanError(f"stage {index} has an unknown block {name!r}{guess}: the model has {expected}")
+                guess = did_you_mean(name, line.layers, otherwise='.', cutoff=0.4)
+                raise PlanError(f"stage {index} has an unknown block {name!r}{guess} The model has {expected}")
             if name in seen:
                 raise PlanError(f"block {name!r} is in more than one stage, or twice in one: {seen[name]} and {index}")
             seen[name] = index
@@ -72,9 +72,3 @@ def groups_by_device(line: Line) -> list[tuple[str, ...]]:
             "give it a device, or say stages=… "
         )
     return [tuple(layers) for _, layers in groupby(line.layers, key=lambda layer: devices[layer])]
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """' (did you mean …?)' where known names are like ``name``."""
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(map(repr, matches))}?)" if matches else ""

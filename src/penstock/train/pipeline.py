@@ -183,7 +183,7 @@ class Pipeline:
         """
         own = state_of(self._modules)
         if not full or not isinstance(self._crew, ProcessCrew):
-            return own
+            return {name: own[name] for name in dict.fromkeys((*self._model.state_dict(), *own)) if name in own}
         parts = self._crew.gather({name: tensor.cpu() for name, tensor in own.items()})
         whole = {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's counts
         return {name: whole[name] for name in self._model.state_dict()}

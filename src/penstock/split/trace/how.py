@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PlanError
+from penstock.near import did_you_mean
 from penstock.split.cutpoint import cut_points
-from penstock.split.named_stages import near
 from penstock.split.trace.call import Call, candidates
 from penstock.split.trace.errors import CannotTrace
 from penstock.split.trace.marks import Recording
@@ -210,7 +210,8 @@ class Cuts(How):
         self.targets: dict[str, str] = {}
         for name in self.cuts:
             if name not in modules or not name:
-                raise PlanError(f"{type(model).__name__} has no module {name!r} to cut before{near(name, modules)}")
+                hint = did_you_mean(name, modules)
+                raise PlanError(f"{type(model).__name__} has no module {name!r} to cut before{hint}")
             path = canonical[id(modules[name])]
             if path in self.targets:
                 raise PlanError(f"cuts names the module {name!r} twice: {self.cuts}")

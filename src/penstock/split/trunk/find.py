@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from torch import nn
 
 from penstock.errors import PlanError
+from penstock.near import did_you_mean
 
 __all__ = ["blocks_at", "find_trunk", "trunk_name"]
 
@@ -63,8 +63,8 @@ def blocks_at(model: nn.Module, name: str) -> list[nn.Module]:
     except AttributeError:
         every = [known for known, _ in model.named_modules() if known]
         lists = [known for known, _ in _uniform_lists(model)]
-        near = difflib.get_close_matches(name, lists, 3, 0.4) or difflib.get_close_matches(name, every, 3)
-        hint = f": did you mean {' or '.join(map(repr, near))}?" if near else f", whose lists are {lists}"
+        none_near = f", whose lists are {lists}"
+        hint = did_you_mean(name, lists, cutoff=0.4) or did_you_mean(name, every, otherwise=none_near)
         raise PlanError(f"there is no {name!r} in {kind}{hint}") from None
     if not name or not isinstance(found, (nn.ModuleList, nn.Sequential)):
         raise PlanError(

@@ -1,0 +1,80 @@
+"""Copies of which none happens before it must: a CPU's stand-in for streams, to catch what does not wait."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+__all__ = ["LateCopies"]
+
+Mark = tuple[int, int]  # stream, number of the copy on it
+
+
+class LateCopies:
+    """Every copy waits in its stream until someone waits for its mark, or for that of a later one.
+
+    It holds neither its source nor its target: memory that is let go before the copy was waited for is found out.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_out = self.bytes_back = 0
+        self.log: list[str] = []
+        self.queues: tuple[list[tuple[object, ...]], ...] = ([], [])
+        self.done = [0, 0]
+        self.made = 0
+        self.most_here = 0  # bytes of targets on the device, at most
+        self._targets: list[weakref.ref[Tensor]] = []
+
+    def host(self, like: Tensor) -> Tensor:
+        self.made += 1
+        tensor = torch.empty_like(like, device="cpu")
+        return tensor.fill_(85) if tensor.dtype is torch.uint8 else tensor.fill_(float("nan"))
+
+    def out(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
+        self.bytes_out += source.nbytes
+        self.log.append("out")
+        return self._add(0, weakref.ref(source), target, after)
+
+    def back(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
+        self.bytes_back += source.nbytes
+        self.log.append("back")
+        target.fill_(85 if target.dtype is torch.uint8 else float("nan"))
+        self._targets.append(weakref.ref(target))
+        alive = [t for t in (reference() for reference in self._targets) if t is not None]
+        self.most_here = max(self.most_here, sum(t.nbytes for t in alive))
+        return self._add(1, source, weakref.ref(target), after)
+
+    def _add(self, stream: int, source: object, target: object, after: Mark | None) -> Mark:
+        self.queues[stream].append((source, target, after))
+        return stream, len(self.queues[stream])
+
+    def wait(self, mark: Mark, target: Tensor | None = None) -> None:
+        self.log.append("wait")
+        self._run(mark)
+
+    def finish(self, mark: Mark) -> None:
+        self.log.append("finish")
+        self._run(mark)
+
+    def abandon(self, target: Tensor) -> None:
+        self.log.append("abandon")
+        self._run((1, len(self.queues[1])))
+
+    def _run(self, mark: Mark) -> None:
+        stream, end = mark
+        while self.done[stream] < end:
+            number = self.done[stream]
+            source, target, after = self.queues[stream][number]
+            self.done[stream] += 1
+            if after is not None:
+                assert isinstance(after, tuple)
+                self._run(after)
+            source = source() if isinstance(source, weakref.ref) else source
+            target = target() if isinstance(target, weakref.ref) else target
+            assert isinstance(source, Tensor), "device memory was let go before it was copied out"
+            assert isinstance(target, Tensor), "device memory was let go before the copy back had landed"
+            with torch.no_grad():
+                target.copy_(source)
+            self.queues[stream][number] = ()
