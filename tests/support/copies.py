@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["LateCopies"]
 
-Mark = tuple[int, int]  # stream, number of the copy on it
+Mark = tuple["LateCopies", int, int]  # whose, stream, number of the copy on it
 
 
 class LateCopies:
@@ -25,6 +25,7 @@ class LateCopies:
         self.done = [0, 0]
         self.made = 0
         self.most_here = 0  # bytes of targets on the device, at most
+        self._abandoned: list[Tensor] = []
         self._targets: list[weakref.ref[Tensor]] = []
 
     def host(self, like: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class LateCopies:
 
     def _add(self, stream: int, source: object, target: object, after: Mark | None) -> Mark:
         self.queues[stream].append((source, target, after))
-        return stream, len(self.queues[stream])
+        return self, stream, len(self.queues[stream])
 
     def wait(self, mark: Mark, target: Tensor | None = None) -> None:
         self.log.append("wait")
@@ -60,10 +61,13 @@ class LateCopies:
 
     def abandon(self, target: Tensor) -> None:
         self.log.append("abandon")
-        self._run((1, len(self.queues[1])))
+        self._abandoned.append(target)
 
     def _run(self, mark: Mark) -> None:
-        stream, end = mark
+        owner, stream, end = mark
+        if owner is not self:
+            owner._run(mark)
+            return
         while self.done[stream] < end:
             number = self.done[stream]
             source, target, after = self.queues[stream][number]

@@ -49,7 +49,7 @@ def test_a_schedule_like_nothing_known_comes_with_all_names() -> None:
         construct(model, schedule="xyz")
 
 
-@pytest.mark.parametrize("schedule", [None, 3, object], ids=str)
+@pytest.mark.parametrize("schedule", [3, object], ids=str)
 def test_a_schedule_is_a_name_or_a_schedule(schedule: Any) -> None:
     model = mlp()
     with refused(model, ps.ScheduleError, "schedule"):
@@ -193,10 +193,19 @@ def test_an_unknown_reduction_is_refused(reduction: Any) -> None:
         construct(model, reduction=reduction)
 
 
-def test_outputs_are_all_or_none() -> None:
+@pytest.mark.parametrize("outputs", ["some", "every:0", "every:x", "every", 3])
+def test_outputs_are_of_a_known_kind(outputs: Any) -> None:
     model = mlp()
-    with refused(model, ps.PlanError, r"'all' or None, got 'some'"):
-        construct(model, outputs="some")
+    with refused(model, ps.PlanError, rf"'all', 'final', 'sum', 'every:N'.*got {outputs!r}"):
+        construct(model, outputs=outputs)
+
+
+def test_a_strategy_is_pipelined_or_sharded_and_agrees_with_the_schedule() -> None:
+    model = mlp()
+    with refused(model, ps.PlanError, r"'pipelined' or 'sharded', got 'phased'"):
+        construct(model, strategy="phased")
+    with refused(model, ps.PlanError, r"strategy='sharded'.*schedule='zb_h1'"):
+        construct(model, strategy="sharded", schedule="zb_h1")
 
 
 def test_a_mesh_outside_of_torchrun_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:

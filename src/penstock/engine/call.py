@@ -47,7 +47,9 @@ class Flight:
             index: [p for p in stage.module.parameters() if p.requires_grad] for index, stage in crew.stages.items()
         }
         self.occasion = crew.occasions.next(training=False)
-        self.state = ambient()  # a backward may run forwards again: they are to find what they found
+        # A backward may run forwards again: they are to find what they found.
+        self.state = ambient()
+        self.modes = [(part, part.training) for stage in crew.stages.values() for part in stage.module.modules()]
         self.over = False
         self.keep = False
         self.template: tuple[list[Any], Spec] = ([], None)
@@ -56,7 +58,7 @@ class Flight:
     def forward(self, inputs: list[Message]) -> list[Message]:
         ends = Ends(inputs, outputs=[None] * self.count)
         with self.crew.lock:
-            self.crew.head.begin([1] * self.count, None, keep_outputs=False)
+            self.crew.head.begin([1] * self.count, None, None)
             self.crew.run(self._job(0, ends), grad=True, occasion=self.occasion)
             self.own = self.crew.head.own
         assert ends.outputs is not None
@@ -83,7 +85,7 @@ class Flight:
 
         grads: list[Sequence[Tensor | None]] = [()] * self.count
         ends = Ends(seed=seeds.__getitem__, grads=grads)
-        with self.crew.lock, _silent_hooks(self.parameters):
+        with self.crew.lock, _silent_hooks(self.parameters), _in_modes(self.modes):
             if self.crew.on_gpu:
                 self._backward_here(ends, work)
             else:
@@ -128,6 +130,19 @@ def _silent_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for hooks, items in zip(hooked, kept, strict=True):
             hooks.update(items)
+
+
+@contextmanager
+def _in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Modules in train or eval mode as they were."""
+    now = [(module, module.training) for module, mode in modes if module.training != mode]
+    for module, _ in now:
+        module.training = not module.training
+    try:
+        yield
+    finally:
+        for module, mode in now:
+            module.training = mode
 
 
 def call(flight: Flight, inputs: list[Message]) -> Any:

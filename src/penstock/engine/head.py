@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.inputs import cut_targets
 from penstock.engine.loss import LossRule, find_loss
-from penstock.engine.microbatch import can_join, join
+from penstock.engine.microbatch import can_join
 from penstock.engine.moment import here
+from penstock.engine.outputs import Collector, Outputs, collector
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 from penstock.split.counted import Counted
@@ -25,27 +27,35 @@ class Head:
 
     def __init__(self, rule: LossRule) -> None:
         self.rule = rule
-        self.keep_outputs = False
+        self.collector: Collector | None = None
         self.training = False
+        self.wants_loss = False
         self.batch = 0
         self.targets: Sequence[Any] = ()
         self.weights: Sequence[float | Tensor] = ()
-        self.outputs: list[Any] = []
         self.losses: list[Tensor | None] = []
         self.counts: list[Any] = []  # what the losses, as sums, are to be divided by, all together
         self.own: dict[int, Counted] = {}  # of the micro-batches whose loss the model computed
 
-    def begin(self, sizes: Sequence[int], targets: Sequence[Any] | None, *, keep_outputs: bool) -> None:
-        """Get ready for one mini-batch: with ``targets`` None there is no loss."""
-        self.training = targets is not None
+    def begin(
+        self, sizes: Sequence[int], targets: Sequence[Any] | None, outputs: Outputs, *, training: bool = False
+    ) -> None:
+        """Get ready for one mini-batch, of which ``outputs`` are kept; with ``targets`` None there is no loss."""
+        self.training = training
+        self.wants_loss = targets is not None
         self.batch = sum(sizes)
         self.targets = targets or ()
         self.weights = self.rule.weights(sizes, self.targets) if targets is not None else ()
-        self.keep_outputs = keep_outputs
-        self.outputs = [None] * len(sizes)
+        self.collector = collector(outputs, len(sizes))
         self.losses = [None] * len(sizes)
         self.counts = []
         self.own = {}
+
+    def targets_of(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
+        """The targets of an evaluation's micro-batches; None where there is no loss to compute."""
+        if targets is None and self.rule.call is not None:
+            return None
+        return cut_targets(targets, sizes, device)
 
     def __call__(self, microbatch: int, output: Any) -> Any:
         """Keep the output; return the loss, or the output itself where there is no loss to compute.
@@ -56,10 +66,11 @@ class Head:
         if isinstance(output, Counted):
             counted, output = output, output.output
             self.own[microbatch] = replace(counted, output=None)
-        if self.keep_outputs and not here.recomputing:
+        kept = self.collector
+        if kept is not None and not here.recomputing and kept.wants(microbatch):
             # In a step, an output of a kind that cannot be joined is there for its loss alone.
-            self.outputs[microbatch] = _detached(output) if not self.training or can_join(output) else None
-        if not self.training:
+            kept.add(microbatch, _detached(output) if not self.training or can_join(output) else None)
+        if not self.wants_loss:
             return output
         if self.rule.call is None:
             loss = find_loss(output) if counted is None else self._own_loss(find_loss(output), counted)
@@ -67,12 +78,14 @@ class Head:
         else:
             loss = self.rule.call(output, self.targets[microbatch])
             what = "loss_fn"
+        if self.rule.call is None and not self.training and (isinstance(output, Tensor) or loss is None):
+            return output  # a model that computes its loss computes it where it is given labels, and not always
         if self.rule.call is not None and isinstance(loss, tuple):
             loss = self._pair(loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PlanError(f"{what} gave {found} where the loss, one number in a tensor, was expected")
-        if not loss.requires_grad:
+        if self.training and not loss.requires_grad:
             raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
         if not here.recomputing:
             self.losses[microbatch] = loss.detach()
@@ -103,8 +116,10 @@ class Head:
             return [weight.to(loss.device, loss.dtype).reshape(loss.shape)]
         return [torch.full_like(loss, weight)]
 
-    def finish(self) -> tuple[Tensor, float | None]:
+    def finish(self) -> tuple[Tensor | None, float | None]:
         """The loss of the mini-batch, and the factor that puts all gradients right, if counts ask for one."""
+        if not any(loss is not None for loss in self.losses):
+            return None, None
         losses = torch.stack([_wide(loss) for loss in self.losses if loss is not None])
         if self.counts:
             if len(self.counts) != len(losses):
@@ -118,9 +133,9 @@ class Head:
         return (losses * torch.stack(weights)).sum(), None
 
     def take_outputs(self) -> Any:
-        """The outputs of the mini-batch, in order; nothing of it is kept here any longer."""
-        outputs = self.outputs
-        whole = self.settle(join(outputs), self.own) if self.keep_outputs else None
+        """The outputs of the mini-batch that were to be kept; nothing of it is kept here any longer."""
+        kept = self.collector
+        whole = None if kept is None else self.settle(kept.result(), self.own)
         self.clear()
         return whole
 
@@ -128,7 +143,7 @@ class Head:
     def settle(joined: Any, own: Mapping[int, Counted]) -> Any:
         """The loss that a model put into its outputs, of the mini-batch instead of its micro-batches."""
         losses = joined["loss"] if own and isinstance(joined, MutableMapping) and "loss" in joined else None
-        if isinstance(losses, Tensor) and losses.dim():
+        if isinstance(losses, Tensor) and losses.dim() and len(losses) == len(own):
             counts = [own[k].count for k in sorted(own)]
             if any(count is None for count in counts):
                 joined["loss"] = losses.sum()
@@ -138,7 +153,8 @@ class Head:
         return joined
 
     def clear(self) -> None:
-        self.outputs, self.losses, self.counts, self.targets, self.own = [], [], [], (), {}
+        self.collector = None
+        self.losses, self.counts, self.targets, self.own = [], [], (), {}
 
 
 def _wide(loss: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class CudaCopies:
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like, device="cpu", pin_memory=True)
+        layout = torch.empty_like(like, device="meta")  # dense, in the order of ``like``
+        return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device="cpu", pin_memory=True)
 
     def out(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
         self.bytes_out += source.nbytes

@@ -18,6 +18,7 @@ from penstock.engine.context import Ambient, Occasions, ambient, surround
 from penstock.engine.head import Head
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.outcome import Outcome, send_back
+from penstock.engine.outputs import Outputs
 from penstock.engine.runner import Ends, Runner, Wiring, compile_program
 from penstock.engine.stage import Slot, StageEngine, make_slots
 from penstock.engine.ties import LocalTies
@@ -64,6 +65,7 @@ class LocalCrew:
         self.placement = placement
         self.ties = LocalTies(copies)
         self.occasions = Occasions()
+        self.streaming = False  # whether a stream of mini-batches is under way
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
@@ -78,16 +80,16 @@ class LocalCrew:
         assert head is not None
         return head
 
-    def train(self, value: Any, targets: Any, *, keep_outputs: bool) -> Outcome:
+    def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """Forward and backward of one mini-batch; gradients are added to the parameters' ``.grad``."""
         with self.lock:
-            return self._train(value, targets, keep_outputs)
+            return self._train(value, targets, outputs)
 
-    def _train(self, value: Any, targets: Any, keep_outputs: bool) -> Outcome:
+    def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
         parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
         job = self.job(self.source.training(len(sizes)))
-        self.head.begin(sizes, parts, keep_outputs=keep_outputs)
+        self.head.begin(sizes, parts, outputs, training=True)
         job.ends.inputs = [message.detached() for message in messages]
         job.ends.seed = self.head.seed
         job.ends.grads = [()] * len(sizes)
@@ -98,19 +100,21 @@ class LocalCrew:
         job.ends.inputs, job.ends.grads = [], None
         return Outcome(loss, factor, self.head.take_outputs(), sizes)
 
-    def evaluate(self, value: Any) -> Any:
-        """The outputs of one mini-batch, without a graph."""
+    def evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
+        """The outputs of one mini-batch, and its loss where there are targets, without a graph."""
         with self.lock:
-            return self._evaluate(value)
+            return self._evaluate(value, targets, outputs)
 
-    def _evaluate(self, value: Any) -> Any:
+    def _evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
+        parts = self.head.targets_of(targets, sizes, self.stages[len(self.stages) - 1].device)
         job = self.job(self.source.forward_only(len(sizes)))
-        self.head.begin(sizes, None, keep_outputs=True)
+        self.head.begin(sizes, parts, outputs)
         job.ends.inputs = [message.detached()._replace(wants=()) for message in messages]
         self.run(job, grad=False, occasion=self.occasions.next(training=False))
         job.ends.inputs = []
-        return self.head.take_outputs()
+        loss, _ = self.head.finish()
+        return Outcome(loss, None, self.head.take_outputs(), sizes)
 
     def job(self, schedule: Schedule) -> Job:
         """The job of a training or evaluation step, compiled once per schedule."""
@@ -149,10 +153,21 @@ class LocalCrew:
 
         Forwards run in ``state``, the caller's unless it is given.
         """
+        surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
+        try:
+            self.workers.run(self.tasks(job, grad=grad), job.cancel)
+        except BaseException:
+            self.forget()
+            raise
+        finally:
+            for stage in self.stages.values():
+                stage.moments = ()
+
+    def tasks(self, job: Job, *, grad: bool) -> list[Callable[[], None]]:
+        """What each worker does for a job: run its program in the caller's streams and grad mode."""
         devices = {stage.device for stage in self.stages.values() if stage.device.type == "cuda"}
         streams = [torch.cuda.current_stream(device) for device in devices]
         inference = torch.is_inference_mode_enabled()
-        surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
 
         def task(runner: Runner) -> None:
             with ExitStack() as stack:
@@ -168,15 +183,12 @@ class LocalCrew:
                         error.add_note(f"in stage {at.stage}, micro-batch {at.microbatch}, action {at}")
                     raise
 
-        try:
-            self.workers.run([partial(task, runner) for runner in job.runners], job.cancel)
-        except BaseException:
-            self._jobs.clear()  # its slots and lanes hold what the failed step left behind
-            self.head.clear()
-            raise
-        finally:
-            for stage in self.stages.values():
-                stage.moments = ()
+        return [partial(task, runner) for runner in job.runners]
+
+    def forget(self) -> None:
+        """Drop what a failed run left behind: slots and lanes hold it."""
+        self._jobs.clear()
+        self.head.clear()
 
     @property
     def closed(self) -> bool:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.engine.keep import Keeper
 
 __all__ = ["MicroBatch", "current_microbatch", "here", "is_checkpointing", "is_recomputing"]
 
@@ -23,6 +27,7 @@ class _Here(threading.local):
     microbatch: MicroBatch | None = None
     checkpointing = False
     recomputing = False
+    keeper: Keeper | None = None  # of the forward that runs, if it is to be run again
 
 
 here = _Here()

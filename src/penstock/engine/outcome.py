@@ -18,7 +18,7 @@ __all__ = ["Outcome", "send_back"]
 class Outcome:
     """The mini-batch's loss, the factor that puts its gradients right, its outputs, and the micro-batches' sizes."""
 
-    loss: Tensor
+    loss: Tensor | None  # None: an evaluation without one
     factor: float | None  # None: they are right
     outputs: Any
     sizes: tuple[int, ...]

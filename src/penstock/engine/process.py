@@ -20,9 +20,11 @@ from penstock.engine.jobs import Job, Jobs, Wires
 from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.message import Message
 from penstock.engine.outcome import Outcome, send_back
+from penstock.engine.outputs import Outputs
 from penstock.engine.runner import Runner
 from penstock.engine.stage import StageEngine
 from penstock.engine.ties import ProcessTies
+from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
@@ -74,23 +76,30 @@ class ProcessCrew:
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def train(self, value: Any, targets: Any, *, keep_outputs: bool) -> Outcome:
+    def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
-        outcome: Outcome = self._guarded(lambda: self._train(value, targets, keep_outputs))
+        outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
         return outcome
 
-    def evaluate(self, value: Any) -> Any:
-        """The outputs of one mini-batch, on the rank of the last stage; None elsewhere."""
-        return self._guarded(lambda: self._evaluate(value))
+    def evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
+        """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank."""
+        outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs))
+        return outcome
 
-    def _train(self, value: Any, targets: Any, keep_outputs: bool) -> Outcome:
+    def everywhere(self, outputs: Any) -> Any:
+        """The last rank's outputs, on every rank."""
+        there = self.gather(outputs)[self.last_rank]
+        leaves, spec = flatten(there)
+        return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+    def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         announced, messages = self._announce(value, training=True)
         sizes = announced.sizes
         head = self._head
         if head is not None:
             if targets is None and head.rule.call is not None:
                 raise PlanError(f"the targets must be passed on rank {self.ranks[self.rank]}, which has the last stage")
-            head.begin(sizes, cut_targets(targets, sizes, self.device), keep_outputs=keep_outputs)
+            head.begin(sizes, cut_targets(targets, sizes, self.device), outputs, training=True)
         job = self.jobs.of(announced)
         with self.ties.reducing():
             self._feed(job, messages, len(sizes), grad=True)
@@ -100,16 +109,16 @@ class ProcessCrew:
         job.ends.inputs, job.ends.grads = [], None
         return Outcome(loss, factor, head.take_outputs() if head is not None else None, sizes)
 
-    def _evaluate(self, value: Any) -> Any:
+    def _evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         announced, messages = self._announce(value, training=False)
-        head = self._head
+        sizes, head = announced.sizes, self._head
         if head is not None:
-            head.begin(announced.sizes, None, keep_outputs=True)
+            head.begin(sizes, head.targets_of(targets, sizes, self.device), outputs)
         job = self.jobs.of(announced)
-        inputs = [message._replace(wants=()) for message in messages]
-        self._feed(job, inputs, len(announced.sizes), grad=False)
+        self._feed(job, [message._replace(wants=()) for message in messages], len(sizes), grad=False)
         job.ends.inputs = []
-        return head.take_outputs() if head is not None else None
+        loss, _ = self._share_loss()
+        return Outcome(loss, None, head.take_outputs() if head is not None else None, sizes)
 
     def _announce(self, value: Any, *, training: bool) -> tuple[Announcement, list[Message]]:
         if self.rank != self.first_rank:
@@ -133,13 +142,17 @@ class ProcessCrew:
         for stage in self.stages.values():
             stage.moments = ()
 
-    def _share_loss(self) -> tuple[Tensor, float | None]:
+    def _share_loss(self) -> tuple[Tensor | None, float | None]:
+        """The loss and the factor of the rank that has the head, on all ranks."""
         if self._head is None:
-            loss, factor, wide = self.control.take_row(self.last_rank, 3)
+            there, loss, factor, wide = self.control.take_row(self.last_rank, 4)
             dtype = torch.float64 if wide else torch.float32
-            return torch.tensor(loss, dtype=dtype, device=self.device), factor or None
+            return torch.tensor(loss, dtype=dtype, device=self.device) if there else None, factor or None
         value, factor_here = self._head.finish()
-        row = [float(value), factor_here or 0.0, float(value.dtype == torch.float64)]
+        if value is None:
+            row = [0.0] * 4
+        else:
+            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64)]
         for rank in range(len(self.ranks)):
             if rank != self.rank:
                 self.control.send_row(rank, row)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +27,8 @@ __all__ = ["Draws", "Randomness"]
 
 _alone = threading.RLock()
 
-Draws = deque[list[Tensor]]
-"""The states of the generators with which a forward began to draw, each time it did."""
+Draws = list[list[Tensor]]
+"""The states of the generators with which a forward began to draw, each time; before them, how it was watched."""
 
 
 class _Here(threading.local):
@@ -62,10 +61,10 @@ class Randomness:
         """
         late = not again and not any(known is mode for known in self._learned)
         if draws is not None:
-            late = draws.popleft() is _LATE if again else late
-            if not again:
-                draws.clear()
-                draws.append(_LATE if late else _ON_TIME)
+            if again:
+                late = draws[0] is _LATE
+            else:
+                draws[:] = [_LATE if late else _ON_TIME]
         elif not late and not self.sites:
             yield
             return
@@ -144,7 +143,7 @@ class _Session:
         self.owner = owner
         self.microbatch = microbatch
         self.draws = draws
-        self.again = again
+        self.kept = iter(draws[1:]) if again and draws is not None else None
         self.late = late
         self.frames: list[_Frame] = []
         self.calls: dict[int, int] = {}
@@ -179,8 +178,8 @@ class _Session:
             for generator in generators:
                 generator.manual_seed(key)
         elif self.depth == 1 and self.draws is not None:  # what runs inside of it goes on with its stream
-            if self.again:
-                for generator, state in zip(generators, self.draws.popleft(), strict=True):
+            if self.kept is not None:
+                for generator, state in zip(generators, next(self.kept), strict=True):
                     generator.set_state(state)
             else:
                 self.draws.append(frame.before)
@@ -190,7 +189,7 @@ class _Session:
         if frame.before is None:
             return
         self.depth -= 1
-        if self.owner.seed is not None or (self.again and self.depth == 0):
+        if self.owner.seed is not None or (self.kept is not None and self.depth == 0):
             for generator, state in zip(self.owner.generators(), frame.before, strict=True):
                 generator.set_state(state)
         _alone.release()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
 
+from penstock.engine.keep import Keeper
 from penstock.engine.message import Message
 from penstock.engine.moment import MicroBatch
 from penstock.engine.randomness import Draws
@@ -18,12 +18,13 @@ __all__ = ["Replay"]
 class Replay:
     """One forward to be run again. Its output's graph is dropped at once; this is all that stays until then."""
 
-    __slots__ = ("draws", "message", "moment", "versions")
+    __slots__ = ("draws", "keeper", "message", "moment", "versions")
 
     def __init__(self) -> None:
         self.message: Message | None = None
         self.versions: Sequence[int | None] = ()
-        self.draws: Draws = deque()
+        self.draws: Draws = []
+        self.keeper = Keeper()
         self.moment: MicroBatch | None = None
 
     def keep(self, message: Message, moment: MicroBatch | None) -> None:
@@ -44,6 +45,7 @@ class Replay:
     def clear(self) -> None:
         self.message = self.moment = None
         self.draws.clear()
+        self.keeper.clear()
 
 
 def _versions(message: Message) -> list[int | None]:

@@ -114,11 +114,11 @@ class StageEngine:
             self._run(microbatch, message, slot)
             return
         replay.keep(message, self.moments[microbatch] if self.moments else None)
-        here.checkpointing = True
+        here.checkpointing, here.keeper = True, replay.keeper
         try:
             self._run(microbatch, message, slot)
         finally:
-            here.checkpointing = False
+            here.checkpointing, here.keeper = False, None
         slot.inputs = slot.roots = ()
         if slot.queue is not None:
             slot.queue.clear()
@@ -127,12 +127,12 @@ class StageEngine:
         """Run the module on the same input once more, for the backward: what it gave is known, and dropped."""
         replay = slot.replay
         assert replay is not None
-        here.recomputing = True
+        here.recomputing, here.keeper = True, replay.keeper
         try:
             with torch.enable_grad():
                 self._run(microbatch, replay.again(self.index), slot, again=True)
         finally:
-            here.recomputing = False
+            here.recomputing, here.keeper = False, None
         slot.message = None
         slot.messages = []
 
@@ -156,7 +156,7 @@ class StageEngine:
         versions = [leaves[i]._version for i in shared] if shared else None
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
-            if self.around is None and slot.queue is None and self.randomness is None:
+            if self.around is None and slot.queue is None and self.randomness is None and slot.replay is None:
                 output = self._call(microbatch, value, slot)
             else:
                 with self._surroundings(microbatch, slot, again):
@@ -183,7 +183,7 @@ class StageEngine:
 
     def _surroundings(self, microbatch: int, slot: Slot, again: bool) -> AbstractContextManager[Any]:
         """What a forward runs in: the caller's state, its own random numbers, the recording of weight gradients."""
-        if self.around is None and self.randomness is None and slot.queue is not None:
+        if self.around is None and self.randomness is None and slot.queue is not None and slot.replay is None:
             return slot.queue.recording()
         stack = ExitStack()
         if self.around is not None:
@@ -193,6 +193,8 @@ class StageEngine:
             stack.enter_context(self.randomness.forward(self.mode, microbatch, draws, again))
         if slot.queue is not None:
             stack.enter_context(slot.queue.recording())
+        if slot.replay is not None and slot.replay.keeper.used:
+            stack.enter_context(slot.replay.keeper.forward(again=again))
         return stack
 
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:

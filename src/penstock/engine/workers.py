@@ -14,7 +14,7 @@ import torch
 from penstock.engine.channel.local import Cancelled
 from penstock.errors import PipelineError
 
-__all__ = ["Workers"]
+__all__ = ["Report", "Workers"]
 
 Job = Callable[[], None]
 Inbox: TypeAlias = "SimpleQueue[tuple[Job, Report] | None]"
@@ -43,13 +43,21 @@ class Workers:
 
     def run(self, jobs: Sequence[Job], cancel: Callable[[], None]) -> None:
         """Run ``jobs[r]`` on worker ``r``. The first failure cancels the others and is raised here."""
+        self.wait(self.start(jobs), cancel)
+
+    def start(self, jobs: Sequence[Job]) -> Report:
+        """Give ``jobs[r]`` to worker ``r``, which does it when it is done with those it was given before."""
         if self.closed:
             raise PipelineError("this pipeline was closed: build a new one from its plan")
         report = Report(SimpleQueue())
         for inbox, job in zip(self.inboxes, jobs, strict=True):
             inbox.put((job, report))
+        return report
+
+    def wait(self, report: Report, cancel: Callable[[], None]) -> None:
+        """Wait for jobs that were started. The first failure cancels the others and is raised here."""
         failure: BaseException | None = None
-        while len(report.outcomes) < len(jobs):
+        while len(report.outcomes) < len(self.inboxes):
             try:
                 report.news.get()
                 errors = [error for error in report.outcomes if error is not None]

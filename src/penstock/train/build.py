@@ -47,7 +47,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         raise PlanError("devices= is for threads in this process; under a mesh, say Mesh(pipe=…, device=…)")
     named = devices_of(options.devices)
     source = ScheduleSource(
-        options.schedule,
+        options.order,
         plan.num_stages,
         [(edge.src, edge.dst) for edge in plan.edges],
         options.microbatches,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engine.outputs import Outputs, every_of
 from penstock.errors import PlanError
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
@@ -21,18 +22,30 @@ class Options:
 
     loss_fn: Callable[..., Any] | None
     microbatches: int
-    schedule: str | Schedule
+    schedule: str | Schedule | None
+    strategy: str
     devices: Devices
     reduction: str | None
-    outputs: str | None
+    outputs: Outputs
     init: Init | None
     recompute: Recompute
     seed: int | None
 
+    @property
+    def order(self) -> str | Schedule:
+        """The schedule, as it was given or as the strategy has it."""
+        return self.schedule or ("sharded" if self.strategy == "sharded" else "1f1b")
+
     def check(self) -> None:
         """One clear message for what cannot be, before anything is built."""
-        if self.outputs not in ("all", None):
-            raise PlanError(f"outputs must be 'all' or None, got {self.outputs!r}")
+        every_of(self.outputs)
+        if self.strategy not in ("pipelined", "sharded"):
+            raise PlanError(f"strategy must be 'pipelined' or 'sharded', got {self.strategy!r}")
+        if self.strategy == "sharded" and self.schedule not in (None, "sharded"):
+            raise PlanError(
+                f"strategy='sharded' sends one micro-batch at a time through all stages, which schedule="
+                f"{self.schedule!r} does not: leave one of them out"
+            )
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
         if self.init is not None and not callable(self.init):

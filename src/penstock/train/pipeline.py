@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from penstock.engine.call import Flight, call
 from penstock.engine.inputs import cut
+from penstock.engine.local import LocalCrew
 from penstock.engine.meeting import Meeting
+from penstock.engine.outcome import Outcome
+from penstock.engine.outputs import Outputs, every_of
 from penstock.engine.process import ProcessCrew
+from penstock.engine.stream import stream
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
@@ -32,9 +36,9 @@ __all__ = ["Pipeline", "StepResult"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a training step gives back: ``loss`` on every rank, ``outputs`` where the last stage is."""
+    """What a step gives back: ``loss`` on every rank, ``outputs`` where the last stage is."""
 
-    loss: Tensor
+    loss: Any  # a Tensor; None for an evaluation without targets
     outputs: Any
     samples: int
     microbatches: int
@@ -48,7 +52,11 @@ class Pipeline:
     itself (``reduction`` decides where it does not), or ``(sum, count)``. Without it the model computes its loss.
     ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
     process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
-    ``outputs=None`` keeps no outputs. ``init(stage)`` fills the stages of a model built under ``torch.device("meta")``.
+    ``strategy="sharded"`` sends one micro-batch at a time through all stages, to debug.
+
+    ``outputs`` says which of the micro-batches' outputs a step keeps: ``"all"``, ``"final"``, ``"sum"``, ``"every:N"``,
+    a function of (so_far, output), or None; they are on the last stage's rank, or with ``outputs_everywhere`` on all.
+    ``init(stage)`` fills the stages of a model built under ``torch.device("meta")``.
 
     ``recompute`` runs forwards again for their backward instead of keeping what they made: ``"always"``, for all but
     the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
@@ -61,16 +69,20 @@ class Pipeline:
         loss_fn: Callable[..., Any] | None = None,
         *,
         microbatches: int = 1,
-        schedule: str | Schedule = "1f1b",
+        schedule: str | Schedule | None = None,
+        strategy: str = "pipelined",
         devices: Devices = None,
         mesh: Mesh | None = None,
         reduction: str | None = None,
-        outputs: str | None = "all",
+        outputs: Outputs = "all",
+        outputs_everywhere: bool = False,
         init: Init | None = None,
         recompute: Recompute = "never",
         seed: int | None = None,
     ) -> None:
-        options = Options(loss_fn, microbatches, schedule, devices, reduction, outputs, init, recompute, seed)
+        options = Options(
+            loss_fn, microbatches, schedule, strategy, devices, reduction, outputs, init, recompute, seed
+        )
         meeting = None if mesh is None else Meeting(mesh.ranks, mesh.pipe_rank)
         try:
             built = build(plan, options, mesh, meeting)
@@ -84,7 +96,8 @@ class Pipeline:
         self._source = built.source
         self._modules = built.modules
         self._crew = built.crew
-        self._keep_outputs = outputs == "all"
+        self._outputs = outputs
+        self._everywhere = outputs_everywhere
         self._counted: bool | None = None
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -101,14 +114,54 @@ class Pipeline:
         # Where the loss is known not to count as it goes, nothing rescales what is there already.
         aside = Aside(self.parameters(), apart=self._counted is not False)
         try:
-            outcome = self._crew.train(self._value(inputs), targets, keep_outputs=self._keep_outputs)
+            outcome = self._crew.train(self._value(inputs), targets, self._outputs)
         except BaseException:
             aside.give_back()
             raise
         self._counted = outcome.factor is not None
         aside.add_back(outcome.factor)
+        return self._result(outcome, start)
+
+    def evaluate(self, inputs: Any = None, targets: Any = None, *, outputs: Outputs = "same") -> StepResult:
+        """Forward of one mini-batch without a graph: its outputs, and its loss where there are targets.
+
+        Nothing is switched: call ``pipe.eval()`` first for what an evaluation usually is. ``outputs`` is as for the
+        pipeline, or the ``"same"``.
+        """
+        start = time.perf_counter()
+        self._check_open()
+        if outputs != "same":
+            every_of(outputs)
+        with torch.no_grad():
+            outcome = self._crew.evaluate(self._value(inputs), targets, self._outputs if outputs == "same" else outputs)
+        return self._result(outcome, start)
+
+    def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The outputs of many mini-batches, in order, without a graph and without draining the pipeline between them.
+
+        Each of ``batches`` is what ``step`` takes as inputs. The next ones are under way while the caller uses the
+        outputs of one; nothing else can be run until all are taken, or the iterator is closed. Under a mesh all ranks
+        iterate; the rank of the last stage gets the outputs, the others None.
+        """
+        self._check_open()
+        if isinstance(self._crew, LocalCrew):
+            yield from stream(self._crew, (self._value(batch) for batch in batches))
+            return
+        for batch in batches:
+            with torch.no_grad():
+                outputs = self._shared(self._crew.evaluate(self._value(batch), None, "all").outputs)
+            yield outputs
+
+    def _result(self, outcome: Outcome, start: float) -> StepResult:
+        outputs = self._shared(outcome.outputs)
         seconds = time.perf_counter() - start
-        return StepResult(outcome.loss, outcome.outputs, sum(outcome.sizes), len(outcome.sizes), seconds)
+        return StepResult(outcome.loss, outputs, sum(outcome.sizes), len(outcome.sizes), seconds)
+
+    def _shared(self, outputs: Any) -> Any:
+        """Outputs where they are wanted: on the last stage's rank, or everywhere."""
+        if self._everywhere and isinstance(self._crew, ProcessCrew):
+            return self._crew.everywhere(outputs)
+        return outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for a mini-batch of any size.
@@ -120,12 +173,10 @@ class Pipeline:
         self._check_open()
         value = self._line.arguments(args, kwargs) if args or kwargs else None
         grad = torch.is_grad_enabled()
-        if isinstance(self._crew, ProcessCrew):
-            if grad:
-                raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
-            return self._crew.evaluate(value)
         if not grad:
-            return self._crew.evaluate(value)
+            return self._shared(self._crew.evaluate(value, None, "all").outputs)
+        if isinstance(self._crew, ProcessCrew):
+            raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return call(Flight(self._crew, self._source.fill_drain(len(sizes)), trainable), messages)
@@ -236,3 +287,5 @@ class Pipeline:
     def _check_open(self) -> None:
         if self._crew.closed:
             raise PipelineError("this pipeline was closed: build a new one from its plan")
+        if isinstance(self._crew, LocalCrew) and self._crew.streaming:
+            raise PipelineError("pipe.stream(…) is still under way: take all of its outputs, or close it")

@@ -1,0 +1,97 @@
+"""Evaluation of many mini-batches in a row, without draining the pipeline between them.
+
+    rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker goes on with the next mini-batch as soon as it has done its part
+    rank 1      a0 a1 a2 b0 b1 b2 c0 …        of the one before; the caller takes the outputs in order
+    rank 2         a0 a1 a2 b0 b1 b2 …
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from penstock.engine.context import ambient, surround
+from penstock.engine.head import Head
+from penstock.engine.inputs import cut
+from penstock.engine.local import Job, LocalCrew
+from penstock.engine.microbatch import join
+from penstock.engine.runner import Ends
+from penstock.engine.stage import Slot
+from penstock.engine.tree import unflatten
+from penstock.engine.workers import Report
+from penstock.schedule.lower import lower
+from penstock.split.counted import Counted
+
+__all__ = ["stream"]
+
+AHEAD = 2
+"""How many mini-batches may be under way beside the one whose outputs are taken."""
+
+
+@dataclass
+class _UnderWay:
+    job: Job
+    report: Report
+    own: Mapping[int, Counted]  # of the outputs whose loss the model computed
+
+
+def stream(crew: LocalCrew, values: Iterable[Any]) -> Iterator[Any]:
+    """The outputs of each value, in order. The pipeline is taken up by it until it ends or is closed."""
+    waiting: deque[_UnderWay] = deque()
+    crew.streaming = True
+    try:
+        for value in values:
+            waiting.append(_start(crew, value))
+            if len(waiting) > AHEAD:
+                yield _take(crew, waiting.popleft())
+        while waiting:
+            yield _take(crew, waiting.popleft())
+    finally:
+        for left in waiting:
+            left.job.cancel()
+        for left in waiting:
+            while len(left.report.outcomes) < len(left.job.runners):
+                left.report.news.get()
+        for stage in crew.stages.values():
+            stage.moments = ()
+        crew.streaming = False
+
+
+def _start(crew: LocalCrew, value: Any) -> _UnderWay:
+    sizes, messages = cut(value, crew.source.microbatches, crew.stages[0].device)
+    programs = lower(crew.source.forward_only(len(sizes)), crew.edges)
+    slots = {(s, k): Slot() for program in programs for s, k in program.slots}
+    inputs = [message.detached()._replace(wants=()) for message in messages]
+    job = crew.compile(
+        [program.instructions for program in programs], len(sizes), slots, Ends(inputs, outputs=[None] * len(sizes))
+    )
+    state, occasion = ambient(), crew.occasions.next(training=False)
+    batch = _UnderWay(job, Report(SimpleQueue()), {})
+
+    def part(rank: int, task: Callable[[], None]) -> None:
+        """A worker prepares its own stages: others may still be busy with the mini-batch before."""
+        own = [stage for s, stage in crew.stages.items() if crew.placement[s] == rank]
+        surround(own, state, len(sizes), occasion)
+        if crew.placement[-1] == rank:
+            crew.head.begin([1] * len(sizes), None, None)
+            batch.own = crew.head.own
+        task()
+
+    tasks = [partial(part, rank, task) for rank, task in enumerate(crew.tasks(job, grad=False))]
+    batch.report = crew.workers.start(tasks)
+    return batch
+
+
+def _take(crew: LocalCrew, batch: _UnderWay) -> Any:
+    try:
+        crew.workers.wait(batch.report, batch.job.cancel)
+    except BaseException:
+        crew.forget()
+        raise
+    assert batch.job.ends.outputs is not None
+    messages = [message for message in batch.job.ends.outputs if message is not None]
+    return Head.settle(join([unflatten(message.leaves, message.spec) for message in messages]), batch.own)
