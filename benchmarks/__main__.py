@@ -19,6 +19,7 @@ BENCHMARKS = {
     "timed_stages": "(c) stages that sleep: measured over simulated time, 8 ranks",
     "split_backward": "(d) the cost of splitting the backward into I and W",
     "one_gpu": "several ranks on one GPU, against the plain model",
+    "offload": "(h) offloading on one GPU: memory, time and the host link",
     "memory": "(e) what is alive during a step, as the number of micro-batches grows",
 }
 

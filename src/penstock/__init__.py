@@ -32,6 +32,7 @@ from penstock.split.skip import stash as stash
 from penstock.split.skip_verify import SkipError as SkipError
 from penstock.split.skip_verify import verify_skippables as verify_skippables
 from penstock.train.mesh import Mesh as Mesh
+from penstock.train.offload import Offload as Offload
 from penstock.train.pipeline import Pipeline as Pipeline
 from penstock.train.pipeline import StepResult as StepResult
 from penstock.version import __version__ as __version__

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from penstock.engine.message import Message, merge
+from penstock.engine.offload import returns
 from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.program import Instruction
 
@@ -95,11 +96,27 @@ def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runn
     """
     calls: list[Call] = []
     done: list[Instruction] = []
-    for instruction in instructions:
-        for call in _bind(instruction, wiring):
+    instructions = list(instructions)
+    back = returns(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
+    away = {pair for pairs in back.values() for pair in pairs if wiring.stages[pair[0]].offload is not None}
+    for at, instruction in enumerate(instructions):
+        for call in (
+            *_come_back(back.get(at, ()), away, wiring),
+            *_go(instruction, away, wiring),
+            *_bind(instruction, wiring),
+        ):
             calls.append(call)
             done.append(instruction)
     return Runner(calls, done)
+
+
+def _come_back(pairs: Iterable[tuple[int, int]], away: set[tuple[int, int]], wiring: Wiring) -> list[Call]:
+    return [partial(_prefetch, wiring.stages[pair[0]], pair[1]) for pair in pairs if pair in away]
+
+
+def _go(instruction: Instruction, away: set[tuple[int, int]], wiring: Wiring) -> list[Call]:
+    pair = instruction.stage, instruction.microbatch
+    return [partial(_send_away, wiring.slots[pair])] if instruction.kind == "F" and pair in away else []
 
 
 def _bind(instruction: Instruction, wiring: Wiring) -> list[Call]:
@@ -166,6 +183,15 @@ def _hand_over(stage: int, k: int, wiring: Wiring, lane_name: str) -> list[Call]
 
 
 # What the calls of a compiled program do.
+
+
+def _prefetch(engine: StageEngine, k: int) -> None:
+    assert engine.offload is not None
+    engine.offload.prefetch(k)
+
+
+def _send_away(slot: Slot) -> None:
+    slot.away, slot.bare = True, False
 
 
 def _enter(engine: StageEngine, k: int, slot: Slot, ends: Ends) -> None:

@@ -15,7 +15,7 @@ are edges out of the stage. The stage does not know where messages come from or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from torch.autograd.graph import GradientEdge, increment_version
 from penstock.engine.head import Head
 from penstock.engine.message import Message, depart, depart_apart, share_out
 from penstock.engine.moment import MicroBatch, here
+from penstock.engine.offload import ActivationOffload
 from penstock.engine.randomness import Randomness
 from penstock.engine.replay import Replay
+from penstock.engine.surroundings import surroundings
 from penstock.engine.tree import unflatten
 from penstock.engine.weightgrad import Recorder, WeightGradQueue
 from penstock.errors import PlanError
@@ -45,7 +47,7 @@ _NEVER = object()
 class Slot:
     """What a stage keeps for one micro-batch in flight."""
 
-    __slots__ = ("grads", "inputs", "message", "messages", "queue", "replay", "roots", "rows", "shares")
+    __slots__ = ("away", "bare", "grads", "inputs", "message", "messages", "queue", "replay", "roots", "rows", "shares")
 
     def __init__(self, queue: WeightGradQueue | None = None, replay: Replay | None = None) -> None:
         self.inputs: Sequence[Tensor] = ()
@@ -59,6 +61,8 @@ class Slot:
         self.rows: list[Sequence[Tensor | None]] = []
         self.queue = queue  # there when the backward is split into I and W
         self.replay = replay  # there when the forward is to be run again
+        self.away = False  # what the next forward saves goes to the host
+        self.bare = queue is None and replay is None  # nothing need be done around a forward, for all the slot knows
 
     def clear(self) -> None:
         self.inputs = self.roots = self.grads = self.shares = ()
@@ -98,6 +102,7 @@ class StageEngine:
         self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
         self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
+        self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
         self.randomness: Randomness | None = None  # there when draws are seeded, or must be repeated
         self._recorder: Recorder | None = None
 
@@ -156,10 +161,10 @@ class StageEngine:
         versions = [leaves[i]._version for i in shared] if shared else None
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
-            if self.around is None and slot.queue is None and self.randomness is None and slot.replay is None:
+            if slot.bare and self.around is None and self.randomness is None:
                 output = self._call(microbatch, value, slot)
             else:
-                with self._surroundings(microbatch, slot, again):
+                with surroundings(self, microbatch, slot, leaves, again):
                     output = self._call(microbatch, value, slot)
         except RuntimeError as error:
             if not careful and "leaf Variable that requires grad" in str(error):
@@ -180,22 +185,6 @@ class StageEngine:
             slot.messages, slot.roots = depart_apart(output, self.gives)
         else:
             slot.message, slot.roots = depart(output)
-
-    def _surroundings(self, microbatch: int, slot: Slot, again: bool) -> AbstractContextManager[Any]:
-        """What a forward runs in: the caller's state, its own random numbers, the recording of weight gradients."""
-        if self.around is None and self.randomness is None and slot.queue is not None and slot.replay is None:
-            return slot.queue.recording()
-        stack = ExitStack()
-        if self.around is not None:
-            stack.enter_context(self.around)
-        if self.randomness is not None:
-            draws = None if slot.replay is None else slot.replay.draws
-            stack.enter_context(self.randomness.forward(self.mode, microbatch, draws, again))
-        if slot.queue is not None:
-            stack.enter_context(slot.queue.recording())
-        if slot.replay is not None and slot.replay.keeper.used:
-            stack.enter_context(slot.replay.keeper.forward(again=again))
-        return stack
 
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """Learn whether the module changes its inputs in place.

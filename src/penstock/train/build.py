@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from penstock.engine.head import Head
+from penstock.engine.hostcopy import HostPool
 from penstock.engine.local import LocalCrew
 from penstock.engine.loss import loss_rule
 from penstock.engine.meeting import Meeting
+from penstock.engine.offload import activation_offload
 from penstock.engine.process import ProcessCrew
 from penstock.engine.randomness import Randomness
 from penstock.engine.stage import StageEngine
@@ -61,6 +63,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     modules = {s: plan.stage_module(s) for s in own}
     copies = place_ties(plan.ties, modules, {s: device_of[s] for s in own})
     materialise(modules, device_of, options.init, copies)
+    offload = options.offload
+    pool = HostPool(offload.budget_bytes) if offload is not None and offload.activations else None
     stages = []
     for s, module in modules.items():
         head = Head(rule) if s == plan.num_stages - 1 else None
@@ -68,6 +72,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         stage = StageEngine(s, module, device_of[s], head, takes=takes, gives=gives)
         if options.seed is not None or source.recomputes(s):
             stage.randomness = Randomness(module, device_of[s], options.seed)
+        if pool is not None:
+            stage.offload = activation_offload(device_of[s], pool, module)
         stages.append(stage)
     if mesh is None:
         return Built(placed, source, modules, LocalCrew(placed, stages, source, copies))

@@ -12,6 +12,7 @@ from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
 from penstock.train.devices import Devices
 from penstock.train.materialise import Init
+from penstock.train.offload import Offload
 
 __all__ = ["Options"]
 
@@ -30,6 +31,7 @@ class Options:
     init: Init | None
     recompute: Recompute
     seed: int | None
+    offload: Offload | None
 
     @property
     def order(self) -> str | Schedule:
@@ -48,5 +50,7 @@ class Options:
             )
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
         if self.init is not None and not callable(self.init):
             raise PlanError(f"init must be a function of a stage's module, got {type(self.init).__name__}")

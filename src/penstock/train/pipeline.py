@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from penstock.engine.call import Flight, call
 from penstock.engine.inputs import cut
@@ -28,6 +29,7 @@ from penstock.train.clip import clip_grad_norm
 from penstock.train.devices import Devices
 from penstock.train.materialise import Init
 from penstock.train.mesh import Mesh
+from penstock.train.offload import Offload, offload_optimizer, require_offloaded
 from penstock.train.options import Options
 from penstock.train.state import load_state, state_of
 
@@ -79,9 +81,10 @@ class Pipeline:
         init: Init | None = None,
         recompute: Recompute = "never",
         seed: int | None = None,
+        offload: Offload | None = None,
     ) -> None:
         options = Options(
-            loss_fn, microbatches, schedule, strategy, devices, reduction, outputs, init, recompute, seed
+            loss_fn, microbatches, schedule, strategy, devices, reduction, outputs, init, recompute, seed, offload
         )
         meeting = None if mesh is None else Meeting(mesh.ranks, mesh.pipe_rank)
         try:
@@ -99,6 +102,8 @@ class Pipeline:
         self._outputs = outputs
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
+        self._offload = offload
+        self._watch = require_offloaded(self.parameters()) if offload is not None and offload.optimizer else None
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -212,6 +217,12 @@ class Pipeline:
         for _, parameter in self.named_parameters():
             yield parameter
 
+    def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it."""
+        if self._offload is None or not self._offload.optimizer:
+            raise PlanError("offload_optimizer needs Pipeline(…, offload=Offload(optimizer=True))")
+        return offload_optimizer(optimizer, self._offload)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as an optimizer's ``zero_grad``."""
         for module in self._modules.values():
@@ -263,6 +274,8 @@ class Pipeline:
     def close(self) -> None:
         """End the threads, or leave the channels. The model keeps its parameters; the pipeline cannot run again."""
         self._crew.close()
+        if self._watch is not None:
+            self._watch.remove()
 
     def __enter__(self) -> Pipeline:
         return self

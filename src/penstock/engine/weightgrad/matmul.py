@@ -15,12 +15,12 @@ from penstock.engine.weightgrad.rules import (
     autocast_dtype,
     autocast_enabled,
     defers,
+    foreign_hooks,
     is_compiling,
     is_grad_enabled,
     lower,
     lowered,
     replay,
-    saved_tensor_hooks,
     transforms_active,
 )
 
@@ -66,7 +66,7 @@ def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
             and is_grad_enabled()
             and not autocast_enabled()
             and not transforms_active()
-            and saved_tensor_hooks(True) is None
+            and not foreign_hooks()
             and input.layout is torch.strided
             and not input.is_nested
         ):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
 
+from penstock.engine.offload import Packer
 from penstock.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -21,19 +22,19 @@ __all__ = [
     "autocast_enabled",
     "deferrable",
     "defers",
+    "foreign_hooks",
     "is_compiling",
     "is_grad_enabled",
     "lower",
     "lowered",
     "replay",
-    "saved_tensor_hooks",
     "transforms_active",
 ]
 
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled = torch.is_grad_enabled
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _strided = torch.strided
 _TENSORS = frozenset({Tensor, Parameter})
@@ -73,8 +74,14 @@ def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool
         and not x.is_nested
         and not transforms_active()
         # Someone else keeps what is saved in here, such as a checkpoint that will run this code again without us.
-        and saved_tensor_hooks(True) is None
+        and not foreign_hooks()
     )
+
+
+def foreign_hooks() -> bool:
+    """Whether someone else keeps what is saved now. What our own hooks send to the host comes back as it was."""
+    top = _top_hooks(True)
+    return top is not None and type(top[0]) is not Packer
 
 
 def applier(function: type[Function]) -> Callable[..., Tensor]:

@@ -1,0 +1,170 @@
+"""Offloading changes where things are, and nothing else: losses, gradients and updates are the same bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.engine.hostcopy import HostPool
+from penstock.engine.offload import ActivationOffload
+from penstock.train.offload import HostState
+from tests.equivalence.models import Case, stages_for
+from tests.support.copies import LateCopies
+from tests.support.ranks import Ranks
+
+STEPS = 5
+LAYERS = ("relu_", "tuple_edge", "twice", "dict_edge", "scale", "convs", "layer_norm", "lookup", "tanh")
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv"]
+Record = list[tuple[str, Tensor]]
+Prepare = Callable[[ps.Pipeline, torch.optim.Optimizer], torch.optim.Optimizer]
+
+
+def case_for(schedule: str, ranks: int, microbatches: int = 6, batch: int = 13) -> Case:
+    # No layer is repeated: two threads add to its gradient, in no fixed order.
+    return Case(LAYERS, False, 3, schedule, stages_for(schedule, ranks), microbatches, batch, "mean")
+
+
+def plain_optimizer(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
+
+
+def offload_optimizer(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return pipe.offload_optimizer(optimizer)
+
+
+def train(case: Case, prepare: Prepare, **options: Any) -> Record:
+    """Five steps of AdamW: all losses and gradients, and the parameters and the optimizer's state at the end."""
+    found: Record = []
+    model = case.build()
+    x, y = case.data()
+    options = {"microbatches": case.microbatches, "schedule": case.schedule, **options}
+    if "mesh" not in options:
+        options["devices"] = ["cpu"] * (case.stages // stages_for(case.schedule, 1))
+    with ps.Pipeline(case.plan(model), F.cross_entropy, **options) as pipe:
+        optimizer = prepare(pipe, torch.optim.AdamW(pipe.parameters(), lr=0.1))
+        for step in range(STEPS):
+            found.append((f"loss of step {step}", pipe.step(x + step, y).loss))
+            for name, p in pipe.named_parameters():
+                if p.grad is not None:
+                    found.append((f"gradient of {name} in step {step}", p.grad.clone()))
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [(name, p.detach().clone()) for name, p in pipe.named_parameters()]
+        for p, state in optimizer.state_dict()["state"].items():
+            found += [(f"{name} of {p}", value.clone()) for name, value in state.items()]
+    return found
+
+
+def check_same(ours: Record, plain: Record) -> None:
+    assert [name for name, _ in ours] == [name for name, _ in plain]
+    for (name, mine), (_, theirs) in zip(ours, plain, strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+# ── through the API: on the CPU nothing moves ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_threads(schedule: str) -> None:
+    case = case_for(schedule, 2)
+    check_same(train(case, offload_optimizer, offload=ps.Offload(budget="2GiB")), train(case, plain_optimizer))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    crew = Ranks(2)
+    yield crew
+    crew.stop()
+
+
+def in_rank(rank: int, schedule: str) -> None:
+    case = case_for(schedule, 2)
+    mesh = ps.Mesh(pipe=2)
+    ours = train(case, offload_optimizer, mesh=mesh, offload=ps.Offload(bucket=1))
+    check_same(ours, train(case, plain_optimizer, mesh=mesh))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_processes(two: Ranks, schedule: str) -> None:
+    two.check(in_rank, schedule)
+
+
+def test_one_of_the_two() -> None:
+    case = case_for("1f1b", 2)
+    plain = train(case, plain_optimizer)
+    check_same(train(case, plain_optimizer, offload=ps.Offload(optimizer=False)), plain)
+    check_same(train(case, offload_optimizer, offload=ps.Offload(activations=False)), plain)
+
+
+# ── with stand-ins on the CPU: everything moves ──────────────────────────────────────────────────────────────────
+
+
+class StandIn:
+    """Puts copies that are as late as may be into the stages and the optimizer."""
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.pool = HostPool(budget)
+        self.copies: list[LateCopies] = []
+
+    def __call__(self, pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        for stage in pipe._crew.stages.values():
+            copies, module = LateCopies(), stage.module
+            resident = [*module.parameters(), *module.buffers()]
+            stage.offload = ActivationOffload(torch.device("cpu"), copies, self.pool, resident, smallest=1, window=500)
+            self.copies.append(copies)
+        of_state = LateCopies()
+        HostState(optimizer, 3000, lambda tensor: of_state if tensor.dim() else None, smallest=1)
+        return optimizer
+
+
+@pytest.mark.parametrize("recompute", ["never", "except_last"])
+@pytest.mark.parametrize("budget", [None, 4000])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_threads_with_copies(schedule: str, budget: int | None, recompute: str) -> None:
+    case, stand_in = case_for(schedule, 2), StandIn(budget)
+    ours = train(case, stand_in, recompute=recompute)
+    check_same(ours, train(case, plain_optimizer, recompute=recompute))
+    out = sum(copies.bytes_out for copies in stand_in.copies)
+    assert 0 < sum(copies.bytes_back for copies in stand_in.copies) <= out
+    assert budget is None or stand_in.pool.bytes <= budget
+
+
+def test_more_waits_than_the_device_holds() -> None:
+    """Of eight micro-batches that wait in a fill-drain schedule, at most the two next ones are on the device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    stand_in = StandIn()
+    plan = ps.split(model, balance=[4, 4])
+    loss = nn.MSELoss()
+    with ps.Pipeline(plan, loss, microbatches=8, schedule="gpipe", devices=["cpu", "cpu"]) as pipe:
+        stand_in(pipe, torch.optim.SGD(pipe.parameters()))
+        pipe.step(torch.randn(64, 32), torch.randn(64, 32))
+    one = 2 * 8 * 32 * 4  # a stage's two saved activations of eight rows
+    for copies in stand_in.copies:
+        assert copies.bytes_out >= 6 * one
+        assert copies.most_here <= 3 * one
+
+
+# ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_the_pipeline_refuses() -> None:
+    plan = ps.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), balance=[1, 1])
+    with pytest.raises(ps.PlanError, match="offload"):
+        ps.Pipeline(plan, F.mse_loss, offload=True)  # type: ignore[arg-type]
+    with ps.Pipeline(plan, F.mse_loss, offload=ps.Offload(optimizer=False)) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        with pytest.raises(ps.PlanError, match=r"offload=Offload\(optimizer=True\)"):
+            pipe.offload_optimizer(optimizer)
+        optimizer.step()
+    with ps.Pipeline(plan, F.mse_loss, offload=ps.Offload()) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        with pytest.raises(ps.PlanError, match="not offloaded"):
+            optimizer.step()
+    optimizer.step()  # the pipeline is closed: its parameters are the model's own again

@@ -1,0 +1,521 @@
+"""Optimizer state on the host: the same update bit for bit, with copies as late as they may be."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.errors import PlanError
+from penstock.train.offload import HostState, Offload, offload_optimizer, require_offloaded
+from tests.support.copies import LateCopies
+
+STEPS = 5
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def loss_of(module: nn.Module, step: int) -> Tensor:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+    loss: Tensor = module(x).square().mean()
+    return loss
+
+
+def backward(module: nn.Module, step: int) -> None:
+    module.zero_grad()
+    loss_of(module, step).backward()
+
+
+def offloaded(optimizer: Optimizer, bucket: int = 3 * 600) -> tuple[Optimizer, LateCopies]:
+    """With the CPU in the part of both sides: the counters of steps are the host's own, all else is the device's."""
+    copies = LateCopies()
+    HostState(optimizer, bucket, lambda tensor: copies if tensor.dim() else None, smallest=1)
+    return optimizer, copies
+
+
+def tensors(state: Any) -> Iterable[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, (dict, list)):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from tensors(value)
+
+
+def check_same(ours: nn.Module, plain: nn.Module, optimizer: Optimizer, expected: Optimizer) -> None:
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    states = [list(tensors(list(o.state_dict()["state"].values()))) for o in (optimizer, expected)]
+    assert len(states[0]) == len(states[1])
+    for mine, theirs in zip(*states, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+MADE: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "Adam single": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=2),
+    "ASGD foreach": lambda p: torch.optim.ASGD(p, lr=0.1, foreach=True, t0=2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("bucket", [1, 3 * 1200, 1 << 30], ids=["one by one", "some", "all"])
+@pytest.mark.parametrize("name", MADE)
+def test_the_update_is_the_plain_one(name: str, bucket: int) -> None:
+    ours, plain = model(), model()
+    optimizer, copies = offloaded(MADE[name](list(ours.parameters())), bucket)
+    expected = MADE[name](list(plain.parameters()))
+    for step in range(STEPS):
+        for module, each in ((ours, optimizer), (plain, expected)):
+            backward(module, step)
+            each.step()
+    check_same(ours, plain, optimizer, expected)
+    assert copies.bytes_out > copies.bytes_back > 0  # the first step has nothing to bring
+
+
+def test_every_optimizer_of_torch_is_tried_here() -> None:
+    classes = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, Optimizer)}
+    assert {name.split()[0] for name in MADE} == classes - {"Optimizer", "LBFGS", "SparseAdam"}
+
+
+def test_sparse_gradients() -> None:
+    def made() -> tuple[nn.Embedding, Optimizer]:
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 4, sparse=True)
+        return table, torch.optim.SparseAdam(table.parameters(), lr=0.1)
+
+    (ours, optimizer), (plain, expected) = made(), made()
+    optimizer, copies = offloaded(optimizer)
+    for step in range(STEPS):
+        for table, each in ((ours, optimizer), (plain, expected)):
+            table.zero_grad()
+            table(torch.tensor([step, 2, 2])).square().sum().backward()
+            each.step()
+    check_same(ours, plain, optimizer, expected)
+    assert copies.bytes_back
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_an_optimizer_that_takes_all_parameters_together(search: str | None) -> None:
+    """LBFGS: its state is of lists, and its closure runs with the state on the device."""
+    ours, plain = model(), model()
+    optimizer, copies = offloaded(torch.optim.LBFGS(ours.parameters(), max_iter=4, line_search_fn=search), bucket=1)
+    expected = torch.optim.LBFGS(plain.parameters(), max_iter=4, line_search_fn=search)
+    for step in range(3):
+        for module, each in ((ours, optimizer), (plain, expected)):
+
+            def closure(module: nn.Module = module, step: int = step) -> Tensor:
+                backward(module, step)
+                return loss_of(module, step)
+
+            each.step(closure)
+    check_same(ours, plain, optimizer, expected)
+    assert copies.bytes_back
+
+
+def test_an_optimizer_that_nobody_knows() -> None:
+    class Coupled(Optimizer):
+        """Each update depends on all the others: not to be done in parts."""
+
+        def __init__(self, params: Iterable[nn.Parameter]) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            for p in params:
+                self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+            norm = torch.stack([self.state[p]["sum"].norm() for p in params]).norm()
+            for p in params:
+                p.sub_(self.state[p]["sum"] / norm)
+
+    ours, plain = model(), model()
+    optimizer, copies = offloaded(Coupled(ours.parameters()), bucket=1)
+    expected = Coupled(plain.parameters())
+    for step in range(STEPS):
+        for module, each in ((ours, optimizer), (plain, expected)):
+            backward(module, step)
+            each.step()
+    check_same(ours, plain, optimizer, expected)
+    assert copies.bytes_back
+
+
+def test_state_that_is_one_memory_stays_so() -> None:
+    class Aliased(Optimizer):
+        def __init__(self, params: Iterable[nn.Parameter]) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                if not state:
+                    state["all"] = torch.zeros(2, *p.shape)
+                    state["first"], state["self"] = state["all"][0], p.detach()
+                state["first"].add_(p.grad)
+                state["self"].sub_(state["all"].sum(0))
+
+    ours, plain = model(), model()
+    optimizer, _ = offloaded(Aliased(ours.parameters()))
+    expected = Aliased(plain.parameters())
+    for step in range(3):
+        for module, each in ((ours, optimizer), (plain, expected)):
+            backward(module, step)
+            each.step()
+    check_same(ours, plain, optimizer, expected)
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_three_buckets_at_a_time_are_on_the_device() -> None:
+    module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(12)))  # Adam has 2 x 1024 bytes for each
+    optimizer, copies = offloaded(torch.optim.Adam(module.parameters()), bucket=3 * 2 * 2048)
+    for step in range(3):
+        module.zero_grad()
+        module(torch.randn(2, 16, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+    assert copies.most_here <= 3 * 2 * 2048
+    assert copies.made == 24  # host memory is made once
+    assert copies.bytes_back == 2 * 24 * 1024
+    assert copies.bytes_out == 3 * 24 * 1024
+
+
+def test_the_next_bucket_comes_before_the_update_and_nothing_waits_for_what_leaves() -> None:
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    optimizer, copies = offloaded(torch.optim.SGD(module.parameters(), momentum=0.9), bucket=1)
+    for _ in range(2):
+        module(torch.randn(2, 4)).sum().backward()
+        copies.log.clear()
+        optimizer.step()
+    assert copies.log == [
+        *("back", "back", "wait", "out"),  # 0 comes, 1 starts to come, 0 is there, updated, and leaves
+        *("back", "wait", "out"),  # 2 starts to come, 1 is there, updated, and leaves
+        *("wait", "wait", "out"),  # 0 has left, 2 is there, updated, and leaves
+        *("finish", "finish"),  # 1 and 2 have left
+    ]
+
+
+def test_a_group_of_several_sorts_is_not_divided() -> None:
+    """Torch chooses between its implementations by looking at a whole group: a part of it might get another one."""
+
+    def updates(sparse: bool) -> int:
+        table, linear = nn.Embedding(4, 4, sparse=sparse), nn.Linear(4, 4)
+        optimizer = torch.optim.SGD([*table.parameters(), *linear.parameters()])
+        host = HostState(optimizer, 1, lambda tensor: None)
+        calls, raw = [], host._raw
+        host._raw = lambda optimizer: calls.append(raw(optimizer))
+        linear(table(torch.tensor([1, 2]))).sum().backward()
+        optimizer.step()
+        return len(calls)
+
+    assert updates(sparse=False) == 3
+    assert updates(sparse=True) == 1
+
+
+def test_state_is_on_the_host_between_steps() -> None:
+    module = model()
+    optimizer, _ = offloaded(torch.optim.AdamW(module.parameters()))
+    hosts: set[int] = set()
+    for step in range(3):
+        backward(module, step)
+        optimizer.step()
+        found = {id(t) for t in tensors(list(optimizer.state.values())) if t.dim()}
+        assert len(found) == 2 * 6
+        assert hosts in (set(), found)
+        hosts = found
+
+
+def test_state_from_the_beginning_leaves_at_once() -> None:
+    _, copies = offloaded(torch.optim.Adagrad(model().parameters()))
+    assert copies.bytes_out == sum(p.nbytes for p in model().parameters())
+
+
+def test_state_that_changes_its_shape() -> None:
+    class Growing(Optimizer):
+        def __init__(self, params: Iterable[nn.Parameter]) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                past = self.state[p].get("past", p.new_zeros(0, *p.shape))
+                self.state[p]["past"] = torch.cat([past, p.grad[None]])
+                p.sub_(self.state[p]["past"].mean(0))
+
+    ours, plain = model(), model()
+    optimizer, _ = offloaded(Growing(ours.parameters()))
+    expected = Growing(plain.parameters())
+    for step in range(3):
+        for module, each in ((ours, optimizer), (plain, expected)):
+            backward(module, step)
+            each.step()
+    check_same(ours, plain, optimizer, expected)
+
+
+def test_parameters_without_gradients_are_left_alone() -> None:
+    ours, plain = model(), model()
+    optimizer, copies = offloaded(torch.optim.AdamW(ours.parameters(), lr=0.1))
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for module, each in ((ours, optimizer), (plain, expected)):
+            backward(module, step)
+            if step % 2:
+                module[2].zero_grad()
+            each.step()
+    check_same(ours, plain, optimizer, expected)
+    assert copies.bytes_back < 4 * sum(2 * p.nbytes for p in ours.parameters())
+
+
+# ── what else an optimizer has ───────────────────────────────────────────────────────────────────────────────────
+
+
+def groups_of(module: nn.Sequential) -> list[dict[str, Any]]:
+    return [{"params": module[0].parameters(), "lr": 0.3}, {"params": module[2].parameters(), "weight_decay": 0.1}]
+
+
+def test_groups_a_later_group_a_scheduler_and_a_closure() -> None:
+    runs = []
+    for offloading in (True, False):
+        module = model()
+        optimizer: Optimizer = torch.optim.AdamW(groups_of(module), lr=0.1)
+        if offloading:
+            optimizer, _ = offloaded(optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        losses = []
+        for step in range(STEPS):
+            if step == 2:
+                optimizer.add_param_group({"params": module[4].parameters(), "lr": 0.5})
+
+            def closure(module: nn.Module = module, step: int = step) -> float:
+                assert torch.is_grad_enabled()
+                backward(module, step)
+                return loss_of(module, step).item()
+
+            losses.append(optimizer.step(closure))
+            scheduler.step()
+        runs.append((losses, module, optimizer))
+    (ours, module, optimizer), (plain, other, expected) = runs
+    assert ours == plain
+    check_same(module, other, optimizer, expected)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2, 2]
+
+
+def test_hooks_run_once_a_step_and_see_all_parameters() -> None:
+    module = model()
+    optimizer, _ = offloaded(torch.optim.AdamW(module.parameters()), bucket=1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda o, *_: seen.append(("before", len(o.param_groups[0]["params"]))))
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(("after", len(o.param_groups[0]["params"]))))
+    backward(module, 0)
+    optimizer.step()
+    assert seen == [("before", 6), ("after", 6)]
+
+
+def test_saved_and_loaded_either_way() -> None:
+    """A state dict of one is a state dict of the other."""
+    for first, second in ((True, False), (False, True), (True, True)):
+        module = model()
+        optimizer: Optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        if first:
+            optimizer, _ = offloaded(optimizer)
+        for step in range(2):
+            backward(module, step)
+            optimizer.step()
+        file = io.BytesIO()
+        torch.save((module.state_dict(), optimizer.state_dict()), file)
+        file.seek(0)
+        again, copies = model(9), LateCopies()
+        resumed: Optimizer = torch.optim.AdamW(again.parameters(), lr=0.7)
+        if second:
+            resumed, copies = offloaded(resumed)
+        weights, state = torch.load(file)
+        again.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        assert bool(copies.bytes_out) == second  # it does not wait for the next step to leave the device
+        for step in range(2, STEPS):
+            for each, stepping in ((module, optimizer), (again, resumed)):
+                backward(each, step)
+                stepping.step()
+        check_same(again, module, resumed, optimizer)
+
+
+def test_with_a_scaler() -> None:
+    runs = []
+    for offloading in (True, False):
+        module = model()
+        optimizer: Optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+        if offloading:
+            optimizer, _ = offloaded(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(STEPS):
+            module.zero_grad()
+            scaler.scale(loss_of(module, step)).backward()
+            if step == 2:
+                assert module[0].weight.grad is not None
+                module[0].weight.grad[0, 0] = float("inf")  # a step that no parameter may take
+            scaler.step(optimizer)
+            scaler.update()
+        runs.append((module, optimizer))
+    check_same(runs[0][0], runs[1][0], runs[0][1], runs[1][1])
+
+
+def test_a_step_that_fails_puts_everything_back() -> None:
+    module, copies = model(), LateCopies()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    host = HostState(optimizer, 1, lambda tensor: copies, smallest=1)
+    backward(module, 0)
+    optimizer.step()
+    params = list(module.parameters())
+    before = [(t, t.clone()) for t in tensors(list(optimizer.state.values()))]
+    weights = [p.detach().clone() for p in params]
+    raw, calls = host._raw, []
+
+    def third_fails(optimizer: Optimizer) -> Any:
+        calls.append(optimizer)
+        if len(calls) == 3:
+            raise RuntimeError("in the third bucket")
+        return raw(optimizer)
+
+    host._raw = third_fails
+    backward(module, 1)
+    with pytest.raises(RuntimeError, match="in the third bucket"):
+        optimizer.step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [6]
+    after = list(tensors(list(optimizer.state.values())))
+    assert all(mine is theirs for mine, (theirs, _) in zip(after, before, strict=True))
+    assert [not torch.equal(t, old) for t, old in before] == [True, True, False, False, False, False]
+    assert [not torch.equal(p, w) for p, w in zip(params, weights, strict=True)] == [True, True] + [False] * 4
+
+
+def test_an_offloaded_optimizer_can_be_let_go() -> None:
+    module = model()
+    optimizer, _ = offloaded(torch.optim.AdamW(module.parameters()))
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_optimizer_is_offloaded_once_and_first() -> None:
+    optimizer, _ = offloaded(torch.optim.AdamW(model().parameters()))
+    with pytest.raises(PlanError, match="offloaded already"):
+        offload_optimizer(optimizer, Offload())
+    late = torch.optim.AdamW(model().parameters())
+    torch.optim.lr_scheduler.StepLR(late, 1)
+    with pytest.raises(PlanError, match="then make its LR scheduler"):
+        offload_optimizer(late, Offload())
+    with pytest.raises(PlanError, match="differentiable=True"):
+        offload_optimizer(torch.optim.Adam(model().parameters(), differentiable=True), Offload())
+
+
+def test_a_forgotten_optimizer_is_refused() -> None:
+    module, other = model(), model()
+    handle = require_offloaded(module.parameters())
+    try:
+        forgotten = torch.optim.AdamW([*other.parameters(), *module.parameters()])
+        with pytest.raises(PlanError, match=r"pipe.offload_optimizer\(AdamW\(pipe.parameters"):
+            forgotten.step()
+        torch.optim.AdamW(other.parameters()).step()
+        offload_optimizer(torch.optim.AdamW(module.parameters()), Offload()).step()
+    finally:
+        handle.remove()
+    forgotten.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "lots"}, r"Offload\(budget='lots'\) is not a size"),
+        ({"budget": -1}, r"budget=-1"),
+        ({"budget": 0}, r"budget=0"),
+        ({"budget": True}, r"budget=True"),
+        ({"bucket": "3 parsecs"}, r"bucket='3 parsecs'"),
+        ({"bucket": None}, r"bucket=None"),
+        ({"weights": True}, "not there yet"),
+        ({"optimizer": False, "activations": False}, "leave offload out"),
+        ({"activations": False, "budget": "2GiB"}, "activations=False"),
+        ({"optimizer": 1}, "say True or False"),
+        ({"activations": None}, "say True or False"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Offload(**options)
+
+
+def test_sizes() -> None:
+    assert Offload(budget="2GiB", bucket=3000).budget_bytes == 2 << 30
+    assert Offload(budget="2GiB", bucket=3000).bucket_bytes == 3000
+    assert Offload().budget_bytes is None
+    assert Offload() == Offload(optimizer=True, activations=True, weights=False)
+
+
+def test_on_the_cpu_nothing_moves() -> None:
+    ours, plain = model(), model()
+    optimizer = offload_optimizer(torch.optim.AdamW(ours.parameters(), lr=0.1), Offload(bucket=1))
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    kept = []
+    for step in range(STEPS):
+        for module, each in ((ours, optimizer), (plain, expected)):
+            backward(module, step)
+            each.step()
+        kept.append([id(t) for t in tensors(list(optimizer.state.values()))])
+    assert all(ids == kept[0] for ids in kept)
+    check_same(ours, plain, optimizer, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}])
+def test_on_a_gpu(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ours = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))).cuda()  # 4 MiB each, of which Adam has twice
+    plain = copy.deepcopy(ours)
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1, **options)
+    optimizer = offload_optimizer(torch.optim.AdamW(ours.parameters(), lr=0.1, **options), Offload(bucket="24MiB"))
+    for _ in range(STEPS):
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        assert options.get("foreach") is not False or torch.cuda.max_memory_allocated() - before < 64 << 20
+        expected.step()
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p, q)
+        big = [t for t in tensors(list(optimizer.state.values())) if t.nbytes > 1 << 20]
+        assert len(big) == 32
+        assert all(t.is_cpu and t.is_pinned() for t in big)
+    optimizer.load_state_dict(expected.state_dict())
+    assert all(t.is_cpu for t in tensors(list(optimizer.state.values())) if t.nbytes > 1 << 20)
