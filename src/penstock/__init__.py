@@ -35,4 +35,5 @@ from penstock.train.mesh import Mesh as Mesh
 from penstock.train.offload import Offload as Offload
 from penstock.train.pipeline import Pipeline as Pipeline
 from penstock.train.pipeline import StepResult as StepResult
+from penstock.train.scaler import GradScaler as GradScaler
 from penstock.version import __version__ as __version__

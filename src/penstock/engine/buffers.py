@@ -86,15 +86,22 @@ class BufferGuard:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        parts = [(path, part) for path, part in module.named_modules() if not keeps_torch_forward(part)]
-        self.places = [_Place(part._buffers, name, f"{path}.{name}") for path, part in parts for name in part._buffers]
+        self.parts = {
+            path: part for path, part in module.named_modules() if part._buffers and not keeps_torch_forward(part)
+        }
+        self.places = [
+            _Place(part._buffers, name, f"{path}.{name}" if path else name)
+            for path, part in self.parts.items()
+            for name in part._buffers
+        ]
         self._known: set[object] = set()
         self._mode: object = _NOTHING
         self._learning = True
 
     def before(self, mode: object) -> None:
-        """``mode``: what the forward may depend on."""
-        if mode is not self._mode:
+        """``mode``: what the forward may depend on, besides the modes of its layers."""
+        mode = mode, *[part.training for part in self.parts.values()]
+        if mode != self._mode:
             self._learning = mode not in self._known
             self._mode = mode
         copies: dict[int, Tensor] = {}

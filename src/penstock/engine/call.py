@@ -30,7 +30,9 @@ __all__ = ["Flight", "call"]
 class Flight:
     """One call of the pipeline: its slots live until its backward is over, or nobody can ask for it any more."""
 
-    def __init__(self, crew: LocalCrew, schedule: Schedule, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, crew: LocalCrew, schedule: Schedule, parameters: Sequence[nn.Parameter], wide: bool = False
+    ) -> None:
         self.crew = crew
         programs = lower(schedule, crew.edges)
         self.count = schedule.num_microbatches
@@ -50,6 +52,7 @@ class Flight:
         # A backward may run forwards again: they are to find what they found.
         self.state = ambient()
         self.modes = [(part, part.training) for stage in crew.stages.values() for part in stage.module.modules()]
+        self.wide = wide  # gradients of half precision are summed in float32; autograd rounds the sum
         self.over = False
         self.keep = False
         self.template: tuple[list[Any], Spec] = ([], None)
@@ -81,6 +84,8 @@ class Flight:
             mine = sums[stage.index]
             for parameter, grad in zip(wanted, stage.gradients(grads, slot, wanted, self.keep), strict=True):
                 if grad is not None:
+                    if self.wide and grad.dtype.itemsize < 4:
+                        grad = grad.float()
                     mine[id(parameter)] = grad if id(parameter) not in mine else mine[id(parameter)] + grad
 
         grads: list[Sequence[Tensor | None]] = [()] * self.count

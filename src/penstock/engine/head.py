@@ -27,6 +27,7 @@ class Head:
 
     def __init__(self, rule: LossRule) -> None:
         self.rule = rule
+        self.scale = 1.0  # of the gradients, not of the loss
         self.collector: Collector | None = None
         self.training = False
         self.wants_loss = False
@@ -113,8 +114,8 @@ class Head:
         assert loss is not None
         weight = 1 / self.batch if self.counts else 1.0 if self.own else self.weights[microbatch]
         if isinstance(weight, Tensor):
-            return [weight.to(loss.device, loss.dtype).reshape(loss.shape)]
-        return [torch.full_like(loss, weight)]
+            return [(weight * self.scale).to(loss.device, loss.dtype).reshape(loss.shape)]
+        return [torch.full_like(loss, weight * self.scale)]
 
     def finish(self) -> tuple[Tensor | None, float | None]:
         """The loss of the mini-batch, and the factor that puts all gradients right, if counts ask for one."""

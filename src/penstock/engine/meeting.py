@@ -72,7 +72,7 @@ class Meeting:
                 )
 
 
-def facts_of(plan: Plan, source: ScheduleSource) -> dict[str, Any]:
+def facts_of(plan: Plan, source: ScheduleSource, options: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same on every rank."""
     schedule = source.training(source.microbatches)
     stages = [(stage.layers, stage.parameters) for stage in plan.stages]
@@ -82,6 +82,7 @@ def facts_of(plan: Plan, source: ScheduleSource) -> dict[str, Any]:
         "micro-batches": source.microbatches,
         "plan": f"{plan.num_stages} stages ({_digest(str(stages))})",
         "schedule": f"{schedule.name} ({_digest(str(schedule))})",
+        **{name: repr(value) for name, value in options.items()},
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -50,6 +50,7 @@ class ProcessCrew:
         copies: Sequence[Sequence[nn.Parameter]],
         place: Place,
         meeting: Meeting,
+        options: Mapping[str, Any],
     ) -> None:
         self.plan = plan
         self.source = source
@@ -63,7 +64,7 @@ class ProcessCrew:
         self.ended: PipelineError | None = None
         self._groups: list[Group] = []
         self._store = meeting.store
-        meeting.compare(facts_of(plan, source))
+        meeting.compare(facts_of(plan, source, options))
         self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         wires = self._open_channels("", self.device)

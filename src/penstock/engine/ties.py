@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock.engine.accumulate import give_grad, sums
 from penstock.engine.channel.group import Group
 from penstock.errors import PlanError
 from penstock.split.plan import Plan, Tie
@@ -76,7 +77,7 @@ class LocalTies(Ties):
         total = self.total([parameter.grad for parameter in copies])
         if total is not None:
             for parameter in copies:
-                parameter.grad = total.to(parameter.device, copy=True)
+                give_grad(parameter, total.to(parameter.device, copy=True))
 
     @staticmethod
     def total(grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -114,7 +115,8 @@ class ProcessTies(Ties):
         (parameter,) = self.copies[number]
         if parameter.requires_grad:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                wide = torch.float32 if id(parameter) in sums else None
+                give_grad(parameter, torch.zeros_like(parameter, dtype=wide))
             self.groups[number].allreduce(parameter.grad).wait()
 
     def counts(self, parameter: nn.Parameter) -> bool:

@@ -28,15 +28,21 @@ class Options:
     devices: Devices
     reduction: str | None
     outputs: Outputs
+    outputs_everywhere: bool
     init: Init | None
     recompute: Recompute
     seed: int | None
     offload: Offload | None
+    accumulate: str | None
 
     @property
     def order(self) -> str | Schedule:
         """The schedule, as it was given or as the strategy has it."""
         return self.schedule or ("sharded" if self.strategy == "sharded" else "1f1b")
+
+    def shared(self) -> dict[str, Any]:
+        """What must be the same on every rank, beside the schedule."""
+        return {"seed": self.seed, "accumulate": self.accumulate, "outputs_everywhere": self.outputs_everywhere}
 
     def check(self) -> None:
         """One clear message for what cannot be, before anything is built."""
@@ -48,6 +54,8 @@ class Options:
                 f"strategy='sharded' sends one micro-batch at a time through all stages, which schedule="
                 f"{self.schedule!r} does not: leave one of them out"
             )
+        if self.accumulate not in (None, "fp32"):
+            raise PlanError(f"accumulate must be 'fp32' or None, got {self.accumulate!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
         if self.offload is not None and not isinstance(self.offload, Offload):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.engine.accumulate import Wide
 from penstock.engine.call import Flight, call
 from penstock.engine.inputs import cut
 from penstock.engine.local import LocalCrew
@@ -81,10 +83,23 @@ class Pipeline:
         init: Init | None = None,
         recompute: Recompute = "never",
         seed: int | None = None,
+        accumulate: str | None = None,
         offload: Offload | None = None,
     ) -> None:
         options = Options(
-            loss_fn, microbatches, schedule, strategy, devices, reduction, outputs, init, recompute, seed, offload
+            loss_fn=loss_fn,
+            microbatches=microbatches,
+            schedule=schedule,
+            strategy=strategy,
+            devices=devices,
+            reduction=reduction,
+            outputs=outputs,
+            outputs_everywhere=outputs_everywhere,
+            init=init,
+            recompute=recompute,
+            seed=seed,
+            accumulate=accumulate,
+            offload=offload,
         )
         meeting = None if mesh is None else Meeting(mesh.ranks, mesh.pipe_rank)
         try:
@@ -102,6 +117,8 @@ class Pipeline:
         self._outputs = outputs
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
+        self._loss_scale = 1.0
+        self._wide = Wide(self.parameters()) if accumulate == "fp32" else None
         self._offload = offload
         self._watch = require_offloaded(self.parameters()) if offload is not None and offload.optimizer else None
 
@@ -117,14 +134,15 @@ class Pipeline:
         if torch.is_inference_mode_enabled():
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
         # Where the loss is known not to count as it goes, nothing rescales what is there already.
-        aside = Aside(self.parameters(), apart=self._counted is not False)
-        try:
-            outcome = self._crew.train(self._value(inputs), targets, self._outputs)
-        except BaseException:
-            aside.give_back()
-            raise
-        self._counted = outcome.factor is not None
-        aside.add_back(outcome.factor)
+        with nullcontext() if self._wide is None else self._wide:
+            aside = Aside(self.parameters(), apart=self._counted is not False)
+            try:
+                outcome = self._crew.train(self._value(inputs), targets, self._outputs)
+            except BaseException:
+                aside.give_back()
+                raise
+            self._counted = outcome.factor is not None
+            aside.add_back(outcome.factor)
         return self._result(outcome, start)
 
     def evaluate(self, inputs: Any = None, targets: Any = None, *, outputs: Outputs = "same") -> StepResult:
@@ -184,7 +202,8 @@ class Pipeline:
             raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return call(Flight(self._crew, self._source.fill_drain(len(sizes)), trainable), messages)
+        wide = self._wide is not None
+        return call(Flight(self._crew, self._source.fill_drain(len(sizes)), trainable, wide), messages)
 
     @property
     def has_first_stage(self) -> bool:
@@ -200,6 +219,25 @@ class Pipeline:
     def schedule(self) -> Schedule:
         """The schedule of a step of a full number of micro-batches."""
         return self._source.training(self._source.microbatches)
+
+    @property
+    def loss_scale(self) -> float:
+        """What ``step`` multiplies the gradients by, and not the loss: a ``GradScaler`` sets it, on every rank."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._loss_scale = scale
+        for stage in self._crew.stages.values():
+            if stage.head is not None:
+                stage.head.scale = scale
+
+    def agree(self, number: float) -> float:
+        """The largest of the ranks' numbers, on all of them. Every rank calls it."""
+        self._check_open()
+        if not isinstance(self._crew, ProcessCrew):
+            return number
+        return float(self._crew.reduce(torch.tensor(number, dtype=torch.float64), True))
 
     # ── what an optimizer and a checkpoint touch ─────────────────────────────────────────────────────────────
 

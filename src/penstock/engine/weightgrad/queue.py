@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from penstock.engine.accumulate import sums
 from penstock.engine.weightgrad.rules import deferrable
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ def accumulate(parameter: Tensor, value: Tensor, shared: frozenset[int]) -> None
     """Add a fresh tensor to ``parameter.grad``; it may become ``parameter.grad``."""
     if value.dtype is not parameter.dtype:
         value = value.to(parameter.dtype)
+    if sums and id(parameter) in sums and sums[id(parameter)](value):
+        return
     grad = parameter.grad
     if shared and id(parameter) in shared:
         # Another thread may accumulate at the same time, in its W or by autograd in its I: this node's lock is

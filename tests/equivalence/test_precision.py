@@ -1,0 +1,508 @@
+"""Mixed precision: a pipelined step is the plain loop over the same micro-batches, bit for bit.
+
+Every case is a function of the mesh: it runs over threads (None), and on every rank of two processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.engine.accumulate import Wide
+from penstock.engine.ties import LocalTies
+from tests.equivalence.check import LOSSES
+from tests.support.ranks import Ranks
+
+WIDTH, BATCH, PARTS = 8, 16, 8
+SCHEDULES = ["1f1b", "zb_h1"]  # B, and I with W
+HALF = [torch.bfloat16, torch.float16]
+
+Case = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    crew = Ranks(2)
+    yield crew
+    crew.stop()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Some kernels group their sums by the number of threads: the plain loop is to have as many as a rank has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["threads", "processes"])
+def everywhere(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Runs a case over threads, or on two processes."""
+
+    def run(case: Case, *args: Any) -> None:
+        if request.param == "threads":
+            case(None, *args)
+        else:
+            request.getfixturevalue("two").check(_on_rank, case, args)
+
+    return run
+
+
+def _on_rank(rank: int, case: Case, args: tuple[Any, ...]) -> None:
+    case(ps.Mesh(pipe=2), *args)
+
+
+# ── one model, one mini-batch, the plain loop ────────────────────────────────────────────────────────────────
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+    )
+
+
+def data(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, WIDTH, generator=generator), torch.randint(4, (BATCH,), generator=generator)
+
+
+def pipeline(
+    model: nn.Module, schedule: str, mesh: ps.Mesh | None, loss_fn: Any = F.cross_entropy, **options: Any
+) -> ps.Pipeline:
+    plan = ps.split(model, stages=2)
+    return ps.Pipeline(plan, loss_fn, microbatches=PARTS, schedule=schedule, mesh=mesh, **options)
+
+
+def parts(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.chunk(PARTS), y.chunk(PARTS), strict=True))
+
+
+def assert_gradients(pipe: ps.Pipeline, expected: nn.Module | dict[str, Tensor | None], **close: float) -> None:
+    wanted = {n: p.grad for n, p in expected.named_parameters()} if isinstance(expected, nn.Module) else expected
+    for name, parameter in pipe.named_parameters():
+        want = wanted[name]
+        assert (parameter.grad is None) == (want is None), name
+        if parameter.grad is not None and want is not None:
+            assert parameter.grad.dtype is want.dtype
+            rtol, atol = close.get("rtol", 0.0), close.get("atol", 0.0)
+            torch.testing.assert_close(parameter.grad, want, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_parameters(pipe: ps.Pipeline, expected: nn.Module) -> None:
+    wanted = dict(expected.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
+
+
+# ── autocast ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def autocast(mesh: ps.Mesh | None, dtype: torch.dtype, schedule: str, recompute: str) -> None:
+    model, (x, y) = network(), data()
+    plain, outputs, total = copy.deepcopy(model), [], torch.zeros(())
+    for a, b in parts(x, y):
+        with torch.autocast("cpu", dtype):
+            outputs.append(plain(a))
+            loss = F.cross_entropy(outputs[-1], b) / PARTS
+        loss.backward()
+        total += loss.detach()
+    with pipeline(model, schedule, mesh, recompute=recompute) as pipe:
+        with torch.autocast("cpu", dtype):
+            result = pipe.step(x, y)
+        assert result.loss.dtype is torch.float32
+        torch.testing.assert_close(result.loss, total, rtol=1e-6, atol=0)
+        if pipe.has_last_stage:
+            assert result.outputs.dtype is dtype
+            assert torch.equal(result.outputs, torch.cat(outputs))
+        assert_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_autocast(everywhere: Any, dtype: torch.dtype, schedule: str, recompute: str) -> None:
+    everywhere(autocast, dtype, schedule, recompute)
+
+
+# ── GradScaler ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def float32_with_and_without(mesh: ps.Mesh | None, schedule: str) -> None:
+    """Scales that are powers of two change nothing, with momentum, clipping and accumulation over two steps."""
+    trained = []
+    for enabled in (True, False):
+        model = network()
+        with pipeline(model, schedule, mesh) as pipe:
+            scaler = ps.GradScaler(pipe, init_scale=2.0**10, growth_interval=2, enabled=enabled)
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+            losses = []
+            for iteration in range(4):
+                for more in range(2):
+                    losses.append(pipe.step(*data(2 * iteration + more)).loss.item())
+                scaler.unscale_(optimizer)
+                norm = pipe.clip_grad_norm_(0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert scaler.get_scale() == (2.0**12 if enabled else 1.0)
+            trained.append((losses, norm.item(), {name: p.detach().clone() for name, p in pipe.named_parameters()}))
+    (losses, norm, ours), (plain_losses, plain_norm, theirs) = trained
+    assert losses == plain_losses
+    assert norm == plain_norm
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert any(not torch.equal(ours[name], p) for name, p in network().named_parameters() if name in ours)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_float32_parameters_are_those_of_training_without_a_scaler(everywhere: Any, schedule: str) -> None:
+    everywhere(float32_with_and_without, schedule)
+
+
+def float16(mesh: ps.Mesh | None, schedule: str) -> None:
+    """The scale begins too high, so that some steps are not done; it falls, and grows again."""
+    model = network()
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 2}
+    with pipeline(model, schedule, mesh) as pipe:
+        scaler, theirs = ps.GradScaler(pipe, **options), torch.amp.GradScaler("cpu", **options)
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+        plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+        scales = []
+        for iteration in range(12):
+            x, y = data(iteration)
+            for a, b in parts(x, y):
+                with torch.autocast("cpu", torch.float16):
+                    loss = F.cross_entropy(plain(a), b) / PARTS
+                theirs.scale(loss).backward()
+            with torch.autocast("cpu", torch.float16):
+                pipe.step(x, y)
+            theirs.step(plain_optimizer)
+            scaler.step(optimizer)
+            theirs.update()
+            scaler.update()
+            plain_optimizer.zero_grad()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            assert scales[-1] == theirs.get_scale()
+            assert_parameters(pipe, plain)
+        pairs = list(pairwise(scales))
+        assert any(b < a for a, b in pairs), "no step was held back: the case shows nothing"
+        assert any(b > a for a, b in pairs), "the scale never grew: the case shows nothing"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_float16_training_is_that_of_a_plain_loop_with_torchs_scaler(everywhere: Any, schedule: str) -> None:
+    everywhere(float16, schedule)
+
+
+def inf_in_one_stage(mesh: ps.Mesh | None, stage: str) -> None:
+    model = network()
+    before = copy.deepcopy(model)
+    with pipeline(model, "1f1b", mesh) as pipe:
+        scaler = ps.GradScaler(pipe)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.step(*data())
+        for name, parameter in pipe.named_parameters():
+            if name == stage:
+                assert parameter.grad is not None
+                parameter.grad.view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert_parameters(pipe, before)
+        assert scaler.get_scale() == 2.0**15
+        optimizer.zero_grad()
+        pipe.step(*data())
+        scaler.step(optimizer)  # all of them go on
+        scaler.update()
+        assert all(not torch.equal(p, dict(before.named_parameters())[n]) for n, p in pipe.named_parameters())
+
+
+@pytest.mark.parametrize("stage", ["0.weight", "5.bias"])
+def test_inf_in_one_stage_holds_back_all(everywhere: Any, stage: str) -> None:
+    everywhere(inf_in_one_stage, stage)
+
+
+def stage_without_parameters(mesh: ps.Mesh | None, frozen: bool) -> None:
+    """The second stage has no parameters, or none that get gradients."""
+    torch.manual_seed(0)
+    tail = nn.Linear(WIDTH, WIDTH).requires_grad_(False) if frozen else nn.Tanh()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), tail)
+    plan = ps.split(model, balance=[1, 1])
+    with ps.Pipeline(plan, F.cross_entropy, microbatches=PARTS, mesh=mesh) as pipe:
+        scaler = ps.GradScaler(pipe, init_scale=2.0**8, growth_interval=1)
+        own = list(pipe.parameters())
+        optimizer = torch.optim.SGD(own, lr=0.1) if own else None
+        for _ in range(2):
+            pipe.step(*data())
+            scaler.unscale_(optimizer)
+            pipe.clip_grad_norm_(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**10
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_rank_without_gradients_takes_part(everywhere: Any, frozen: bool) -> None:
+    everywhere(stage_without_parameters, frozen)
+
+
+def any_loss(mesh: ps.Mesh | None, kind: str) -> None:
+    """A sum with its count, where a factor puts gradients right at the end; a mean over targets that count; a sum."""
+    x, y = data()
+    y[::3] = -100
+    grads = []
+    for scale in (1.0, 2.0**12):
+        with pipeline(network(), "1f1b", mesh, LOSSES[kind]) as pipe:
+            ps.GradScaler(pipe, init_scale=scale)
+            result = pipe.step(x, y)
+            found = {n: p.grad / scale for n, p in pipe.named_parameters() if p.grad is not None}
+            grads.append((result.loss.item(), found))
+    assert grads[0][1]
+    assert grads[0][0] == grads[1][0], "the loss is not scaled"
+    assert all(torch.equal(grads[0][1][name], grads[1][1][name]) for name in grads[0][1])
+
+
+@pytest.mark.parametrize("kind", ["pair", "ignore", "sum"])
+def test_every_kind_of_loss_is_scaled(everywhere: Any, kind: str) -> None:
+    everywhere(any_loss, kind)
+
+
+def test_a_loss_of_a_plain_call_is_scaled_by_hand() -> None:
+    model = network()
+    plain = copy.deepcopy(model)
+    x, y = data()
+    with pipeline(model, "1f1b", None) as pipe:
+        scaler, theirs = ps.GradScaler(pipe), torch.amp.GradScaler("cpu")
+        optimizer, plain_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (pipe, plain))
+        scaler.scale(F.cross_entropy(pipe(x), y)).backward()
+        outputs = torch.cat([plain(a) for a, _ in parts(x, y)])
+        theirs.scale(F.cross_entropy(outputs, y)).backward()
+        assert_gradients(pipe, plain, rtol=1e-5, atol=1e-2)
+        scaler.step(optimizer)
+        theirs.step(plain_optimizer)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter, dict(plain.named_parameters())[name])
+
+
+# ── accumulate="fp32" ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def summed(
+    model: nn.Module, x: Tensor, y: Tensor, loss_fn: Any = F.cross_entropy, factor: float = 1 / PARTS
+) -> dict[str, Tensor]:
+    """The float32 sums of the micro-batches' gradients, which are in the model's own type."""
+    totals: dict[str, Tensor] = {}
+    for a, b in parts(x, y):
+        one = copy.deepcopy(model)
+        loss = loss_fn(one(a), b)
+        loss.backward(torch.full_like(loss, factor))
+        for name, parameter in one.named_parameters():
+            assert parameter.grad is not None
+            totals[name] = totals[name] + parameter.grad if name in totals else parameter.grad.float()
+    return totals
+
+
+def half_data(dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor]:
+    x, y = data(seed)
+    return x.to(dtype), y
+
+
+def rounded_once(mesh: ps.Mesh | None, dtype: torch.dtype, schedule: str, recompute: str) -> None:
+    model, (x, y) = network().to(dtype), half_data(dtype)
+    expected = {name: total.to(dtype) for name, total in summed(model, x, y).items()}
+    found = {}
+    for how in ("fp32", None):
+        with pipeline(copy.deepcopy(model), schedule, mesh, accumulate=how, recompute=recompute) as pipe:
+            pipe.step(x, y)
+            if how:
+                assert_gradients(pipe, expected)
+            found[how] = [p.grad for p in pipe.parameters()]
+    assert any(not torch.equal(a, b) for a, b in zip(*found.values(), strict=True)), "the example loses no bits"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_gradients_are_the_float32_sum_rounded_once(
+    everywhere: Any, dtype: torch.dtype, schedule: str, recompute: str
+) -> None:
+    everywhere(rounded_once, dtype, schedule, recompute)
+
+
+def earlier_steps(mesh: ps.Mesh | None, schedule: str) -> None:
+    """Between steps the sum is in the parameter's type: rounded once per step. The norm is that of what is left."""
+    model = network().bfloat16()
+    expected: dict[str, Tensor] = {}
+    with pipeline(copy.deepcopy(model), schedule, mesh, accumulate="fp32") as pipe:
+        for seed in range(3):
+            x, y = half_data(torch.bfloat16, seed)
+            pipe.step(x, y)
+            for name, total in summed(model, x, y).items():
+                expected[name] = (total + expected[name] if name in expected else total).bfloat16()
+            assert_gradients(pipe, expected)  # type: ignore[arg-type]
+        whole = torch.stack([grad.float().norm() for grad in expected.values()]).norm()
+        torch.testing.assert_close(pipe.clip_grad_norm_(0.5), whole, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_earlier_steps_left_is_added_to(everywhere: Any, schedule: str) -> None:
+    everywhere(earlier_steps, schedule)
+
+
+def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return F.cross_entropy(output.float(), target, reduction="sum"), 3 * len(target)
+
+
+def counted(mesh: ps.Mesh | None, schedule: str) -> None:
+    model, (x, y) = network().bfloat16(), half_data(torch.bfloat16)
+    totals = summed(model, x, y, lambda output, target: _pair(output, target)[0], 1 / BATCH)
+    factor = BATCH / (3 * BATCH)
+    expected = {name: (total * factor).bfloat16() for name, total in totals.items()}
+    with pipeline(model, schedule, mesh, _pair, accumulate="fp32") as pipe:
+        pipe.step(x, y)
+        assert_gradients(pipe, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_factor_of_a_loss_that_counts_comes_before_the_rounding(everywhere: Any, schedule: str) -> None:
+    everywhere(counted, schedule)
+
+
+def tied(mesh: ps.Mesh | None, schedule: str) -> None:
+    """One weight at both ends. The sum is that of both places' micro-batches, in float32 to the end.
+
+    Over threads both add to one sum, in no fixed order: the last bit of a float32 sum may differ, and at times show.
+    """
+    torch.manual_seed(0)
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    apart = nn.Sequential(first, nn.Tanh(), nn.Tanh(), last).bfloat16()
+    last.load_state_dict(first.state_dict())
+    x, y = half_data(torch.bfloat16)
+    totals = summed(apart, x, y)
+    model = nn.Sequential(first, nn.Tanh(), nn.Tanh(), first)
+    expected = {name: totals[f"0.{name}"] + totals[f"3.{name}"] for name in ("weight", "bias")}
+    plan = ps.split(model, balance=[2, 2])
+    options: dict[str, Any] = {"microbatches": PARTS, "schedule": schedule, "mesh": mesh, "accumulate": "fp32"}
+    with ps.Pipeline(plan, F.cross_entropy, **options) as pipe:
+        for name in ("weight", "bias"):
+            for _ in range(2):
+                pipe.zero_grad()
+                pipe.step(x, y)
+                (grad,) = (p.grad for n, p in pipe.named_parameters() if n.endswith(name))
+                want = expected[name].bfloat16()
+                assert grad is not None
+                close = {"rtol": 2.0**-7, "atol": 1e-6} if mesh is None else {"rtol": 0.0, "atol": 0.0}
+                torch.testing.assert_close(grad, want, **close)
+                assert (grad != want).sum() <= 2
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ties_are_summed_before_the_rounding(everywhere: Any, schedule: str) -> None:
+    everywhere(tied, schedule)
+
+
+class Holds(nn.Module):
+    """Has a module, and does not use it."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1
+
+
+def tied_without_gradient(mesh: ps.Mesh | None) -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(WIDTH, 4), Holds(first)).bfloat16()
+    x, y = half_data(torch.bfloat16)
+    totals = summed(model, x, y)
+    plan = ps.split(model, balance=[2, 2])
+    with ps.Pipeline(plan, F.cross_entropy, microbatches=PARTS, mesh=mesh, accumulate="fp32") as pipe:
+        pipe.step(x, y)
+        for name, parameter in pipe.named_parameters():
+            want = totals[name.replace("3.held.", "0.")].bfloat16()
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, want), name
+
+
+def test_a_tie_that_a_rank_has_no_gradient_for(everywhere: Any) -> None:
+    everywhere(tied_without_gradient)
+
+
+def test_copies_of_a_tie_in_one_process_are_summed_before_the_rounding() -> None:
+    copies = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
+    ties = LocalTies([copies])
+    with Wide(copies), ties.reducing():
+        for which, part in ((0, 1.0), (0, 2.0**-9), (1, 2.0**-9), (1, 2.0**-9)):
+            (copies[which] * part).sum().backward()
+    for parameter in copies:
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.full((2,), 1 + 3 * 2.0**-9).bfloat16())
+    assert copies[0].grad is not copies[1].grad
+
+
+class Fragile(nn.Module):
+    """Passes its input on, and fails in the backward of one micro-batch of the step that is told to."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        moment = ps.current_microbatch()
+        if self.fails and x.requires_grad and moment is not None and moment.index == 3:
+            x.register_hook(_fail)
+        return x * 1
+
+
+def _fail(grad: Tensor) -> Tensor:
+    raise ArithmeticError("told to")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_failed_step_changes_no_gradient(schedule: str) -> None:
+    fragile = Fragile()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), fragile, nn.Linear(WIDTH, 4)).bfloat16()
+    x, y = half_data(torch.bfloat16)
+    plan = ps.split(model, balance=[1, 3])
+    with ps.Pipeline(plan, F.cross_entropy, microbatches=PARTS, schedule=schedule, accumulate="fp32") as pipe:
+        pipe.step(x, y)
+        model[0].zero_grad()
+        before = [(p.grad, None if p.grad is None else p.grad.clone()) for p in pipe.parameters()]
+        fragile.fails = True
+        with pytest.raises(ArithmeticError, match="told to"):
+            pipe.step(x, y)
+        for parameter, (held, value) in zip(pipe.parameters(), before, strict=True):
+            assert parameter.grad is held
+            assert held is None or (value is not None and torch.equal(held, value))
+        fragile.fails = False
+        pipe.zero_grad()
+        pipe.step(x, y)
+        assert_gradients(pipe, {n: t.bfloat16() for n, t in summed(model, x, y).items()})
+
+
+@pytest.mark.parametrize("how", ["fp32", None])
+def test_a_plain_call_sums_its_micro_batches_in_float32_too(how: str | None) -> None:
+    model, (x, y) = network().bfloat16(), half_data(torch.bfloat16)
+    with pipeline(model, "1f1b", None, accumulate=how) as pipe:
+        outputs = pipe(x)
+        sum(F.cross_entropy(a, b) / PARTS for a, b in parts(outputs, y)).backward()  # type: ignore[union-attr]
+        expected = {name: total.bfloat16() for name, total in summed(model, x, y).items()}
+        with nullcontext() if how else pytest.raises(AssertionError):
+            assert_gradients(pipe, expected)  # type: ignore[arg-type]
+
+
+def test_a_way_to_accumulate_that_is_not_known() -> None:
+    with pytest.raises(ps.PlanError, match="accumulate must be 'fp32' or None, got 'fp64'"):
+        pipeline(network(), "1f1b", None, accumulate="fp64")
