@@ -200,6 +200,23 @@ def test_outputs_are_of_a_known_kind(outputs: Any) -> None:
         construct(model, outputs=outputs)
 
 
+def test_running_statistics_live_on_one_rank() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
+    with refused(model, ps.PlanError, r"2\.running_mean keeps running statistics of stages 0 and 2, on ranks 0 and 2"):
+        construct(model)
+    untracked = nn.BatchNorm1d(4, track_running_stats=False)
+    construct(nn.Sequential(untracked, nn.Linear(4, 4), untracked, nn.Linear(4, 4))).close()
+
+
+@pytest.mark.parametrize("option", [{"batchnorm": "late"}, {"accumulate": "fp8"}, {"mesh": 2}, {"offload": True}])
+def test_options_that_cannot_be(option: dict[str, Any]) -> None:
+    model = mlp()
+    ((name, value),) = option.items()
+    with refused(model, ps.PlanError, rf"{name} must be .*got {value if name == 'x' else ''}"):
+        construct(model, **option)
+
+
 def test_a_strategy_is_pipelined_or_sharded_and_agrees_with_the_schedule() -> None:
     model = mlp()
     with refused(model, ps.PlanError, r"'pipelined' or 'sharded', got 'phased'"):

@@ -116,14 +116,6 @@ def test_a_layer_that_stands_in_stages_of_several_devices() -> None:
         assert {name for name, _ in pipe.named_parameters()} >= {"0.weight", "3.weight"}
 
 
-@pytest.mark.usefixtures("every_stage_its_own_place")
-def test_running_statistics_cannot_be_in_two_places() -> None:
-    norm = nn.BatchNorm1d(4)
-    model = nn.Sequential(norm, nn.Linear(4, 4), norm)
-    with pytest.raises(ps.PlanError, match=r"2 keeps running statistics.*one device"):
-        ps.Pipeline(ps.split(model, balance=[1, 1, 1]), F.mse_loss, devices="cpu")
-
-
 def over_processes(rank: int, tied: bool) -> list[float]:
     pipe = ps.Pipeline(plan(tied), F.cross_entropy, microbatches=4, mesh=ps.Mesh())
     assert_trains_as_tied(pipe)

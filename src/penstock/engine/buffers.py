@@ -20,7 +20,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import PlanError
 
-__all__ = ["STATISTICS", "BufferGuard", "Quiet", "Seen", "Spares", "copy_of", "keeps_torch_forward", "version_of"]
+__all__ = [
+    "STATISTICS",
+    "BufferGuard",
+    "Quiet",
+    "Seen",
+    "Spares",
+    "Unnoticed",
+    "copy_of",
+    "keeps_torch_forward",
+    "version_of",
+]
 
 _LARGE = 1 << 20  # bytes: a buffer above that is copied only while it is known, or not yet known, to change
 
@@ -29,6 +39,14 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _NOTHING: Any = object()
 
 Seen = Sequence[tuple[dict[str, Tensor | None], str, Tensor | None]]  # where a buffer is, and what a forward saw there
+
+
+class Unnoticed:
+    """What lets a stage's forward run again without a trace in its buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.quiet = Quiet(module)
+        self.guard = BufferGuard(module)
 
 
 class Quiet:

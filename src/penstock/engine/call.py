@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from penstock.engine.batchnorm import committing
 from penstock.engine.context import ambient, surround
 from penstock.engine.head import Head
 from penstock.engine.local import Job, LocalCrew, Work
@@ -60,7 +61,7 @@ class Flight:
 
     def forward(self, inputs: list[Message]) -> list[Message]:
         ends = Ends(inputs, outputs=[None] * self.count)
-        with self.crew.lock:
+        with self.crew.lock, committing(self.crew.norms):
             self.crew.head.begin([1] * self.count, None, None)
             self.crew.run(self._job(0, ends), grad=True, occasion=self.occasion)
             self.own = self.crew.head.own

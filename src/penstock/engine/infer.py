@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.engine.context import Ambient
 from penstock.engine.message import depart, depart_apart
@@ -59,6 +60,8 @@ class FakeStage:
                 part._forward_pre_hooks.clear()
                 part._backward_hooks.clear()
                 part._backward_pre_hooks.clear()
+                if isinstance(part, _BatchNorm) and part.momentum is None:
+                    part.momentum = 0.0  # it would ask a fake tensor for its value, to learn nothing of shapes
             self.run = copied
 
 

@@ -18,6 +18,8 @@ __all__ = ["cut", "cut_targets"]
 
 def cut(value: Any, microbatches: int, device: torch.device) -> tuple[tuple[int, ...], list[Message]]:
     """The sizes of the micro-batches, and their messages on ``device``; tensors stay in the caller's graph."""
+    if value is None:
+        raise PlanError("there are no inputs: pass what the model takes")
     size = batch_size(value, "inputs")
     if size == 0:
         raise PlanError("the mini-batch is empty: its tensors have no entries along dimension 0")

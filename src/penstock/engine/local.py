@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.batchnorm import committing, norms_of
 from penstock.engine.channel.local import LocalLane
 from penstock.engine.context import Ambient, Occasions, ambient, surround
 from penstock.engine.head import Head
@@ -23,6 +24,7 @@ from penstock.engine.runner import Ends, Runner, Wiring, compile_program
 from penstock.engine.stage import Slot, StageEngine, make_slots
 from penstock.engine.ties import LocalTies
 from penstock.engine.workers import Workers
+from penstock.errors import PlanError
 from penstock.schedule.lower import lower
 from penstock.schedule.program import Instruction
 from penstock.schedule.schedule import Schedule
@@ -64,6 +66,7 @@ class LocalCrew:
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = placement
         self.ties = LocalTies(copies)
+        self.norms = norms_of(self.stages)
         self.occasions = Occasions()
         self.streaming = False  # whether a stream of mini-batches is under way
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
@@ -82,15 +85,17 @@ class LocalCrew:
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """Forward and backward of one mini-batch; gradients are added to the parameters' ``.grad``."""
-        with self.lock:
+        with self.lock, committing(self.norms):
             return self._train(value, targets, outputs)
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
+        if targets is None and self.head.rule.call is not None:
+            raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
         parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
         job = self.job(self.source.training(len(sizes)))
         self.head.begin(sizes, parts, outputs, training=True)
-        job.ends.inputs = [message.detached() for message in messages]
+        job.ends.inputs = [message.alone() for message in messages]
         job.ends.seed = self.head.seed
         job.ends.grads = [()] * len(sizes)
         with self.ties.reducing():
@@ -102,7 +107,7 @@ class LocalCrew:
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """The outputs of one mini-batch, and its loss where there are targets, without a graph."""
-        with self.lock:
+        with self.lock, committing(self.norms):
             return self._evaluate(value, targets, outputs)
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from penstock.errors import PlanError
 
 __all__ = ["Message", "depart", "depart_apart", "merge", "share_out"]
 
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _PythonNode = torch._C._FunctionBase
 _FIRST = (0,)
 
@@ -34,6 +37,15 @@ class Message(NamedTuple):
     def detached(self) -> Message:
         """The same value apart from any graph."""
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return self._replace(leaves=leaves)
+
+    def alone(self) -> Message:
+        """The same value apart from any graph, and from other micro-batches.
+
+        These are parts of one tensor, and share its version counter: a stage that changes one of them in place would
+        spoil what was saved of the others.
+        """
+        leaves = [_unsafe_view(leaf.detach(), leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._replace(leaves=leaves)
 
 
@@ -65,8 +77,11 @@ def _edge(tensor: Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr)
 
 
-def depart(output: Any) -> tuple[Message, Sequence[GradientEdge]]:
-    """An output as a message, its data apart from its graph: what is sent can be freed while the graph stays."""
+def depart(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[GradientEdge]]:
+    """An output as a message, its data apart from its graph: what is sent can be freed while the graph stays.
+
+    ``stage`` is where it comes from, if it goes to another one: then no tensors may be hidden in it.
+    """
     if isinstance(output, Tensor):
         if output.requires_grad:
             return Message([output.detach()], LEAF, _FIRST), (_edge(output),)
@@ -80,15 +95,29 @@ def depart(output: Any) -> tuple[Message, Sequence[GradientEdge]]:
                 wants.append(i)
                 roots.append(_edge(leaf))
             leaves[i] = leaf.detach()
+        elif stage is not None and type(leaf) not in PLAIN:
+            _refuse_hidden_tensors(leaf, stage)
     return Message(leaves, spec, wants), roots
 
 
-def depart_apart(outputs: Any, count: int) -> tuple[list[Message | None], list[GradientEdge]]:
+def _refuse_hidden_tensors(leaf: Any, stage: int) -> None:
+    """An object that nobody can take apart would take its tensors' graph along, or lose their gradients."""
+    members = {**getattr(leaf, "__dict__", {})}
+    members |= {name: getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())}
+    hidden = [name for name, value in members.items() if isinstance(value, Tensor)]
+    if hidden:
+        raise PlanError(
+            f"stage {stage} gives a {type(leaf).__name__} with a tensor in it ({hidden[0]}) to the next one: let "
+            "tensors, and tuples, lists and dicts of tensors, cross between stages, or cut elsewhere"
+        )
+
+
+def depart_apart(outputs: Any, count: int, stage: int | None = None) -> tuple[list[Message | None], list[GradientEdge]]:
     """One message for each edge out of the stage, and the ends of the graph of all of them."""
     if not isinstance(outputs, tuple) or len(outputs) != count:
         found = f"{len(outputs)} values" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
         raise PlanError(f"a stage with {count} edges to later stages gave {found}: give a tuple with a value for each")
-    parts = [depart(output) for output in outputs]
+    parts = [depart(output, stage=stage) for output in outputs]
     tensors = [[x for x in message.leaves if isinstance(x, Tensor)] for message, _ in parts]
     uses = Counter(storage for row in tensors for storage in {_storage(x) for x in row})
     messages: list[Message | None] = []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.agree import Agreement, Announcement, Refused
+from penstock.engine.batchnorm import committing, norms_of
 from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import Group, open_group, speaks_nccl
 from penstock.engine.channel.process import ChannelError, Wire
@@ -74,17 +75,20 @@ class ProcessCrew:
         self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
         self.runner: Runner | None = None
         self.occasions = Occasions()
+        self.norms = norms_of(self.stages)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
-        outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
+        with committing(self.norms):
+            outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
         return outcome
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank."""
-        outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs))
+        with committing(self.norms):
+            outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs))
         return outcome
 
     def everywhere(self, outputs: Any) -> Any:
@@ -134,7 +138,7 @@ class ProcessCrew:
         return self.agreement.announce(training, ambient(), sizes, messages), messages
 
     def _feed(self, job: Job, messages: Sequence[Message], count: int, *, grad: bool) -> None:
-        job.ends.inputs = [message.detached() for message in messages]
+        job.ends.inputs = [message.alone() for message in messages]
         job.ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), count, self.occasions.next(training=grad))
         self.runner = job.runner

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from penstock.engine.buffers import Seen
 from penstock.engine.keep import Keeper
 from penstock.engine.message import Message
 from penstock.engine.moment import MicroBatch
@@ -18,13 +19,14 @@ __all__ = ["Replay"]
 class Replay:
     """One forward to be run again. Its output's graph is dropped at once; this is all that stays until then."""
 
-    __slots__ = ("draws", "keeper", "message", "moment", "versions")
+    __slots__ = ("draws", "keeper", "message", "moment", "seen", "versions")
 
     def __init__(self) -> None:
         self.message: Message | None = None
         self.versions: Sequence[int | None] = ()
         self.draws: Draws = []
         self.keeper = Keeper()
+        self.seen: Seen = ()  # buffers that the forward changed, as it found them
         self.moment: MicroBatch | None = None
 
     def keep(self, message: Message, moment: MicroBatch | None) -> None:
@@ -44,6 +46,7 @@ class Replay:
 
     def clear(self) -> None:
         self.message = self.moment = None
+        self.seen = ()
         self.draws.clear()
         self.keeper.clear()
 

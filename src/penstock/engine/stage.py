@@ -15,13 +15,15 @@ are edges out of the stage. The stage does not know where messages come from or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 
+from penstock.engine.batchnorm import DeferredBatchNorm
+from penstock.engine.buffers import Unnoticed
 from penstock.engine.head import Head
 from penstock.engine.message import Message, depart, depart_apart, share_out
 from penstock.engine.moment import MicroBatch, here
@@ -104,6 +106,8 @@ class StageEngine:
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
         self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
         self.randomness: Randomness | None = None  # there when draws are seeded, or must be repeated
+        self.unnoticed: Unnoticed | None = None  # there when forwards are run again
+        self.norms: DeferredBatchNorm | None = None  # there when statistics are those of the mini-batch
         self._recorder: Recorder | None = None
 
     def new_queue(self) -> WeightGradQueue:
@@ -120,8 +124,11 @@ class StageEngine:
             return
         replay.keep(message, self.moments[microbatch] if self.moments else None)
         here.checkpointing, here.keeper = True, replay.keeper
+        assert self.unnoticed is not None
+        self.unnoticed.guard.before(self.mode)
         try:
             self._run(microbatch, message, slot)
+            replay.seen = self.unnoticed.guard.after()
         finally:
             here.checkpointing, here.keeper = False, None
         slot.inputs = slot.roots = ()
@@ -161,7 +168,7 @@ class StageEngine:
         versions = [leaves[i]._version for i in shared] if shared else None
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
-            if slot.bare and self.around is None and self.randomness is None:
+            if slot.bare and self.around is None and self.randomness is None and self.norms is None:
                 output = self._call(microbatch, value, slot)
             else:
                 with surroundings(self, microbatch, slot, leaves, again):
@@ -182,9 +189,9 @@ class StageEngine:
         elif careful:
             self._look_for_changes(leaves, wants, inputs)
         if self.gives > 1:
-            slot.messages, slot.roots = depart_apart(output, self.gives)
+            slot.messages, slot.roots = depart_apart(output, self.gives, self.index)
         else:
-            slot.message, slot.roots = depart(output)
+            slot.message, slot.roots = depart(output, stage=self.index if self.head is None else None)
 
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """Learn whether the module changes its inputs in place.
@@ -218,8 +225,11 @@ class StageEngine:
             if grad is None:
                 roots, grads = _present(roots, grads)
                 break
-        if roots:
+        if roots and self.norms is None:
             _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
+        elif roots and self.norms is not None:
+            with self.norms.quiet:  # a checkpoint of the user's may run a forward in here
+                _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         if len(inputs) == 1:
             (leaf,) = inputs
             slot.grads = (leaf.grad,)
@@ -258,7 +268,8 @@ class StageEngine:
         if not roots or not targets:
             found = [None] * len(targets)
         else:
-            found = list(_run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
+            with nullcontext() if self.norms is None else self.norms.quiet:
+                found = list(_run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
         slot.grads = found[: len(slot.inputs)]
         if slot.shares:
             slot.rows = share_out(slot.grads, slot.shares)

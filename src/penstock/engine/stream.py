@@ -14,6 +14,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from penstock.engine.batchnorm import committing, norms_of
 from penstock.engine.context import ambient, surround
 from penstock.engine.head import Head
 from penstock.engine.inputs import cut
@@ -79,7 +80,8 @@ def _start(crew: LocalCrew, value: Any) -> _UnderWay:
         if crew.placement[-1] == rank:
             crew.head.begin([1] * len(sizes), None, None)
             batch.own = crew.head.own
-        task()
+        with committing(norms_of({stage.index: stage for stage in own})):
+            task()
 
     tasks = [partial(part, rank, task) for rank, task in enumerate(crew.tasks(job, grad=False))]
     batch.report = crew.workers.start(tasks)

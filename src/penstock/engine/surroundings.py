@@ -20,7 +20,8 @@ def surroundings(
     ``again`` says that the forward has run before. Where the recording of weight gradients is all there is, it is
     entered without a stack, which would cost more than it does.
     """
-    if stage.around is None and stage.randomness is None and slot.replay is None and not slot.away:
+    plain = stage.around is None and stage.randomness is None and stage.norms is None
+    if plain and slot.replay is None and not slot.away:
         assert slot.queue is not None
         return slot.queue.recording()
     stack = ExitStack()
@@ -33,6 +34,13 @@ def surroundings(
     if stage.randomness is not None:
         draws = None if slot.replay is None else slot.replay.draws
         stack.enter_context(stage.randomness.forward(stage.mode, microbatch, draws, again))
+    if again:
+        assert stage.unnoticed is not None
+        assert slot.replay is not None
+        stack.enter_context(stage.unnoticed.quiet if stage.norms is None else stage.norms.quiet)
+        stack.enter_context(stage.unnoticed.guard.seeing(slot.replay.seen))
+    elif stage.norms is not None:
+        stack.enter_context(stage.norms.counting)
     if slot.queue is not None:
         stack.enter_context(slot.queue.recording())
     if slot.replay is not None and slot.replay.keeper.used:

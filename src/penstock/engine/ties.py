@@ -16,11 +16,9 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.engine.accumulate import give_grad, sums
 from penstock.engine.channel.group import Group
-from penstock.errors import PlanError
 from penstock.split.plan import Plan, Tie
 
 __all__ = ["LocalTies", "ProcessTies", "Ties", "place_ties"]
@@ -167,11 +165,6 @@ def _part_modules(modules: Mapping[int, nn.Module], places: Mapping[int, Hashabl
             stateless = next(chain(module.parameters(), module.buffers()), None) is None
             if stateless or home.setdefault(id(module), place) == place:
                 continue
-            if isinstance(module, _BatchNorm) and module.track_running_stats:
-                raise PlanError(
-                    f"{path} keeps running statistics and stands in stages of several devices, where they would "
-                    "differ: put these stages on one device"
-                )
             twins.setdefault(id(module), _twin(module))
             owner, _, leaf = path.rpartition(".")
             modules[stage].get_submodule(owner)._modules[leaf] = twins[id(module)]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.split.balance import divide
+from penstock.split.balance import check_limits, divide
 from penstock.split.block import Stage
 from penstock.split.fronts import line_of
 from penstock.split.line import Groups, Line
@@ -33,7 +33,7 @@ def split(
     blocks: str | None = None,
     sample: Any = None,
     memory: Any = None,
-    shared_weights: Shared = (),
+    shared_weights: Shared | None = None,
 ) -> Plan:
     """Cut ``model`` into stages. The model is not changed: stages hold its own modules, under their own names.
 
@@ -50,22 +50,26 @@ def split(
 
     ``shared_weights=[("a.weight", "b.weight")]`` makes separate parameters one.
     """
+    shared = shared_weights or ()
     named = isinstance(stages, (list, tuple))
     line = line_of(model, stages=None if named else stages, cuts=cuts, blocks=blocks, sample=sample)  # type: ignore[arg-type]
     if not isinstance(stages, (list, tuple)):
-        return plan_of(line, _groups(line, stages, balance, cuts, sample, memory), shared_weights)
+        return plan_of(line, _groups(line, stages, balance, cuts, sample, memory), shared)
     if balance is not None:
         raise PlanError(f"stages={list(stages)} says which blocks each stage has: balance={balance!r} cannot change it")
-    plan = plan_of(line, groups_by_name(line, stages), shared_weights)
+    groups = groups_by_name(line, stages)
+    if memory is not None:
+        check_limits(line, groups, memory, sample)
+    plan = plan_of(line, groups, shared)
     return replace(plan, devices=devices_of_stages(stages) or plan.devices)
 
 
 def _groups(
     line: Line, stages: Any, balance: Sequence[int] | str | None, cuts: Any, sample: Any, memory: Any
 ) -> Groups:
-    if stages is None and balance is None:
-        if cuts is not None:
-            return [(layer,) for layer in line.layers]
-        if line.devices():
-            return groups_by_device(line)
+    if stages is None and balance is None and (cuts is not None or line.devices()):
+        groups = [(layer,) for layer in line.layers] if cuts is not None else groups_by_device(line)
+        if memory is not None:
+            check_limits(line, groups, memory, sample)
+        return groups
     return divide(line, balance=balance, stages=stages, sample=sample, memory=memory)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.split.line import Line
+from penstock.split.line import Groups, Line
 from penstock.split.measure import measure
 from penstock.split.partition import Bag, OverLimit, partition
 from penstock.split.weights import TRAINED, Measurement, limits_of, memory_pieces, parameter_counts, readable
 
-__all__ = ["balance_by_size", "balance_by_time", "divide"]
+__all__ = ["balance_by_size", "balance_by_time", "check_limits", "divide"]
 
 WORDS = ("uniform", "parameters", "time", "memory")
 
@@ -45,8 +45,6 @@ def divide(
         raise PlanError("say how to cut: either balance=[2, 2] (layers per stage) or stages=2, not both")
     if word is None and balance is not None:
         sizes = _given(line, balance)
-        if memory is not None:
-            _check_limits(line, sizes, limits_of(memory, len(sizes)), _measured(line, sample))
     else:
         count = _count(line, stages)
         word = word or ("parameters" if sample is None else "time")
@@ -56,7 +54,10 @@ def divide(
         measured = _measured(line, sample) if limits is not None or word in ("time", "memory") else None
         sizes = _even(line, count, word, measured, limits=limits)
     ends = list(accumulate(sizes))
-    return [line.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    groups = [line.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    if memory is not None and word is None:
+        check_limits(line, groups, memory, sample)
+    return groups
 
 
 def balance_by_time(
@@ -162,17 +163,16 @@ def _over(line: Line, stages: int, limits: list[int], error: OverLimit, measured
     return "; ".join(lines).replace(":;", ":")
 
 
-def _check_limits(line: Line, sizes: list[int], limits: list[int], measured: Measurement | None) -> None:
-    """A balance that the user gave must keep the limits that the user gave."""
-    pieces, start = memory_pieces(line, measured), 0
-    for stage, (size, limit) in enumerate(zip(sizes, limits, strict=True)):
-        needs = sum({key: value for piece in pieces[start : start + size] for key, value in piece.items()}.values())
+def check_limits(line: Line, groups: Groups, memory: Any, sample: Any) -> None:
+    """Stages that the user chose must keep the limits that the user gave."""
+    pieces = dict(zip(line.layers, memory_pieces(line, _measured(line, sample)), strict=True))
+    for stage, (layers, limit) in enumerate(zip(groups, limits_of(memory, len(groups)), strict=True)):
+        needs = sum({key: value for layer in layers for key, value in pieces[layer].items()}.values())
         if needs > limit:
             raise PlanError(
-                f"balance={sizes} gives stage {stage} layers that need {readable(needs)}, but its limit is "
-                f"{readable(limit)}: give it fewer layers"
+                f"stage {stage} has layers that need {readable(needs)}, but its limit is {readable(limit)}: give it "
+                "fewer layers"
             )
-        start += size
 
 
 def _refuse(balance: object) -> NoReturn:

@@ -75,6 +75,7 @@ def check_plan(plan: Plan, sample: Any, *, rtol: float | None = None, atol: floa
     """
     line, (args, kwargs) = plan.attached(), call_of(sample)
     model = line.model
+    _refuse_unequal_shares(model, plan)
     devices = devices_of(model, (args, kwargs))
     alike = Alike(rtol or 0.0, atol or 0.0)
     last = plan.num_stages - 1
@@ -119,6 +120,18 @@ def check_plan(plan: Plan, sample: Any, *, rtol: float | None = None, atol: floa
     if not report:
         raise PlanError(str(report))
     return report
+
+
+def _refuse_unequal_shares(model: nn.Module, plan: Plan) -> None:
+    """Parameters that are to be one must be equal, or the pipeline computes something else than the model."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for names in plan.recipe.get("shared_weights", ()):
+        for name in names[1:]:
+            if not torch.equal(parameters[name], parameters[names[0]]):
+                raise PlanError(
+                    f"{names[0]} and {name} are to be one parameter, but have different values: the pipeline will use "
+                    f"those of {names[0]}, and the model does not"
+                )
 
 
 # ── one run ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.errors import PlanError
@@ -35,6 +36,9 @@ def line_of(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule) or getattr(model, "_orig_mod", None) is not None:
+        kind = "compiled" if hasattr(model, "_orig_mod") else "scripted"
+        raise PlanError(f"a {kind} model cannot be cut: split the model it was made of, and compile its blocks")
     if blocks is not None and cuts is not None:
         raise PlanError("say where to cut once: either cuts=[…] (before these modules) or blocks=… (a list of blocks)")
     if blocks is not None:

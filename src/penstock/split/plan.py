@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -141,6 +142,8 @@ class Plan:
         from penstock.split.fronts import line_from
         from penstock.split.planning import plan_of
 
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"a plan is attached to an nn.Module, got {type(model).__name__}")
         line = line_from(model, self.recipe)
         mine = [layer for layers in self.groups for layer in layers]
         if sorted(mine) != sorted(line.layers):
@@ -148,17 +151,40 @@ class Plan:
                 f"the plan is for {len(mine)} layers ({_short(mine)}), but the model has {len(line.layers)} "
                 f"({_short(line.layers)}): this is a plan of another model"
             )
-        fresh = plan_of(line, self.groups)
+        fresh = plan_of(line, self.groups, self.recipe.get("shared_weights", ()))
         for index, (spec, its) in enumerate(zip(self.stages, fresh.stages, strict=True)):
             if spec != its:
                 raise PlanError(
                     f"the plan's stage {index} is {list(spec.layers)} with {spec.parameters} parameters, but the "
                     f"model's is {list(its.layers)} with {its.parameters}: this is a plan of another model"
                 )
+        pairs = [sorted((edge.src, edge.dst) for edge in plan.edges) for plan in (self, fresh)]
+        if pairs[0] != pairs[1]:
+            raise PlanError(
+                f"the plan has edges {pairs[0]}, but the model's stages pass values along {pairs[1]}: its forward is "
+                "another one, so split it again"
+            )
+        if set(self.ties) != set(fresh.ties):
+            shown = [[" = ".join(tie.names) for tie in plan.ties] or ["nothing"] for plan in (self, fresh)]
+            raise PlanError(
+                f"the plan ties {', '.join(shown[0])}, but in the model {', '.join(shown[1])} is tied: split it again"
+            )
         return replace(self, line=line)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What was found out about the model is found out again: it holds on to code, locks and the like.
+        return _restored, (self.to_json(), self.model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return _restored(self.to_json(), copy.deepcopy(self.model, memo))
 
     def __str__(self) -> str:
         return _table(self)
+
+
+def _restored(text: str, model: nn.Module | None) -> Plan:
+    plan = Plan._from_data(json.loads(text))
+    return plan if model is None else plan.attach(model)
 
 
 def _table(plan: Plan) -> str:

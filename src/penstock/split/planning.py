@@ -32,6 +32,6 @@ def plan_of(line: Line, groups: Groups, shared: Shared = ()) -> Plan:
         line.edges(groups),
         find_ties(line, groups, shared),
         devices=wanted if len(wanted) == len(groups) else None,
-        recipe=dict(line.recipe),
+        recipe={**line.recipe, **({"shared_weights": [list(names) for names in shared]} if shared else {})},
         line=line,
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from penstock.engine.batchnorm import DeferredBatchNorm
+from penstock.engine.buffers import Unnoticed
 from penstock.engine.head import Head
 from penstock.engine.hostcopy import HostPool
 from penstock.engine.local import LocalCrew
@@ -44,6 +47,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
     plan.attached()
     options.check()
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise PlanError(f"mesh must be ps.Mesh(pipe=…), got {type(mesh).__name__}")
     rule = loss_rule(options.loss_fn, options.reduction)
     if mesh is not None and options.devices is not None:
         raise PlanError("devices= is for threads in this process; under a mesh, say Mesh(pipe=…, device=…)")
@@ -57,6 +62,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         places=None if named is None else len(named),
         recompute=options.recompute,
     )
+    _refuse_shared_statistics(plan, source.placement)
     device_of = _devices(plan, options, mesh, source)
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
     placed = plan.placed(source.placement, device_of)
@@ -72,6 +78,10 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         stage = StageEngine(s, module, device_of[s], head, takes=takes, gives=gives)
         if options.seed is not None or source.recomputes(s):
             stage.randomness = Randomness(module, device_of[s], options.seed)
+            if source.recomputes(s):
+                stage.unnoticed = Unnoticed(module)
+        if options.batchnorm == "deferred":
+            stage.norms = DeferredBatchNorm(module, s)
         if pool is not None:
             stage.offload = activation_offload(device_of[s], pool, module)
         stages.append(stage)
@@ -88,3 +98,20 @@ def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSo
     wanted = marked_devices(plan, source) if options.devices is None else options.devices
     of_rank = assign(wanted, source.ranks)
     return [of_rank[rank] for rank in source.placement]
+
+
+def _refuse_shared_statistics(plan: Plan, placement: Sequence[int]) -> None:
+    """Running statistics that stages of several ranks update would be updated in no certain order, or fall apart."""
+    line = plan.attached()
+    home: dict[int, int] = {}
+    for stage, layers in enumerate(plan.groups):
+        for layer in layers:
+            for name, tensor in line.members(layer):
+                if not name.endswith(("running_mean", "running_var")):
+                    continue
+                other = home.setdefault(id(tensor), stage)
+                if placement[other] != placement[stage]:
+                    raise PlanError(
+                        f"{name} keeps running statistics of stages {other} and {stage}, on ranks "
+                        f"{placement[other]} and {placement[stage]}: put them on one rank, or use a layer in each"
+                    )

@@ -44,8 +44,28 @@ def materialise(
         row[:] = [made.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
     for stage, module in modules.items():
         if described[stage] and init is not None:
-            with torch.no_grad():
-                init(module)
+            try:
+                with torch.no_grad():
+                    init(module)
+            except Exception as error:
+                error.add_note(f"in init of stage {stage}")
+                raise
+            _refuse_unfilled(stage, module, described[stage])
+
+
+def _refuse_unfilled(stage: int, module: nn.Module, names: Sequence[str]) -> None:
+    """What was made holds nothing but NaN until it is filled."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    left = [name for name in names if _is_float(state[name]) and bool(state[name].isnan().all())]
+    if left:
+        raise PlanError(
+            f"init left {len(left)} tensors of stage {stage} without values ({left[0]} is one): it must fill all "
+            "parameters and buffers, those too that are not in the state dict"
+        )
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _make(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
@@ -56,6 +76,8 @@ def _make(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> N
                     continue
                 if id(tensor) not in made:
                     empty = torch.empty_like(tensor, device=device)
+                    if _is_float(empty):
+                        empty.fill_(torch.nan)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                 members[name] = made[id(tensor)]  # type: ignore[assignment]

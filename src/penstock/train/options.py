@@ -34,6 +34,7 @@ class Options:
     seed: int | None
     offload: Offload | None
     accumulate: str | None
+    batchnorm: str
 
     @property
     def order(self) -> str | Schedule:
@@ -42,7 +43,8 @@ class Options:
 
     def shared(self) -> dict[str, Any]:
         """What must be the same on every rank, beside the schedule."""
-        return {"seed": self.seed, "accumulate": self.accumulate, "outputs_everywhere": self.outputs_everywhere}
+        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere")
+        return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
         """One clear message for what cannot be, before anything is built."""
@@ -54,6 +56,8 @@ class Options:
                 f"strategy='sharded' sends one micro-batch at a time through all stages, which schedule="
                 f"{self.schedule!r} does not: leave one of them out"
             )
+        if self.batchnorm not in ("microbatch", "deferred"):
+            raise PlanError(f"batchnorm must be 'microbatch' or 'deferred', got {self.batchnorm!r}")
         if self.accumulate not in (None, "fp32"):
             raise PlanError(f"accumulate must be 'fp32' or None, got {self.accumulate!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):

@@ -84,6 +84,7 @@ class Pipeline:
         recompute: Recompute = "never",
         seed: int | None = None,
         accumulate: str | None = None,
+        batchnorm: str = "microbatch",
         offload: Offload | None = None,
     ) -> None:
         options = Options(
@@ -99,9 +100,10 @@ class Pipeline:
             recompute=recompute,
             seed=seed,
             accumulate=accumulate,
+            batchnorm=batchnorm,
             offload=offload,
         )
-        meeting = None if mesh is None else Meeting(mesh.ranks, mesh.pipe_rank)
+        meeting = Meeting(mesh.ranks, mesh.pipe_rank) if isinstance(mesh, Mesh) else None
         try:
             built = build(plan, options, mesh, meeting)
         except BaseException as error:
@@ -331,8 +333,8 @@ class Pipeline:
         """What enters the first stage: of a tuple of positional arguments, a dict of keywords, or one value."""
         if inputs is None:
             return None
-        if isinstance(inputs, dict):
-            return self._line.arguments((), inputs)
+        if isinstance(inputs, Mapping):
+            return self._line.arguments((), dict(inputs))
         return self._line.arguments(inputs if isinstance(inputs, tuple) else (inputs,), {})
 
     def _check_open(self) -> None:

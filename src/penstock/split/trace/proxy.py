@@ -241,17 +241,19 @@ def recorded_calls(tracer: Any, thread: int) -> Iterator[None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         own = original.__get__(None, cls)
-        passes = cls is torch.utils.checkpoint.CheckpointFunction  # its backward is that of what it runs
-        if passes or threading.get_ident() != thread or not holds((args, kwargs), fx.Proxy):
+        if threading.get_ident() != thread or not holds((args, kwargs), fx.Proxy):
             return own(*args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:  # its backward is that of what it runs, without a graph
+            function, _, *inputs = args
+            return function(*inputs)
         return tracer.create_proxy("call_function", own, args, kwargs, name=cls.__name__)
 
     def call(self: Lazy, *args: Any, **kwargs: Any) -> Any:
         return tracer.call_module(self, partial(called, self), args, kwargs)
 
-    function, lazy = cast(Any, torch.autograd.Function), cast(Any, Lazy)
-    function.apply, lazy.__call__ = classmethod(apply), call
+    functions, lazy = cast(Any, torch.autograd.Function), cast(Any, Lazy)
+    functions.apply, lazy.__call__ = classmethod(apply), call
     try:
         yield
     finally:
-        function.apply, lazy.__call__ = original, called
+        functions.apply, lazy.__call__ = original, called
