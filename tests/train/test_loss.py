@@ -157,7 +157,9 @@ def test_cross_entropy_over_pixels() -> None:
 
 
 def test_cross_entropy_of_targets_that_are_no_tensor_says_so() -> None:
-    with pytest.raises(ps.PlanError, match="tensor as target, got NoneType"):
+    with pytest.raises(ps.PlanError, match="tensor as target, got str"):
+        step(mlp(), batch(), "seven", F.cross_entropy)
+    with pytest.raises(ps.PlanError, match=r"no targets: pass them to step"):
         step(mlp(), batch(), None, F.cross_entropy)
 
 

@@ -70,6 +70,53 @@ def test_a_sum_needs_outputs_of_one_shape() -> None:
         pipe.step(batch(9), batch(9))
 
 
+def test_outputs_that_do_not_have_the_samples_first_are_not_joined() -> None:
+    class Transposed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.t()
+
+    class Tokens(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.repeat_interleave(3, 0)
+
+    with ps.Pipeline(ps.split(nn.Sequential(*mlp(), Transposed()), stages=2), microbatches=3, devices="cpu") as pipe:
+        with pytest.raises(ps.PlanError, match=r"\[3, 3, 3\] samples have \[4, 4, 4\] entries.*samples first"):
+            pipe.evaluate(batch(9))
+        assert pipe.evaluate(batch(9), outputs="final").outputs.shape == (4, 3)
+    model = nn.Sequential(*mlp(), Tokens())
+    with pipeline(model) as pipe:
+        torch.testing.assert_close(pipe.evaluate(batch(9)).outputs, model(batch(9)).detach())
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss itself, and gives it alone or among other things."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.alone = nn.Linear(4, 4), nn.Linear(4, 4), alone
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        out = self.second(torch.tanh(self.first(x)))
+        loss = F.mse_loss(out, y)
+        return loss if self.alone else {"loss": loss, "out": out}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_loss_among_the_outputs_is_that_of_the_mini_batch(alone: bool) -> None:
+    model, x, y = OwnLoss(alone), batch(10), batch(10, seed=3)
+    expected = model(x, y)
+    with ps.Pipeline(ps.split(model, stages=2), microbatches=4, devices="cpu") as pipe:
+        result = pipe.step((x, y))
+        torch.testing.assert_close(result.outputs, expected)
+        torch.testing.assert_close(result.loss, expected if alone else expected["loss"])
+        torch.testing.assert_close(pipe.evaluate((x, y)).outputs, expected)
+        torch.testing.assert_close(next(iter(pipe.stream([(x, y)]))), expected)
+        pipe.zero_grad()
+        found = pipe(x, y)
+        (found if alone else found["loss"]).backward()
+        (expected if alone else expected["loss"]).backward()
+
+
 def everywhere(rank: int, outputs: Any) -> None:
     model, x = mlp(), batch(8)
     wanted = expected(model, outputs, x)

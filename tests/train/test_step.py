@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -438,3 +438,58 @@ def test_a_model_without_anything_to_train_says_so() -> None:
     model = mlp().requires_grad_(False)
     with pipeline(model) as pipe, pytest.raises(ps.PlanError, match="nothing to train"):
         pipe.step(batch(), batch())
+
+
+# ── what testing by hand found ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_first_stage_that_changes_its_input_in_place() -> None:
+    """Micro-batches are parts of one tensor, and shared its version counter: one change spoiled what all had saved."""
+
+    class Scale(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2)
+
+    model = nn.Sequential(Scale(), nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = plain_step(copy.deepcopy(model), batch(), batch(seed=3), F.mse_loss)
+    with ps.Pipeline(ps.split(model, stages=2), F.mse_loss, microbatches=4, devices="cpu") as pipe:
+        assert_same(pipe.step(batch(), batch(seed=3)).loss, expected.loss)
+        assert_same(gradients(pipe.named_parameters()), expected.gradients)
+
+
+def test_tensors_hidden_in_an_object_do_not_cross() -> None:
+    """In a thread they took their graph along, and ``pipe(x).backward()`` lost their gradients."""
+
+    class Box:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Wraps(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Box(super().forward(x))
+
+    class Unwraps(nn.Linear):
+        def forward(self, box: Any) -> Tensor:
+            return super().forward(box.value)
+
+    plan = ps.split(nn.Sequential(Wraps(4, 4), Unwraps(4, 4)), stages=2)
+    says = r"stage 0 gives a Box with a tensor in it \(value\)"
+    with ps.Pipeline(plan, F.mse_loss, devices="cpu") as pipe, pytest.raises(ps.PlanError, match=says):
+        pipe.step(batch(), batch())
+
+
+def test_inputs_may_be_any_mapping() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.second(torch.tanh(self.first(x)))
+
+    model = Net()
+    with ps.Pipeline(ps.split(model, stages=2), F.mse_loss, microbatches=2, devices="cpu") as pipe:
+        result = pipe.step(UserDict(x=batch()), batch())
+        assert_same(result.outputs, model(batch()).detach())
+        with pytest.raises(ps.PlanError, match="no inputs"), torch.no_grad():
+            pipe()

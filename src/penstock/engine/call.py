@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,18 +12,17 @@ from torch.autograd.function import once_differentiable
 
 from penstock.engine.batchnorm import committing
 from penstock.engine.context import ambient, surround
-from penstock.engine.head import Head
 from penstock.engine.local import Job, LocalCrew, Work
 from penstock.engine.message import Message
 from penstock.engine.microbatch import join
 from penstock.engine.replay import Replay
 from penstock.engine.runner import Ends
+from penstock.engine.settle import Settlement
 from penstock.engine.stage import Slot, StageEngine
 from penstock.engine.ties import LocalTies
 from penstock.engine.tree import Spec, unflatten
 from penstock.schedule.lower import lower
 from penstock.schedule.schedule import Schedule
-from penstock.split.counted import Counted
 
 __all__ = ["Flight", "call"]
 
@@ -32,11 +31,18 @@ class Flight:
     """One call of the pipeline: its slots live until its backward is over, or nobody can ask for it any more."""
 
     def __init__(
-        self, crew: LocalCrew, schedule: Schedule, parameters: Sequence[nn.Parameter], wide: bool = False
+        self,
+        crew: LocalCrew,
+        schedule: Schedule,
+        sizes: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        wide: bool = False,
     ) -> None:
         self.crew = crew
         programs = lower(schedule, crew.edges)
+        self.sizes = sizes
         self.count = schedule.num_microbatches
+        self.settlement = Settlement(())
         self.halves = [
             [[i for i in program.instructions if i.kind in kinds] for program in programs]
             for kinds in (("F", "SEND_F"), ("R", "B", "SEND_B"))
@@ -57,14 +63,13 @@ class Flight:
         self.over = False
         self.keep = False
         self.template: tuple[list[Any], Spec] = ([], None)
-        self.own: Mapping[int, Counted] = {}
 
     def forward(self, inputs: list[Message]) -> list[Message]:
         ends = Ends(inputs, outputs=[None] * self.count)
         with self.crew.lock, committing(self.crew.norms):
-            self.crew.head.begin([1] * self.count, None, None)
+            self.crew.head.begin(self.sizes, None, None)
             self.crew.run(self._job(0, ends), grad=True, occasion=self.occasion)
-            self.own = self.crew.head.own
+            self.settlement = self.crew.head.settlement
         assert ends.outputs is not None
         return [message for message in ends.outputs if message is not None]
 
@@ -159,7 +164,7 @@ def call(flight: Flight, inputs: list[Message]) -> Any:
     leaves, spec = flight.template
     tensors_out = iter(result)
     joined = unflatten([next(tensors_out) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-    return Head.settle(joined, flight.own)
+    return flight.settlement.settle(joined)
 
 
 class _Call(torch.autograd.Function):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from penstock.engine.loss import LossRule, find_loss
 from penstock.engine.microbatch import can_join
 from penstock.engine.moment import here
 from penstock.engine.outputs import Collector, Outputs, collector
+from penstock.engine.settle import Settlement
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 from penstock.split.counted import Counted
@@ -36,7 +36,7 @@ class Head:
         self.weights: Sequence[float | Tensor] = ()
         self.losses: list[Tensor | None] = []
         self.counts: list[Any] = []  # what the losses, as sums, are to be divided by, all together
-        self.own: dict[int, Counted] = {}  # of the micro-batches whose loss the model computed
+        self.settlement = Settlement(())
 
     def begin(
         self, sizes: Sequence[int], targets: Sequence[Any] | None, outputs: Outputs, *, training: bool = False
@@ -47,10 +47,11 @@ class Head:
         self.batch = sum(sizes)
         self.targets = targets or ()
         self.weights = self.rule.weights(sizes, self.targets) if targets is not None else ()
-        self.collector = collector(outputs, len(sizes))
+        self.collector = collector(outputs, sizes)
         self.losses = [None] * len(sizes)
         self.counts = []
-        self.own = {}
+        alone = self.rule.call is None
+        self.settlement = Settlement([float(w) for w in self.rule.weights(sizes, ())] if alone else ())
 
     def targets_of(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
         """The targets of an evaluation's micro-batches; None where there is no loss to compute."""
@@ -63,10 +64,8 @@ class Head:
 
         In a forward that runs for the second time, all there is to keep has been kept.
         """
-        counted = None
-        if isinstance(output, Counted):
-            counted, output = output, output.output
-            self.own[microbatch] = replace(counted, output=None)
+        counted = output if isinstance(output, Counted) else None
+        output = self.settlement.note(microbatch, output)
         kept = self.collector
         if kept is not None and not here.recomputing and kept.wants(microbatch):
             # In a step, an output of a kind that cannot be joined is there for its loss alone.
@@ -112,7 +111,7 @@ class Head:
         """The gradient of the mini-batch's loss by this micro-batch's."""
         loss = self.losses[microbatch]
         assert loss is not None
-        weight = 1 / self.batch if self.counts else 1.0 if self.own else self.weights[microbatch]
+        weight = 1 / self.batch if self.counts else 1.0 if self.settlement.own else self.weights[microbatch]
         if isinstance(weight, Tensor):
             return [(weight * self.scale).to(loss.device, loss.dtype).reshape(loss.shape)]
         return [torch.full_like(loss, weight * self.scale)]
@@ -128,7 +127,7 @@ class Head:
             count = sum(float(count) for count in self.counts)
             factor = self.batch / count if count else math.nan  # as the plain mean over nothing
             return losses.sum() * (factor / self.batch), factor
-        if self.own:
+        if self.settlement.own:
             return losses.sum(), None
         weights = [w.to(losses) if isinstance(w, Tensor) else losses.new_tensor(w) for w in self.weights]
         return (losses * torch.stack(weights)).sum(), None
@@ -136,26 +135,13 @@ class Head:
     def take_outputs(self) -> Any:
         """The outputs of the mini-batch that were to be kept; nothing of it is kept here any longer."""
         kept = self.collector
-        whole = None if kept is None else self.settle(kept.result(), self.own)
+        whole = None if kept is None else self.settlement.settle(kept.result())
         self.clear()
         return whole
 
-    @staticmethod
-    def settle(joined: Any, own: Mapping[int, Counted]) -> Any:
-        """The loss that a model put into its outputs, of the mini-batch instead of its micro-batches."""
-        losses = joined["loss"] if own and isinstance(joined, MutableMapping) and "loss" in joined else None
-        if isinstance(losses, Tensor) and losses.dim() and len(losses) == len(own):
-            counts = [own[k].count for k in sorted(own)]
-            if any(count is None for count in counts):
-                joined["loss"] = losses.sum()
-            else:
-                count = torch.stack([torch.as_tensor(n).to(losses) for n in counts])
-                joined["loss"] = torch.where(count > 0, losses * count, 0.0).sum() / count.sum()
-        return joined
-
     def clear(self) -> None:
         self.collector = None
-        self.losses, self.counts, self.targets, self.own = [], [], (), {}
+        self.losses, self.counts, self.targets = [], [], ()
 
 
 def _wide(loss: Tensor) -> Tensor:

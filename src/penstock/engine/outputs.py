@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
@@ -39,8 +40,9 @@ class Collector:
 
 
 class _Picked(Collector):
-    def __init__(self, picked: list[int]) -> None:
+    def __init__(self, picked: list[int], sizes: Sequence[int]) -> None:
         self.picked = picked
+        self.sizes = sizes
         self.outputs: dict[int, Any] = {}
 
     def wants(self, microbatch: int) -> bool:
@@ -50,7 +52,12 @@ class _Picked(Collector):
         self.outputs[microbatch] = output
 
     def result(self) -> Any:
-        return join([self.outputs[k] for k in self.picked]) if self.picked else None
+        if not self.picked:
+            return None
+        outputs = [self.outputs[k] for k in self.picked]
+        if len(outputs) > 1:
+            _refuse_other_layouts([flatten(output)[0] for output in outputs], [self.sizes[k] for k in self.picked])
+        return join(outputs)
 
 
 class _Folded(Collector):
@@ -70,8 +77,9 @@ class _Folded(Collector):
         return self.so_far
 
 
-def collector(outputs: Outputs, count: int) -> Collector | None:
-    """What keeps the outputs of ``count`` micro-batches; None where none are to be kept."""
+def collector(outputs: Outputs, sizes: Sequence[int]) -> Collector | None:
+    """What keeps the outputs of micro-batches of these sizes; None where none are to be kept."""
+    count = len(sizes)
     if outputs is None:
         return None
     if callable(outputs):
@@ -80,8 +88,8 @@ def collector(outputs: Outputs, count: int) -> Collector | None:
         return _Folded(_add)
     every = every_of(outputs)
     if outputs == "final":
-        return _Picked([count - 1])
-    return _Picked([k for k in range(count) if (k + 1) % every == 0])
+        return _Picked([count - 1], sizes)
+    return _Picked([k for k in range(count) if (k + 1) % every == 0], sizes)
 
 
 def every_of(outputs: Outputs) -> int:
@@ -94,6 +102,20 @@ def every_of(outputs: Outputs) -> int:
     raise PlanError(
         f"outputs must be 'all', 'final', 'sum', 'every:N', a function of (so_far, output), or None: got {outputs!r}"
     )
+
+
+def _refuse_other_layouts(outputs: Sequence[Sequence[Any]], sizes: Sequence[int]) -> None:
+    """Outputs are joined along the first dimension, so it must hold samples: one entry for each, or as many for all."""
+    for column in zip(*outputs, strict=False):
+        if not all(isinstance(x, Tensor) and x.dim() for x in column):
+            continue
+        per_sample = {Fraction(len(x), size) for x, size in zip(column, sizes, strict=True)}
+        if len(per_sample) > 1 or len(column[0]) % sizes[0]:
+            raise PlanError(
+                f"outputs of micro-batches of {list(sizes)} samples have {[len(x) for x in column]} entries along "
+                "their first dimension, and cannot be joined there: return outputs with the samples first, or say "
+                "outputs='final' or None"
+            )
 
 
 def _add(so_far: Any, output: Any) -> Any:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -16,16 +16,15 @@ from typing import Any
 
 from penstock.engine.batchnorm import committing, norms_of
 from penstock.engine.context import ambient, surround
-from penstock.engine.head import Head
 from penstock.engine.inputs import cut
 from penstock.engine.local import Job, LocalCrew
 from penstock.engine.microbatch import join
 from penstock.engine.runner import Ends
+from penstock.engine.settle import Settlement
 from penstock.engine.stage import Slot
 from penstock.engine.tree import unflatten
 from penstock.engine.workers import Report
 from penstock.schedule.lower import lower
-from penstock.split.counted import Counted
 
 __all__ = ["stream"]
 
@@ -37,7 +36,7 @@ AHEAD = 2
 class _UnderWay:
     job: Job
     report: Report
-    own: Mapping[int, Counted]  # of the outputs whose loss the model computed
+    settlement: Settlement
 
 
 def stream(crew: LocalCrew, values: Iterable[Any]) -> Iterator[Any]:
@@ -71,15 +70,15 @@ def _start(crew: LocalCrew, value: Any) -> _UnderWay:
         [program.instructions for program in programs], len(sizes), slots, Ends(inputs, outputs=[None] * len(sizes))
     )
     state, occasion = ambient(), crew.occasions.next(training=False)
-    batch = _UnderWay(job, Report(SimpleQueue()), {})
+    batch = _UnderWay(job, Report(SimpleQueue()), Settlement(()))
 
     def part(rank: int, task: Callable[[], None]) -> None:
         """A worker prepares its own stages: others may still be busy with the mini-batch before."""
         own = [stage for s, stage in crew.stages.items() if crew.placement[s] == rank]
         surround(own, state, len(sizes), occasion)
         if crew.placement[-1] == rank:
-            crew.head.begin([1] * len(sizes), None, None)
-            batch.own = crew.head.own
+            crew.head.begin(sizes, None, None)
+            batch.settlement = crew.head.settlement
         with committing(norms_of({stage.index: stage for stage in own})):
             task()
 
@@ -96,4 +95,4 @@ def _take(crew: LocalCrew, batch: _UnderWay) -> Any:
         raise
     assert batch.job.ends.outputs is not None
     messages = [message for message in batch.job.ends.outputs if message is not None]
-    return Head.settle(join([unflatten(message.leaves, message.spec) for message in messages]), batch.own)
+    return batch.settlement.settle(join([unflatten(message.leaves, message.spec) for message in messages]))

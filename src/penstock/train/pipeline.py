@@ -205,7 +205,7 @@ class Pipeline:
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         wide = self._wide is not None
-        return call(Flight(self._crew, self._source.fill_drain(len(sizes)), trainable, wide), messages)
+        return call(Flight(self._crew, self._source.fill_drain(len(sizes)), sizes, trainable, wide), messages)
 
     @property
     def has_first_stage(self) -> bool:
