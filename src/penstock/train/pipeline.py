@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.engine.accumulate import Wide
@@ -27,13 +26,12 @@ from penstock.schedule.schedule import Schedule
 from penstock.split.plan import Plan
 from penstock.train.aside import Aside
 from penstock.train.build import build
-from penstock.train.clip import clip_grad_norm
 from penstock.train.devices import Devices
 from penstock.train.materialise import Init
+from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
 from penstock.train.options import Options
-from penstock.train.state import load_state, state_of
 
 __all__ = ["Pipeline", "StepResult"]
 
@@ -49,7 +47,7 @@ class StepResult:
     seconds: float
 
 
-class Pipeline:
+class Pipeline(Members):
     """Trains the model of a plan, stage by stage, micro-batch by micro-batch, to the plain model's result.
 
     ``loss_fn(output, target)`` gives the loss of a micro-batch, averaged or summed over its samples as it says of
@@ -65,6 +63,8 @@ class Pipeline:
     ``recompute`` runs forwards again for their backward instead of keeping what they made: ``"always"``, for all but
     the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
     ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
+    ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
+    precision's gradients in single, ``offload`` keeps on the host what waits. docs/training.md tells more.
     """
 
     def __init__(
@@ -222,92 +222,11 @@ class Pipeline:
         """The schedule of a step of a full number of micro-batches."""
         return self._source.training(self._source.microbatches)
 
-    @property
-    def loss_scale(self) -> float:
-        """What ``step`` multiplies the gradients by, and not the loss: a ``GradScaler`` sets it, on every rank."""
-        return self._loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        self._loss_scale = scale
-        for stage in self._crew.stages.values():
-            if stage.head is not None:
-                stage.head.scale = scale
-
-    def agree(self, number: float) -> float:
-        """The largest of the ranks' numbers, on all of them. Every rank calls it."""
-        self._check_open()
-        if not isinstance(self._crew, ProcessCrew):
-            return number
-        return float(self._crew.reduce(torch.tensor(number, dtype=torch.float64), True))
-
-    # ── what an optimizer and a checkpoint touch ─────────────────────────────────────────────────────────────
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that live in this process, under the model's own names, each once."""
-        seen: set[int] = set()
-        for module in self._modules.values():
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that live in this process, each once."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it."""
         if self._offload is None or not self._offload.optimizer:
             raise PlanError("offload_optimizer needs Pipeline(…, offload=Offload(optimizer=True))")
         return offload_optimizer(optimizer, self._offload)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as an optimizer's ``zero_grad``."""
-        for module in self._modules.values():
-            module.zero_grad(set_to_none)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""
-        self._check_open()
-        counts = self._crew.ties.counts
-        if isinstance(self._crew, ProcessCrew):
-            return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, self._crew.reduce)
-        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts)
-
-    def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers under the plain model's own names.
-
-        Under a mesh these are this rank's stages; with ``full=True`` every rank gets the whole model's, on the CPU.
-        """
-        own = state_of(self._modules)
-        if not full or not isinstance(self._crew, ProcessCrew):
-            return {name: own[name] for name in dict.fromkeys((*self._model.state_dict(), *own)) if name in own}
-        parts = self._crew.gather({name: tensor.cpu() for name, tensor in own.items()})
-        whole = {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's counts
-        return {name: whole[name] for name in self._model.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict of the plain model, or of a pipeline cut anyhow; under a mesh, a rank takes its part."""
-        load_state(self._model, self._modules, state, strict, self.plan.ties)
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Put the stages of this process into training mode, as ``nn.Module.train``."""
-        self._model.train(mode)
-        for module in self._modules.values():
-            module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Put the stages of this process into evaluation mode."""
-        return self.train(False)
-
-    @property
-    def training(self) -> bool:
-        return self._model.training
 
     # ── life and death ───────────────────────────────────────────────────────────────────────────────────────
 

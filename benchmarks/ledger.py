@@ -1,0 +1,146 @@
+"""The bytes that are alive, by the stage that made them: storages seen at the operations of every thread.
+
+A dispatch mode sees what the operations of its thread take and give, those of autograd's backward too. A storage that
+is given and was not there before is new, and a weak reference says when it is gone; what a kernel allocates for itself
+is not seen. Hooks on the first and the last layer of each stage tell which stage a thread is in, and watch new threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Ledger", "known_answer"]
+
+
+@dataclass(eq=False)
+class Entry:
+    bytes: int
+    stage: int
+    watch: weakref.ref[Any] | None = None
+
+
+class Ledger:
+    """The storages that were made since ``reset`` and are alive, by the stage that made them, on any thread."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+        self.lock = threading.RLock()  # a storage may die in the midst of a note
+        self.here = threading.local()
+        self.reset()
+
+    def reset(self) -> None:
+        with self.lock:
+            self.entries: dict[int, Entry] = {}
+            self.alive, self.most = [0] * self.stages, [0] * self.stages
+            self.total = self.most_total = 0
+            self.at_entry: dict[int, list[int]] = {}  # what was alive when a stage was entered last
+
+    def enter(self, stage: int) -> None:
+        """What this thread makes from now on counts for ``stage``."""
+        self.here.stage = stage
+        with self.lock:
+            self.at_entry[stage] = list(self.alive)
+        if not getattr(self.here, "watched", False):  # a dispatch mode sees one thread: each gets its own
+            self.here.watched = True
+            Watch(self).__enter__()
+
+    def note(self, tensor: Tensor, made: bool) -> None:
+        """A tensor that an operation took (then it is old) or gave."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        with self.lock:
+            if key in self.entries:
+                return
+            entry = Entry(storage.nbytes() if made else 0, getattr(self.here, "stage", 0))
+            entry.watch = weakref.ref(storage, lambda _: self.drop(key, entry))
+            self.entries[key] = entry
+            self.add(entry.stage, entry.bytes)
+
+    def drop(self, key: int, entry: Entry) -> None:
+        with self.lock:
+            if self.entries.get(key) is entry:  # not one of before the reset
+                del self.entries[key]
+                self.add(entry.stage, -entry.bytes)
+
+    def add(self, stage: int, size: int) -> None:
+        self.alive[stage] += size
+        self.total += size
+        self.most[stage] = max(self.most[stage], self.alive[stage])
+        self.most_total = max(self.most_total, self.total)
+
+    @contextmanager
+    def watching(self, stages: Sequence[Sequence[nn.Module]]) -> Iterator[None]:
+        """Meanwhile a thread that goes into a stage's forward or backward is seen to, and this thread all the time."""
+
+        def into(stage: int, *_: Any) -> None:
+            self.enter(stage)
+
+        def onto(stage: int, module: nn.Module, args: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(partial(into, stage))
+
+        with ExitStack() as stack:
+            for stage, layers in enumerate(stages):
+                stack.callback(layers[0].register_forward_pre_hook(partial(into, stage)).remove)
+                stack.callback(layers[-1].register_forward_hook(partial(onto, stage)).remove)
+            self.here.watched = True
+            stack.enter_context(Watch(self))
+            yield
+
+
+class Watch(TorchDispatchMode):
+    """Shows a ledger what the operations of one thread take and give, those of autograd's backward too."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensors_of((*args, *kwargs.values())):
+            self.ledger.note(tensor, made=False)
+        out = func(*args, **kwargs)
+        for tensor in tensors_of((out,)):
+            self.ledger.note(tensor, made=True)
+        return out
+
+
+def tensors_of(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)
+
+
+def known_answer(number: int = 4) -> float:
+    """What the ledger finds over what is known, where it is: threads that each keep the outputs of ten tanh."""
+    ledger = Ledger(number)
+    size, depth, kept = 2**10, 10, []
+
+    def work(stage: int) -> None:
+        ledger.enter(stage)
+        x = torch.ones(size, requires_grad=True)
+        for _ in range(depth):
+            x = torch.tanh(x)
+        kept.append(x)
+
+    threads = [threading.Thread(target=work, args=(stage,)) for stage in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = ledger.total
+    kept.clear()
+    assert ledger.total == 0, f"{ledger.total} bytes are said to be alive when nothing is"
+    return found / (number * (depth + 1) * size * 4)

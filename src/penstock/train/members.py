@@ -1,0 +1,107 @@
+"""What an optimizer, a checkpoint and a loss scaler touch of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.local import LocalCrew
+from penstock.engine.process import ProcessCrew
+from penstock.split.plan import Plan
+from penstock.train.clip import clip_grad_norm
+from penstock.train.state import load_state, state_of
+
+__all__ = ["Members"]
+
+
+class Members:
+    """The parameters and buffers of a pipeline's stages: those of this process, and of the whole model."""
+
+    plan: Plan
+    _model: nn.Module
+    _modules: dict[int, nn.Module]
+    _crew: LocalCrew | ProcessCrew
+    _loss_scale: float
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that live in this process, under the model's own names, each once."""
+        seen: set[int] = set()
+        for module in self._modules.values():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that live in this process, each once."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as an optimizer's ``zero_grad``."""
+        for module in self._modules.values():
+            module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""
+        self._check_open()
+        counts = self._crew.ties.counts
+        if isinstance(self._crew, ProcessCrew):
+            return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, self._crew.reduce)
+        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts)
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
+        """Parameters and buffers under the plain model's own names.
+
+        Under a mesh these are this rank's stages; with ``full=True`` every rank gets the whole model's, on the CPU.
+        """
+        own = state_of(self._modules)
+        if not full or not isinstance(self._crew, ProcessCrew):
+            return {name: own[name] for name in dict.fromkeys((*self._model.state_dict(), *own)) if name in own}
+        parts = self._crew.gather({name: tensor.cpu() for name, tensor in own.items()})
+        whole = {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's counts
+        return {name: whole[name] for name in self._model.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state dict of the plain model, or of a pipeline cut anyhow; under a mesh, a rank takes its part."""
+        load_state(self._model, self._modules, state, strict, self.plan.ties)
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the stages of this process into training mode, as ``nn.Module.train``."""
+        self._model.train(mode)
+        for module in self._modules.values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the stages of this process into evaluation mode."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        return self._model.training
+
+    @property
+    def loss_scale(self) -> float:
+        """What ``step`` multiplies the gradients by, and not the loss: a ``GradScaler`` sets it, on every rank."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._loss_scale = scale
+        for stage in self._crew.stages.values():
+            if stage.head is not None:
+                stage.head.scale = scale
+
+    def agree(self, number: float) -> float:
+        """The largest of the ranks' numbers, on all of them. Every rank calls it."""
+        self._check_open()
+        if not isinstance(self._crew, ProcessCrew):
+            return number
+        return float(self._crew.reduce(torch.tensor(number, dtype=torch.float64), True))
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
