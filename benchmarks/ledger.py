@@ -36,6 +36,8 @@ class Ledger:
         self.stages = stages
         self.lock = threading.RLock()  # a storage may die in the midst of a note
         self.here = threading.local()
+        self.leaving = False
+        self.first: Watch | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -50,9 +52,13 @@ class Ledger:
         self.here.stage = stage
         with self.lock:
             self.at_entry[stage] = list(self.alive)
-        if not getattr(self.here, "watched", False):  # a dispatch mode sees one thread: each gets its own
-            self.here.watched = True
-            Watch(self).__enter__()
+        watch: Watch | None = getattr(self.here, "watch", None)
+        if watch is None and not self.leaving:  # a dispatch mode sees one thread: each gets its own
+            self.here.watch = Watch(self)
+            self.here.watch.__enter__()
+        elif watch is not None and self.leaving and watch is not self.first:
+            self.here.watch = None
+            watch.__exit__(None, None, None)
 
     def note(self, tensor: Tensor, made: bool) -> None:
         """A tensor that an operation took (then it is old) or gave."""
@@ -80,7 +86,10 @@ class Ledger:
 
     @contextmanager
     def watching(self, stages: Sequence[Sequence[nn.Module]]) -> Iterator[None]:
-        """Meanwhile a thread that goes into a stage's forward or backward is seen to, and this thread all the time."""
+        """Meanwhile a thread that goes into a stage's forward or backward is watched, and this thread all the time.
+
+        With ``leaving`` set, the next step's threads are left as they were found: they must not end with a mode on.
+        """
 
         def into(stage: int, *_: Any) -> None:
             self.enter(stage)
@@ -93,8 +102,8 @@ class Ledger:
             for stage, layers in enumerate(stages):
                 stack.callback(layers[0].register_forward_pre_hook(partial(into, stage)).remove)
                 stack.callback(layers[-1].register_forward_hook(partial(onto, stage)).remove)
-            self.here.watched = True
-            stack.enter_context(Watch(self))
+            self.first = self.here.watch = Watch(self)
+            stack.enter_context(self.first)
             yield
 
 

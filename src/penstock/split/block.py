@@ -33,7 +33,7 @@ class Block:
 
     def __init__(self, name: str, device: str | torch.device | None = None) -> None:
         self.name = checked_name(name)
-        self.device = checked_device(name, device)
+        self.device = checked_device(f"block {name!r}", device)
 
     def __enter__(self) -> Block:
         trace = recorder()
@@ -110,8 +110,10 @@ class Stage:
     """The blocks of one stage, and where it goes: ``ps.Stage("B1", "B2").on("cuda:0")``."""
 
     def __init__(self, *blocks: str, device: str | torch.device | None = None) -> None:
-        self.blocks = tuple(blocks)
-        self.device = checked_device("a stage", device)
+        if not blocks:
+            raise PlanError("a stage needs blocks: ps.Stage('B1', 'B2')")
+        self.blocks = tuple(checked_name(block) for block in blocks)
+        self.device = checked_device(f"the stage of {', '.join(self.blocks)}", device)
 
     def on(self, device: str | torch.device) -> Stage:
         """The same stage, on ``device``."""
@@ -129,13 +131,13 @@ def checked_name(name: object) -> str:
     return name
 
 
-def checked_device(name: object, device: object) -> str | None:
+def checked_device(name: str, device: object) -> str | None:
     """A device's name."""
     if device is None:
         return None
     if not isinstance(device, (str, torch.device)):
-        raise PlanError(f"the device of block {name!r} is a string or a torch.device, got {device!r}")
+        raise PlanError(f"the device of {name} is a string or a torch.device, got {device!r}")
     try:
         return str(torch.device(device))
     except RuntimeError as error:
-        raise PlanError(f"block {name!r} names a device {device!r} that torch does not know: {error}") from error
+        raise PlanError(f"{name} names a device {device!r} that torch does not know: {error}") from error

@@ -95,6 +95,8 @@ class Plan:
 
     def stage_module(self, index: int) -> nn.Module:
         """One stage: the model's own module objects, under their own names."""
+        if not 0 <= index < self.num_stages:
+            raise PlanError(f"there is no stage {index}: the plan has {self.num_stages} (0..{self.num_stages - 1})")
         return self.attached().stage(self.groups, index)
 
     def check(self, sample: Any, *, rtol: float | None = None, atol: float | None = None) -> CheckReport:
@@ -128,6 +130,9 @@ class Plan:
     def _from_data(cls, data: dict[str, Any]) -> Plan:
         if data["penstock_plan"] != FORMAT:
             raise PlanError(f"plan format {data['penstock_plan']} cannot be read here: expected {FORMAT}")
+        for what in ("devices", "ranks"):
+            if data[what] is not None and len(data[what]) != len(data["stages"]):
+                raise PlanError(f"the plan has {len(data['stages'])} stages, but {len(data[what])} {what}")
         return cls(
             stages=tuple(StageSpec(tuple(s["layers"]), s["parameters"], s["bytes"]) for s in data["stages"]),
             edges=tuple(Edge(e["src"], e["dst"], tuple(e["values"])) for e in data["edges"]),

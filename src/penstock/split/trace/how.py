@@ -210,7 +210,7 @@ class Cuts(How):
         self.targets: dict[str, str] = {}
         for name in self.cuts:
             if name not in modules or not name:
-                hint = did_you_mean(name, modules)
+                hint = did_you_mean(name, filter(None, modules))
                 raise PlanError(f"{type(model).__name__} has no module {name!r} to cut before{hint}")
             path = canonical[id(modules[name])]
             if path in self.targets:
@@ -232,8 +232,12 @@ class Cuts(How):
                 raise PlanError(f"the forward of {kind} never calls {name}: it cannot be cut before it")
             if max(counts) > 1:
                 raise PlanError(f"the forward calls {name} {max(counts)} times: a cut lies before one call")
-        if not any(n.meta["layer"] is None for n in self.main.graph.nodes if n.op.startswith("call")):
+        begun = {node.meta["layer"] for node in self.main.graph.nodes if node.op.startswith("call")}
+        if None not in begun:
             raise PlanError(f"nothing runs before {self.main.order[0]}: a cut there would leave an empty stage")
+        for mark, following in zip(self.main.order, self.main.order[1:], strict=False):
+            if mark not in begun:
+                raise PlanError(f"nothing runs between {mark} and {following}: name one of them, not both")
 
     def tracer(self) -> SegmentTracer:
         return SegmentTracer(self.model, self.expanded, lambda path: path if path in self.targets else None)

@@ -9,7 +9,7 @@ No stage runs the whole forward when a model is split, so its source says which 
         x = self.norm(x)                        # norm: after
         return self.loss(x, labels)             # loss, labels: after
 
-The forwards of the containers on the way to the trunk, and methods called on ``self``, are read in their place.
+The forwards of the containers on the way to the trunk, and methods of ``self``, are read in their place.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ class _Reader:
         member = full[len(home) + 1 if home else 0 :].split(".")[0]
         if member in container._modules or member in container._parameters or member in container._buffers:
             self.events.append(_Event("part", join(home, member)))
-        elif inspect.isroutine(getattr(type(container), member, None)) and called:
-            self.read(container, home, member)
+        elif inspect.isroutine(getattr(type(container), member, None)) and not hasattr(nn.Module, member):
+            self.read(container, home, member)  # called, or handed to what calls it: checkpoint(self.run, x)
 
     def dotted(self, node: ast.expr) -> tuple[str | None, list[ast.expr]]:
         """The name after ``self``, None where the expression does not start there; and what else is in it."""
