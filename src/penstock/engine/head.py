@@ -88,7 +88,7 @@ class Head:
         if self.training and not loss.requires_grad:
             raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
         if not here.recomputing:
-            self.losses[microbatch] = loss.detach()
+            self.losses[microbatch] = loss.detach().clone()  # its memory may be as large as the output's
         return loss
 
     def _own_loss(self, loss: Any, counted: Counted) -> Any:

@@ -35,10 +35,12 @@ class Workers:
     def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
         """One worker per device; ``cpu_threads`` is how many threads an operator may use on the CPU in each of them."""
         self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
-        for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True)):
-            threading.Thread(
-                target=_work, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
-            ).start()
+        self._threads = [
+            threading.Thread(target=_work, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True)
+            for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
         self._end = weakref.finalize(self, _stop, self.inboxes)
 
     def run(self, jobs: Sequence[Job], cancel: Callable[[], None]) -> None:
@@ -72,8 +74,11 @@ class Workers:
             raise failure
 
     def close(self) -> None:
-        """End the threads. Closing twice is harmless."""
+        """End the threads, and wait for them for a moment. Closing twice is harmless."""
         self._end()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(5)
 
     @property
     def closed(self) -> bool:

@@ -47,8 +47,8 @@ def with_recompute(schedule: Schedule, modes: Sequence[str]) -> Schedule:
     """The same schedule with an ``R`` right before each backward of the micro-batches that ``modes`` names.
 
     Nothing stands between the two, so no rank keeps more than one recomputed micro-batch; and an ``R`` waits for
-    nobody, so it runs in the time in which the gradient is awaited. ``"except_last"`` leaves out the last micro-batch,
-    whose backward comes soon. What the schedule recomputes already stays as it is.
+    nobody, so it runs in the time in which the gradient is awaited. ``"except_last"`` leaves out the last micro-batch:
+    one forward less, for what it made kept until its backward. What the schedule recomputes already stays as it is.
     """
     there = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
     last = schedule.num_microbatches - 1

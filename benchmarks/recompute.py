@@ -1,0 +1,214 @@
+"""(f) What each recompute mode keeps and costs: a U-Net and a deep transformer, against the plain model.
+
+Four stages on four threads train a mini-batch of m micro-batches. Counted are the bytes that a step makes and that are
+alive at the same time: activations, messages and gradients of activations; not parameters, their gradients and the
+mini-batch, which are there before. Each counts for the stage in whose forward or backward it was made, and the most of
+three steps is shown.
+
+The closed form is built from the plain model's run of one micro-batch, seen stage by stage:
+
+    A  what the forward leaves alive          Y  what of that goes to later stages, which keep it as their input
+    P  what its backward needs, with A, at the worst moment
+    G  gradients of inputs that wait for an earlier stage: as many as that stage is backwards behind, its distance
+
+    n = m micro-batches in flight for gpipe, min(m, p - rank) for 1f1b
+    never         (n-1) A + P + G
+    always          n Y   + P + G       the inputs of all in flight, and one that is recomputed
+    except_last   (n-1) Y + A + P + G   backwards run oldest first: the last one, which is kept, waits for all others
+                  (n-1) Y + P + G       where they run newest first, as in torchgpipe: it is the first to go
+
+A total is the sum over the ranks, at most: not all are at their worst at once. The plain model has no G, and one P at a
+time. Under gpipe nothing but the others' pace keeps a late rank from running further ahead, and G from growing.
+
+An operation uses one thread, so that the plain model has one core and our ranks have as many as there are: ``over
+never`` is the price of recomputing; ``over loop``, over the plain model micro-batch by micro-batch, is a matter of
+cores, too. torchgpipe is measured where it is installed (it is no dependency); on a CPU one thread does all its work,
+and its loss is that of all outputs joined. On a GPU all ranks share one, and the total is what its allocator says.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.common import interleave, medians
+from benchmarks.ledger import Ledger, known_answer
+from benchmarks.recompute_cases import RANKS, Case, Step, Variant, cases, variants
+from benchmarks.report import check, table
+
+__all__ = ["run", "show"]
+
+MIB = 2**20
+
+
+# ── what is expected ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Bytes of one micro-batch, by stage of the plain model."""
+
+    A: list[int]
+    Y: list[int]
+    P: list[int]
+    G: list[int]
+
+
+def anatomy(case: Case) -> Anatomy:
+    case = replace(case, device=torch.device("cpu"))
+    model, stages = case.model()
+    x, y = (tensor[: case.size] for tensor in case.data())
+    F.mse_loss(model(x), y).backward()  # the gradients of the parameters are there from now on
+    ledger = Ledger(RANKS)
+    held: list[Tensor] = []
+    with ledger.watching(stages):
+        with torch.no_grad():
+            model(x)
+        # edges[s][t]: what stage s made and stage t is the last to use
+        edges = [[0] * RANKS for _ in range(RANKS)]
+        for s, t in combinations(range(RANKS), 2):
+            later = ledger.at_entry[t + 1][s] if t + 1 < RANKS else 0
+            edges[s][t] = ledger.at_entry[t][s] - later
+        ledger.reset()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        worked = list(ledger.most)
+        del loss
+        ledger.reset()
+        hooks = [layers[-1].register_forward_hook(lambda m, a, output: held.append(output)) for layers in stages[:-1]]
+        loss = F.mse_loss(model(x), y)  # a pipeline keeps each stage's input, whether its backward needs it or not
+        kept = list(ledger.alive)
+        del loss
+        for hook in hooks:
+            hook.remove()
+    waiting = [sum(edges[s][t] * (t - s) for s in range(t)) for t in range(RANKS)]
+    return Anatomy(kept, [sum(row) for row in edges], worked, waiting)
+
+
+def expected(variant: Variant, parts: Anatomy, m: int) -> tuple[list[int], int]:
+    """The closed form: bytes of each stage, and in all."""
+    if variant.schedule in ("whole", "accumulate"):
+        n = m if variant.schedule == "whole" else 1
+        on_top = max(p - a for a, p in zip(parts.A, parts.P, strict=True))
+        return [n * p for p in parts.P], n * (sum(parts.A) + on_top)
+    found = []
+    for stage, (a, y, p, g) in enumerate(zip(parts.A, parts.Y, parts.P, parts.G, strict=True)):
+        n = min(m, RANKS - stage) if variant.schedule == "1f1b" else m
+        if variant.mode == "never":
+            kept = (n - 1) * a
+        elif variant.mode == "always" or n == 1:
+            kept = n * y
+        else:
+            kept = (n - 1) * y + (0 if variant.schedule == "torchgpipe" else a)
+        found.append(kept + p + g)
+    return found, sum(found)
+
+
+# ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def most_alive(variant: Variant, device: torch.device, times: int) -> tuple[list[int], int]:
+    """The most that is alive in a step, by stage and in all; on a GPU in all only."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        variant.step()
+        torch.cuda.synchronize(device)
+        return [], torch.cuda.max_memory_allocated(device) - before
+    ledger = Ledger(RANKS)
+    by_stage, total = [0] * RANKS, 0
+    with ledger.watching(variant.stages):
+        for _ in range(times):
+            gc.collect()
+            ledger.reset()
+            variant.step()
+            by_stage = [max(pair) for pair in zip(by_stage, ledger.most, strict=True)]
+            total = max(total, ledger.most_total)
+        ledger.leaving = True
+        variant.step()
+    return by_stage, total
+
+
+def measure(case: Case, rounds: int, traced: int) -> dict[str, Any]:
+    parts = anatomy(case)
+    with ExitStack() as stack:
+        found, missing = variants(case, stack)
+        for variant in found:
+            variant.step()  # gradients are made, and stages seen to leave their inputs alone
+        losses = [variant.step() for variant in found]
+        if max(losses) - min(losses) > 1e-4 * abs(losses[0]):
+            raise AssertionError(f"{case.name}: the variants do not compute the same loss: {losses}")
+        times = interleave({variant.name: partial(timed, variant.step, case.device) for variant in found}, rounds)
+        alive = {variant.name: most_alive(variant, case.device, traced) for variant in found}
+    seconds, whole, loop = medians(times), found[0].name, found[1].name
+    rows: list[dict[str, Any]] = []
+    for variant in found:
+        ranks, total = alive[variant.name]
+        of_ranks, of_all = expected(variant, parts, case.microbatches)
+        never = next(v for v in found if v.schedule == variant.schedule).name
+        rows.append(
+            {
+                "variant": variant.name,
+                "MiB": total / MIB,
+                "expected": of_all / MIB,
+                "ratio": total / of_all,
+                "of plain": total / alive[whole][1],
+                "worst rank MiB": max(ranks) / MIB if ranks else None,
+                "worst ratio": max(a / b for a, b in zip(ranks, of_ranks, strict=True)) if ranks else None,
+                "seconds": seconds[variant.name],
+                "over loop": seconds[variant.name] / seconds[loop],
+                "over never": seconds[variant.name] / seconds[never] if variant.mode != "never" else None,
+                "ranks MiB": [size / MIB for size in ranks],
+                "ranks expected MiB": [size / MIB for size in of_ranks],
+                "times": times[variant.name],
+            }
+        )
+    rows += [{"variant": name, "why not": why} for name, why in missing.items()]
+    settings = {"microbatches": case.microbatches, "size": case.size, "sample": case.sample, "balance": case.balance}
+    return {"model": case.name, "settings": settings, "KiB of a micro-batch by stage": kib(parts), "rows": rows}
+
+
+def kib(parts: Anatomy) -> dict[str, list[float]]:
+    return {name: [size / 1024 for size in sizes] for name, sizes in asdict(parts).items()}
+
+
+def timed(step: Step, device: torch.device) -> float:
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    torch.set_num_threads(1)  # else the plain model's threads wait for each other wherever others use the machine
+    known = known_answer()
+    targets = [check("bytes counted over bytes known", known, least=1.0), check("the same", known, most=1.0)]
+    models = []
+    for case in cases(quick, device):
+        found = measure(case, rounds=1 if quick else 7, traced=1 if quick else 3)
+        models.append(found)
+        for row in found["rows"] if device.type == "cpu" else []:
+            if row["variant"].startswith("ours"):
+                what = f"{case.name}, {row['variant']}: measured over expected"
+                targets.append(check(f"{what}, all", row["ratio"], most=1.02))
+                targets.append(check(f"{what}, worst rank", row["worst ratio"], most=1.1))
+    return {"device": str(device), "models": models, "targets": targets}
+
+
+def show(result: dict[str, Any]) -> None:
+    for found in result["models"]:
+        table(f"(f) {found['model']}: most bytes alive in a step, and its time, {RANKS} stages", found["rows"])
+        for name, sizes in found["KiB of a micro-batch by stage"].items():
+            print(f"  {name} KiB by stage: " + ", ".join(f"{size:.0f}" for size in sizes))
