@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ LAYERS = ("relu_", "tuple_edge", "twice", "dict_edge", "scale", "convs", "frozen
 def test_every_schedule(schedule: str, devices: tuple[str, ...]) -> None:
     for count, microbatches, batch in [(2, 4, 10), (4, 8, 13), (3, 5, 3)]:
         stages = stages_for(schedule, count)
-        # One parameter in stages on different devices is not possible, so nothing is repeated there.
-        case = Case(LAYERS, len(devices) == 1, 3, schedule, stages, microbatches, batch, "ignore")
-        check_step(case, devices=devices)
+        case = Case(LAYERS, True, 3, schedule, stages, microbatches, batch, "ignore")
+        for recompute in ("never", "except_last", "always"):
+            check_step(replace(case, recompute=recompute), devices=devices)
 
 
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu")], ids=["one GPU", "GPU and CPU"])

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.equivalence.check import check_step
 from tests.equivalence.fronts import FRONTS, FrontCase
-from tests.equivalence.ranks import Ranks, ranks
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    with ranks(2) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    with ranks(4) as made:
-        yield made
+from tests.equivalence.ranks import Ranks
 
 
 @pytest.mark.parametrize("front", FRONTS)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING
-from tests.equivalence.ranks import Ranks, ranks
+from tests.equivalence.ranks import Ranks
 from tests.equivalence.test_steps import everything
 from tests.equivalence.test_webs import dense
 
 MODES = ("except_last", "always")
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    with ranks(2) as made:
-        yield made
 
 
 @pytest.mark.parametrize("mode", MODES)

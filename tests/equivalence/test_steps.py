@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings
 
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, Case, stages_for
-from tests.equivalence.ranks import Ranks, ranks
+from tests.equivalence.ranks import Ranks
 from tests.equivalence.strategies import cases
 
 EVERYTHING = ("relu_", "tuple_edge", "twice", "dict_edge", "scale", "convs", "frozen", "layer_norm", "lookup", "tanh")
@@ -19,18 +17,6 @@ def everything(schedule: str, ranks: int, microbatches: int, batch: int, loss: s
     """A model with every trap in it."""
     stages = stages_for(schedule, ranks)
     return Case(EVERYTHING, True, 7 * ranks, schedule, stages, microbatches, batch, loss)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    with ranks(2) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    with ranks(4) as made:
-        yield made
 
 
 SIZES = [(1, 4), (4, 8), (4, 10), (5, 3), (7, 7)]  # micro-batches, batch: whole, even, uneven, too few samples

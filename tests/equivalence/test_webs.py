@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings
 
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, stages_for
-from tests.equivalence.ranks import Ranks, ranks
+from tests.equivalence.ranks import Ranks
 from tests.equivalence.strategies import webs
 from tests.equivalence.webs import WebCase
 
@@ -19,18 +17,6 @@ def dense(schedule: str, ranks: int, microbatches: int = 4, batch: int = 10) -> 
     stages = stages_for(schedule, ranks)
     links = tuple(tuple(range(i)) for i in range(2 * stages))
     return WebCase(links, 1, (2,) * stages, schedule, microbatches, batch)
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    with ranks(2) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    with ranks(4) as made:
-        yield made
 
 
 @pytest.mark.parametrize("schedule", TRAINING)

@@ -66,6 +66,7 @@ class Jobs:
         self.quiet = quiet
         self._loaded: set[int] = set()
         self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._first: Job | None = None  # that of a first step, run once
         self._programs: dict[tuple[int, bool], Program] = {}
 
     def of(self, announced: Announcement) -> Job:
@@ -74,7 +75,9 @@ class Jobs:
         if number not in self._loaded:
             self._loaded.add(number)
             if self.quiet is not self.wires:
-                return self._compile(announced, self.quiet)
+                self._first = self._compile(announced, self.quiet)
+                return self._first
+        self._first = None
         if number not in self._jobs:
             self._jobs[number] = self._compile(announced, self.wires)
             while len(self._jobs) > 16:  # batches of ever new shapes must not pile up compiled programs
@@ -117,8 +120,9 @@ class Jobs:
         return forward, backward
 
     def close(self) -> None:
-        for job in self._jobs.values():
+        for job in (*self._jobs.values(), *([] if self._first is None else [self._first])):
             job.close()
         self._jobs.clear()
+        self._first = None
         for wire in (*self.wires.values(), *self.quiet.values()):
             wire.close()
