@@ -98,14 +98,16 @@ def test_processes(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_process_that_fails(few: Path) -> None:
-    """Its error is raised here, and no process is left."""
+    """Its error is raised here, and no process of its own is left."""
+    before = active_children()
     run = ProcessesRun(Settings(1, 50, 50, 1e-3, "no such", 2, seed=0, data=str(few)), ranks=2, last=0)
     with closing(run), pytest.raises(PenstockError, match="there is no schedule 'no such'"):
         list(run.steps(mnist.load(few)[0]))
-    assert active_children() == []
+    assert set(active_children()) <= set(before)
 
 
 def test_a_process_that_is_killed(few: Path) -> None:
+    before = active_children()
     run = ProcessesRun(Settings(1000, 50, 50, 1e-3, "zbv", 2, seed=0, data=str(few)), ranks=2, last=0)
     with closing(run):
         steps = run.steps(mnist.load(few)[0])
@@ -113,7 +115,7 @@ def test_a_process_that_is_killed(few: Path) -> None:
         run.processes[1].kill()
         with pytest.raises(PenstockError, match="rank 1"):
             list(steps)
-    assert active_children() == []
+    assert set(active_children()) <= set(before)
 
 
 def test_without_rich(few: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
