@@ -199,25 +199,24 @@ def test_buffers_that_a_forward_changes_are_as_they_were_when_it_runs_again() ->
 
 
 class Keeps(nn.Module):
-    def __init__(self, runs: list[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
-        self.runs = runs
 
     def forward(self, x: Tensor) -> Any:
         x = torch.tanh(self.first(x))
-        x = ps.keep(Costly.apply(x, self.runs))
+        x = ps.keep(Costly.apply(x))
         return self.third(torch.tanh(self.second(x)))
 
 
 class Costly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, runs: list[str]) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return COSTLY(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return 3 * grad, None
+        return 3 * grad
 
 
 RUNS: list[int] = []
@@ -237,7 +236,7 @@ def _(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_value_that_is_kept_is_not_computed_again(schedule: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Keeps([]), nn.Linear(4, 4), Keeps([]), nn.Linear(4, 4))
+    model = nn.Sequential(Keeps(), nn.Linear(4, 4), Keeps(), nn.Linear(4, 4))
     x, y = batch(), batch(seed=3)
     expected = plain_step(copy.deepcopy(model), x, y, F.mse_loss)
     with pipeline(model, schedule=schedule) as pipe:
