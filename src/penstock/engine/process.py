@@ -36,8 +36,10 @@ class Place(Protocol):
     """Where this process stands: what the crew needs to know of a mesh."""
 
     pipe_rank: int
-    ranks: Sequence[int]
     device: torch.device
+
+    @property
+    def pipe_ranks(self) -> Sequence[int]: ...
 
 
 class ProcessCrew:
@@ -57,7 +59,7 @@ class ProcessCrew:
         self.source = source
         self.stages = {stage.index: stage for stage in stages}
         self.rank = place.pipe_rank
-        self.ranks = place.ranks
+        self.ranks = place.pipe_ranks
         self.device = place.device
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = source.placement

@@ -103,7 +103,7 @@ class Pipeline(Members):
             batchnorm=batchnorm,
             offload=offload,
         )
-        meeting = Meeting(mesh.ranks, mesh.pipe_rank) if isinstance(mesh, Mesh) else None
+        meeting = Meeting(mesh.pipe_ranks, mesh.pipe_rank) if isinstance(mesh, Mesh) else None
         try:
             built = build(plan, options, mesh, meeting)
         except BaseException as error:
