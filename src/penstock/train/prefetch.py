@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -31,17 +30,22 @@ class _End(NamedTuple):
     error: BaseException | None
 
 
-@dataclass(frozen=True)
 class _Between(Generic[T]):
-    """What the thread and the caller share. It does not know the caller's end, so that this can be forgotten."""
+    """What the thread and the caller share. It does not know the caller's end, so that this can be forgotten.
 
-    ready: SimpleQueue[T | _End]
-    room: threading.Semaphore
-    stopped: threading.Event = field(default_factory=threading.Event)
+    A finalizer stops it, which may interrupt any line of any thread: these queues are safe there, locks are not.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.ready: SimpleQueue[T | _End] = SimpleQueue()
+        self.room: SimpleQueue[None] = SimpleQueue()  # as many as may be made
+        self.stopped = False
+        for _ in range(depth):
+            self.room.put(None)
 
     def stop(self) -> None:
-        self.stopped.set()
-        self.room.release()
+        self.stopped = True
+        self.room.put(None)
 
 
 class Prefetch(Generic[T]):
@@ -52,8 +56,7 @@ class Prefetch(Generic[T]):
 
     def __init__(self, source: Iterator[T], depth: int, lock: threading.Lock, device: torch.device | None) -> None:
         """``lock`` is held while an item is made."""
-        self._between: _Between[T] = _Between(SimpleQueue(), threading.Semaphore(depth))
-        self._ended = False
+        self._between: _Between[T] = _Between(depth)
         arguments = (source, self._between, lock, device)
         self.thread = threading.Thread(target=_fill, args=arguments, name="penstock loader", daemon=True)
         weakref.finalize(self, self._between.stop)
@@ -63,13 +66,11 @@ class Prefetch(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if self._ended:
-            raise StopIteration
         item = self._between.ready.get()
         if not isinstance(item, _End):
-            self._between.room.release()
+            self._between.room.put(None)
             return item
-        self._ended = True
+        self._between.ready.put(_End(None))  # for whoever asks again
         try:
             raise StopIteration if item.error is None else item.error
         finally:
@@ -81,9 +82,9 @@ def _fill(source: Iterator[T], between: _Between[T], lock: threading.Lock, devic
         if device is not None:
             torch.cuda.set_device(device)
         while True:
-            between.room.acquire()
+            between.room.get()
             with lock:
-                if between.stopped.is_set():
+                if between.stopped:
                     return
                 between.ready.put(next(source))  # kept nowhere else: its memory is the caller's to give back
     except StopIteration:
