@@ -20,7 +20,7 @@ from torch.utils import data as torch_data
 
 import penstock as ps
 from penstock.train.prefetch import delivered
-from penstock.train.share import Share
+from penstock.train.share import Share, emptied
 from tests.support.loading import Grid, Numbers, Pipe, Stream, numbers, parts_of, whole
 from tests.support.models import assert_same, mlp
 from tests.support.ranks import Ranks
@@ -129,6 +129,12 @@ def test_a_part_without_samples_of_a_batch_that_is_an_object() -> None:
 
 
 NOTHING = {"name": "train", "none": None}
+
+
+def test_emptying_leaves_the_batch_alone() -> None:
+    batch = UserDict(x=torch.ones(2))
+    assert len(emptied(batch)["x"]) == 0
+    assert len(batch["x"]) == 2
 
 
 def test_an_object_that_has_no_empty_form_is_named() -> None:
@@ -293,8 +299,8 @@ def test_a_rank_without_first_and_last_stage_reads_one_sample_and_counts() -> No
 
 
 def test_what_a_middle_rank_gets_may_be_changed() -> None:
-    loader = ps.DataLoader(Numbers(4), 2, pipe=Pipe(Grid(1, 0, 4, 1), 1))
-    assert [batch.pop() for batch in loader] == [None, None]
+    loader = ps.DataLoader(Numbers(6), 2, pipe=Pipe(Grid(1, 0, 4, 1), 1))
+    assert [batch.pop() for batch in loader] == [None] * 3
 
 
 def test_a_middle_rank_reads_one_sample_as_the_dataset_likes_it() -> None:

@@ -38,7 +38,7 @@ class Iteration:
         try:
             batch = self._delivery.receive(next(self._source))
         except BaseException as error:
-            self.ended, self._source = True, iter(())
+            self.ended = True
             self._position.ended = isinstance(error, StopIteration)  # after a failure its batch is still to be given
             raise
         self._position.batches += 1

@@ -51,7 +51,8 @@ class _Between(Generic[T]):
 class Prefetch(Generic[T]):
     """An iterator whose source is iterated by a thread, up to ``depth`` items ahead.
 
-    The thread ends with the source, with an error in it, or soon after nobody has this iterator any longer.
+    The thread ends with the source, with an error in it, or soon after nobody has this iterator any longer. After an
+    end nothing comes: do not ask again.
     """
 
     def __init__(self, source: Iterator[T], depth: int, lock: threading.Lock, device: torch.device | None) -> None:
@@ -70,7 +71,6 @@ class Prefetch(Generic[T]):
         if not isinstance(item, _End):
             self._between.room.put(None)
             return item
-        self._between.ready.put(_End(None))  # for whoever asks again
         try:
             raise StopIteration if item.error is None else item.error
         finally:
