@@ -103,7 +103,7 @@ class LocalCrew:
         loss, factor = self.head.finish()
         send_back(messages, job.ends.grads, factor)
         job.ends.inputs, job.ends.grads = [], None
-        return Outcome(loss, factor, self.head.take_outputs(), sizes)
+        return Outcome(loss, factor, self.head.take_outputs(), sum(sizes), len(sizes))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
         """The outputs of one mini-batch, and its loss where there are targets and it is wanted, without a graph."""
@@ -120,7 +120,7 @@ class LocalCrew:
         self.run(job, grad=False, occasion=self.occasions.next(training=False))
         job.ends.inputs = []
         loss, _ = self.head.finish()
-        return Outcome(loss, None, self.head.take_outputs(), sizes)
+        return Outcome(loss, None, self.head.take_outputs(), sum(sizes), len(sizes))
 
     def job(self, schedule: Schedule) -> Job:
         """The job of a training or evaluation step, compiled once per schedule."""

@@ -140,10 +140,10 @@ class ProcessCrew:
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
                     self.reducer.finish()
-            loss, factor = self._share_loss()
+            loss, factor, samples = self._share_loss()
             if grads:
                 send_back(messages, grads, factor)
-        return Outcome(loss, factor, head.take_outputs() if head is not None else None, sizes)
+        return Outcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
         announced, messages = self._announce(value, targets, training=False)
@@ -155,8 +155,8 @@ class ProcessCrew:
             head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
         with self._committing(training=False):
             self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
-            loss, _ = self._share_loss()
-        return Outcome(loss, None, head.take_outputs() if head is not None else None, sizes)
+            loss, _, samples = self._share_loss()
+        return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
 
     @contextmanager
     def _committing(self, *, training: bool) -> Iterator[None]:
@@ -204,21 +204,23 @@ class ProcessCrew:
         grads, ends.inputs, ends.grads = ends.grads, [], None
         return grads
 
-    def _share_loss(self) -> tuple[Tensor | None, float | None]:
-        """The loss and the factor of the rank that has the head, on all ranks."""
+    def _share_loss(self) -> tuple[Tensor | None, float | None, int]:
+        """The loss, the factor and the samples that the rank with the head knows of, on all ranks."""
         if self._head is None:
-            there, loss, factor, wide = self.control.take_row(self.last_rank, 4)
+            there, loss, factor, wide, samples = self.control.take_row(self.last_rank, 5)
             dtype = torch.float64 if wide else torch.float32
-            return torch.tensor(loss, dtype=dtype, device=self.device) if there else None, factor or None
+            value = torch.tensor(loss, dtype=dtype, device=self.device) if there else None
+            return value, factor or None, int(samples)
         value, factor_here = self._head.finish()
+        batch = self._head.batch
         if value is None:
-            row = [0.0] * 4
+            row = [0.0, 0.0, 0.0, 0.0, batch]
         else:
-            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64)]
+            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), batch]
         for rank in range(len(self.ranks)):
             if rank != self.rank:
                 self.control.send_row(rank, row)
-        return value, factor_here
+        return value, factor_here, batch
 
     @property
     def _head(self) -> Head | None:
@@ -292,7 +294,10 @@ class ProcessCrew:
             self.control.settle()
             return result
         except Refused as refused:
-            raise PlanError(str(refused)) from None
+            error = PlanError(str(refused))
+            if self.replicas is not None:  # which wait for this one's part
+                self._stop(self.bulletin.failed(error, None, None, None).error(), error)
+            raise error from None
         except ChannelError as error:
             self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:

@@ -89,7 +89,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     if mesh is None:
         return Built(placed, source, modules, LocalCrew(placed, stages, source, copies))
     assert meeting is not None
-    return Built(placed, source, modules, ProcessCrew(placed, stages, source, copies, mesh, meeting, options.shared()))
+    shared = {"mesh": mesh.sizes, **options.shared()}
+    return Built(placed, source, modules, ProcessCrew(placed, stages, source, copies, mesh, meeting, shared))
 
 
 def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSource) -> list[torch.device]:

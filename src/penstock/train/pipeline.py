@@ -42,8 +42,8 @@ class StepResult:
 
     loss: Any  # a Tensor; None for an evaluation without targets
     outputs: Any
-    samples: int
-    microbatches: int
+    samples: int  # of all replicas, where there is a loss
+    microbatches: int  # of this replica
     seconds: float
 
 
@@ -181,7 +181,7 @@ class Pipeline(Members):
     def _result(self, outcome: Outcome, start: float) -> StepResult:
         outputs = self._shared(outcome.outputs)
         seconds = time.perf_counter() - start
-        return StepResult(outcome.loss, outputs, sum(outcome.sizes), len(outcome.sizes), seconds)
+        return StepResult(outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds)
 
     def _shared(self, outputs: Any) -> Any:
         """Outputs where they are wanted: on the last stage's rank, or everywhere."""
