@@ -111,6 +111,7 @@ class Pipeline(Members):
                 meeting.cancel(error)
             raise
         self.plan = built.plan
+        self.mesh = mesh
         self._line = plan.attached()
         self._model = self._line.model
         self._source = built.source
