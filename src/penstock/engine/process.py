@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from penstock.engine.channel.process import ChannelError, Wire
 from penstock.engine.context import Occasions, ambient, surround
 from penstock.engine.failure import Bulletin
 from penstock.engine.head import Head
+from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.jobs import Job, Jobs, Wires
 from penstock.engine.meeting import Meeting, facts_of
@@ -65,10 +67,14 @@ class ProcessCrew:
         self.placement = source.placement
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.ended: PipelineError | None = None
+        self.waited = Waited()
+        self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self._groups: list[Group] = []
         self._store = meeting.store
         meeting.compare(facts_of(plan, source, options))
-        self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
+        everyone = self._new_group("control", range(len(self.ranks)), torch.device("cpu"))
+        self.control = Control(everyone, self.ranks, self.waited)
+        del everyone
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
@@ -84,13 +90,17 @@ class ProcessCrew:
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
         with committing(self.norms):
-            outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
-        return outcome
+            return self._timed(lambda: self._train(value, targets, outputs))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank."""
         with committing(self.norms):
-            outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs))
+            return self._timed(lambda: self._evaluate(value, targets, outputs))
+
+    def _timed(self, work: Callable[[], Outcome]) -> Outcome:
+        self.waited.seconds, start = 0.0, perf_counter()
+        outcome: Outcome = self._guarded(work)
+        self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
 
     def everywhere(self, outputs: Any) -> Any:
@@ -188,7 +198,7 @@ class ProcessCrew:
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Wire(group, peer, self.device)
+                wires[a, b, lane] = Wire(group, peer, self.device, self.waited)
                 wires[a, b, lane].connect(sender=self.rank == a)
         return wires
 
