@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     _check_script(args)
     logs = _directory(args)
     wanted = Launch(
-        command=("-u", "-m", "penstock.launcher.worker", *(["-m"] * args.module), args.script, *args.arguments),
+        command=(*(["-m"] * args.module), args.script, *args.arguments),
         processes=processes,
         nodes=args.nnodes,
         node_rank=args.node_rank,

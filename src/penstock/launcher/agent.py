@@ -23,6 +23,8 @@ from penstock.errors import PenstockError
 
 __all__ = ["Failure", "Launch", "launch"]
 
+_WORKER = str(Path(__file__).with_name("worker.py"))
+
 _LAST_LINES = 30
 """Of what a rank has printed before it ended without a word."""
 
@@ -31,7 +33,7 @@ _LAST_LINES = 30
 class Launch:
     """What to start."""
 
-    command: tuple[str, ...]  # arguments of Python
+    command: tuple[str, ...]  # a script and its arguments, or -m, a module and its arguments
     processes: int  # on this machine
     nodes: int
     node_rank: int | None
@@ -56,7 +58,7 @@ def launch(wanted: Launch) -> int | Failure:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")  # seconds from Ctrl-C to the end of the patience
     output = _Output(wanted.logs, wanted.show_all)
     try:
-        elastic_launch(_config(wanted, output), sys.executable)(*wanted.command)
+        elastic_launch(_config(wanted, output), sys.executable)("-u", _WORKER, *wanted.command)
     except ChildFailedError as error:
         failure = _first(error.failures, output)
         here = " (the first on this machine)" if wanted.nodes > 1 else ""

@@ -1,10 +1,11 @@
 """What ``penstock run`` starts for every rank: the user's script, as Python itself would run it.
 
-    python -m penstock.launcher.worker train.py …
-    python -m penstock.launcher.worker -m package.train …
+    python worker.py train.py …
+    python worker.py -m package.train …
 
-An exception that ends the script is not printed here, p times over, but written down for ``penstock run``, which shows
-the first one of all ranks. And a rank whose launcher has gone, by whatever end, goes too.
+It is started by its path and imports nothing but Python's own, so that nothing is there before the script begins. An
+exception that ends the script is not printed here, p times over, but written down for ``penstock run``, which shows the
+first one of all ranks. And a rank whose launcher has gone, by whatever end, goes too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-from penstock.errors import PipelineError
 
 __all__ = ["main"]
 
@@ -52,7 +51,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, PipelineError) and error.rank is not None:
+    errors = sys.modules.get("penstock.errors")
+    if errors is not None and isinstance(error, errors.PipelineError) and error.rank is not None:
         # The same on every rank, and it says all: where it happened, and with which traceback there.
         _record("".join(traceback.format_exception_only(error)), rank=error.rank)
     elif not issubclass(kind, KeyboardInterrupt):

@@ -29,7 +29,7 @@ DIMENSIONS = ("data", "pipe", "tensor")
 class Mesh:
     """``Mesh(data=2, pipe=4)``: eight processes, two replicas of a pipeline of four ranks.
 
-    The dimensions are ``data``, ``pipe`` and ``tensor``, in any order: neighbours along the last one named are
+    The dimensions are ``data``, ``pipe`` and ``tensor``, in this order or any other: neighbours along the last one are
     neighbours in the world. One that is not named has size 1, and ``-1`` takes what the others leave of the world;
     where ``pipe`` is not named, it does. Uses the process group that there is, or starts one as ``penstock.init``
     does; ``group`` is for some of its processes alone.
@@ -184,7 +184,7 @@ def _line_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """All three sizes, in the order in which they were named, those that were not at the start."""
+    """All three sizes, in the order in which they were named; those that were not in their usual place, or before."""
     wanted = {name: 1 for name in DIMENSIONS if name not in sizes}
     if "pipe" in wanted and -1 not in sizes.values():
         wanted["pipe"] = -1
@@ -197,6 +197,8 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
             wanted[name] = int(told)
             said.append(f"{name}={told} by 'penstock run'")
     wanted.update(sizes)
+    if list(sizes) == [name for name in DIMENSIONS if name in sizes]:
+        wanted = {name: wanted[name] for name in DIMENSIONS}
     return _whole(wanted, f"Mesh({', '.join(said)})", world)
 
 
