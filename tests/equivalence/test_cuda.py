@@ -48,3 +48,16 @@ def test_processes_on_one_gpu(schedule: str, two_processes: Ranks) -> None:
     stages = stages_for(schedule, 2)
     two_processes.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore"))
     two_processes.check(dense(schedule, 2))
+
+
+@pytest.fixture(scope="module", params=["nccl", "gloo"])
+def two_replicas(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with ranks(4, request.param, data=2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_replicas_on_one_gpu(schedule: str, two_replicas: Ranks) -> None:
+    for recompute in ("never", "always"):
+        stages = stages_for(schedule, 2)
+        two_replicas.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore", recompute=recompute))

@@ -11,6 +11,7 @@ import torch
 from penstock.engine.agree import Announcement
 from penstock.engine.channel.local import LocalLane
 from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
+from penstock.engine.reduce import Reducer
 from penstock.engine.runner import Ends, Lane, PostedLane, Runner, Wiring, compile_program
 from penstock.engine.stage import StageEngine, make_slots
 from penstock.schedule.flow import Edge
@@ -64,6 +65,7 @@ class Jobs:
         self.source = source
         self.wires = wires
         self.quiet = quiet
+        self.reducer: Reducer | None = None  # there when the pipeline has replicas
         self._loaded: set[int] = set()
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._first: Job | None = None  # that of a first step, run once
@@ -90,7 +92,8 @@ class Jobs:
         forward, backward = self._lanes(announced, wires)
         head = self.stages[max(self.stages)].head
         ends = Ends(seed=None if head is None else head.seed)
-        wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends)
+        reduce = None if self.reducer is None else self.reducer.ready
+        wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends, reduce)
         lanes = (*forward.values(), *backward.values())
         return Job(compile_program(program.instructions, wiring), ends, lanes)
 

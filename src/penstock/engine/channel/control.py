@@ -19,9 +19,9 @@ __all__ = ["Control"]
 class Control:
     """Objects and short rows of numbers, to one rank of the pipeline or gathered from all."""
 
-    def __init__(self, group: Group, ranks: Sequence[int], waited: Waited) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
         self.group = group
-        self.waited = waited  # told how long this rank has to wait
+        self.waited = Waited()  # told how long this rank has to wait
         self.ranks = ranks  # ranks[r] is the world rank of the pipeline's rank r
         self._sending: list[Any] = []
 
