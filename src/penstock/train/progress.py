@@ -71,16 +71,16 @@ def _hidden(loader: Iterable[T], loop: _Loop) -> Iterator[T]:
 def _shown(loader: Iterable[T], loop: _Loop, every: int | None) -> Iterator[T]:
     with screen() as shown:
         shown.begin(loop.label, loop.total)
-        done = False
         try:
             for item in loader:
                 yield item
                 loop.step()
                 loop.show(shown, every)
-            done = True
+            loop.board.wait()
+        except GeneratorExit:
+            loop.leave()
+            raise
         finally:
-            if done:
-                loop.board.wait()
             if loop.steps:
                 shown.line(loop.conclusion())
 
@@ -98,12 +98,20 @@ class _Loop:
         self.before = Tally() if pipe is None else replace(pipe.tally)
         self.warm = self.before  # after the first step, which is slower than the others
         self.warm_at = self.start
+        self.counted = self.before.steps  # of the pipeline's steps
 
     def step(self) -> None:
         """One more is over."""
         self.steps += 1
-        if self.steps == 1 and self.pipe is not None:
-            self.warm, self.warm_at = replace(self.pipe.tally), time.monotonic()
+        if self.pipe is not None:
+            self.counted = self.pipe.tally.steps
+            if self.steps == 1:
+                self.warm, self.warm_at = replace(self.pipe.tally), time.monotonic()
+
+    def leave(self) -> None:
+        """The loop was left in the middle of a step, which counts if the pipeline has made its own."""
+        if self.pipe is not None and self.pipe.tally.steps > self.counted:
+            self.step()
 
     def show(self, shown: Screen, every: int | None) -> None:
         now = time.monotonic()
