@@ -19,7 +19,7 @@ from penstock.errors import PipelineError, PlanError
 from penstock.train.cores import set_by_user, threads_for, usable_cores
 from penstock.train.slurm import is_slurm, variables
 
-__all__ = ["device_of_process", "init", "say", "speaks", "started"]
+__all__ = ["device_of_process", "init", "launched", "say", "speaks", "started"]
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,6 +29,11 @@ _threads = torch.get_num_threads()  # what it is unless somebody chooses
 _group: weakref.ref[dist.ProcessGroup] | None = None
 _device: torch.device | None = None
 _joined = 0  # how often: the same number on every rank
+
+
+def launched() -> bool:
+    """Whether this is one of the processes of ``torchrun``, ``penstock run`` or ``srun``: there can be a mesh."""
+    return started() or "RANK" in os.environ or is_slurm(os.environ)
 
 
 def started() -> bool:
