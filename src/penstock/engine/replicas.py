@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -55,8 +56,10 @@ class Replicas:
 
     def wait(self, work: Any) -> None:
         """Wait for what was started; on a GPU, its stream does."""
+        start = perf_counter()
         try:
             work.wait()
+            self.control.waited.seconds += perf_counter() - start
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None
 
