@@ -63,3 +63,16 @@ def test_shapes_that_depend_on_the_data_over_processes_on_one_gpu(schedule: str,
     for first in PAIRS:
         two_processes.check(RaggedCase(first, schedule, 2, 5, 13))
     two_processes.check(web(schedule, 2, 4, 10))
+
+
+@pytest.fixture(scope="module", params=["nccl", "gloo"])
+def two_replicas(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with ranks(4, request.param, data=2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_replicas_on_one_gpu(schedule: str, two_replicas: Ranks) -> None:
+    for recompute in ("never", "always"):
+        stages = stages_for(schedule, 2)
+        two_replicas.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore", recompute=recompute))

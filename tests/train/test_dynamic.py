@@ -394,6 +394,42 @@ def test_outputs_of_any_length(two: Ranks) -> None:
     assert two.check(ragged_outputs) == [True, True]
 
 
+class BySign(nn.Module):
+    """Runs one of two layers, as the data says, and gives what it ran as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plus, self.minus = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, value: Any) -> Any:
+        x = value if isinstance(value, Tensor) else value[0]
+        return self.plus(x) if x[0, 0] > 0 else (self.minus(x), "minus", x[x > 0])
+
+
+def replicas(rank: int) -> None:
+    """Two pipelines on halves of a mini-batch: a layer may have run in one of them alone, or in none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(BySign(), BySign(), BySign(), Only())
+    plain, mesh = copy.deepcopy(model), ps.Mesh(data=2, pipe=2)
+    with pipeline(model, stages=2, microbatches=2, mesh=mesh) as pipe:
+        for samples in (4, 8):
+            x, y = batch(samples, seed=3), batch(samples, seed=5)
+            parts = x.chunk(2 * 2)
+            loss = F.mse_loss(torch.cat([plain(part) for part in parts]), y)
+            plain.zero_grad()
+            pipe.zero_grad()
+            loss.backward()
+            mine = slice(mesh.data_rank * samples // 2, (mesh.data_rank + 1) * samples // 2)
+            assert_same(pipe.step(x[mine], y[mine]).loss, loss.detach())
+            expected = gradients(plain)
+            own = gradients(pipe.named_parameters())
+            assert_same(own, {name: expected[name] for name in own})
+
+
+def test_replicas_whose_layers_differ(four: Ranks) -> None:
+    four.check(replicas)
+
+
 def autocast(rank: int) -> None:
     model = mlp()
     plain = copy.deepcopy(model)

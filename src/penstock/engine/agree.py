@@ -4,6 +4,9 @@ The first rank says, in one row of numbers to each other rank, which kind of min
 is new (other sizes, shapes, dtypes or modes), the row is followed by its description, and the ranks work out
 together what will cross every edge: forward down the stages, gradients back up. In a dynamic pipeline they do not:
 there every message describes itself, and a kind is no more than the micro-batches' sizes.
+
+A rank that has what another one needs, and was not given, sends it. Who brings the targets of a kind of mini-batch is
+agreed on when it comes for the first time. Inputs that the first rank was not given are asked for in each step.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.engine.channel.control import Control
 from penstock.engine.context import Ambient
@@ -21,13 +25,14 @@ from penstock.engine.message import Message
 from penstock.engine.meta import MessageMeta, meta_of
 from penstock.engine.recent import Recent
 from penstock.engine.stage import StageEngine
+from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 from penstock.schedule.flow import Edge
 from penstock.split.plan import Plan
 
 __all__ = ["KINDS", "Agreement", "Announcement", "Refused"]
 
-REFUSED, KNOWN, NEW = 0, 1, 2
+REFUSED, KNOWN, NEW, EMPTY, ASK, FETCH = range(6)
 
 KINDS = 256  # of mini-batch that are remembered, on every rank the same: batches of ever new shapes must not pile up
 
@@ -45,6 +50,7 @@ class Announcement:
     state: Ambient
     sizes: tuple[int, ...]
     kinds: tuple[int, ...]  # the kind of each micro-batch: those of one kind have the same shapes
+    targets_from: int | None = None  # the rank that brings the targets; None: nobody was given any
     crossing: dict[Edge, list[MessageMeta]] = field(default_factory=dict)  # per kind
     gradients: dict[Edge, list[list[bool]]] = field(default_factory=dict)  # which of it gets a gradient, per kind
 
@@ -86,11 +92,14 @@ class Agreement:
     # ── the first rank ───────────────────────────────────────────────────────────────────────────────────────
 
     def announce(
-        self, training: bool, state: Ambient, sizes: tuple[int, ...], messages: Sequence[Message]
+        self, training: bool, state: Ambient, sizes: tuple[int, ...], messages: Sequence[Message], targets: bool
     ) -> Announcement:
-        """Tell the others what comes."""
+        """Tell the others what comes; ``targets``: whether this rank was given any."""
+        if not sizes:
+            self._tell([EMPTY, 0])
+            return Announcement(-1, training, state, (), ())
         metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
-        key = (training, state, sizes, tuple(metas), () if self.dynamic else self._modes())
+        key = (training, state, sizes, tuple(metas), () if self.dynamic else self._modes(), targets)
         if key in self.numbers:
             number = self.numbers[key]
             self._tell([KNOWN, number])
@@ -106,9 +115,18 @@ class Agreement:
         self._tell([NEW, announced.number])
         for rank in self._others():
             self.control.send(rank, announced)
-        self._learn(announced, distinct)
+        self._learn(announced, distinct, targets)
         self.numbers[key] = announced.number
         return announced
+
+    def fetch(self) -> Any:
+        """The inputs, from a rank that was given them; None where nobody was."""
+        self._tell([ASK, 0])
+        there = [rank for rank in self._others() if self.control.take_row(rank, 1)[0]]
+        if not there:
+            return None
+        self._tell([FETCH, there[0]])
+        return self.control.take(there[0])
 
     def refuse(self, message: str) -> None:
         """Tell the others that nothing comes, and why."""
@@ -119,12 +137,20 @@ class Agreement:
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
-    def hear(self, training: bool, state: Ambient) -> Announcement:
-        """Wait for the first rank's word."""
+    def hear(self, training: bool, state: Ambient, inputs: Any, targets: bool) -> Announcement:
+        """Wait for the first rank's word. It is given what this rank has of the inputs, if it asks for them."""
         first = self.placement[0]
         code, number = (int(x) for x in self.control.take_row(first, 2))
+        while code in (ASK, FETCH):
+            if code == ASK:
+                self.control.send_row(first, [float(inputs is not None)])
+            elif number == self.rank:
+                self.control.send(first, on_host(inputs))
+            code, number = (int(x) for x in self.control.take_row(first, 2))
         if code == REFUSED:
             raise Refused(self.control.take(first))
+        if code == EMPTY:
+            return Announcement(-1, training, state, (), ())
         announced = self.control.take(first) if code == NEW else self.heard[number]
         if announced.training != training:
             there, here = ("a step", "a call") if announced.training else ("a call", "a step")
@@ -132,12 +158,31 @@ class Agreement:
         if announced.state != state:
             raise PlanError(f"the first rank runs under {announced.state}, but this rank under {state}")
         if code == NEW:
-            self._learn(announced, None)
+            self._learn(announced, None, targets)
         return announced
 
     # ── all ranks ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _learn(self, announced: Announcement, inputs: list[MessageMeta] | None) -> None:
+    def bring_targets(self, announced: Announcement, targets: Any) -> Any:
+        """The targets, on the rank of the last stage: its own, or those of the rank that brings them."""
+        last, source = self.placement[-1], announced.targets_from
+        if source is not None and source != last:
+            if self.rank == source:
+                self.control.send(last, on_host(targets))
+            elif self.rank == last:
+                brought = self.control.take(source)
+                return brought if targets is None else targets
+        return targets
+
+    def anyone(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        return any(self.control.gather(here))
+
+    def _learn(self, announced: Announcement, inputs: list[MessageMeta] | None, given: bool) -> None:
+        """Work out with the others what a new kind of mini-batch needs; ``given``: whether this rank has targets."""
+        everyone, last = self.control.gather(given), self.placement[-1]
+        having = [rank for rank, has in enumerate(everyone) if has]
+        announced.targets_from = last if last in having else next(iter(having), None)
         if not self.dynamic:
             self._infer(announced, inputs)
         self.heard[announced.number] = announced
@@ -173,6 +218,12 @@ class Agreement:
     def _modes(self) -> tuple[Hashable, ...]:
         modes = (*(p.requires_grad for p in self.parameters), *(module.training for module in self.modules))
         return (*modes, torch.get_default_dtype())
+
+
+def on_host(value: Any) -> Any:
+    """A value whose tensors can be sent as they are."""
+    leaves, spec = flatten(value)
+    return unflatten([leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 class _Post:

@@ -64,19 +64,21 @@ class Bulletin:
 
     def lost(self, error: ChannelError) -> Cause:
         """Find out why a channel broke."""
+        peer = self.rank if error.peer is None else error.peer
         try:
             self.store.set(f"alive/{self.rank}", "1")
             start = time.monotonic()
             while (waited := time.monotonic() - start) < PATIENCE:
                 if self.store.check(["cause"]):
                     return self._read()
-                if waited > SILENCE and self.store.check([f"closed/{error.peer}"]):
-                    return self._publish(Cause(error.peer, "", "it has closed its pipeline, while others still use it"))
-                if waited > SILENCE and not self.store.check([f"alive/{error.peer}"]):
+                if waited > SILENCE and self.store.check([f"closed/{peer}"]):
+                    return self._publish(Cause(peer, "", "it has closed its pipeline, while others still use it"))
+                if waited > SILENCE and not self.store.check([f"alive/{peer}"]):
                     dead = "its process is gone without a word (killed, or out of memory?)"
-                    return self._publish(Cause(error.peer, "", dead))
+                    return self._publish(Cause(peer, "", dead))
                 time.sleep(0.02)
-            return self._publish(Cause(error.peer, "", f"its channel with rank {self.rank} broke: {error}"))
+            where = "" if peer == self.rank else f"seen by rank {self.rank}: "
+            return self._publish(Cause(peer, "", f"{where}{error}"))
         except RuntimeError:  # the store is gone: rank 0 keeps it, unless a launcher does
             return Cause(0, "", "its process, or the launcher's, is gone, and the store with it (killed, or no memory)")
 

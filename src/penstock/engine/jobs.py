@@ -12,6 +12,7 @@ from penstock.engine.channel.dynamic import DynamicBackwardLane, DynamicChannels
 from penstock.engine.channel.local import LocalLane
 from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
 from penstock.engine.recent import Recent
+from penstock.engine.reduce import Reducer
 from penstock.engine.runner import Ends, Lane, PostedLane, Runner, Wiring, compile_program
 from penstock.engine.stage import StageEngine, make_slots
 from penstock.schedule.flow import Edge
@@ -67,9 +68,10 @@ class Jobs:
         self.source = source
         self.wires = wires
         self.quiet = quiet
+        self.reducer: Reducer | None = None  # there when the pipeline has replicas
         self.dynamic = dynamic
         self._loaded: Recent[Hashable, bool] = Recent(KINDS)
-        self._jobs: Recent[Hashable, Job] = Recent(16)
+        self._jobs: Recent[Hashable, Job] = Recent(16)  # fewer: what is compiled is larger than what is known
         self._first: Job | None = None  # that of a first step, run once
         self._programs: dict[tuple[int, bool], Program] = {}
 
@@ -91,7 +93,8 @@ class Jobs:
         forward, backward = self._lanes(announced, wires)
         head = self.stages[max(self.stages)].head
         ends = Ends(seed=None if head is None else head.seed)
-        wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends)
+        reduce = None if self.reducer is None else self.reducer.ready
+        wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends, reduce)
         lanes = (*forward.values(), *backward.values())
         return Job(compile_program(program.instructions, wiring), ends, lanes)
 

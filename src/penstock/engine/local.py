@@ -103,23 +103,24 @@ class LocalCrew:
         loss, factor = self.head.finish()
         send_back(messages, job.ends.grads, factor)
         job.ends.inputs, job.ends.grads = [], None
-        return Outcome(loss, factor, self.head.take_outputs(), sizes)
+        return Outcome(loss, factor, self.head.take_outputs(), sum(sizes), len(sizes))
 
-    def evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        """The outputs of one mini-batch, and its loss where there are targets, without a graph."""
+    def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
+        """The outputs of one mini-batch, and its loss where there are targets and it is wanted, without a graph."""
         with self.lock, committing(self.norms):
-            return self._evaluate(value, targets, outputs)
+            return self._evaluate(value, targets, outputs, loss)
 
-    def _evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
+    def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
         sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
-        parts = self.head.targets_of(targets, sizes, self.stages[len(self.stages) - 1].device)
+        device = self.stages[len(self.stages) - 1].device
+        parts = self.head.targets_of(targets, sizes, device) if wants_loss else None
         job = self.job(self.source.forward_only(len(sizes)))
         self.head.begin(sizes, parts, outputs)
         job.ends.inputs = [message.detached()._replace(wants=()) for message in messages]
         self.run(job, grad=False, occasion=self.occasions.next(training=False))
         job.ends.inputs = []
         loss, _ = self.head.finish()
-        return Outcome(loss, None, self.head.take_outputs(), sizes)
+        return Outcome(loss, None, self.head.take_outputs(), sum(sizes), len(sizes))
 
     def job(self, schedule: Schedule) -> Job:
         """The job of a training or evaluation step, compiled once per schedule."""

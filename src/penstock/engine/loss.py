@@ -13,6 +13,7 @@ averages over must be known before the first backward, which comes before the la
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +37,20 @@ class LossRule:
     reduction: str  # "mean", "sum" or "counted"
     count: Callable[[Any], Tensor] | None = None
 
-    def weights(self, sizes: Sequence[int], targets: Sequence[Any]) -> list[float | Tensor]:
-        """What each micro-batch's loss is multiplied by."""
+    def whole(self, sizes: Sequence[int], targets: Sequence[Any]) -> float | Tensor:
+        """What the mini-batch's loss is divided by: its samples, or what counts of its targets; 1 for a sum."""
         if self.reduction == "sum":
-            return [1.0] * len(sizes)
+            return 1.0
         if self.count is not None:
-            total = functools.reduce(torch.add, [self.count(target) for target in targets])
-            return [total.reciprocal()] * len(sizes)
-        total_size = sum(sizes)
-        return [size / total_size for size in sizes]
+            return functools.reduce(torch.add, [self.count(target) for target in targets], torch.zeros(()))
+        return float(sum(sizes))
+
+    def weights(self, sizes: Sequence[int], whole: float | Tensor) -> list[float | Tensor]:
+        """What each micro-batch's loss is multiplied by, where all of them are divided by ``whole``."""
+        if self.reduction == "mean" and self.count is None:
+            return [size / whole for size in sizes]
+        weight = whole.reciprocal() if isinstance(whole, Tensor) else 1 / whole if whole else math.inf
+        return [weight] * len(sizes)
 
 
 def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) -> LossRule:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,19 +24,19 @@ from penstock.version import __version__
 
 __all__ = ["Meeting", "facts_of"]
 
-_meetings = 0  # how many pipelines this process has begun to build: the same number on every rank
+_meetings: Counter[tuple[int, ...]] = Counter()  # how many pipelines this process has begun to build, by their ranks
 
 
 class Meeting:
     """One pipeline's own corner of the store."""
 
     def __init__(self, ranks: Sequence[int], rank: int, patience: float = 300.0) -> None:
-        """``rank`` is this one's place among ``ranks``, which are those of the world."""
-        global _meetings
-        _meetings += 1
-        self.store = PrefixStore(f"penstock/{_meetings}", dist.distributed_c10d._get_default_store())
-        self.ranks = ranks
-        self.rank = rank
+        """``rank`` is one of ``ranks``, as they are in the world: that of this process."""
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank)
+        _meetings[self.ranks] += 1
+        name = f"penstock/{_digest(str(self.ranks))}/{_meetings[self.ranks]}"
+        self.store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self.patience = patience  # seconds to wait for ranks that have not come
 
     def cancel(self, error: BaseException) -> None:

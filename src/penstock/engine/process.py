@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -17,12 +19,15 @@ from penstock.engine.context import Occasions, ambient, surround
 from penstock.engine.failure import Bulletin
 from penstock.engine.head import Head
 from penstock.engine.inputs import cut, cut_targets
-from penstock.engine.jobs import Job, Jobs, Wires
+from penstock.engine.jobs import Jobs, Wires
 from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.message import Message
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.outputs import Outputs
+from penstock.engine.reduce import Reducer
+from penstock.engine.replicas import Replicas
 from penstock.engine.runner import Runner
+from penstock.engine.running import RunningStatistics
 from penstock.engine.stage import StageEngine
 from penstock.engine.ties import ProcessTies
 from penstock.engine.tree import flatten, unflatten
@@ -32,14 +37,19 @@ from penstock.split.plan import Plan
 
 __all__ = ["ProcessCrew"]
 
+_OR_ELSEWHERE = ", or on another rank of its pipeline, which sends them there: no rank was given any"
+
+
 class Place(Protocol):
     """Where this process stands: what the crew needs to know of a mesh."""
 
+    rank: int  # in the world
+    data_rank: int
     pipe_rank: int
+    tensor_rank: int
     device: torch.device
 
-    @property
-    def pipe_ranks(self) -> Sequence[int]: ...
+    def ranks(self, dimension: str) -> Sequence[int]: ...
 
 
 class ProcessCrew:
@@ -59,7 +69,7 @@ class ProcessCrew:
         self.source = source
         self.stages = {stage.index: stage for stage in stages}
         self.rank = place.pipe_rank
-        self.ranks = place.pipe_ranks
+        self.ranks = place.ranks("pipe")
         self.device = place.device
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = source.placement
@@ -67,8 +77,11 @@ class ProcessCrew:
         self.ended: PipelineError | None = None
         self._groups: list[Group] = []
         self._store = meeting.store
+        self._name = f"pipeline {place.data_rank}.{place.tensor_rank}"
         meeting.compare(facts_of(plan, source, options))
         self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
+        self.replicas = self._meet("data", place)
+        self.twins = self._meet("tensor", place)
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
@@ -79,19 +92,30 @@ class ProcessCrew:
         self.runner: Runner | None = None
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
+        self.reducer: Reducer | None = None
+        self.statistics: RunningStatistics | None = None
+        if self.replicas is not None:
+            modules = {s: stage.module for s, stage in self.stages.items()}
+            self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
+            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas)
+            if not self.norms:
+                self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
+            if self._head is not None:
+                self._head.replicas = self.replicas
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
-        with committing(self.norms):
-            outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
+        outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
         return outcome
 
-    def evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank."""
-        with committing(self.norms):
-            outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs))
+    def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
+        """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank.
+
+        Replicas take part together where there is a loss, and each for itself where none is wanted.
+        """
+        outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs, loss))
         return outcome
 
     def everywhere(self, outputs: Any) -> Any:
@@ -101,70 +125,103 @@ class ProcessCrew:
         return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        announced, messages = self._announce(value, training=True)
-        sizes = announced.sizes
-        head = self._head
-        if head is not None:
-            if targets is None and head.rule.call is not None:
-                raise PlanError(f"the targets must be passed on rank {self.ranks[self.rank]}, which has the last stage")
-            head.begin(sizes, cut_targets(targets, sizes, self.device), outputs, training=True)
-        job = self.jobs.of(announced)
-        with self.ties.reducing():
-            self._feed(job, messages, len(sizes), grad=True)
-        loss, factor = self._share_loss()
-        if messages and job.ends.grads is not None:
-            send_back(messages, job.ends.grads, factor)
-        job.ends.inputs, job.ends.grads = [], None
-        return Outcome(loss, factor, head.take_outputs() if head is not None else None, sizes)
-
-    def _evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        announced, messages = self._announce(value, training=False)
+        announced, messages = self._announce(value, targets, training=True)
         sizes, head = announced.sizes, self._head
+        targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
-            head.begin(sizes, head.targets_of(targets, sizes, self.device), outputs)
-        job = self.jobs.of(announced)
-        self._feed(job, [message._replace(wants=()) for message in messages], len(sizes), grad=False)
-        job.ends.inputs = []
-        loss, _ = self._share_loss()
-        return Outcome(loss, None, head.take_outputs() if head is not None else None, sizes)
+            if targets is None and head.rule.call is not None and sizes:
+                where = f"rank {self.ranks[self.rank]}, which has the last stage"
+                how = " in each step: this one has none" if announced.targets_from == self.rank else _OR_ELSEWHERE
+                raise PlanError(f"the targets must be passed on {where}{how}")
+            head.begin(sizes, cut_targets(targets, sizes, self.device), outputs, training=True)
+        with self._committing(training=True):
+            if self.reducer is not None:
+                self.reducer.begin()
+            with self.ties.reducing():
+                grads = self._feed(announced, messages, grad=True)
+                if self.reducer is not None:
+                    self.reducer.finish()
+            loss, factor, samples = self._share_loss()
+            if grads:
+                send_back(messages, grads, factor)
+        return Outcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
 
-    def _announce(self, value: Any, *, training: bool) -> tuple[Announcement, list[Message]]:
+    def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
+        announced, messages = self._announce(value, targets, training=False)
+        sizes, head = announced.sizes, self._head
+        if not sizes and wants_loss and self.agreement.anyone(targets is not None):
+            targets = ()
+        targets = self.agreement.bring_targets(announced, targets)
+        if head is not None:
+            head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
+        with self._committing(training=False):
+            self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
+            loss, _, samples = self._share_loss()
+        return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
+
+    @contextmanager
+    def _committing(self, *, training: bool) -> Iterator[None]:
+        """Statistics of BatchNorm layers, committed if all goes well; in a step, those of all replicas."""
+        statistics = self.statistics if training else None
+        if statistics is not None:
+            statistics.begin()
+        with committing(self.norms, self.replicas.gather if self.replicas is not None and training else None):
+            yield
+        if statistics is not None:
+            statistics.commit()
+
+    def _announce(self, value: Any, targets: Any, *, training: bool) -> tuple[Announcement, list[Message]]:
+        given = targets is not None
         if self.rank != self.first_rank:
-            return self.agreement.hear(training, ambient()), []
+            return self.agreement.hear(training, ambient(), value, given), []
         try:
+            value = self.agreement.fetch() if value is None else value
             if value is None:
-                raise PlanError(f"the inputs must be passed on rank {self.ranks[self.rank]}, which has the first stage")
-            sizes, messages = cut(value, self.source.microbatches, self.device)
+                where = f"rank {self.ranks[self.rank]}, which has the first stage"
+                raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
+            sizes, messages = cut(value, self.source.microbatches, self.device, empty=self.replicas is not None)
         except PlanError as error:
             self.agreement.refuse(str(error))
             raise Refused(str(error)) from error
-        return self.agreement.announce(training, ambient(), sizes, messages), messages
+        return self.agreement.announce(training, ambient(), sizes, messages, given), messages
 
-    def _feed(self, job: Job, messages: Sequence[Message], count: int, *, grad: bool) -> None:
-        job.ends.inputs = [message.alone() for message in messages]
-        job.ends.grads = [()] * len(messages) if messages else None
-        surround(self.stages.values(), ambient(), count, self.occasions.next(training=grad))
+    def _feed(
+        self, announced: Announcement, messages: Sequence[Message], *, grad: bool
+    ) -> list[Sequence[Tensor | None]] | None:
+        """Run the program; the gradients of the inputs, where the first stage is."""
+        occasion = self.occasions.next(training=grad)
+        if not announced.sizes:
+            return None
+        job = self.jobs.of(announced)
+        ends = job.ends
+        ends.inputs = [message.alone() for message in messages]
+        ends.grads = [()] * len(messages) if messages else None
+        surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
         self.runner = job.runner
         with torch.set_grad_enabled(grad):
             job.runner.run()
         for stage in self.stages.values():
             stage.moments = ()
+        grads, ends.inputs, ends.grads = ends.grads, [], None
+        return grads
 
-    def _share_loss(self) -> tuple[Tensor | None, float | None]:
-        """The loss and the factor of the rank that has the head, on all ranks."""
+    def _share_loss(self) -> tuple[Tensor | None, float | None, int]:
+        """The loss, the factor and the samples that the rank with the head knows of, on all ranks."""
         if self._head is None:
-            there, loss, factor, wide = self.control.take_row(self.last_rank, 4)
+            there, loss, factor, wide, samples = self.control.take_row(self.last_rank, 5)
             dtype = torch.float64 if wide else torch.float32
-            return torch.tensor(loss, dtype=dtype, device=self.device) if there else None, factor or None
+            value = torch.tensor(loss, dtype=dtype, device=self.device) if there else None
+            return value, factor or None, int(samples)
         value, factor_here = self._head.finish()
+        batch = self._head.batch
         if value is None:
-            row = [0.0] * 4
+            row = [0.0, 0.0, 0.0, 0.0, batch]
         else:
-            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64)]
+            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), batch]
         for rank in range(len(self.ranks)):
             if rank != self.rank:
                 self.control.send_row(rank, row)
-        return value, factor_here
+        return value, factor_here, batch
 
     @property
     def _head(self) -> Head | None:
@@ -173,9 +230,24 @@ class ProcessCrew:
     # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
-        group = open_group(self._store, name, ranks, self.rank, device or self.device)
+        group = open_group(self._store, f"{self._name} {name}", ranks, self.rank, device or self.device)
         self._groups.append(group)
         return group
+
+    def _meet(self, dimension: str, place: Place) -> Replicas | None:
+        """This rank's twins along a dimension of the mesh, if it has any."""
+        ranks = place.ranks(dimension)
+        if len(ranks) == 1:
+            return None
+        others = {"data": place.data_rank, "pipe": place.pipe_rank, "tensor": place.tensor_rank}
+        del others[dimension]
+        name = f"{dimension} of {others}"
+        numbers = open_group(self._store, name, ranks, place.rank, torch.device("cpu"))
+        groups = [numbers]
+        if speaks_nccl(self.device):
+            groups.append(open_group(self._store, f"{name} on GPUs", ranks, place.rank, self.device))
+        self._groups += groups
+        return Replicas(ranks, place.rank, numbers, groups[-1])
 
     def _open_channels(self, prefix: str, device: torch.device) -> Wires:
         """A group of two for every direction and lane in which this rank sends or receives."""
@@ -207,6 +279,12 @@ class ProcessCrew:
         found: list[Any] = self._guarded(lambda: self.control.gather(value))
         return found
 
+    def agree(self, number: float) -> float:
+        """The largest of all ranks' numbers, over pipelines and replicas, on all of them."""
+        for control in (self.control, *(r.control for r in (self.replicas, self.twins) if r is not None)):
+            number = max(self._guarded(partial(control.gather, number)))
+        return number
+
     # ── failing and ending ───────────────────────────────────────────────────────────────────────────────────
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
@@ -217,7 +295,10 @@ class ProcessCrew:
             self.control.settle()
             return result
         except Refused as refused:
-            raise PlanError(str(refused)) from None
+            error = PlanError(str(refused))
+            if self.replicas is not None:  # which wait for this one's part
+                self._stop(self.bulletin.failed(error, None, None, None).error(), error)
+            raise error from None
         except ChannelError as error:
             self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:
@@ -250,6 +331,9 @@ class ProcessCrew:
         self.runner = None
         self.control.close()
         self.ties.close()
+        for replicas in (self.replicas, self.twins):
+            if replicas is not None:
+                replicas.close()
         for group in self._groups:
             if group.name() == "nccl":
                 group.abort()

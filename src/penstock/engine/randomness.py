@@ -39,12 +39,16 @@ _here = _Here()
 
 
 class Randomness:
-    """The modules of one stage that draw random numbers. ``seed=None`` leaves the numbers to the plain generators."""
+    """The modules of one stage that draw random numbers. ``seed=None`` leaves the numbers to the plain generators.
 
-    def __init__(self, module: nn.Module, device: torch.device, seed: int | None) -> None:
+    ``first`` is the number of this replica's first micro-batch among those of all replicas.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, seed: int | None, first: int = 0) -> None:
         self.module = module
         self.device = device
         self.seed = seed
+        self.first = first
         self.moment = ""  # which step or call this is
         self.names: dict[int, list[str]] = {}
         for name, part in module.named_modules(remove_duplicate=False):
@@ -68,7 +72,7 @@ class Randomness:
         elif not late and not self.sites:
             yield
             return
-        session = _Session(self, microbatch, draws, again, late)
+        session = _Session(self, self.first + microbatch, draws, again, late)
         outer, _here.session = _here.session, session
         try:
             if late:

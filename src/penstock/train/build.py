@@ -71,13 +71,14 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     materialise(modules, device_of, options.init, copies)
     offload = options.offload
     pool = HostPool(offload.budget_bytes) if offload is not None and offload.activations else None
+    first = 0 if mesh is None else mesh.data_rank * source.microbatches
     stages = []
     for s, module in modules.items():
         head = Head(rule) if s == plan.num_stages - 1 else None
         takes, gives = max(1, len(plan.sources(s))), max(1, len(plan.targets(s)))
         stage = StageEngine(s, module, device_of[s], head, takes=takes, gives=gives)
         if options.seed is not None or source.recomputes(s):
-            stage.randomness = Randomness(module, device_of[s], options.seed)
+            stage.randomness = Randomness(module, device_of[s], options.seed, first)
             if source.recomputes(s):
                 stage.unnoticed = Unnoticed(module)
         if options.batchnorm == "deferred":
@@ -88,7 +89,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     if mesh is None:
         return Built(placed, source, modules, LocalCrew(placed, stages, source, copies))
     assert meeting is not None
-    return Built(placed, source, modules, ProcessCrew(placed, stages, source, copies, mesh, meeting, options.shared()))
+    shared = {"mesh": mesh.sizes, **options.shared()}
+    return Built(placed, source, modules, ProcessCrew(placed, stages, source, copies, mesh, meeting, shared))
 
 
 def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSource) -> list[torch.device]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from penstock.engine.local import LocalCrew
@@ -101,7 +100,7 @@ class Members:
         self._check_open()
         if not isinstance(self._crew, ProcessCrew):
             return number
-        return float(self._crew.reduce(torch.tensor(number, dtype=torch.float64), True))
+        return self._crew.agree(number)
 
     def _check_open(self) -> None:
         raise NotImplementedError

@@ -42,8 +42,8 @@ class StepResult:
 
     loss: Any  # a Tensor; None for an evaluation without targets
     outputs: Any
-    samples: int
-    microbatches: int
+    samples: int  # of all replicas, where there is a loss
+    microbatches: int  # of this replica
     seconds: float
 
 
@@ -107,7 +107,7 @@ class Pipeline(Members):
             offload=offload,
             dynamic=dynamic,
         )
-        meeting = Meeting(mesh.pipe_ranks, mesh.pipe_rank) if isinstance(mesh, Mesh) else None
+        meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
             built = build(plan, options, mesh, meeting)
         except BaseException as error:
@@ -115,6 +115,7 @@ class Pipeline(Members):
                 meeting.cancel(error)
             raise
         self.plan = built.plan
+        self.mesh = mesh
         self._line = plan.attached()
         self._model = self._line.model
         self._source = built.source
@@ -123,6 +124,7 @@ class Pipeline(Members):
         self._outputs = outputs
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
+        self._replicated = mesh is not None and mesh.data > 1
         self._loss_scale = 1.0
         self._wide = Wide(self.parameters()) if accumulate == "fp32" else None
         self._offload = offload
@@ -141,7 +143,7 @@ class Pipeline(Members):
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
         # Where the loss is known not to count as it goes, nothing rescales what is there already.
         with nullcontext() if self._wide is None else self._wide:
-            aside = Aside(self.parameters(), apart=self._counted is not False)
+            aside = Aside(self.parameters(), apart=self._counted is not False or self._replicated)
             try:
                 outcome = self._crew.train(self._value(inputs), targets, self._outputs)
             except BaseException:
@@ -178,13 +180,13 @@ class Pipeline(Members):
             return
         for batch in batches:
             with torch.no_grad():
-                outputs = self._shared(self._crew.evaluate(self._value(batch), None, "all").outputs)
+                outputs = self._shared(self._crew.evaluate(self._value(batch), None, "all", loss=False).outputs)
             yield outputs
 
     def _result(self, outcome: Outcome, start: float) -> StepResult:
         outputs = self._shared(outcome.outputs)
         seconds = time.perf_counter() - start
-        return StepResult(outcome.loss, outputs, sum(outcome.sizes), len(outcome.sizes), seconds)
+        return StepResult(outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds)
 
     def _shared(self, outputs: Any) -> Any:
         """Outputs where they are wanted: on the last stage's rank, or everywhere."""
@@ -203,7 +205,7 @@ class Pipeline(Members):
         value = self._line.arguments(args, kwargs) if args or kwargs else None
         grad = torch.is_grad_enabled()
         if not grad:
-            return self._shared(self._crew.evaluate(value, None, "all").outputs)
+            return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
         if isinstance(self._crew, ProcessCrew):
             raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)

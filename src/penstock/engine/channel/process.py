@@ -22,10 +22,10 @@ __all__ = ["BackwardLane", "ChannelError", "ForwardLane", "Wire"]
 
 
 class ChannelError(Exception):
-    """A peer's end of a channel is gone."""
+    """A peer's end of a channel is gone; ``peer`` is None where several talk, and one of them is."""
 
-    def __init__(self, peer: int, cause: str) -> None:
-        super().__init__(f"the channel with rank {peer} broke: {cause}")
+    def __init__(self, peer: int | None, cause: str) -> None:
+        super().__init__(f"the channel with {'other replicas' if peer is None else f'rank {peer}'} broke: {cause}")
         self.peer = peer
 
 
