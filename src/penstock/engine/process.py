@@ -90,8 +90,9 @@ class ProcessCrew:
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
-        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
-        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
+        dynamic = bool(options["dynamic"])
+        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
         self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
         self.runner: Runner | None = None
         self.occasions = Occasions()

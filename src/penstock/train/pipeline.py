@@ -70,7 +70,9 @@ class Pipeline(Members):
     the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
     ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
     ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
-    precision's gradients in single, ``offload`` keeps on the host what waits. docs/training.md tells more.
+    precision's gradients in single, ``offload`` keeps on the host what waits. ``dynamic=True`` is for stages whose
+    outputs' shapes, structure or values depend on the data: between processes every message then describes itself.
+    docs/training.md tells more.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Pipeline(Members):
         accumulate: str | None = None,
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
+        dynamic: bool = False,
     ) -> None:
         options = Options(
             loss_fn=loss_fn,
@@ -108,6 +111,7 @@ class Pipeline(Members):
             accumulate=accumulate,
             batchnorm=batchnorm,
             offload=offload,
+            dynamic=dynamic,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
