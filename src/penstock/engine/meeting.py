@@ -44,10 +44,10 @@ class Meeting:
         word = {"rank": self.ranks[self.rank], "error": f"{type(error).__name__}: {error}"}
         self.store.compare_set("cancelled", "", json.dumps(word))
 
-    def compare(self, facts: Mapping[str, Any]) -> None:
+    def compare(self, facts: Mapping[str, Any], occasion: str = "facts") -> None:
         """Wait for all ranks; raise if one does not come, or comes with other facts than the first."""
-        self.store.set(f"facts/{self.rank}", json.dumps(facts))
-        keys = [f"facts/{rank}" for rank in range(len(self.ranks))]
+        self.store.set(f"{occasion}/{self.rank}", json.dumps(facts))
+        keys = [f"{occasion}/{rank}" for rank in range(len(self.ranks))]
         start = time.monotonic()
         pause = 0.001
         while not self.store.check(keys):

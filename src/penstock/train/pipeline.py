@@ -31,7 +31,7 @@ from penstock.train.materialise import Init
 from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
-from penstock.train.options import Options
+from penstock.train.options import Options, Parallelize
 
 __all__ = ["Pipeline", "StepResult"]
 
@@ -65,6 +65,10 @@ class Pipeline(Members):
     ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
     ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
     precision's gradients in single, ``offload`` keeps on the host what waits. docs/training.md tells more.
+
+    ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
+    weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
+    None where it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are what they work over.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Pipeline(Members):
         accumulate: str | None = None,
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
+        parallelize: Parallelize | None = None,
     ) -> None:
         options = Options(
             loss_fn=loss_fn,
@@ -102,6 +107,7 @@ class Pipeline(Members):
             accumulate=accumulate,
             batchnorm=batchnorm,
             offload=offload,
+            parallelize=parallelize,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
@@ -115,6 +121,7 @@ class Pipeline(Members):
         self._model = self._line.model
         self._source = built.source
         self._modules = built.modules
+        self._own_name = built.own_name
         self._crew = built.crew
         self._outputs = outputs
         self._everywhere = outputs_everywhere
