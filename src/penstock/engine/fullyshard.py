@@ -91,7 +91,7 @@ class FullyShard:
 
     def got_gradient(self) -> set[int]:
         """Which parameters the run gave a gradient to, by the identity of what is in the optimizer."""
-        self._arrive()
+        self.arrive()
         for parameter in self.parameters.values():
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
@@ -103,7 +103,7 @@ class FullyShard:
         All replicas bring all gradients, zeros for those they have not. On a GPU nothing is waited for before
         ``finish``.
         """
-        self._arrive()
+        self.arrive()
         for parameter in self.parameters.values():
             if parameter.sharded_param.requires_grad and not _has_gradient(parameter):
                 parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
@@ -123,7 +123,7 @@ class FullyShard:
 
     def release(self) -> None:
         """Let go of what was gathered, after a run without gradients."""
-        self._arrive()
+        self.arrive()
         for part in self.parts:
             part.reshard()
 
@@ -138,7 +138,8 @@ class FullyShard:
                     parameter.unsharded_param.grad = None
             group._to_sharded()
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
+        """The parameters are there from here on."""
         with _talking():
             for handle in self._gathering:
                 handle.wait()

@@ -38,16 +38,18 @@ class Meeting:
         name = f"penstock/{_digest(str(self.ranks))}/{_meetings[self.ranks]}"
         self.store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self.patience = patience  # seconds to wait for ranks that have not come
+        self._times = 0
 
     def cancel(self, error: BaseException) -> None:
         """Tell the others that this rank will not come."""
         word = {"rank": self.ranks[self.rank], "error": f"{type(error).__name__}: {error}"}
         self.store.compare_set("cancelled", "", json.dumps(word))
 
-    def compare(self, facts: Mapping[str, Any], occasion: str = "facts") -> None:
+    def compare(self, facts: Mapping[str, Any]) -> None:
         """Wait for all ranks; raise if one does not come, or comes with other facts than the first."""
-        self.store.set(f"{occasion}/{self.rank}", json.dumps(facts))
-        keys = [f"{occasion}/{rank}" for rank in range(len(self.ranks))]
+        self._times += 1
+        keys = [f"facts/{self._times}/{rank}" for rank in range(len(self.ranks))]
+        self.store.set(keys[self.rank], json.dumps(facts))
         start = time.monotonic()
         pause = 0.001
         while not self.store.check(keys):

@@ -19,6 +19,6 @@ __all__ = ["Parallelized"]
 class Parallelized:
     """A stage that the user's function has wrapped or changed."""
 
-    fake: FakeStage  # the stage before that: what crosses its edges is the same
+    fake: FakeStage | None  # the stage before that, whose edges carry the same; None where it can be copied as it is
     wrapped: Mapping[int, Wrapping]  # what DDP was told of some parameters, by their identity
     sharded: FullyShard | None  # what FSDP manages, if anything

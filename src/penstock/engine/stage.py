@@ -117,9 +117,10 @@ class StageEngine:
     def new_queue(self) -> WeightGradQueue:
         """A queue for the weight gradients of one micro-batch in flight, where the backward is split."""
         if self._recorder is None:
-            made = self.parallel
-            whole = made is not None and made.sharded is not None and made.sharded.rounds
-            self._recorder = Recorder(self.module, self.shared, whole=whole)
+            sharded = None if self.parallel is None else self.parallel.sharded
+            if sharded is not None:  # what the forward will use are the gathered parameters
+                sharded.arrive()
+            self._recorder = Recorder(self.module, self.shared, whole=sharded is not None and sharded.rounds)
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:

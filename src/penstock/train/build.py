@@ -83,7 +83,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         if options.parallelize is not None:
             from penstock.train.parallelize import parallelize_stages  # FSDP takes seconds to import
 
-            meeting.compare(facts_of(placed, source, shared), "before parallelize")
+            meeting.compare(facts_of(placed, source, shared))
             own_name = OwnNames(names_of(plan.attached().model))
             parallel = parallelize_stages(modules, mesh, options, plan.ties, copies, own_name)
     offload = options.offload

@@ -51,21 +51,22 @@ def parallelize_stages(
     made = {}
     for stage, module in modules.items():
         fake = FakeStage(stage, module, mesh.device)
-        if not fake.parts:
-            raise PlanError(
-                f"stage {stage} cannot be copied (copy.deepcopy fails), and with parallelize a copy of the stage as it "
-                "was is needed, to learn what crosses its edges"
-            )
         result = _call(options.parallelize, stage, module, mesh)
         result, wrapped = unwrap(result, stage, mesh.ranks("data"))
         sharded = fully_shard_of(result, stage, mesh.ranks("data"))
-        modules[stage] = result
-        made[stage] = Parallelized(fake, wrapped, sharded)
         _refuse_foreign_meshes(stage, result, sharded, mesh)
+        changed = result is not module or sharded is not None or mesh.tensor > 1
+        if changed and not fake.parts:
+            raise PlanError(
+                f"stage {stage} cannot be copied (copy.deepcopy fails), and a copy of the stage as it was before "
+                "parallelize is needed, to learn what crosses its edges"
+            )
         if sharded is not None:
             _cast_as(sharded, fake)
         if mesh.tensor > 1:
             keep_edges_plain(result, stage)
+        modules[stage] = result
+        made[stage] = Parallelized(fake if changed else None, wrapped, sharded)
     _compare(before, _by_identity(modules, own))
     _refuse_options(modules, options)
     for tie, row in zip(ties, copies, strict=True):
