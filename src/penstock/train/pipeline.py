@@ -31,7 +31,7 @@ from penstock.train.materialise import Init
 from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
-from penstock.train.options import Options
+from penstock.train.options import Options, Parallelize
 from penstock.train.tally import Tally
 
 __all__ = ["Pipeline", "StepResult"]
@@ -73,6 +73,10 @@ class Pipeline(Members):
     precision's gradients in single, ``offload`` keeps on the host what waits. ``dynamic=True`` is for stages whose
     outputs' shapes, structure or values depend on the data: between processes every message then describes itself.
     docs/training.md tells more.
+
+    ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
+    weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
+    None where it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are what they work over.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Pipeline(Members):
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
         dynamic: bool = False,
+        parallelize: Parallelize | None = None,
     ) -> None:
         options = Options(
             loss_fn=loss_fn,
@@ -112,6 +117,7 @@ class Pipeline(Members):
             batchnorm=batchnorm,
             offload=offload,
             dynamic=dynamic,
+            parallelize=parallelize,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
@@ -126,6 +132,7 @@ class Pipeline(Members):
         self._model = self._line.model
         self._source = built.source
         self._modules = built.modules
+        self._own_name = built.own_name
         self._crew = built.crew
         self._outputs = outputs
         self._everywhere = outputs_everywhere
