@@ -45,7 +45,7 @@ class FakeStage:
         fakes: dict[int, Any] = {}
         with self.mode:
             for tensor in (*parameters.values(), *buffers.values()):
-                fake = self.mode.from_tensor(tensor.detach())
+                fake = self._fake(tensor.detach())
                 real = isinstance(tensor, nn.Parameter)
                 fakes.setdefault(id(tensor), nn.Parameter(fake, tensor.requires_grad) if real else fake)
         self.run: Callable[..., Any]
@@ -63,6 +63,11 @@ class FakeStage:
                 if isinstance(part, _BatchNorm) and part.momentum is None:
                     part.momentum = 0.0  # it would ask a fake tensor for its value, to learn nothing of shapes
             self.run = copied
+
+    def _fake(self, tensor: Tensor) -> Any:
+        if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes():  # a weight that is on the host now
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return self.mode.from_tensor(tensor)
 
 
 class Propagation:

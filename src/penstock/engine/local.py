@@ -70,6 +70,7 @@ class LocalCrew:
         self.occasions = Occasions()
         self.streaming = False  # whether a stream of mini-batches is under way
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
@@ -165,6 +166,8 @@ class LocalCrew:
             self.forget()
             raise
         finally:
+            if self.weights is not None:
+                self.weights.land()
             for stage in self.stages.values():
                 stage.moments = ()
 

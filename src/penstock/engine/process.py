@@ -74,8 +74,9 @@ class ProcessCrew:
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
         self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device)
         self.runner: Runner | None = None
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
 
@@ -144,8 +145,12 @@ class ProcessCrew:
         job.ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), count, self.occasions.next(training=grad))
         self.runner = job.runner
-        with torch.set_grad_enabled(grad):
-            job.runner.run()
+        try:
+            with torch.set_grad_enabled(grad):
+                job.runner.run()
+        finally:
+            if self.weights is not None:
+                self.weights.land()
         for stage in self.stages.values():
             stage.moments = ()
 

@@ -97,15 +97,18 @@ class ProcessTies(Ties):
         placement: Sequence[int],
         rank: int,
         new_group: Callable[[str, Sequence[int]], Group],
+        device: torch.device,
     ) -> None:
         super().__init__()
+        self.device = device
         self.groups: list[Group] = []
         for tie, mine in zip(plan.ties, copies, strict=True):
             ranks = sorted({placement[stage] for stage in tie.stages})
             if len(ranks) > 1 and rank in ranks:
                 (parameter,) = mine
                 group = new_group(f"tie {tie.names[0]}", ranks)
-                group.broadcast(parameter.data, 0).wait()
+                with self._there(parameter.data) as there:
+                    group.broadcast(there, 0).wait()
                 self.copies.append([parameter])
                 self.groups.append(group)
 
@@ -115,7 +118,17 @@ class ProcessTies(Ties):
             if parameter.grad is None:
                 wide = torch.float32 if id(parameter) in sums else None
                 give_grad(parameter, torch.zeros_like(parameter, dtype=wide))
-            self.groups[number].allreduce(parameter.grad).wait()
+            assert parameter.grad is not None
+            with self._there(parameter.grad) as there:
+                self.groups[number].allreduce(there).wait()
+
+    @contextmanager
+    def _there(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The tensor where ranks talk: weights that live on the host have their gradients there, too."""
+        there = tensor.to(self.device)
+        yield there
+        if there is not tensor:
+            tensor.copy_(there)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         pairs = zip(self.copies, self.groups, strict=True)

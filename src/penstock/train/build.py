@@ -12,6 +12,7 @@ from penstock.engine.batchnorm import DeferredBatchNorm
 from penstock.engine.buffers import Unnoticed
 from penstock.engine.head import Head
 from penstock.engine.hostcopy import HostPool
+from penstock.engine.hostweights import HostWeights, host_weights
 from penstock.engine.local import LocalCrew
 from penstock.engine.loss import loss_rule
 from penstock.engine.meeting import Meeting
@@ -68,8 +69,9 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     placed = plan.placed(source.placement, device_of)
     modules = {s: plan.stage_module(s) for s in own}
     copies = place_ties(plan.ties, modules, {s: device_of[s] for s in own})
-    materialise(modules, device_of, options.init, copies)
     offload = options.offload
+    weights = host_weights(modules, device_of) if offload is not None and offload.weights else None
+    materialise(modules, device_of, options.init, copies, weights)
     pool = HostPool(offload.budget_bytes) if offload is not None and offload.activations else None
     stages = []
     for s, module in modules.items():
@@ -84,9 +86,11 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
             stage.norms = DeferredBatchNorm(module, s)
         if pool is not None:
             stage.offload = activation_offload(device_of[s], pool, module)
+        stage.weights = weights
         stages.append(stage)
     if mesh is None:
-        return Built(placed, source, modules, LocalCrew(placed, stages, source, copies))
+        joined = source if weights is None else source.taking_turns(_joined(source, device_of, weights))
+        return Built(placed, source, modules, LocalCrew(placed, stages, joined, copies))
     assert meeting is not None
     return Built(placed, source, modules, ProcessCrew(placed, stages, source, copies, mesh, meeting, options.shared()))
 
@@ -98,6 +102,14 @@ def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSo
     wanted = marked_devices(plan, source) if options.devices is None else options.devices
     of_rank = assign(wanted, source.ranks)
     return [of_rank[rank] for rank in source.placement]
+
+
+def _joined(source: ScheduleSource, devices: Sequence[torch.device], weights: HostWeights) -> list[int]:
+    """Ranks on one device take turns where weights come and go: who has them there is then a matter of one order."""
+    of_rank = dict(zip(source.placement, devices, strict=True))
+    places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    return [numbers[place] for place in places]
 
 
 def _refuse_shared_statistics(plan: Plan, placement: Sequence[int]) -> None:

@@ -18,18 +18,20 @@ def clip_grad_norm(
     error_if_nonfinite: bool,
     counted_here: Callable[[nn.Parameter], bool] = lambda parameter: True,
     reduce: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
+    device_of: Callable[[nn.Parameter], torch.device | None] = lambda parameter: None,
 ) -> Tensor:
     """Scale gradients so that their norm is at most ``max_norm``; the norm before, the same on every rank.
 
     ``counted_here`` says which of this rank's parameters it counts (a tie counts once); ``reduce(x, largest)`` gives
-    the sum, or the largest, of ``x`` over the ranks. Ranks without gradients take part.
+    the sum, or the largest, of ``x`` over the ranks. Ranks without gradients take part. Where ``device_of`` names a
+    device, the norm of a gradient is computed there: sums on the host would be rounded otherwise.
     """
     parameters = [p for p in parameters if p.grad is not None]
     norm_type = float(norm_type)
-    counted = [p.grad for p in parameters if p.grad is not None and counted_here(p)]
-    home = parameters[0].grad.device if parameters and parameters[0].grad is not None else torch.device("cpu")
+    places = [(p.grad, device_of(p) or p.grad.device, counted_here(p)) for p in parameters if p.grad is not None]
+    home = places[0][1] if places else torch.device("cpu")
     infinite = math.isinf(norm_type)
-    partial = _norms(counted, norm_type, home)
+    partial = _norms([(grad, device) for grad, device, counts in places if counts], norm_type, home)
     if infinite:
         total = reduce(partial.max() if len(partial) else torch.zeros((), device=home), True)
     else:
@@ -46,10 +48,11 @@ def clip_grad_norm(
     return total
 
 
-def _norms(grads: Sequence[Tensor], norm_type: float, home: torch.device) -> Tensor:
-    """The norm of each gradient, in single precision at least."""
+def _norms(grads: Sequence[tuple[Tensor, torch.device]], norm_type: float, home: torch.device) -> Tensor:
+    """The norm of each gradient, computed on a device, in single precision at least."""
+    wide = {True: torch.float32, False: None}
     norms = [
-        torch.linalg.vector_norm(g, norm_type, dtype=torch.float32 if g.dtype.itemsize < 4 else None).to(home)
-        for g in grads
+        torch.linalg.vector_norm(g.to(device), norm_type, dtype=wide[g.dtype.itemsize < 4]).to(home)
+        for g, device in grads
     ]
     return torch.stack(norms) if norms else torch.zeros(0, device=home)
