@@ -37,6 +37,16 @@ def test_skips(devices: tuple[str, ...]) -> None:
         check_step(dense(schedule, 3), devices=devices)
 
 
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu")], ids=["one GPU", "GPU and CPU"])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_weights_on_the_host(schedule: str, devices: tuple[str, ...]) -> None:
+    for count, microbatches, batch in [(2, 4, 10), (4, 8, 13)]:
+        stages = stages_for(schedule, count)
+        case = Case(LAYERS, True, 3, schedule, stages, microbatches, batch, "pair", weights=True)
+        for recompute in ("never", "always"):
+            check_step(replace(case, recompute=recompute), devices=devices)
+
+
 @pytest.fixture(scope="module", params=["nccl", "gloo"])
 def two_processes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with ranks(2, request.param) as made:
@@ -48,3 +58,4 @@ def test_processes_on_one_gpu(schedule: str, two_processes: Ranks) -> None:
     stages = stages_for(schedule, 2)
     two_processes.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore"))
     two_processes.check(dense(schedule, 2))
+    two_processes.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "pair", weights=True))

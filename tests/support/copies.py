@@ -90,6 +90,7 @@ class LateCopies:
             assert isinstance(target, Tensor), "device memory was let go before the copy back had landed"
             for memory in (source, target):
                 assert memory.untyped_storage().nbytes() >= memory.nbytes, "its memory was freed before the copy"
-            with torch.no_grad():
+            # A copy of a stream's is seen by version counters when it is started, not when it is done.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
                 target.copy_(source)
             self.queues[stream][number] = ()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock.engine.hostweights import HostWeights
 from penstock.engine.visits import Stop
 from tests.support.copies import LateCopies
 
-__all__ = ["LateWeights", "late_weights"]
+__all__ = ["LateWeights", "late_weights", "weights_everywhere"]
 
 
 class LateWeights(HostWeights):
@@ -36,7 +38,7 @@ class LateWeights(HostWeights):
 
 
 def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
-    """From now on pipelines with ``Offload(weights=True)`` have such weights; they are in the list when they are made."""
+    """From now on pipelines with ``Offload(weights=True)`` have such weights, which are in the list once made."""
     made: list[LateWeights] = []
 
     def make(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> LateWeights:
@@ -45,3 +47,16 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
 
     monkeypatch.setattr("penstock.train.build.host_weights", make)
     return made
+
+
+def weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
+    """Every pipeline keeps its weights on the host, and any optimizer may step: here the host does it as well."""
+    before = ps.Pipeline.__init__
+
+    def init(self: ps.Pipeline, *args: Any, **options: Any) -> None:
+        before(self, *args, **{**options, "offload": ps.Offload(activations=False, weights=True)})
+        assert self._watch is not None
+        self._watch.remove()
+
+    monkeypatch.setattr(ps.Pipeline, "__init__", init)
+    return late_weights(monkeypatch)

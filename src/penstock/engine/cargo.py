@@ -6,9 +6,9 @@ its memory and gets other memory later; the tensors stay what they are:
     parameter.data ──▶ a tensor of the device ──┐
     saved for B    ──▶ a view of it ────────────┴──▶ storage ──▶ memory during visits, none in between
 
-Weights go without a copy, because the host has them, unless a forward has changed them (an embedding with
-``max_norm``). ``.data`` leaves no trace of that, so the first visit in each mode looks for it. Gradients are copied out,
-and have memory on the device until that is done.
+Weights go without a copy, because the host has them, unless a forward has changed them (an embedding with a largest
+norm). ``.data`` leaves no trace of that, so the first visit in each mode looks for it. Gradients are copied out, and
+have memory on the device until that is done.
 """
 
 from __future__ import annotations
@@ -144,8 +144,10 @@ class Cargo:
                 self.copies.finish(mark)
         finally:
             for parameter, host, _ in self.members.values():
-                grad = None if self._grads_here else parameter.grad  # on the device still, if it did not get so far
-                place(parameter, host, self._grads.pop(parameter, grad))
+                grad = self._grads.pop(parameter, parameter.grad)
+                if grad is not None and grad.device != host.device:  # it did not get so far, or a forward has made it
+                    grad = home_of(grad, self.copies)
+                place(parameter, host, grad)
             self._here = self._grads_here = False
             self._coming, self._leaving, self._last = [], [], {}
 
@@ -194,7 +196,8 @@ class Cargo:
     def _differ(self) -> bool:
         """Whether weights on the device are not what they were when they came."""
         for home in self._homes:
-            before = torch.empty_like(home.there)
+            with torch.inference_mode(False):
+                before = torch.empty_like(home.there)
             self.copies.wait(self.copies.back(home.host, before), before)
             if not torch.equal(before, home.there):
                 return True

@@ -62,13 +62,13 @@ class Loan:
         place(self.parameter, *self.came)
         self._seen = self._grad()
 
-    def end(self) -> list[tuple[Mark, Tensor]]:
+    def end(self, grad_changed: bool = False) -> list[tuple[Mark, Tensor]]:
         """The parameter is at home, and what may have changed is on its way there: marks, and what must live on."""
         here, grad, host = self.parameter.data, self.parameter.grad, self.grad_host
         leaving = [(self.copies.out(here, self.host, self.mark), here)]
         if grad is None:
             host = None
-        elif self._grad() != self._seen:  # a fused update unscales it
+        elif grad_changed or self._grad() != self._seen:
             if host is None or not is_plain(grad) or not alike(grad, host):
                 host = home_of(grad, self.copies)
             else:

@@ -172,7 +172,8 @@ class HostState:
         for key in list(self._loans) if keys is None else keys:
             loan = self._loans.pop(key, None)
             if loan is not None:
-                started += [_Copy(loan.copies, *leaving) for leaving in loan.end()]
+                unscaled = getattr(self.optimizer, "grad_scale", None) is not None  # by a fused update, without a trace
+                started += [_Copy(loan.copies, *leaving) for leaving in loan.end(unscaled)]
         found = [
             (key, *place)
             for key in (list(self.optimizer.state) if keys is None else keys)
