@@ -93,8 +93,9 @@ class ProcessCrew:
         dynamic = bool(options["dynamic"])
         self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device)
         self.runner: Runner | None = None
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
         self.reducer: Reducer | None = None
@@ -222,8 +223,12 @@ class ProcessCrew:
         ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
         self.runner = job.runner
-        with torch.set_grad_enabled(grad):
-            job.runner.run()
+        try:
+            with torch.set_grad_enabled(grad):
+                job.runner.run()
+        finally:
+            if self.weights is not None:
+                self.weights.land()
         for stage in self.stages.values():
             stage.moments = ()
         grads, ends.inputs, ends.grads = ends.grads, [], None

@@ -52,7 +52,7 @@ class Replicas:
 
     def start_sum(self, tensor: Tensor) -> Any:
         """Start to make a tensor its sum over the replicas; to be waited for with ``wait``."""
-        return self._start(self.group, tensor)
+        return self._start(self._group_for(tensor), tensor)
 
     def wait(self, work: Any) -> Any:
         """Wait for what was started, and give what it gives; on a GPU, its stream waits."""
@@ -70,11 +70,16 @@ class Replicas:
 
     def equalise(self, tensors: Iterable[Tensor]) -> None:
         """Give every replica the values of the first."""
-        equalise(tensors, self.group)
+        for tensor in tensors:
+            equalise([tensor], self._group_for(tensor))
 
     def close(self) -> None:
         self.control.close()
         self.numbers = self.group = None
+
+    def _group_for(self, tensor: Tensor) -> Group:
+        """Weights that live on the host have their gradients there, too."""
+        return self.numbers if tensor.device.type == "cpu" else self.group
 
     def _start(self, group: Group, tensor: Tensor) -> Any:
         try:
