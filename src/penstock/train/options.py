@@ -75,7 +75,7 @@ class Options:
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
         if self.offload is not None and self.offload.weights and self.parallelize is not None:
-            raise PlanError("parallelize makes modules whose weights stay on the device: leave out Offload(weights=True)")
+            raise PlanError("parallelize wants weights that stay where they are: leave out Offload(weights=True)")
         if self.parallelize is not None and not callable(self.parallelize):
             raise PlanError(f"parallelize must be a function of (stage, mesh), got {type(self.parallelize).__name__}")
         if self.init is not None and not callable(self.init):
