@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ import penstock as ps
 from penstock.train.prefetch import delivered
 from penstock.train.share import Share, emptied
 from tests.support.loading import Grid, Numbers, Pipe, Stream, numbers, parts_of, whole
-from tests.support.models import assert_same, mlp
+from tests.support.models import assert_same, gradients, mlp
 from tests.support.ranks import Ranks
 
 # ── shares ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -455,8 +455,8 @@ def test_a_dataset_without_a_length_but_with_a_sampler() -> None:
 # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def labels_of(loader: ps.DataLoader[Any]) -> list[Any]:
-    return [None if y is None else y.tolist() for x, y in loader if (x is None) == (y is None)]
+def labels_of(batches: Iterable[Any]) -> list[Any]:
+    return [None if y is None else y.tolist() for x, y in batches if (x is None) == (y is None)]
 
 
 def two_by_two(rank: int, pipe: int, everywhere: bool) -> tuple[list[Any], list[int]]:
@@ -481,28 +481,39 @@ def test_four_processes_as_one_replica(four: Ranks) -> None:
     assert four.check(two_by_two, 4, True) == [all_of_it] * 4
 
 
-def stepping(rank: int, schedule: str, stages: int) -> tuple[list[Any], list[float]]:
-    plan = ps.split(mlp(4, 2), stages=stages)
-    with ps.Pipeline(plan, F.cross_entropy, microbatches=2, schedule=schedule, mesh=ps.Mesh(pipe=2)) as pipe:
-        loader = ps.DataLoader(Halves(7), 4, pipe=pipe, shuffle=True)
-        got = labels_of(loader)
-        loader.set_epoch(0)
-        return got, [float(pipe.step(x, y).loss) for x, y in loader]
-
-
 class Halves(Numbers):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return super().__getitem__(index)[0], index % 2
+        return super().__getitem__(index)[0] / 9, index % 2
 
 
-@pytest.mark.parametrize(("schedule", "stages", "loading"), [("1f1b", 2, [0, 1]), ("zbv", 4, [0])])
-def test_one_line_steps_on_every_rank(two: Ranks, schedule: str, stages: int, loading: list[int]) -> None:
-    plain = list(ps.DataLoader(Halves(7), 4, shuffle=True))
+def stepping(rank: int, schedule: str, stages: int, data: int) -> tuple[list[Any], list[float], dict[str, Any]]:
+    """An epoch of steps, the last one over a single sample; its labels here, losses, and the sum of its gradients."""
+    plan = ps.split(mlp(4, 2), stages=stages)
+    with ps.Pipeline(plan, F.cross_entropy, microbatches=2, schedule=schedule, mesh=ps.Mesh(data=data, pipe=2)) as pipe:
+        loader = ps.DataLoader(Halves(9), 4, pipe=pipe, shuffle=True)
+        batches = list(loader)
+        losses = [float(pipe.step(x, y).loss) for x, y in batches]
+        return labels_of(batches), losses, gradients(pipe.named_parameters())
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(("schedule", "stages", "loading"), [("1f1b", 2, (0, 1)), ("zbv", 4, (0,))])
+def test_one_line_steps_on_every_rank(
+    two: Ranks, four: Ranks, schedule: str, stages: int, loading: tuple[int, ...], data: int
+) -> None:
     model = mlp(4, 2)
-    losses = [F.cross_entropy(model(x), y).item() for x, y in plain]
-    got = two.check(stepping, schedule, stages)
-    assert [labels for labels, _ in got] == [
-        [y.tolist() if rank in loading else None for _, y in plain] for rank in range(2)
-    ]
-    for _, seen in got:
-        assert seen == pytest.approx(losses)
+    plain = list(torch_data.DataLoader(Halves(9), 4, sampler=shuffled(9)))
+    losses = [F.cross_entropy(model(x), y) for x, y in plain]
+    sum(losses).backward()  # type: ignore[union-attr]
+    expected = gradients(model)
+    for rank, (labels, seen, grads) in enumerate((two, four)[data - 1].check(stepping, schedule, stages, data)):
+        replica, pipe_rank = divmod(rank, 2)
+        mine = [Share(data, replica).of(y.tolist()) for _, y in plain]
+        assert labels == (mine if pipe_rank in loading else [None] * 3)
+        assert seen == pytest.approx([loss.item() for loss in losses])
+        assert_same(grads, {name: expected[name] for name in grads})
+
+
+def shuffled(count: int) -> list[int]:
+    """The order of the first epoch."""
+    return [int(index) for batch in ps.DataLoader(range(count), count, shuffle=True) for index in batch]

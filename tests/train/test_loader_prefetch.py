@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -109,11 +111,13 @@ def test_an_error_comes_with_next_and_shows_where_it_was(prefetch: int) -> None:
     loader = ps.DataLoader(Broken(10), 2, prefetch=prefetch)
     it = iter(loader)
     assert len([next(it), next(it)]) == 2
+    told, frames = "", []
     try:
         next(it)
     except ValueError as error:
-        assert str(error) == "sample 5 is bad"
-        assert "__getitem__" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        told, frames = str(error), [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert told == "sample 5 is bad"
+    assert "__getitem__" in frames
     assert list(it) == []
     assert loader.state_dict()["batches"] == 2
     assert loader.epoch == 0
@@ -149,6 +153,28 @@ def test_two_iterators_at_once_do_not_read_at_once() -> None:
     both = [(a[1].tolist(), b[1].tolist()) for a, b in zip(loader, loader, strict=True)]
     assert both == [(part, part) for part in ([0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11])]
     assert dataset.most == 1
+
+
+LEAVES = """
+import torch
+import penstock as ps
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return sum(torch.zeros(100_000) + index for _ in range(20))
+
+it = iter(ps.DataLoader(Slow(), 4))
+next(it)
+"""
+
+
+def test_a_program_that_ends_in_the_middle_of_an_epoch_ends_well() -> None:
+    """Python ended the thread within torch's code, at which C++ ended the process: "terminate called without …"."""
+    ended = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
 
 
 # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────

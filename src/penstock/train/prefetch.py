@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -61,6 +62,7 @@ class Prefetch(Generic[T]):
         arguments = (source, self._between, lock, device)
         self.thread = threading.Thread(target=_fill, args=arguments, name="penstock loader", daemon=True)
         weakref.finalize(self, self._between.stop)
+        _running[self.thread] = self._between
         self.thread.start()
 
     def __iter__(self) -> Iterator[T]:
@@ -91,6 +93,21 @@ def _fill(source: Iterator[T], between: _Between[T], lock: threading.Lock, devic
         between.ready.put(_End(None))
     except BaseException as error:
         between.ready.put(_End(error))
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
+_running: dict[threading.Thread, _Between[Any]] = {}
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that Python ends within torch's code takes the process down: let each come out of there."""
+    left = dict(_running)
+    for between in left.values():
+        between.stop()
+    for thread in left:
+        thread.join(10)
 
 
 # ── devices ──────────────────────────────────────────────────────────────────────────────────────────────────────

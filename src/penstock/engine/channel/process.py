@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.channel.group import Group
+from penstock.engine.idle import Waited
 from penstock.engine.message import Message
 from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, require_dense
 from penstock.errors import PlanError
@@ -32,8 +34,9 @@ class ChannelError(Exception):
 class Wire:
     """One end of a channel: tensors go out or come in, in order."""
 
-    def __init__(self, group: Group, peer: int, device: torch.device) -> None:
+    def __init__(self, group: Group, peer: int, device: torch.device, waited: Waited | None = None) -> None:
         self.group = group
+        self.waited = waited or Waited()  # told how long this end's rank has to wait
         self.peer = peer  # its rank in the world
         self.there = 1 - group.rank()
         self.device = device
@@ -86,10 +89,12 @@ class Wire:
 
     def wait(self, works: list[Any]) -> None:
         """Wait until sends or receives that were started are over."""
+        start = perf_counter()
         try:
             for work, _ in works:
                 if work is not None:
                     work.wait()
+            self.waited.seconds += perf_counter() - start
         except RuntimeError as error:
             works.clear()
             work = None
@@ -128,6 +133,7 @@ class _ProcessLane:
 
     def __init__(self, wire: Wire, name: str, tensors: Sequence[Sequence[TensorMeta]]) -> None:
         self.wire = wire
+        self.waited = wire.waited
         self.name = name
         self.tensors = tensors
         self.makers = [wire.makers(row) for row in tensors]
@@ -166,8 +172,10 @@ class _ProcessLane:
         work: Any
         tensor: Tensor
         work, tensor = self.under_way.pop(microbatch)
+        start = perf_counter()
         try:
             work.wait()
+            self.waited.seconds += perf_counter() - start
         except RuntimeError as error:
             work = None  # an error keeps this frame alive, and a connection is closed with the last reference to it
             raise ChannelError(self.wire.peer, str(error)) from None
