@@ -110,7 +110,7 @@ class ProcessTies(Ties):
             if len(ranks) > 1 and rank in ranks:
                 (parameter,) = mine
                 group = new_group(f"tie {tie.names[0]}", ranks)
-                _compare_layouts(tie, parameter, group)
+                _compare_layouts(tie, parameter, group, device)
                 with self._there(local(parameter).detach()) as there:
                     group.broadcast(there, 0).wait()
                 self.copies.append([parameter])
@@ -143,12 +143,12 @@ class ProcessTies(Ties):
         self.groups.clear()
 
 
-def _compare_layouts(tie: Tie, parameter: nn.Parameter, group: Group) -> None:
+def _compare_layouts(tie: Tie, parameter: nn.Parameter, group: Group, device: torch.device) -> None:
     """Copies in parts must be in the same parts, which are what is summed."""
     layout = repr(parameter.placements) if is_sharded(parameter) else "whole"
     word = f"{layout} {tuple(local(parameter).shape)}"
     mine = float(zlib.crc32(word.encode()))
-    everyone = torch.tensor([mine, -mine], dtype=torch.float64, device=parameter.device)
+    everyone = torch.tensor([mine, -mine], dtype=torch.float64, device=device)
     options = torch.distributed.AllreduceOptions()
     options.reduceOp = torch.distributed.ReduceOp.MAX  # type: ignore[assignment]
     group.allreduce([everyone], options).wait()
