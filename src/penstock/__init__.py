@@ -34,6 +34,7 @@ from penstock.split.skip_verify import verify_skippables as verify_skippables
 from penstock.train.launch import init as init
 from penstock.train.launch import launched as launched
 from penstock.train.launch import say as say
+from penstock.train.loader import DataLoader as DataLoader
 from penstock.train.mesh import Mesh as Mesh
 from penstock.train.offload import Offload as Offload
 from penstock.train.pipeline import Pipeline as Pipeline

@@ -74,6 +74,7 @@ class LocalCrew:
         self.streaming = False  # whether a stream of mini-batches is under way
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         self.bubble: float | None = None  # of the last run: the share of its time that the ranks waited, on average
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
@@ -173,6 +174,8 @@ class LocalCrew:
             self.forget()
             raise
         finally:
+            if self.weights is not None:
+                self.weights.land()
             for stage in self.stages.values():
                 stage.moments = ()
         seconds = perf_counter() - start

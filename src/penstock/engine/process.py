@@ -90,18 +90,24 @@ class ProcessCrew:
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
-        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
-        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
+        dynamic = bool(options["dynamic"])
+        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device)
         self.runner: Runner | None = None
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
         self.reducer: Reducer | None = None
         self.statistics: RunningStatistics | None = None
+        modules = {s: stage.module for s, stage in self.stages.items()}
+        parallel = {s: stage.parallel for s, stage in self.stages.items() if stage.parallel is not None}
+        self.sharded = [made.sharded for made in parallel.values() if made.sharded is not None]
+        if self.replicas is not None or parallel:
+            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas, parallel)
         if self.replicas is not None:
-            modules = {s: stage.module for s, stage in self.stages.items()}
-            self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
-            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas)
+            if not parallel:  # these were made equal before
+                self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
             if self._head is not None:
@@ -145,6 +151,7 @@ class ProcessCrew:
         with self._committing(training=True):
             if self.reducer is not None:
                 self.reducer.begin()
+            self._gather()
             with self.ties.reducing():
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
@@ -163,9 +170,19 @@ class ProcessCrew:
         if head is not None:
             head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
         with self._committing(training=False):
+            self._gather()
             self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
+            for sharded in self.sharded:
+                sharded.release()
             loss, _, samples = self._share_loss()
         return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
+
+    def _gather(self) -> None:
+        """Before a run: put stages that are sharded over the replicas together."""
+        if self.sharded and self.replicas is not None:
+            self.replicas.sum([1.0])  # a replica that has failed is noticed here; within FSDP it would be waited for
+        for sharded in self.sharded:
+            sharded.gather()
 
     @contextmanager
     def _committing(self, *, training: bool) -> Iterator[None]:
@@ -206,8 +223,12 @@ class ProcessCrew:
         ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
         self.runner = job.runner
-        with torch.set_grad_enabled(grad):
-            job.runner.run()
+        try:
+            with torch.set_grad_enabled(grad):
+                job.runner.run()
+        finally:
+            if self.weights is not None:
+                self.weights.land()
         for stage in self.stages.values():
             stage.moments = ()
         grads, ends.inputs, ends.grads = ends.grads, [], None
@@ -338,6 +359,8 @@ class ProcessCrew:
         self.jobs.close()
         for stage in self.stages.values():
             stage.close()
+        for sharded in self.sharded:
+            sharded.abandon()
         self.runner = None
         self.control.close()
         self.ties.close()

@@ -27,10 +27,10 @@ class Control:
 
     def send_row(self, rank: int, row: Sequence[float]) -> None:
         """Start sending numbers; the sends are waited for in ``settle``."""
-        self._start(rank, torch.tensor(row, dtype=torch.float64))
+        self._start(rank, torch.tensor(row, dtype=torch.float64, device="cpu"))
 
     def take_row(self, rank: int, length: int) -> list[float]:
-        row = torch.empty(length, dtype=torch.float64)
+        row = torch.empty(length, dtype=torch.float64, device="cpu")
         self._wait(rank, row)
         return row.tolist()
 

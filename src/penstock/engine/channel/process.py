@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.engine.channel.group import Group
 from penstock.engine.idle import Waited
 from penstock.engine.message import Message
-from penstock.engine.meta import MessageMeta, TensorMeta, meta_of
+from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, require_dense
 from penstock.errors import PlanError
 
 __all__ = ["BackwardLane", "ChannelError", "ForwardLane", "Wire"]
@@ -52,32 +52,36 @@ class Wire:
             work.wait()
             torch.cuda.synchronize(self.device)
 
-    def send(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Start sending; what is returned must be kept until ``wait`` for it is over."""
+    def send(self, tensors: Sequence[Tensor], tag: int = 0) -> list[Any]:
+        """Start sending; what is returned must be kept until ``wait`` for it is over.
+
+        What is sent under different tags comes in any order; that is gloo's, NCCL knows of none.
+        """
         send, there = self.group.send, self.there
         out: list[Any] = []
         try:
             for tensor in tensors:
                 if self.staged:
                     tensor = tensor.cpu()
-                if not tensor.is_contiguous():
-                    tensor = tensor.contiguous()
+                elif tensor.device.type != self.device.type:  # a few numbers that the stage had on the host
+                    tensor = tensor.to(self.device)
+                tensor = _in_order(tensor)
                 if tensor.numel():
-                    out.append((send([tensor], there, 0), tensor))
+                    out.append((send([tensor], there, tag), tensor))
         except RuntimeError as error:
             # An error keeps this frame alive, and a connection is closed with the last reference to it.
             out, send = [], None
             raise ChannelError(self.peer, str(error)) from None
         return out
 
-    def receive(self, makers: Sequence[Callable[[], Tensor]]) -> list[Any]:
+    def receive(self, makers: Sequence[Callable[[], Tensor]], tag: int = 0) -> list[Any]:
         """Post receives into fresh buffers."""
         receive, there = self.group.recv, self.there
         out: list[Any] = []
         try:
             for make in makers:
                 buffer = make()
-                out.append((receive([buffer], there, 0) if buffer.numel() else None, buffer))
+                out.append((receive([buffer], there, tag) if buffer.numel() else None, buffer))
         except RuntimeError as error:
             out, receive = [], None
             raise ChannelError(self.peer, str(error)) from None
@@ -117,6 +121,13 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def _in_order(tensor: Tensor) -> Tensor:
+    """The tensor, its memory as its values say: not strided, and not waiting to be conjugated or negated."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
 class _ProcessLane:
     """One edge in one direction: what each micro-batch's message consists of, and what is under way."""
 
@@ -148,8 +159,8 @@ class _ProcessLane:
     # Most messages are one tensor. The ways of these are short: no lists, and no calls but torch's.
 
     def send_one(self, microbatch: int, tensor: Tensor) -> None:
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = _in_order(tensor)
         wire = self.wire
         try:
             self.under_way[microbatch] = (wire.group.send([tensor], wire.there, 0), tensor)
@@ -178,6 +189,8 @@ class ForwardLane(_ProcessLane):
     """Outputs to the next stage, of which ``metas`` says what each micro-batch's looks like."""
 
     def __init__(self, wire: Wire, name: str, metas: Sequence[MessageMeta]) -> None:
+        for meta in metas:
+            require_dense(meta, name)
         super().__init__(wire, name, [meta.tensors() for meta in metas])
         self.metas = metas
 
@@ -252,7 +265,7 @@ def _checked(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
         if found.dtype is expected.dtype and found.shape == expected.shape:
             return leaves
     tensors = []
-    if len(leaves) == len(meta.leaves) and spec == meta.spec and len(wants) == len(meta.wants):
+    if len(leaves) == len(meta.leaves) and spec == meta.spec and tuple(wants) == meta.wants:
         for leaf, expected in zip(leaves, meta.leaves, strict=True):
             if isinstance(leaf, Tensor):
                 if not isinstance(expected, TensorMeta) or leaf.dtype is not expected.dtype:
@@ -260,11 +273,17 @@ def _checked(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
                 if leaf.shape != expected.shape:
                     break
                 tensors.append(leaf)
-            elif leaf is not expected and leaf != expected:
+            elif leaf is not expected and (type(leaf) is not type(expected) or leaf != expected):
                 break
         else:
             return tensors
+    found = meta_of(message)
+    if found.wants != meta.wants and str(found) == str(meta):
+        raise PlanError(
+            f"{name} gave {found} with gradients wanted for leaves {list(found.wants)}, but {list(meta.wants)} was "
+            "inferred: freeze and thaw parameters of the whole model, on every rank, or say Pipeline(…, dynamic=True)"
+        )
     raise PlanError(
-        f"{name} gave {meta_of(message)}, but {meta} was inferred from its input and is what the next "
-        "stage expects: an output's shapes, dtypes and plain values must follow from the input's shapes alone"
+        f"{name} gave {found}, but {meta} was inferred from its input and is what the next stage expects: an output's "
+        "shapes, dtypes and plain values must follow from the input's shapes alone, or say Pipeline(…, dynamic=True)"
     )
