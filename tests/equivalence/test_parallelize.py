@@ -67,6 +67,11 @@ def test_models(four: Ranks, how: Callable[..., Any], name: str) -> None:
     four.check(case, how, DATA, {"name": name, **more})
 
 
+@pytest.mark.parametrize(("how", "sizes"), [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR)])
+def test_messages_that_describe_themselves(four: Ranks, how: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four.check(case, how, sizes, {"options": {"dynamic": True}})
+
+
 @pytest.mark.parametrize("how", [ddp, fsdp_nested, unchanged])
 def test_a_mesh_without_replicas(four: Ranks, how: Callable[..., Any]) -> None:
     four.check(case, how, {"pipe": 4}, {})

@@ -46,7 +46,7 @@ class FakeStage:
         fakes: dict[int, Any] = {}
         with self.mode:
             for tensor in (*parameters.values(), *buffers.values()):
-                fake = self.mode.from_tensor(tensor.detach())
+                fake = self._fake(tensor.detach())
                 real = isinstance(tensor, nn.Parameter)
                 fakes.setdefault(id(tensor), nn.Parameter(fake, tensor.requires_grad) if real else fake)
         self.parts: list[tuple[nn.Module, nn.Module]] = []
@@ -76,6 +76,11 @@ class FakeStage:
                 if parameter is not None and real is not None:
                     parameter.requires_grad_(real.requires_grad)
         return self
+
+    def _fake(self, tensor: Tensor) -> Any:
+        if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes():  # a weight that is on the host now
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return self.mode.from_tensor(tensor)
 
 
 class Propagation:
@@ -115,7 +120,8 @@ class Propagation:
             except Exception as error:
                 raise PlanError(
                     f"stage {self.fake.stage} could not be run on fake tensors to learn its output's shape, for an "
-                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {error}"
+                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {error}. If its shapes depend on "
+                    "the data, or it needs numbers that fake tensors do not have, say Pipeline(…, dynamic=True)"
                 ) from error
             if isinstance(output, Counted):  # of the last stage: what leaves the pipeline is its output
                 output = output.output

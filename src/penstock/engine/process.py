@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from penstock.engine.channel.process import ChannelError, Wire
 from penstock.engine.context import Occasions, ambient, surround
 from penstock.engine.failure import Bulletin
 from penstock.engine.head import Head
+from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.jobs import Jobs, Wires
 from penstock.engine.meeting import Meeting, facts_of
@@ -75,20 +77,25 @@ class ProcessCrew:
         self.placement = source.placement
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.ended: PipelineError | None = None
+        self.waited = Waited()
+        self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self._groups: list[Group] = []
         self._store = meeting.store
         self._name = f"pipeline {place.data_rank}.{place.tensor_rank}"
         meeting.compare(facts_of(plan, source, options))
         self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
+        self.control.waited = self.waited
         self.replicas = self._meet("data", place)
         self.twins = self._meet("tensor", place)
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
-        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
-        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
+        dynamic = bool(options["dynamic"])
+        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device)
         self.runner: Runner | None = None
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
         self.reducer: Reducer | None = None
@@ -110,15 +117,19 @@ class ProcessCrew:
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
-        outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
-        return outcome
+        return self._timed(lambda: self._train(value, targets, outputs))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
         """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank.
 
         Replicas take part together where there is a loss, and each for itself where none is wanted.
         """
-        outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs, loss))
+        return self._timed(lambda: self._evaluate(value, targets, outputs, loss))
+
+    def _timed(self, work: Callable[[], Outcome]) -> Outcome:
+        self.waited.seconds, start = 0.0, perf_counter()
+        outcome: Outcome = self._guarded(work)
+        self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
 
     def everywhere(self, outputs: Any) -> Any:
@@ -212,8 +223,12 @@ class ProcessCrew:
         ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
         self.runner = job.runner
-        with torch.set_grad_enabled(grad):
-            job.runner.run()
+        try:
+            with torch.set_grad_enabled(grad):
+                job.runner.run()
+        finally:
+            if self.weights is not None:
+                self.weights.land()
         for stage in self.stages.values():
             stage.moments = ()
         grads, ends.inputs, ends.grads = ends.grads, [], None
@@ -261,7 +276,9 @@ class ProcessCrew:
         if speaks_nccl(self.device):
             groups.append(open_group(self._store, f"{name} on GPUs", ranks, place.rank, self.device))
         self._groups += groups
-        return Replicas(ranks, place.rank, numbers, groups[-1])
+        met = Replicas(ranks, place.rank, numbers, groups[-1])
+        met.control.waited = self.waited
+        return met
 
     def _open_channels(self, prefix: str, device: torch.device) -> Wires:
         """A group of two for every direction and lane in which this rank sends or receives."""
@@ -275,7 +292,7 @@ class ProcessCrew:
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Wire(group, peer, self.device)
+                wires[a, b, lane] = Wire(group, peer, self.device, self.waited)
                 wires[a, b, lane].connect(sender=self.rank == a)
         return wires
 

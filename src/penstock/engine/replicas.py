@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -51,12 +52,15 @@ class Replicas:
 
     def start_sum(self, tensor: Tensor) -> Any:
         """Start to make a tensor its sum over the replicas; to be waited for with ``wait``."""
-        return self._start(self.group, tensor)
+        return self._start(self._group_for(tensor), tensor)
 
     def wait(self, work: Any) -> Any:
         """Wait for what was started, and give what it gives; on a GPU, its stream waits."""
+        start = perf_counter()
         try:
-            return work.wait()
+            found = work.wait()
+            self.control.waited.seconds += perf_counter() - start
+            return found
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None
 
@@ -66,11 +70,16 @@ class Replicas:
 
     def equalise(self, tensors: Iterable[Tensor]) -> None:
         """Give every replica the values of the first."""
-        equalise(tensors, self.group)
+        for tensor in tensors:
+            equalise([tensor], self._group_for(tensor))
 
     def close(self) -> None:
         self.control.close()
         self.numbers = self.group = None
+
+    def _group_for(self, tensor: Tensor) -> Group:
+        """Weights that live on the host have their gradients there, too."""
+        return self.numbers if tensor.device.type == "cpu" else self.group
 
     def _start(self, group: Group, tensor: Tensor) -> Any:
         try:

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, increment_version
 from penstock.engine.batchnorm import DeferredBatchNorm
 from penstock.engine.buffers import Unnoticed
 from penstock.engine.head import Head
+from penstock.engine.hostweights import HostWeights
 from penstock.engine.message import Message, depart, depart_apart, share_out
 from penstock.engine.moment import MicroBatch, here
 from penstock.engine.offload import ActivationOffload
@@ -44,8 +45,6 @@ __all__ = ["Slot", "StageEngine", "make_slots"]
 # torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-
-
 _NEVER = object()
 
 
@@ -108,6 +107,7 @@ class StageEngine:
         self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
         self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
+        self.weights: HostWeights | None = None  # there on a GPU, when weights live on the host
         self.randomness: Randomness | None = None  # there when draws are seeded, or must be repeated
         self.unnoticed: Unnoticed | None = None  # there when forwards are run again
         self.norms: DeferredBatchNorm | None = None  # there when statistics are those of the mini-batch

@@ -100,8 +100,10 @@ class ProcessTies(Ties):
         placement: Sequence[int],
         rank: int,
         new_group: Callable[[str, Sequence[int]], Group],
+        device: torch.device,
     ) -> None:
         super().__init__()
+        self.device = device
         self.groups: list[Group] = []
         for tie, mine in zip(plan.ties, copies, strict=True):
             ranks = sorted({placement[stage] for stage in tie.stages})
@@ -109,7 +111,8 @@ class ProcessTies(Ties):
                 (parameter,) = mine
                 group = new_group(f"tie {tie.names[0]}", ranks)
                 _compare_layouts(tie, parameter, group)
-                group.broadcast(local(parameter).detach(), 0).wait()
+                with self._there(local(parameter).detach()) as there:
+                    group.broadcast(there, 0).wait()
                 self.copies.append([parameter])
                 self.groups.append(group)
 
@@ -120,7 +123,16 @@ class ProcessTies(Ties):
                 wide = torch.float32 if id(parameter) in sums else None
                 give_grad(parameter, torch.zeros_like(parameter, dtype=wide))
             assert parameter.grad is not None
-            self.groups[number].allreduce(local(parameter.grad)).wait()
+            with self._there(local(parameter.grad)) as there:
+                self.groups[number].allreduce(there).wait()
+
+    @contextmanager
+    def _there(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The tensor where ranks talk: weights that live on the host have their gradients there, too."""
+        there = tensor.to(self.device)
+        yield there
+        if there is not tensor:
+            tensor.copy_(there)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         pairs = zip(self.copies, self.groups, strict=True)

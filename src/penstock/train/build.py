@@ -12,6 +12,7 @@ from penstock.engine.batchnorm import DeferredBatchNorm
 from penstock.engine.buffers import Unnoticed
 from penstock.engine.head import Head
 from penstock.engine.hostcopy import HostPool
+from penstock.engine.hostweights import HostWeights, host_weights
 from penstock.engine.local import LocalCrew
 from penstock.engine.loss import loss_rule
 from penstock.engine.meeting import Meeting, facts_of
@@ -75,7 +76,9 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     modules = {s: plan.stage_module(s) for s in own}
     _refuse_sharded(modules)
     copies = place_ties(plan.ties, modules, {s: device_of[s] for s in own})
-    materialise(modules, device_of, options.init, copies)
+    offload = options.offload
+    weights = host_weights(modules, device_of) if offload is not None and offload.weights else None
+    materialise(modules, device_of, options.init, copies, weights)
     own_name, parallel = OwnNames(), dict[int, Parallelized]()
     if mesh is not None:
         assert meeting is not None
@@ -86,7 +89,6 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
             meeting.compare(facts_of(placed, source, shared))
             own_name = OwnNames(names_of(plan.attached().model))
             parallel = parallelize_stages(modules, mesh, options, plan.ties, copies, own_name)
-    offload = options.offload
     pool = HostPool(offload.budget_bytes) if offload is not None and offload.activations else None
     first = 0 if mesh is None else mesh.data_rank * source.microbatches
     stages = []
@@ -103,9 +105,11 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
             stage.norms = DeferredBatchNorm(module, s)
         if pool is not None:
             stage.offload = activation_offload(device_of[s], pool, module)
+        stage.weights = weights
         stages.append(stage)
     if mesh is None:
-        return Built(placed, source, modules, own_name, LocalCrew(placed, stages, source, copies))
+        joined = source if weights is None else source.taking_turns(_joined(source, device_of, weights))
+        return Built(placed, source, modules, own_name, LocalCrew(placed, stages, joined, copies))
     assert meeting is not None
     crew = ProcessCrew(placed, stages, source, copies, mesh, meeting, shared)
     return Built(placed, source, modules, own_name, crew)
@@ -128,6 +132,14 @@ def _refuse_sharded(modules: Mapping[int, nn.Module]) -> None:
                     f"{name} of stage {stage} is a DTensor already: build the pipeline of a plain model, and let "
                     "Pipeline(…, parallelize=…) shard or distribute its stages"
                 )
+
+
+def _joined(source: ScheduleSource, devices: Sequence[torch.device], weights: HostWeights) -> list[int]:
+    """Ranks on one device take turns where weights come and go: who has them there is then a matter of one order."""
+    of_rank = dict(zip(source.placement, devices, strict=True))
+    places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    return [numbers[place] for place in places]
 
 
 def _refuse_shared_statistics(plan: Plan, placement: Sequence[int]) -> None:

@@ -14,6 +14,8 @@ from penstock.engine.shards import is_sharded, local, shard_groups
 
 __all__ = ["clip_grad_norm"]
 
+DeviceOf = Callable[[nn.Parameter], torch.device | None]
+
 
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
@@ -22,20 +24,23 @@ def clip_grad_norm(
     error_if_nonfinite: bool,
     counted_here: Callable[[nn.Parameter], bool] = lambda parameter: True,
     reduce: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
+    device_of: DeviceOf = lambda parameter: None,
 ) -> Tensor:
     """Scale gradients so that their norm is at most ``max_norm``; the norm before, the same on every rank.
 
     ``counted_here`` says which of this rank's parameters it counts (a tie counts once); ``reduce(x, largest)`` gives
     the sum, or the largest, of ``x`` over the ranks. Ranks without gradients take part. Of parameters in parts, all
-    processes that have parts of them take part, too: their norms are those of the whole.
+    processes that have parts of them take part, too: their norms are those of the whole. Where ``device_of`` names a
+    device, the norm of a gradient is computed there: sums on the host would be rounded otherwise.
     """
     everyone = list(parameters)
     parameters = [p for p in everyone if p.grad is not None]
     norm_type = float(norm_type)
-    home = parameters[0].grad.device if parameters and parameters[0].grad is not None else torch.device("cpu")
+    first = next(iter(parameters), None)
+    home = torch.device("cpu") if first is None or first.grad is None else device_of(first) or first.grad.device
     largest = math.isinf(norm_type)
     counted = [p for p in everyone if counted_here(p)]
-    plain = _partial([p for p in counted if not is_sharded(p)], norm_type, home)
+    plain = _partial([p for p in counted if not is_sharded(p)], norm_type, home, device_of)
     both = torch.stack([plain, *_over_shards([p for p in counted if is_sharded(p)], norm_type, home)])
     total = reduce(both.max() if largest else both.sum(), largest)
     if not largest:
@@ -52,10 +57,12 @@ def clip_grad_norm(
     return total
 
 
-def _partial(parameters: Sequence[nn.Parameter], norm_type: float, home: torch.device) -> Tensor:
+def _partial(
+    parameters: Sequence[nn.Parameter], norm_type: float, home: torch.device, device_of: DeviceOf = lambda _: None
+) -> Tensor:
     """What these gradients, or this process's parts of them, add to the norm: powers to be summed, or the largest."""
-    parts = [local(p.grad) for p in parameters if p.grad is not None]
-    norms = _norms([part for part in parts if part.numel()], norm_type, home)
+    parts = [(local(p.grad), device_of(p) or p.grad.device) for p in parameters if p.grad is not None]
+    norms = _norms([(part, device) for part, device in parts if part.numel()], norm_type, home)
     if not math.isinf(norm_type):
         return norms.pow(norm_type).sum()
     return norms.max() if len(norms) else torch.zeros((), device=home)
@@ -77,10 +84,11 @@ def _over_shards(parameters: Sequence[nn.Parameter], norm_type: float, home: tor
     return found
 
 
-def _norms(grads: Sequence[Tensor], norm_type: float, home: torch.device) -> Tensor:
-    """The norm of each gradient, in single precision at least."""
+def _norms(grads: Sequence[tuple[Tensor, torch.device]], norm_type: float, home: torch.device) -> Tensor:
+    """The norm of each gradient, computed on a device, in single precision at least."""
+    wide = {True: torch.float32, False: None}
     norms = [
-        torch.linalg.vector_norm(g, norm_type, dtype=torch.float32 if g.dtype.itemsize < 4 else None).to(home)
-        for g in grads
+        torch.linalg.vector_norm(g.to(device), norm_type, dtype=wide[g.dtype.itemsize < 4]).to(home)
+        for g, device in grads
     ]
     return torch.stack(norms) if norms else torch.zeros(0, device=home)

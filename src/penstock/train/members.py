@@ -50,10 +50,11 @@ class Members:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""
         self._check_open()
-        counts = self._crew.ties.counts
+        counts, weights = self._crew.ties.counts, self._crew.weights
+        how: dict[str, Any] = {} if weights is None else {"device_of": weights.device_of}
         if isinstance(self._crew, ProcessCrew):
-            return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, self._crew.reduce)
-        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts)
+            how["reduce"] = self._crew.reduce
+        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, **how)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers under the plain model's own names.

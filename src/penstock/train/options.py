@@ -41,6 +41,7 @@ class Options:
     offload: Offload | None
     accumulate: str | None
     batchnorm: str
+    dynamic: bool
     parallelize: Parallelize | None
 
     @property
@@ -50,7 +51,7 @@ class Options:
 
     def shared(self) -> dict[str, Any]:
         """What must be the same on every rank, beside the schedule."""
-        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere")
+        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere", "dynamic")
         return {name: getattr(self, name) for name in names} | {"parallelize": self.parallelize is not None}
 
     def check(self) -> None:
@@ -67,10 +68,14 @@ class Options:
             raise PlanError(f"batchnorm must be 'microbatch' or 'deferred', got {self.batchnorm!r}")
         if self.accumulate not in (None, "fp32"):
             raise PlanError(f"accumulate must be 'fp32' or None, got {self.accumulate!r}")
+        if not isinstance(self.dynamic, bool):
+            raise PlanError(f"dynamic must be True or False, got {self.dynamic!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
+        if self.offload is not None and self.offload.weights and self.parallelize is not None:
+            raise PlanError("parallelize makes modules whose weights stay on the device: no Offload(weights=True) here")
         if self.parallelize is not None and not callable(self.parallelize):
             raise PlanError(f"parallelize must be a function of (stage, mesh), got {type(self.parallelize).__name__}")
         if self.init is not None and not callable(self.init):

@@ -57,7 +57,7 @@ def parallelize_stages(
         sharded = fully_shard_of(result, stage, mesh.ranks("data"))
         _refuse_foreign_meshes(stage, result, sharded, mesh)
         changed = result is not module or sharded is not None or mesh.tensor > 1
-        if changed and not fake.parts:
+        if changed and not fake.parts and not options.dynamic:
             raise PlanError(
                 f"stage {stage} cannot be copied (copy.deepcopy fails), and a copy of the stage as it was before "
                 "parallelize is needed, to learn what crosses its edges"
