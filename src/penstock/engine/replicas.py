@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import Group
 from penstock.engine.channel.process import ChannelError
+from penstock.engine.doing import Doing
 
 __all__ = ["Pending", "Replicas"]
 
@@ -26,11 +27,13 @@ Pending = Callable[[], list[float]]  # numbers on their way: called, it waits fo
 class Replicas:
     """This rank and its twins, one in each replica. All of them make the same calls in the same order."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, numbers: Group, group: Group) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, numbers: Group, group: Group, doing: Doing) -> None:
         """``ranks`` are the twins' in the world; ``numbers`` is their group on the CPU, ``group`` on their device."""
         self.index = list(ranks).index(rank)
         self.count = len(ranks)
-        self.control = Control(numbers, ranks)
+        self.control = Control(numbers, ranks, doing)
+        self.doing = doing
+        self.others = [r for r in ranks if r != rank]
         self.numbers = numbers
         self.group = group
 
@@ -56,7 +59,8 @@ class Replicas:
     def wait(self, work: Any) -> None:
         """Wait for what was started; on a GPU, its stream does."""
         try:
-            work.wait()
+            with self.doing.waiting(self.others):
+                work.wait()
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None
 
@@ -69,7 +73,7 @@ class Replicas:
         try:
             pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
             for work in [self.group.broadcast(dense, 0) for _, dense in pairs]:
-                work.wait()
+                self.wait(work)
             for tensor, dense in pairs:
                 if dense.data_ptr() != tensor.data_ptr():
                     tensor.copy_(dense)

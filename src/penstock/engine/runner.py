@@ -9,12 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from penstock.engine.doing import Progress
 from penstock.engine.message import Message, merge
 from penstock.engine.offload import returns
 from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.program import Instruction
 
-__all__ = ["Ends", "Lane", "PostedLane", "Progress", "Runner", "Wiring", "compile_program"]
+__all__ = ["Ends", "Lane", "PostedLane", "Runner", "Wiring", "compile_program"]
 
 Call = Callable[[], None]
 
@@ -29,20 +30,18 @@ class Lane(Protocol):
 
 @runtime_checkable
 class PostedLane(Lane, Protocol):
-    """A lane between processes: receives are posted ahead, and sends are over some time later."""
+    """A lane between processes: receives are posted ahead, and sends are over some time later.
+
+    What was received must have landed before it is taken: so a rank that waits is seen to wait, and not to compute.
+    """
 
     def post(self, microbatch: int) -> None: ...
+
+    def land(self, microbatch: int) -> None: ...
 
     def sent(self, microbatch: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-@dataclass
-class Progress:
-    """Where a rank is in its program; read by others to say what it is doing."""
-
-    at: int = -1
 
 
 @dataclass
@@ -100,13 +99,14 @@ def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runn
     back = returns(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
     away = {pair for pairs in back.values() for pair in pairs if wiring.stages[pair[0]].offload is not None}
     for at, instruction in enumerate(instructions):
-        for call in (
-            *_come_back(back.get(at, ()), away, wiring),
-            *_go(instruction, away, wiring),
-            *_bind(instruction, wiring),
+        for call, of in (
+            *((call, instruction) for call in _come_back(back.get(at, ()), away, wiring)),
+            *((call, instruction) for call in _go(instruction, away, wiring)),
+            *_wait(instruction, wiring),
+            *((call, instruction) for call in _bind(instruction, wiring)),
         ):
             calls.append(call)
-            done.append(instruction)
+            done.append(of)
     return Runner(calls, done)
 
 
@@ -117,6 +117,19 @@ def _come_back(pairs: Iterable[tuple[int, int]], away: set[tuple[int, int]], wir
 def _go(instruction: Instruction, away: set[tuple[int, int]], wiring: Wiring) -> list[Call]:
     pair = instruction.stage, instruction.microbatch
     return [partial(_send_away, wiring.slots[pair])] if instruction.kind == "F" and pair in away else []
+
+
+def _wait(instruction: Instruction, wiring: Wiring) -> list[tuple[Call, Instruction]]:
+    """The waits for what other processes send to an action, under the names of their receives."""
+    kind, stage, k, _ = instruction
+    if kind not in ("F", "B", "I"):
+        return []
+    lane_name, lanes = ("F", wiring.forward) if kind == "F" else ("B", wiring.backward)
+    return [
+        (partial(lane.land, k), Instruction(f"RECV_{lane_name}", stage, k, src))
+        for (src, dst), lane in sorted(lanes.items(), key=lambda pair: pair[0])
+        if dst == stage and isinstance(lane, PostedLane)
+    ]
 
 
 def _bind(instruction: Instruction, wiring: Wiring) -> list[Call]:

@@ -13,12 +13,15 @@ import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.accumulate import give_grad, sums
 from penstock.engine.channel.group import Group
+from penstock.engine.channel.process import ChannelError
+from penstock.engine.doing import Doing
 from penstock.split.plan import Plan, Tie
 
 __all__ = ["LocalTies", "ProcessTies", "Ties", "place_ties"]
@@ -97,17 +100,20 @@ class ProcessTies(Ties):
         placement: Sequence[int],
         rank: int,
         new_group: Callable[[str, Sequence[int]], Group],
+        doing: Doing,
     ) -> None:
         super().__init__()
         self.groups: list[Group] = []
+        self.doing = doing
+        self.others: list[list[int]] = []  # the ranks, in the world, that each group is with
         for tie, mine in zip(plan.ties, copies, strict=True):
             ranks = sorted({placement[stage] for stage in tie.stages})
             if len(ranks) > 1 and rank in ranks:
                 (parameter,) = mine
-                group = new_group(f"tie {tie.names[0]}", ranks)
-                group.broadcast(parameter.data, 0).wait()
+                self.groups.append(new_group(f"tie {tie.names[0]}", ranks))
+                self.others.append([doing.homes[placement.index(r)] for r in ranks if r != rank])
                 self.copies.append([parameter])
-                self.groups.append(group)
+                self._wait(-1, lambda group: group.broadcast(parameter.data, 0))  # noqa: B023
 
     def sum_up(self, number: int) -> None:
         (parameter,) = self.copies[number]
@@ -115,7 +121,15 @@ class ProcessTies(Ties):
             if parameter.grad is None:
                 wide = torch.float32 if id(parameter) in sums else None
                 give_grad(parameter, torch.zeros_like(parameter, dtype=wide))
-            self.groups[number].allreduce(parameter.grad).wait()
+            self._wait(number, lambda group: group.allreduce(parameter.grad))
+
+    def _wait(self, number: int, start: Callable[[Group], Any]) -> None:
+        others = self.others[number]
+        try:
+            with self.doing.waiting(others, "for the other copies of a tied parameter from"):
+                start(self.groups[number]).wait()
+        except RuntimeError as error:
+            raise ChannelError(others[0] if len(others) == 1 else None, str(error)) from None
 
     def counts(self, parameter: nn.Parameter) -> bool:
         pairs = zip(self.copies, self.groups, strict=True)

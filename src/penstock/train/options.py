@@ -35,6 +35,8 @@ class Options:
     offload: Offload | None
     accumulate: str | None
     batchnorm: str
+    stuck_after: float | None
+    timeout: float | None
 
     @property
     def order(self) -> str | Schedule:
@@ -43,7 +45,7 @@ class Options:
 
     def shared(self) -> dict[str, Any]:
         """What must be the same on every rank, beside the schedule."""
-        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere")
+        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere", "stuck_after", "timeout")
         return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
@@ -62,6 +64,10 @@ class Options:
             raise PlanError(f"accumulate must be 'fp32' or None, got {self.accumulate!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
+        for name in ("stuck_after", "timeout"):
+            limit = getattr(self, name)
+            if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
+                raise PlanError(f"{name} must be a number of seconds, or None for never, got {limit!r}")
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
         if self.init is not None and not callable(self.init):

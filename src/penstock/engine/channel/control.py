@@ -10,6 +10,7 @@ import torch
 
 from penstock.engine.channel.group import Group
 from penstock.engine.channel.process import ChannelError
+from penstock.engine.doing import Doing
 
 __all__ = ["Control"]
 
@@ -17,9 +18,10 @@ __all__ = ["Control"]
 class Control:
     """Objects and short rows of numbers, to one rank of the pipeline or gathered from all."""
 
-    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], doing: Doing) -> None:
         self.group = group
         self.ranks = ranks  # ranks[r] is the world rank of the pipeline's rank r
+        self.doing = doing
         self._sending: list[Any] = []
 
     def send_row(self, rank: int, row: Sequence[float]) -> None:
@@ -47,7 +49,8 @@ class Control:
         sending, self._sending = self._sending, []
         for rank, work, _ in sending:
             try:
-                work.wait()
+                with self.doing.waiting([self.ranks[rank]], "until its messages are taken by"):
+                    work.wait()
             except RuntimeError as error:
                 sending.clear()
                 work = None
@@ -75,6 +78,7 @@ class Control:
 
     def _wait(self, rank: int, tensor: torch.Tensor) -> None:
         try:
-            self.group.recv([tensor], rank, 1).wait()
+            with self.doing.waiting([self.ranks[rank]]):
+                self.group.recv([tensor], rank, 1).wait()
         except RuntimeError as error:
             raise ChannelError(self.ranks[rank], str(error)) from None
