@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -78,12 +78,13 @@ class Look:
 
     def __str__(self) -> str:
         """As it goes on after the name of the rank."""
+        place = f" (at {self.at})" if self.at else ""
         if self.silent:
-            before = replace(self, silent=0.0)
-            return f"has not been heard of for {self.silent:.0f} s (is its process stopped?) and before that {before}"
+            was = {"waits": f"waited {self.what} {named(self.ranks)}", "works": f"was {self.what}"}
+            then = was.get(self.kind, "was not in a step")
+            return f"has not been heard of for {self.silent:.0f} s (is its process stopped?), when it {then}{place}"
         if self.kind == "waits":
             return f"waits {self.what} {named(self.ranks)}"
-        place = f" (at {self.at})" if self.at else ""
         if self.kind == "works":
             return f"has been {self.what} for {self.age:.0f} s{place}"
         ended = "its last one ended" if self.what else "it has run none since it built its pipeline"

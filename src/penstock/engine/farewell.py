@@ -67,10 +67,11 @@ def is_failure(error: BaseException | None) -> bool:
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    hook = _hook or sys.__excepthook__  # goes back to its place with the last guest
     if not hasattr(sys, "ps1"):  # at a prompt, the program goes on
         for guest in list(_guests):
             guest.part(error)
-    (_hook or sys.__excepthook__)(kind, error, trace)
+    hook(kind, error, trace)
 
 
 def _end() -> None:

@@ -91,7 +91,7 @@ class Gossip:
             found = others[rank]
             text += f", which {_told(found)}" if len(others) == 1 else f", of which rank {rank} {_told(found)}"
             path.append(rank)
-            if found is None or found.kind != "waits":
+            if found is None or _is_end(found):
                 return text, rank, found
             if set(found.ranks) & set(path):
                 return f"{text}: they wait for each other", rank, found
@@ -108,15 +108,19 @@ class Gossip:
             return look
         if now - since < 3 * self.pause + 1:
             return look
-        return replace(look, age=look.age + now - since, silent=now - since)
+        return replace(look, silent=now - since)
 
 
 def _suspect(others: dict[int, Look | None], path: Sequence[int]) -> int:
     """Of those that a rank waits for, the one that does not wait itself; or that does not wait for those before."""
     for rank, look in others.items():
-        if look is None or look.kind != "waits":
+        if look is None or _is_end(look):
             return rank
     return next((r for r, look in others.items() if look is not None and not set(look.ranks) & set(path)), min(others))
+
+
+def _is_end(look: Look) -> bool:
+    return look.kind != "waits" or look.silent > 0
 
 
 def _told(look: Look | None) -> str:

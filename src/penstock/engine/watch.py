@@ -151,8 +151,9 @@ class Watch:
 
     def _live(self) -> None:
         try:
-            while not self._stopping.wait(TICK):
+            while not self._stopping.is_set():
                 self._tick(time.monotonic())
+                self._stopping.wait(TICK)
         except Exception:
             logger.exception("the watch of rank %d failed; the pipeline goes on without it", self.rank)
 
