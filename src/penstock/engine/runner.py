@@ -21,23 +21,23 @@ Call = Callable[[], None]
 
 
 class Lane(Protocol):
-    """One edge in one direction: what a stage sends along it, another one takes."""
+    """One edge in one direction: what a stage sends along it, another one takes.
+
+    What another rank sends lands first, and is taken then: so a rank that waits is seen to wait, and not to compute.
+    """
 
     def send(self, microbatch: int, payload: Any) -> None: ...
+
+    def land(self, microbatch: int) -> None: ...
 
     def take(self, microbatch: int) -> Any: ...
 
 
 @runtime_checkable
 class PostedLane(Lane, Protocol):
-    """A lane between processes: receives are posted ahead, and sends are over some time later.
-
-    What was received must have landed before it is taken: so a rank that waits is seen to wait, and not to compute.
-    """
+    """A lane between processes: receives are posted ahead, and sends are over some time later."""
 
     def post(self, microbatch: int) -> None: ...
-
-    def land(self, microbatch: int) -> None: ...
 
     def sent(self, microbatch: int) -> None: ...
 
@@ -120,7 +120,7 @@ def _go(instruction: Instruction, away: set[tuple[int, int]], wiring: Wiring) ->
 
 
 def _wait(instruction: Instruction, wiring: Wiring) -> list[tuple[Call, Instruction]]:
-    """The waits for what other processes send to an action, under the names of their receives."""
+    """The waits for what other ranks send to an action, under the names of their receives."""
     kind, stage, k, _ = instruction
     if kind not in ("F", "B", "I"):
         return []
@@ -128,7 +128,7 @@ def _wait(instruction: Instruction, wiring: Wiring) -> list[tuple[Call, Instruct
     return [
         (partial(lane.land, k), Instruction(f"RECV_{lane_name}", stage, k, src))
         for (src, dst), lane in sorted(lanes.items(), key=lambda pair: pair[0])
-        if dst == stage and isinstance(lane, PostedLane)
+        if dst == stage and src not in wiring.stages
     ]
 
 

@@ -89,7 +89,7 @@ def _start(crew: LocalCrew, value: Any) -> _UnderWay:
 
 def _take(crew: LocalCrew, batch: _UnderWay) -> Any:
     try:
-        crew.workers.wait(batch.report, batch.job.cancel)
+        crew.workers.wait(batch.report, batch.job.cancel, crew.patience(batch.job).look)
     except BaseException:
         crew.forget()
         raise

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -31,7 +32,8 @@ from penstock.engine.channel.beacon import Beacon, Lifeline
 from penstock.engine.channel.sever import Lines, StoreLine
 from penstock.engine.doing import Doing, Look
 from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, launcher_keeps_store, store_gone
-from penstock.engine.stuck import TIMEOUT, Gossip
+from penstock.engine.gossip import Gossip
+from penstock.engine.stuck import TIMEOUT, Judge, Limits, follow
 
 __all__ = ["Stopped", "Watch"]
 
@@ -65,7 +67,9 @@ class Watch:
         self._pid = os.getpid()
         self._line = StoreLine(store)
         self._board = Bulletin(self._line.store, ranks, rank)
-        self._gossip = Gossip(self._line.store, rank)
+        self._limits = Limits()
+        self._judge = Judge(self._limits)
+        self._gossip = Gossip(self._line.store, rank, self._limits)
         self._beacon = None if self.lines.address is None else Beacon(self.lines.address[0])
         beacon = None if self._beacon is None else self._beacon.address
         store.set(f"address/{rank}", json.dumps({"gloo": self.lines.address, "beacon": beacon}))
@@ -85,7 +89,7 @@ class Watch:
 
     def limit(self, stuck_after: float | None, timeout: float | None) -> None:
         """When to report, and when to give up; None is never."""
-        self._gossip.stuck_after, self._gossip.timeout = stuck_after, timeout
+        self._limits.stuck_after, self._limits.timeout = stuck_after, timeout
         # Beyond ours, so that it is ours that tells: gloo cannot say who is stuck.
         self.lines.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
 
@@ -162,6 +166,7 @@ class Watch:
         if key != self._key:
             self._key, self._since = key, now
             self._gossip.moved()
+            self._judge.moved()
         age = now - self._since
         if self.cause is None:
             try:
@@ -184,7 +189,8 @@ class Watch:
             cause = None if left is None else self._board.publish(Cause(left, "", LEFT))
         if cause is None:
             self._gossip.tell(self.doing, look, age, now)
-            cause = self._gossip.judge(look, age, now)
+            chain = partial(follow, self.rank, look, lambda rank: self._gossip.hear(rank, now))
+            cause = self._judge.judge(look, age, now, chain)
             cause = None if cause is None else self._board.publish(cause)
         return cause
 

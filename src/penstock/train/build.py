@@ -19,6 +19,7 @@ from penstock.engine.offload import activation_offload
 from penstock.engine.process import ProcessCrew
 from penstock.engine.randomness import Randomness
 from penstock.engine.stage import StageEngine
+from penstock.engine.stuck import Limits
 from penstock.engine.ties import place_ties
 from penstock.errors import PlanError
 from penstock.schedule.source import ScheduleSource
@@ -87,7 +88,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
             stage.offload = activation_offload(device_of[s], pool, module)
         stages.append(stage)
     if mesh is None:
-        return Built(placed, source, modules, LocalCrew(placed, stages, source, copies))
+        limits = Limits(options.stuck_after, options.timeout)
+        return Built(placed, source, modules, LocalCrew(placed, stages, source, copies, limits))
     assert meeting is not None
     shared = {"mesh": mesh.sizes, **options.shared()}
     return Built(placed, source, modules, ProcessCrew(placed, stages, source, copies, mesh, meeting, shared))
