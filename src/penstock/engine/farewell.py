@@ -29,7 +29,7 @@ class Guest(Protocol):
 
 
 _guests: weakref.WeakSet[Any] = weakref.WeakSet()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a guest may leave while another comes: when it is collected as garbage
 _hook: Callable[..., Any] | None = None  # the one before ours, while ours is there
 _finaliser: util.Finalize | None = None
 

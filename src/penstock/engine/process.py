@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -326,6 +327,8 @@ class ProcessCrew:
 
     def _stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
         self.ended = error
+        if isinstance(cause, ChannelError):  # whose frames keep connections open that are to be closed
+            traceback.clear_frames(cause.__traceback__)
         self.close()
         raise error from cause
 
@@ -348,6 +351,10 @@ class ProcessCrew:
             stage.close()
         self.control.close()
         self.ties.close()
+        if self.reducer is not None:  # sums may be under way
+            self.reducer.begin()
+        if self._head is not None:
+            self._head.clear()
         for replicas in (self.replicas, self.twins):
             if replicas is not None:
                 replicas.close()

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,13 +41,7 @@ class Replicas:
     def start(self, row: Sequence[float]) -> Pending:
         """Start to add up a row of numbers over the replicas."""
         total = torch.tensor(row, dtype=torch.float64)
-        work = self._start(self.numbers, total)
-
-        def finish() -> list[float]:
-            self.wait(work)
-            return total.tolist()
-
-        return finish
+        return partial(self._finish, self._start(self.numbers, total), total)
 
     def sum(self, row: Sequence[float]) -> list[float]:
         """The sums of a row of numbers over the replicas."""
@@ -83,6 +78,10 @@ class Replicas:
     def close(self) -> None:
         self.control.close()
         self.numbers = self.group = None
+
+    def _finish(self, work: Any, total: Tensor) -> list[float]:
+        self.wait(work)
+        return total.tolist()
 
     def _start(self, group: Group, tensor: Tensor) -> Any:
         try:

@@ -54,7 +54,7 @@ def stream(crew: LocalCrew, values: Iterable[Any]) -> Iterator[Any]:
         for left in waiting:
             left.job.cancel()
         for left in waiting:
-            while len(left.report.outcomes) < len(left.job.runners):
+            while not crew.closed and len(left.report.outcomes) < len(left.job.runners):
                 left.report.news.get()
         for stage in crew.stages.values():
             stage.moments = ()

@@ -132,13 +132,14 @@ class Watch:
         for end in (self._beacon, self._lifeline, self.lines, self._line):
             if end is not None:
                 end.close()
+        del self._board, self._gossip  # a connection is closed with the last reference to its store
         self.doing.runner = None
 
     def part(self, error: BaseException | None) -> None:
         """The process ends, or the program leaves the pipeline, by an error or without one."""
-        if os.getpid() != self._pid or self._ended or self._line.gone:
+        if self._ended or os.getpid() != self._pid:
             return
-        if farewell.is_failure(error) and self.cause is None:
+        if farewell.is_failure(error) and self.cause is None and not self._line.gone:
             assert error is not None
             self.cause = self.bulletin.failed(error)
         self.stop()
@@ -159,7 +160,8 @@ class Watch:
                 self._tick(time.monotonic())
                 self._stopping.wait(TICK)
         except Exception:
-            logger.exception("the watch of rank %d failed; the pipeline goes on without it", self.rank)
+            if not self._stopping.is_set():
+                logger.exception("the watch of rank %d failed; the pipeline goes on without it", self.rank)
 
     def _tick(self, now: float) -> None:
         key, look = self.doing.look()
