@@ -7,14 +7,18 @@ rank 2         F0 ~~~~~~ waits for 2RECV_F1 from rank 1, which has been in 1F1 f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +29,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine import process
-from tests.support.models import batch, mlp
+from tests.support.models import batch, mlp, penstock_threads, threads_end
 from tests.support.ranks import Gone, Ranks, run_ranks
 from tests.support.traces import Belongings
 from tests.train.test_distributed_failures import (
@@ -272,19 +276,33 @@ def test_a_killed_process_is_named_by_those_who_compute(at: int) -> None:
         assert mine.seconds < 3 + SOON
 
 
-def killed_with_a_child(rank: int) -> Told:
+def fork(work: Callable[[], object]) -> int:
+    """A child that does some work. The test does not hear of it: its line to this process is closed in it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not need
+        child = os.fork()
+    if child == 0:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=int(name)) as sock:
+                if sock.family != socket.AF_UNIX:
+                    sock.detach()
+        work()
+        os._exit(0)
+    return child
+
+
+def killed_with_a_child(rank: int, child: str) -> Told:
     """A fork of the killed process lives on, and has all its connections."""
     pipe = pipeline(layered(at1=Busy(LONG)))
-    if rank == 1 and os.fork() == 0:
-        time.sleep(30)
-        os._exit(0)
     if rank == 1:
+        Path(child).write_text(str(fork(lambda: time.sleep(60))))
         threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     return failing_step(pipe)
 
 
-def test_a_killed_process_is_named_though_its_child_lives_on() -> None:
-    told = run_ranks(killed_with_a_child, 3, timeout=60)
+def test_a_killed_process_is_named_though_its_child_lives_on(tmp_path: Path) -> None:
+    told = run_ranks(killed_with_a_child, 3, str(tmp_path / "child"), timeout=60)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert isinstance(told.pop(1), Gone)
     for mine in told:
         assert isinstance(mine, Told), mine
@@ -389,11 +407,7 @@ def stopped(rank: int) -> list[str] | str:
         pipe = pipeline(mlp(), stuck_after=1.0)
         if rank == 0:
             pid = os.getpid()
-            awakener = os.fork()
-            if awakener == 0:
-                time.sleep(9)
-                os.kill(pid, signal.SIGCONT)
-                os._exit(0)
+            awakener = fork(lambda: (time.sleep(9), os.kill(pid, signal.SIGCONT)))
             os.kill(pid, signal.SIGSTOP)
             os.waitpid(awakener, 0)
         pipe.step(batch(), batch())
@@ -430,21 +444,26 @@ def test_a_timeout_stops_everybody_and_shows_where_the_one_hangs(three: Ranks) -
         assert seconds < LONG / 2
 
 
-def hangs_for_good(rank: int) -> str:
+def hangs_for_good(rank: int, errors: str) -> str:
     """Nothing interrupts this rank: its own handler swallows Ctrl-C."""
     if rank == 1:
         signal.signal(signal.SIGINT, lambda *_: None)
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    assert_new_pipeline_works()  # a first step takes its time
     pipe = pipeline(layered(at1=Busy(LONG)), timeout=2.0)
     return failing_step(pipe).text
 
 
-def test_a_process_that_nothing_interrupts_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    told = run_ranks(hangs_for_good, 3, timeout=60)
+def test_a_process_that_nothing_interrupts_says_so_and_ends(tmp_path: Path) -> None:
+    told = run_ranks(hangs_for_good, 3, str(tmp_path / "errors"), timeout=60)
     gone = told.pop(1)
     assert isinstance(gone, Gone)
     assert "exit code 1" in str(gone)
     for text in told:
         assert "Timeout" in text
+    errors = (tmp_path / "errors").read_text()
+    assert re.search(r"rank 1 has been in 1F1 for \d+ s.*, and ends, because the pipeline has stopped", errors)
+    assert "time.sleep(self.seconds)" in errors
 
 
 def no_limits(rank: int) -> list[str]:
@@ -473,6 +492,40 @@ def test_a_rank_that_left_is_named_by_all(three: Ranks) -> None:
         assert told.rank == 2
         assert "closed its pipeline, or ended" in told.text
         assert told.seconds < SOON
+
+
+# ── threads of one process ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def local(seconds: float, **options: Any) -> ps.Pipeline:
+    torch.manual_seed(0)
+    parts = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Busy(seconds)), nn.Linear(4, 4)]
+    return ps.Pipeline(ps.split(nn.Sequential(*parts), stages=3), F.mse_loss, microbatches=4, **options)
+
+
+def test_threads_that_wait_for_long_are_reported_too(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "penstock"), local(3.0, stuck_after=0.8) as pipe:
+        pipe.step(batch(), batch())
+    for waits in ("rank 0 waits for 0RECV_B0", "rank 2 waits for 2RECV_F1"):
+        says = rf"{waits} from rank 1, which has been in 1F1 for \d s \(at test_watch\.py:\d+, in forward\)"
+        assert any(re.fullmatch(says, line) for line in caplog.messages), caplog.messages
+
+
+@pytest.mark.parametrize("how", ["step", "stream"])
+def test_a_timeout_ends_the_wait_for_threads(how: str) -> None:
+    """The thread that hangs cannot be ended; it ends with what it does."""
+    pipe = local(5.0, timeout=1.0)
+    with pytest.raises(ps.PipelineError, match="Timeout: rank 0|Timeout: rank 2") as caught:
+        if how == "step":
+            pipe.step(batch(), batch())
+        else:
+            list(pipe.stream([batch(), batch(), batch()]))
+    assert (caught.value.rank, caught.value.action) == (1, "1F1")
+    assert "time.sleep(self.seconds)" in str(caught.value)
+    with pytest.raises(ps.PipelineError, match="closed"):
+        pipe.step(batch(), batch())
+    pipe.close()
+    assert threads_end(penstock_threads(), 20)
 
 
 # ── options ──────────────────────────────────────────────────────────────────────────────────────────────────────
