@@ -10,7 +10,9 @@ import torch
 
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, Case, stages_for
+from tests.equivalence.ragged import PAIRS, RaggedCase
 from tests.equivalence.ranks import Ranks, ranks
+from tests.equivalence.test_dynamic import web
 from tests.equivalence.test_webs import dense
 
 pytestmark = [
@@ -48,6 +50,19 @@ def test_processes_on_one_gpu(schedule: str, two_processes: Ranks) -> None:
     stages = stages_for(schedule, 2)
     two_processes.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore"))
     two_processes.check(dense(schedule, 2))
+
+
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu")], ids=["one GPU", "GPU and CPU"])
+def test_shapes_that_depend_on_the_data(devices: tuple[str, ...]) -> None:
+    for first in PAIRS:
+        check_step(RaggedCase(first, "zbv", 2, 4, 11), devices=devices)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_shapes_that_depend_on_the_data_over_processes_on_one_gpu(schedule: str, two_processes: Ranks) -> None:
+    for first in PAIRS:
+        two_processes.check(RaggedCase(first, schedule, 2, 5, 13))
+    two_processes.check(web(schedule, 2, 4, 10))
 
 
 @pytest.fixture(scope="module", params=["nccl", "gloo"])

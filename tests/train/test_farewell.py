@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 import penstock as ps
 from penstock.engine import farewell
-from tests.support.models import batch, mlp
 from tests.support.endings import Ended, run_processes, run_programs
+from tests.support.models import batch, mlp
 from tests.support.ranks import Ranks
 from tests.train.test_distributed_failures import pipeline
 

@@ -235,13 +235,16 @@ def test_a_pipeline_that_nobody_closes_ends_with_its_last_reference(three: Ranks
 
 def left_by_an_error(rank: int) -> str:
     """An optimizer that fails on one rank, in a ``with`` block."""
-    model = mlp()
-    with pytest.raises((Boom, ps.PipelineError)) as caught, leaving_nothing(), pipeline(model) as pipe:
-        for step in range(1000):
-            pipe.step(batch(), batch())
-            if rank == 1 and step == 2:
-                raise Boom("in the optimizer")
-    assert rank != 1 or isinstance(caught.value, Boom)
+
+    def train() -> None:
+        with pipeline(mlp()) as pipe:
+            for step in range(1000):
+                pipe.step(batch(), batch())
+                if rank == 1 and step == 2:
+                    raise Boom("in the optimizer")
+
+    with leaving_nothing(), pytest.raises(Boom if rank == 1 else ps.PipelineError) as caught:
+        train()
     return str(caught.value)
 
 
@@ -250,7 +253,7 @@ def test_a_with_block_that_ends_by_an_error_tells_the_others(three: Ranks) -> No
     assert told.pop(1) == "in the optimizer"
     for text in told:
         assert text.startswith("rank 1: Boom: in the optimizer")
-        assert "in left_by_an_error" in text
+        assert "in train" in text
 
 
 # ── processes that die ───────────────────────────────────────────────────────────────────────────────────────────
@@ -324,16 +327,19 @@ def dies_building(rank: int, at: int, when: int) -> tuple[str, float]:
             die()
         return real_open(*args)
 
-    real_open, real_compare = process.open_group, process.Meeting.compare
+    real_open = process.open_group
     if rank == at and when:
         process.open_group = open_group
     elif rank == at:
         process.Meeting.compare = lambda *args: die()
-    start = time.monotonic()
-    with leaving_nothing_building(), pytest.raises(ps.PipelineError) as caught:
+    def build_and_run() -> None:
         pipe = pipeline(mlp())
         time.sleep(1)
         pipe.step(batch(), batch())
+
+    start = time.monotonic()
+    with leaving_nothing_building(), pytest.raises(ps.PipelineError) as caught:
+        build_and_run()
     assert caught.value.rank == at
     return str(caught.value), time.monotonic() - start
 
@@ -515,11 +521,9 @@ def test_threads_that_wait_for_long_are_reported_too(caplog: pytest.LogCaptureFi
 def test_a_timeout_ends_the_wait_for_threads(how: str) -> None:
     """The thread that hangs cannot be ended; it ends with what it does."""
     pipe = local(5.0, timeout=1.0)
-    with pytest.raises(ps.PipelineError, match="Timeout: rank 0|Timeout: rank 2") as caught:
-        if how == "step":
-            pipe.step(batch(), batch())
-        else:
-            list(pipe.stream([batch(), batch(), batch()]))
+    run = {"step": lambda: pipe.step(batch(), batch()), "stream": lambda: list(pipe.stream([batch()] * 3))}
+    with pytest.raises(ps.PipelineError, match=r"Timeout: rank [02] waits") as caught:
+        run[how]()
     assert (caught.value.rank, caught.value.action) == (1, "1F1")
     assert "time.sleep(self.seconds)" in str(caught.value)
     with pytest.raises(ps.PipelineError, match="closed"):

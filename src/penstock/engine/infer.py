@@ -102,7 +102,8 @@ class Propagation:
             except Exception as error:
                 raise PlanError(
                     f"stage {self.fake.stage} could not be run on fake tensors to learn its output's shape, for an "
-                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {error}"
+                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {error}. If its shapes depend on "
+                    "the data, or it needs numbers that fake tensors do not have, say Pipeline(…, dynamic=True)"
                 ) from error
             if isinstance(output, Counted):  # of the last stage: what leaves the pipeline is its output
                 output = output.output

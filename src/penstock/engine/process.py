@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from penstock.engine.channel.process import ChannelError, Wire
 from penstock.engine.context import Occasions, ambient, surround
 from penstock.engine.doing import LOSS, NEXT, SUMS
 from penstock.engine.head import Head
+from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.jobs import Jobs, Wires
 from penstock.engine.meeting import Meeting, facts_of
@@ -77,6 +79,8 @@ class ProcessCrew:
         self.placement = source.placement
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.ended: PipelineError | None = None
+        self.waited = Waited()
+        self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self._groups: list[Group] = []
         self.watch, self.doing, self.bulletin = meeting.watch, meeting.watch.doing, meeting.watch.bulletin
         self.doing.homes = [self.ranks[rank] for rank in self.placement]
@@ -86,12 +90,14 @@ class ProcessCrew:
         self.watch.limit(options["stuck_after"], options["timeout"])
         control = self._new_group("control", range(len(self.ranks)), torch.device("cpu"))
         self.control = Control(control, self.ranks, self.doing)
+        self.control.waited = self.waited
         self.replicas = self._meet("data", place)
         self.twins = self._meet("tensor", place)
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
-        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
-        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
+        dynamic = bool(options["dynamic"])
+        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
         self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.doing)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
@@ -111,15 +117,19 @@ class ProcessCrew:
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
-        outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
-        return outcome
+        return self._timed(lambda: self._train(value, targets, outputs))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
         """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank.
 
         Replicas take part together where there is a loss, and each for itself where none is wanted.
         """
-        outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs, loss))
+        return self._timed(lambda: self._evaluate(value, targets, outputs, loss))
+
+    def _timed(self, work: Callable[[], Outcome]) -> Outcome:
+        self.waited.seconds, start = 0.0, perf_counter()
+        outcome: Outcome = self._guarded(work)
+        self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
 
     def everywhere(self, outputs: Any) -> Any:
@@ -255,7 +265,9 @@ class ProcessCrew:
             if speaks_nccl(self.device):
                 groups.append(open_group(self.watch.lines, f"{name} on GPUs", ranks, place.rank, self.device))
         self._groups += groups
-        return Replicas(ranks, place.rank, numbers, groups[-1], self.doing)
+        met = Replicas(ranks, place.rank, numbers, groups[-1], self.doing)
+        met.control.waited = self.waited
+        return met
 
     def _open_channels(self, prefix: str, device: torch.device) -> Wires:
         """A group of two for every direction and lane in which this rank sends or receives."""
@@ -269,7 +281,7 @@ class ProcessCrew:
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Wire(group, peer, self.device)
+                wires[a, b, lane] = Wire(group, peer, self.device, self.waited)
                 with self.doing.waiting([peer], "to connect with"):
                     wires[a, b, lane].connect(sender=self.rank == a)
         return wires

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -53,9 +54,11 @@ class Replicas:
 
     def wait(self, work: Any) -> None:
         """Wait for what was started; on a GPU, its stream does."""
+        start = perf_counter()
         try:
             with self.doing.waiting(self.others):
                 work.wait()
+            self.control.waited.seconds += perf_counter() - start
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None
 

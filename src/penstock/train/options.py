@@ -35,6 +35,7 @@ class Options:
     offload: Offload | None
     accumulate: str | None
     batchnorm: str
+    dynamic: bool
     stuck_after: float | None
     timeout: float | None
 
@@ -45,7 +46,7 @@ class Options:
 
     def shared(self) -> dict[str, Any]:
         """What must be the same on every rank, beside the schedule."""
-        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere", "stuck_after", "timeout")
+        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere", "dynamic", "stuck_after", "timeout")
         return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
@@ -62,6 +63,8 @@ class Options:
             raise PlanError(f"batchnorm must be 'microbatch' or 'deferred', got {self.batchnorm!r}")
         if self.accumulate not in (None, "fp32"):
             raise PlanError(f"accumulate must be 'fp32' or None, got {self.accumulate!r}")
+        if not isinstance(self.dynamic, bool):
+            raise PlanError(f"dynamic must be True or False, got {self.dynamic!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
         for name in ("stuck_after", "timeout"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,19 +32,25 @@ from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
 from penstock.train.options import Options
+from penstock.train.tally import Tally
 
 __all__ = ["Pipeline", "StepResult"]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives back: ``loss`` on every rank, ``outputs`` where the last stage is."""
+    """What a step gives back: ``loss`` on every rank, ``outputs`` where the last stage is.
+
+    ``bubble`` is the share of the step's time in which ranks waited for others, as measured: of this process's rank
+    under a mesh, else of all on average. It is not known on GPUs, where the host does not wait.
+    """
 
     loss: Any  # a Tensor; None for an evaluation without targets
     outputs: Any
     samples: int  # of all replicas, where there is a loss
     microbatches: int  # of this replica
     seconds: float
+    bubble: float | None = None
 
 
 class Pipeline(Members):
@@ -64,7 +70,9 @@ class Pipeline(Members):
     the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
     ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
     ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
-    precision's gradients in single, ``offload`` keeps on the host what waits. docs/training.md tells more.
+    precision's gradients in single, ``offload`` keeps on the host what waits. ``dynamic=True`` is for stages whose
+    outputs' shapes, structure or values depend on the data: between processes every message then describes itself.
+    docs/training.md tells more.
     """
 
     def __init__(
@@ -86,6 +94,7 @@ class Pipeline(Members):
         accumulate: str | None = None,
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
+        dynamic: bool = False,
         stuck_after: float | None = 60.0,
         timeout: float | None = 1800.0,
     ) -> None:
@@ -104,6 +113,7 @@ class Pipeline(Members):
             accumulate=accumulate,
             batchnorm=batchnorm,
             offload=offload,
+            dynamic=dynamic,
             stuck_after=stuck_after,
             timeout=timeout,
         )
@@ -115,6 +125,7 @@ class Pipeline(Members):
                 meeting.cancel(error)
             raise
         self.plan = built.plan
+        self.mesh = mesh
         self._line = plan.attached()
         self._model = self._line.model
         self._source = built.source
@@ -124,6 +135,8 @@ class Pipeline(Members):
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
         self._replicated = mesh is not None and mesh.data > 1
+        self.last: StepResult | None = None  # the last step's result, without its outputs
+        self.tally = Tally()  # of all steps
         self._loss_scale = 1.0
         self._wide = Wide(self.parameters()) if accumulate == "fp32" else None
         self._offload = offload
@@ -150,7 +163,10 @@ class Pipeline(Members):
                 raise
             self._counted = outcome.factor is not None
             aside.add_back(outcome.factor)
-        return self._result(outcome, start)
+        result = self._result(outcome, start)
+        self.last = replace(result, outputs=None)
+        self.tally.add(result)
+        return result
 
     def evaluate(self, inputs: Any = None, targets: Any = None, *, outputs: Outputs = "same") -> StepResult:
         """Forward of one mini-batch without a graph: its outputs, and its loss where there are targets.
@@ -185,7 +201,9 @@ class Pipeline(Members):
     def _result(self, outcome: Outcome, start: float) -> StepResult:
         outputs = self._shared(outcome.outputs)
         seconds = time.perf_counter() - start
-        return StepResult(outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds)
+        return StepResult(
+            outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds, self._crew.bubble
+        )
 
     def _shared(self, outputs: Any) -> Any:
         """Outputs where they are wanted: on the last stage's rank, or everywhere."""
