@@ -100,6 +100,8 @@ class Pipeline(Members):
         offload: Offload | None = None,
         dynamic: bool = False,
         parallelize: Parallelize | None = None,
+        stuck_after: float | None = 60.0,
+        timeout: float | None = 1800.0,
     ) -> None:
         options = Options(
             loss_fn=loss_fn,
@@ -118,6 +120,8 @@ class Pipeline(Members):
             offload=offload,
             dynamic=dynamic,
             parallelize=parallelize,
+            stuck_after=stuck_after,
+            timeout=timeout,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
@@ -276,7 +280,9 @@ class Pipeline(Members):
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(self._crew, ProcessCrew):
+            self._crew.leave(error)
         self.close()
 
     def __repr__(self) -> str:
