@@ -66,7 +66,7 @@ class Head:
 
     def targets_of(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
         """The targets of an evaluation's micro-batches; None where there is no loss to compute."""
-        if targets is None and self.rule.call is not None:
+        if targets is None and self.rule.wants_targets:
             return None
         return cut_targets(targets, sizes, device)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.errors import PlanError
 from penstock.split.plan import Tie
 
-__all__ = ["load_state", "state_of"]
+__all__ = ["load_state", "share_buffers", "state_of"]
 
 
 def state_of(modules: Mapping[int, nn.Module]) -> dict[str, Tensor]:
@@ -49,3 +49,16 @@ def load_state(
     for module in modules.values():
         names = set(module.state_dict())
         module.load_state_dict({name: tensor for name, tensor in state.items() if name in names}, strict=False)
+
+
+def share_buffers(source: nn.Module, target: nn.Module) -> None:
+    """Give the buffers of one module to another one that has modules of the same names.
+
+    A module's parameters stay the same objects when it is moved, its buffers do not.
+    """
+    theirs = dict(target.named_modules(remove_duplicate=False))
+    for path, module in source.named_modules(remove_duplicate=False):
+        other = theirs.get(path)
+        for name, buffer in module._buffers.items():
+            if other is not None and other is not module and name in other._buffers:
+                other._buffers[name] = buffer
