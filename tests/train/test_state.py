@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import penstock as ps
 from tests.support.models import assert_same, batch, gradients, mlp
