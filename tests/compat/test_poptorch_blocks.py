@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,15 @@ from penstock.compat.poptorch import staging
 from tests.compat.poptorch_models import Net, data, made, options
 
 X = data(4)[0]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Operators on few samples: threads that wait for each other are no help."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Base(nn.Module):
@@ -117,6 +127,22 @@ def test_ipus_are_devices_modulo_what_there_is(monkeypatch: pytest.MonkeyPatch) 
     assert [str(staging.device_of_ipu(n)) for n in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
+def test_blocks_inside_of_the_layers_of_a_sequential() -> None:
+    class Layer(nn.Linear):
+        def __init__(self, number: int) -> None:
+            super().__init__(4, 4)
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            with poptorch.Block(f"B{self.number}", self.number):
+                return super().forward(x)
+
+    model = nn.Sequential(Layer(0), nn.Tanh(), Layer(1)).double()
+    assert stages(model) == [({"0"}, 0), ({"2"}, 1)]
+    with torch.no_grad(), poptorch.inferenceModel(model, options(iterations=2)) as inference:
+        torch.testing.assert_close(inference(X), model(X))
+
+
 def test_blocks_without_names_are_numbered_in_the_order_of_the_forward() -> None:
     class Numbered(Base):
         def forward(self, x: Tensor) -> Tensor:
@@ -151,6 +177,47 @@ def test_outside_a_model_blocks_do_nothing() -> None:
     model = Net()
     assert model(X).shape == (4, 4)
     assert copy.deepcopy(begun(a=("B1", 0))).a._penstock_block.name == "B1"
+
+
+# ── a model that cannot be traced ────────────────────────────────────────────────────────────────────────────────
+
+
+def bert() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config).double()
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["names", "IPUs"])
+def test_layers_of_a_list_begin_blocks_in_a_model_that_cannot_be_traced(named: bool) -> None:
+    ours, plain = bert(), bert()
+    poptorch.BeginBlock(ours.bert.embeddings, "Embedding", 0)
+    for number, layer in enumerate(ours.bert.encoder.layer):
+        if number != 1:  # it is in the block before
+            poptorch.BeginBlock(layer, f"Encoder{number}" if named else None, number // 2)
+    poptorch.BeginBlock(ours.classifier, "Classifier", 1)
+    blocks = ["Embedding", "Encoder0"], "Encoder2", ["Encoder3", "Classifier"]
+    opts = options(poptorch.PipelinedExecution(*blocks) if named else None, accumulation=5, iterations=2)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(50, (20, 8), generator=generator)
+    labels = torch.randint(2, (20,), generator=generator)
+    with poptorch.trainingModel(ours, opts, poptorch.optim.SGD(ours.parameters(), lr=0.5)) as model:
+        output = model(input_ids=ids, labels=labels)
+        assert model._pipe.plan.num_stages == (3 if named else 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for update in range(2):
+        optimizer.zero_grad()
+        for k in range(5 * update, 5 * update + 5):
+            expected = plain(input_ids=ids[2 * k : 2 * k + 2], labels=labels[2 * k : 2 * k + 2])
+            (expected.loss / 5).backward()
+        optimizer.step()
+    torch.testing.assert_close(output.loss, expected.loss.detach())
+    torch.testing.assert_close(output.logits, expected.logits.detach())
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict())
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import penstock as ps
 import penstock.compat.poptorch as poptorch
 from tests.compat.poptorch_models import STAGES, Net, Plain, assert_same_state, data, made, options, plain_call, twins
 from tests.support.models import penstock_threads, threads_end
@@ -159,6 +158,23 @@ def test_another_optimizer_of_the_same_kind_goes_on_with_the_state() -> None:
             model.setOptimizer("SGD")  # type: ignore[arg-type]
     with pytest.raises(poptorch.Error, match="setOptimizer is for a model"):
         poptorch.inferenceModel(ours).setOptimizer(expected)
+
+
+def test_an_optimizer_may_serve_one_model_after_another() -> None:
+    ours, plain = twins(Plain)
+    opts = options()
+    opts.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))
+    optimizer = poptorch.optim.Adam(ours.parameters(), lr=0.05)
+    expected = torch.optim.Adam(plain.parameters(), lr=0.05)
+    for call in range(3):
+        batch = data(4, seed=call)
+        with poptorch.trainingModel(ours, opts, optimizer) as model:
+            model(*batch)
+            if call == 1:
+                optimizer = poptorch.optim.Adam(ours.parameters(), lr=0.05)
+                model.setOptimizer(optimizer)
+        plain_call(plain, expected, batch)
+    assert_same_state(ours, plain)
 
 
 def test_constants_of_an_optimizer_stay_as_they_are() -> None:
@@ -317,13 +333,6 @@ def test_inference_has_no_gradient_accumulation() -> None:
 def test_wrong_use_is_one_clear_error(make: Any, message: str) -> None:
     with pytest.raises(poptorch.Error, match=message):
         make()
-
-
-def test_weights_in_the_hosts_memory_are_what_the_core_says() -> None:
-    opts = options(STAGES, accumulation=7)
-    opts.TensorLocations.setWeightLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))
-    with poptorch.trainingModel(made(Net), opts) as model, pytest.raises(ps.PlanError, match="weights=True"):
-        model(*data(14))
 
 
 def test_a_failure_in_the_model_leaves_it_able_to_go_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,16 @@ from tests.compat.poptorch_models import (
     plain_call,
     twins,
 )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Operators on few samples: threads that wait for each other are no help."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 STRATEGIES = {
     "pipelined": (Net, STAGES),

@@ -30,7 +30,7 @@ from penstock.engine.hostcopy import Copies, CudaCopies, Mark
 from penstock.errors import PlanError
 from penstock.split.weights import bytes_of
 
-__all__ = ["HostState", "Offload", "offload_optimizer", "require_offloaded"]
+__all__ = ["HostState", "Offload", "is_offloaded", "offload_optimizer", "require_offloaded"]
 
 _PER_PARAMETER = (
     *(optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.Muon),
@@ -102,6 +102,11 @@ def offload_optimizer(optimizer: Optimizer, offload: Offload) -> Optimizer:
     return HostState(optimizer, offload.bucket_bytes, copies_for).optimizer
 
 
+def is_offloaded(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's state is on the host already."""
+    return optimizer in _offloaded
+
+
 def require_offloaded(parameters: Iterable[nn.Parameter]) -> RemovableHandle:
     """Refuse the step of an optimizer of these parameters that was not offloaded: nobody would see that it is not."""
     ours = {id(parameter): weakref.ref(parameter) for parameter in parameters}
@@ -133,7 +138,7 @@ class HostState:
         copies_for: Callable[[Tensor], Copies | None],
         smallest: int = 1 << 14,
     ) -> None:
-        if optimizer in _offloaded:
+        if is_offloaded(optimizer):
             raise PlanError("this optimizer is offloaded already: call offload_optimizer once")
         if "step" in vars(optimizer):
             raise PlanError("something has replaced the optimizer's step: offload it first, then make its LR scheduler")

@@ -193,7 +193,8 @@ class PoplarExecutor:
     def copyWeightsToDevice(self) -> None:
         """Bring them to the devices. Calls do so where it is needed."""
         if self._pipe is not None and not self._destroyed:
-            self._pipe.move()
+            if not self._options.TensorLocations.off_chip("weight"):  # else they come and go by themselves
+                self._pipe.move()
             self._attached = True
 
     def state_dict(self) -> dict[str, Tensor]:

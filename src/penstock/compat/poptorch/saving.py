@@ -29,7 +29,7 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
 
     The file has Python objects in it: load only what you wrote yourself.
     """
-    content = torch.load(filename, weights_only=False)
+    content = torch.load(filename, map_location="cpu", weights_only=False)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise Error(f"{filename} was not written by a model's save()")
     options = content["options"].clone()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.compat.poptorch.errors import Error
 from penstock.compat.poptorch.options import Options
 from penstock.compat.poptorch.variables import check_constants
+from penstock.train.offload import is_offloaded
 from penstock.train.pipeline import Pipeline
 from penstock.train.scaler import GradScaler
 
@@ -50,10 +51,10 @@ class Updates:
         self._pipe = pipe
         if self._scaler is None and self.automatic:
             self._scaler = GradScaler(pipe)
-        if self.off_chip:
-            _offload(pipe, self.optimizer)
-        else:
+        if not is_offloaded(self.optimizer):
             _move_state(self.optimizer)
+            if self.off_chip:
+                _offload(pipe, self.optimizer)
 
     def prepare(self) -> None:
         """Before a step: the gradients will be scaled as the optimizer says."""
