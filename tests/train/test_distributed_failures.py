@@ -365,6 +365,7 @@ def test_an_output_that_depends_on_the_data_is_a_clear_error(two: Ranks, kind: s
         assert told.kind == "PipelineError"
         assert "stage 0" in told.text
         assert says in told.text
+        assert "dynamic=True" in told.text
         assert told.seconds < SOON
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from penstock.engine.batchnorm import committing, norms_of
 from penstock.engine.channel.local import LocalLane
 from penstock.engine.context import Ambient, Occasions, ambient, surround
 from penstock.engine.head import Head
+from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.outputs import Outputs
@@ -44,6 +46,7 @@ class Job:
     lanes: tuple[LocalLane, ...]
     ends: Ends
     microbatches: int
+    waits: tuple[Waited, ...]  # of each rank
 
     def cancel(self) -> None:
         for lane in self.lanes:
@@ -70,6 +73,8 @@ class LocalCrew:
         self.occasions = Occasions()
         self.streaming = False  # whether a stream of mini-batches is under way
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
+        self.bubble: float | None = None  # of the last run: the share of its time that the ranks waited, on average
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
@@ -103,7 +108,7 @@ class LocalCrew:
         loss, factor = self.head.finish()
         send_back(messages, job.ends.grads, factor)
         job.ends.inputs, job.ends.grads = [], None
-        return Outcome(loss, factor, self.head.take_outputs(), sizes)
+        return Outcome(loss, factor, self.head.take_outputs(), sum(sizes), len(sizes))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
         """The outputs of one mini-batch, and its loss where there are targets and it is wanted, without a graph."""
@@ -120,7 +125,7 @@ class LocalCrew:
         self.run(job, grad=False, occasion=self.occasions.next(training=False))
         job.ends.inputs = []
         loss, _ = self.head.finish()
-        return Outcome(loss, None, self.head.take_outputs(), sizes)
+        return Outcome(loss, None, self.head.take_outputs(), sum(sizes), len(sizes))
 
     def job(self, schedule: Schedule) -> Job:
         """The job of a training or evaluation step, compiled once per schedule."""
@@ -146,13 +151,15 @@ class LocalCrew:
     ) -> Job:
         """Bind one order per rank; or, ``together``, one order for the stages of all ranks."""
         device = {index: stage.device for index, stage in self.stages.items()}
-        forward = {(a, b): LocalLane(microbatches, device[a], device[b]) for a, b in self.edges}
-        backward = {(b, a): LocalLane(microbatches, device[b], device[a]) for a, b in self.edges}
+        waits = tuple(Waited() for _ in orders)
+        waited = {s: waits[0 if together else self.placement[s]] for s in self.stages}
+        forward = {(a, b): LocalLane(microbatches, device[a], device[b], waited[b]) for a, b in self.edges}
+        backward = {(b, a): LocalLane(microbatches, device[b], device[a], waited[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
             own = {s: stage for s, stage in self.stages.items() if together or self.placement[s] == rank}
             runners.append(compile_program(order, Wiring(own, slots, forward, backward, ends, work=work)))
-        return Job(tuple(runners), (*forward.values(), *backward.values()), ends, microbatches)
+        return Job(tuple(runners), (*forward.values(), *backward.values()), ends, microbatches, waits)
 
     def run(self, job: Job, *, grad: bool, occasion: str, state: Ambient | None = None) -> None:
         """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left.
@@ -160,14 +167,19 @@ class LocalCrew:
         Forwards run in ``state``, the caller's unless it is given.
         """
         surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
+        start = perf_counter()
         try:
             self.workers.run(self.tasks(job, grad=grad), job.cancel)
         except BaseException:
             self.forget()
             raise
         finally:
+            if self.weights is not None:
+                self.weights.land()
             for stage in self.stages.values():
                 stage.moments = ()
+        seconds = perf_counter() - start
+        self.bubble = None if self.on_gpu else 1 - sum(waited.busy for waited in job.waits) / (seconds * len(job.waits))
 
     def tasks(self, job: Job, *, grad: bool) -> list[Callable[[], None]]:
         """What each worker does for a job: run its program in the caller's streams and grad mode."""
@@ -175,21 +187,21 @@ class LocalCrew:
         streams = [torch.cuda.current_stream(device) for device in devices]
         inference = torch.is_inference_mode_enabled()
 
-        def task(runner: Runner) -> None:
+        def task(runner: Runner, waited: Waited) -> None:
             with ExitStack() as stack:
                 # All ranks on one GPU use the caller's stream, so their order there needs no events.
                 for stream in streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 try:
-                    runner.run()
+                    waited.run(runner.run)
                 except BaseException as error:
                     at = runner.current
                     if at is not None:
                         error.add_note(f"in stage {at.stage}, micro-batch {at.microbatch}, action {at}")
                     raise
 
-        return [partial(task, runner) for runner in job.runners]
+        return [partial(task, runner, waited) for runner, waited in zip(job.runners, job.waits, strict=True)]
 
     def forget(self) -> None:
         """Drop what a failed run left behind: slots and lanes hold it."""

@@ -38,6 +38,7 @@ class Meeting:
         name = f"penstock/{_digest(str(self.ranks))}/{_meetings[self.ranks]}"
         self.store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self.patience = patience  # seconds to wait for ranks that have not come
+        self._times = 0
 
     def cancel(self, error: BaseException) -> None:
         """Tell the others that this rank will not come."""
@@ -46,8 +47,9 @@ class Meeting:
 
     def compare(self, facts: Mapping[str, Any]) -> None:
         """Wait for all ranks; raise if one does not come, or comes with other facts than the first."""
-        self.store.set(f"facts/{self.rank}", json.dumps(facts))
-        keys = [f"facts/{rank}" for rank in range(len(self.ranks))]
+        self._times += 1
+        keys = [f"facts/{self._times}/{rank}" for rank in range(len(self.ranks))]
+        self.store.set(keys[self.rank], json.dumps(facts))
         start = time.monotonic()
         pause = 0.001
         while not self.store.check(keys):

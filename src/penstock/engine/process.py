@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from penstock.engine.channel.process import ChannelError, Wire
 from penstock.engine.context import Occasions, ambient, surround
 from penstock.engine.failure import Bulletin
 from penstock.engine.head import Head
+from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.jobs import Jobs, Wires
 from penstock.engine.meeting import Meeting, facts_of
@@ -75,28 +77,37 @@ class ProcessCrew:
         self.placement = source.placement
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.ended: PipelineError | None = None
+        self.waited = Waited()
+        self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self._groups: list[Group] = []
         self._store = meeting.store
         self._name = f"pipeline {place.data_rank}.{place.tensor_rank}"
         meeting.compare(facts_of(plan, source, options))
         self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
+        self.control.waited = self.waited
         self.replicas = self._meet("data", place)
         self.twins = self._meet("tensor", place)
         self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
-        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
-        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
+        dynamic = bool(options["dynamic"])
+        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device)
         self.runner: Runner | None = None
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
         self.reducer: Reducer | None = None
         self.statistics: RunningStatistics | None = None
+        modules = {s: stage.module for s, stage in self.stages.items()}
+        parallel = {s: stage.parallel for s, stage in self.stages.items() if stage.parallel is not None}
+        self.sharded = [made.sharded for made in parallel.values() if made.sharded is not None]
+        if self.replicas is not None or parallel:
+            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas, parallel)
         if self.replicas is not None:
-            modules = {s: stage.module for s, stage in self.stages.items()}
-            self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
-            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas)
+            if not parallel:  # these were made equal before
+                self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
             if self._head is not None:
@@ -106,15 +117,19 @@ class ProcessCrew:
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
-        outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
-        return outcome
+        return self._timed(lambda: self._train(value, targets, outputs))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
         """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank.
 
         Replicas take part together where there is a loss, and each for itself where none is wanted.
         """
-        outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs, loss))
+        return self._timed(lambda: self._evaluate(value, targets, outputs, loss))
+
+    def _timed(self, work: Callable[[], Outcome]) -> Outcome:
+        self.waited.seconds, start = 0.0, perf_counter()
+        outcome: Outcome = self._guarded(work)
+        self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
 
     def everywhere(self, outputs: Any) -> Any:
@@ -136,14 +151,15 @@ class ProcessCrew:
         with self._committing(training=True):
             if self.reducer is not None:
                 self.reducer.begin()
+            self._gather()
             with self.ties.reducing():
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
                     self.reducer.finish()
-            loss, factor = self._share_loss()
+            loss, factor, samples = self._share_loss()
             if grads:
                 send_back(messages, grads, factor)
-        return Outcome(loss, factor, head.take_outputs() if head is not None else None, sizes)
+        return Outcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
         announced, messages = self._announce(value, targets, training=False)
@@ -154,9 +170,19 @@ class ProcessCrew:
         if head is not None:
             head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
         with self._committing(training=False):
+            self._gather()
             self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
-            loss, _ = self._share_loss()
-        return Outcome(loss, None, head.take_outputs() if head is not None else None, sizes)
+            for sharded in self.sharded:
+                sharded.release()
+            loss, _, samples = self._share_loss()
+        return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
+
+    def _gather(self) -> None:
+        """Before a run: put stages that are sharded over the replicas together."""
+        if self.sharded and self.replicas is not None:
+            self.replicas.sum([1.0])  # a replica that has failed is noticed here; within FSDP it would be waited for
+        for sharded in self.sharded:
+            sharded.gather()
 
     @contextmanager
     def _committing(self, *, training: bool) -> Iterator[None]:
@@ -197,28 +223,34 @@ class ProcessCrew:
         ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
         self.runner = job.runner
-        with torch.set_grad_enabled(grad):
-            job.runner.run()
+        try:
+            with torch.set_grad_enabled(grad):
+                job.runner.run()
+        finally:
+            if self.weights is not None:
+                self.weights.land()
         for stage in self.stages.values():
             stage.moments = ()
         grads, ends.inputs, ends.grads = ends.grads, [], None
         return grads
 
-    def _share_loss(self) -> tuple[Tensor | None, float | None]:
-        """The loss and the factor of the rank that has the head, on all ranks."""
+    def _share_loss(self) -> tuple[Tensor | None, float | None, int]:
+        """The loss, the factor and the samples that the rank with the head knows of, on all ranks."""
         if self._head is None:
-            there, loss, factor, wide = self.control.take_row(self.last_rank, 4)
+            there, loss, factor, wide, samples = self.control.take_row(self.last_rank, 5)
             dtype = torch.float64 if wide else torch.float32
-            return torch.tensor(loss, dtype=dtype, device=self.device) if there else None, factor or None
+            value = torch.tensor(loss, dtype=dtype, device=self.device) if there else None
+            return value, factor or None, int(samples)
         value, factor_here = self._head.finish()
+        batch = self._head.batch
         if value is None:
-            row = [0.0] * 4
+            row = [0.0, 0.0, 0.0, 0.0, batch]
         else:
-            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64)]
+            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), batch]
         for rank in range(len(self.ranks)):
             if rank != self.rank:
                 self.control.send_row(rank, row)
-        return value, factor_here
+        return value, factor_here, batch
 
     @property
     def _head(self) -> Head | None:
@@ -244,7 +276,9 @@ class ProcessCrew:
         if speaks_nccl(self.device):
             groups.append(open_group(self._store, f"{name} on GPUs", ranks, place.rank, self.device))
         self._groups += groups
-        return Replicas(ranks, place.rank, numbers, groups[-1])
+        met = Replicas(ranks, place.rank, numbers, groups[-1])
+        met.control.waited = self.waited
+        return met
 
     def _open_channels(self, prefix: str, device: torch.device) -> Wires:
         """A group of two for every direction and lane in which this rank sends or receives."""
@@ -258,7 +292,7 @@ class ProcessCrew:
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Wire(group, peer, self.device)
+                wires[a, b, lane] = Wire(group, peer, self.device, self.waited)
                 wires[a, b, lane].connect(sender=self.rank == a)
         return wires
 
@@ -292,7 +326,10 @@ class ProcessCrew:
             self.control.settle()
             return result
         except Refused as refused:
-            raise PlanError(str(refused)) from None
+            error = PlanError(str(refused))
+            if self.replicas is not None:  # which wait for this one's part
+                self._stop(self.bulletin.failed(error, None, None, None).error(), error)
+            raise error from None
         except ChannelError as error:
             self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:
@@ -322,6 +359,8 @@ class ProcessCrew:
         self.jobs.close()
         for stage in self.stages.values():
             stage.close()
+        for sharded in self.sharded:
+            sharded.abandon()
         self.runner = None
         self.control.close()
         self.ties.close()

@@ -99,14 +99,20 @@ def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runn
     instructions = list(instructions)
     back = returns(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
     away = {pair for pairs in back.values() for pair in pairs if wiring.stages[pair[0]].offload is not None}
+    weights = next((stage.weights for stage in wiring.stages.values() if stage.weights is not None), None)
+    stops = {} if weights is None else weights.calls(instructions, wiring.stages)
     for at, instruction in enumerate(instructions):
         for call in (
+            *([stops[at]] if at in stops else ()),
             *_come_back(back.get(at, ()), away, wiring),
             *_go(instruction, away, wiring),
             *_bind(instruction, wiring),
         ):
             calls.append(call)
             done.append(instruction)
+    if len(instructions) in stops:
+        calls.append(stops[len(instructions)])
+        done.append(instructions[-1])
     return Runner(calls, done)
 
 

@@ -10,6 +10,7 @@ A place is a device of this process, or a process.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from penstock.engine.accumulate import give_grad, sums
 from penstock.engine.channel.group import Group
+from penstock.engine.shards import is_sharded, local
+from penstock.errors import PlanError
 from penstock.split.plan import Plan, Tie
 
 __all__ = ["LocalTies", "ProcessTies", "Ties", "place_ties"]
@@ -101,15 +104,19 @@ class ProcessTies(Ties):
         placement: Sequence[int],
         rank: int,
         new_group: Callable[[str, Sequence[int]], Group],
+        device: torch.device,
     ) -> None:
         super().__init__()
+        self.device = device
         self.groups: list[Group] = []
         for tie, mine in zip(plan.ties, copies, strict=True):
             ranks = sorted({placement[stage] for stage in tie.stages})
             if len(ranks) > 1 and rank in ranks:
                 (parameter,) = mine
                 group = new_group(f"tie {tie.names[0]}", ranks)
-                group.broadcast(parameter.data, 0).wait()
+                _compare_layouts(tie, parameter, group)
+                with self._there(local(parameter).detach()) as there:
+                    group.broadcast(there, 0).wait()
                 self.copies.append([parameter])
                 self.groups.append(group)
 
@@ -119,7 +126,17 @@ class ProcessTies(Ties):
             if parameter.grad is None:
                 wide = torch.float32 if id(parameter) in sums else None
                 give_grad(parameter, torch.zeros_like(parameter, dtype=wide))
-            self.groups[number].allreduce(parameter.grad).wait()
+            assert parameter.grad is not None
+            with self._there(local(parameter.grad)) as there:
+                self.groups[number].allreduce(there).wait()
+
+    @contextmanager
+    def _there(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The tensor where ranks talk: weights that live on the host have their gradients there, too."""
+        there = tensor.to(self.device)
+        yield there
+        if there is not tensor:
+            tensor.copy_(there)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         pairs = zip(self.copies, self.groups, strict=True)
@@ -128,6 +145,22 @@ class ProcessTies(Ties):
     def close(self) -> None:
         super().close()
         self.groups.clear()
+
+
+def _compare_layouts(tie: Tie, parameter: nn.Parameter, group: Group) -> None:
+    """Copies in parts must be in the same parts, which are what is summed."""
+    layout = repr(parameter.placements) if is_sharded(parameter) else "whole"
+    word = f"{layout} {tuple(local(parameter).shape)}"
+    mine = float(zlib.crc32(word.encode()))
+    everyone = torch.tensor([mine, -mine], dtype=torch.float64, device=parameter.device)
+    options = torch.distributed.AllreduceOptions()
+    options.reduceOp = torch.distributed.ReduceOp.MAX  # type: ignore[assignment]
+    group.allreduce([everyone], options).wait()
+    if everyone.tolist() != [mine, -mine]:
+        raise PlanError(
+            f"{' = '.join(tie.names)} is one parameter of several stages, but parallelize has laid it out in different "
+            f"ways there (here as {word}): treat it alike in all of them"
+        )
 
 
 def place_ties(

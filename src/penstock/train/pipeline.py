@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,20 +31,26 @@ from penstock.train.materialise import Init
 from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
-from penstock.train.options import Options
+from penstock.train.options import Options, Parallelize
+from penstock.train.tally import Tally
 
 __all__ = ["Pipeline", "StepResult"]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives back: ``loss`` on every rank, ``outputs`` where the last stage is."""
+    """What a step gives back: ``loss`` on every rank, ``outputs`` where the last stage is.
+
+    ``bubble`` is the share of the step's time in which ranks waited for others, as measured: of this process's rank
+    under a mesh, else of all on average. It is not known on GPUs, where the host does not wait.
+    """
 
     loss: Any  # a Tensor; None for an evaluation without targets
     outputs: Any
-    samples: int
-    microbatches: int
+    samples: int  # of all replicas, where there is a loss
+    microbatches: int  # of this replica
     seconds: float
+    bubble: float | None = None
 
 
 class Pipeline(Members):
@@ -65,7 +71,13 @@ class Pipeline(Members):
     the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
     ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
     ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
-    precision's gradients in single, ``offload`` keeps on the host what waits. docs/training.md tells more.
+    precision's gradients in single, ``offload`` keeps on the host what waits. ``dynamic=True`` is for stages whose
+    outputs' shapes, structure or values depend on the data: between processes every message then describes itself.
+    docs/training.md tells more.
+
+    ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
+    weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
+    None where it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are what they work over.
     """
 
     def __init__(
@@ -87,6 +99,8 @@ class Pipeline(Members):
         accumulate: str | None = None,
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
+        dynamic: bool = False,
+        parallelize: Parallelize | None = None,
     ) -> None:
         options = Options(
             loss_fn=loss_fn,
@@ -103,6 +117,8 @@ class Pipeline(Members):
             accumulate=accumulate,
             batchnorm=batchnorm,
             offload=offload,
+            dynamic=dynamic,
+            parallelize=parallelize,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
@@ -112,19 +128,24 @@ class Pipeline(Members):
                 meeting.cancel(error)
             raise
         self.plan = built.plan
+        self.mesh = mesh
         self._line = plan.attached()
         self._model = self._line.model
         self._source = built.source
         self._modules = built.modules
+        self._own_name = built.own_name
         self._crew = built.crew
         self._outputs = outputs
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
         self._replicated = mesh is not None and mesh.data > 1
+        self.last: StepResult | None = None  # the last step's result, without its outputs
+        self.tally = Tally()  # of all steps
         self._loss_scale = 1.0
         self._wide = Wide(self.parameters()) if accumulate == "fp32" else None
         self._offload = offload
-        self._watch = require_offloaded(self.parameters()) if offload is not None and offload.optimizer else None
+        streams = offload is not None and (offload.optimizer or offload.weights)
+        self._watch = require_offloaded(self.parameters()) if streams else None
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,16 +159,21 @@ class Pipeline(Members):
         if torch.is_inference_mode_enabled():
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
         # Where the loss is known not to count as it goes, nothing rescales what is there already.
-        with nullcontext() if self._wide is None else self._wide:
+        with self._at_work(), nullcontext() if self._wide is None else self._wide:
             aside = Aside(self.parameters(), apart=self._counted is not False or self._replicated)
             try:
                 outcome = self._crew.train(self._value(inputs), targets, self._outputs)
             except BaseException:
+                if self._crew.weights is not None:
+                    self._crew.weights.land()
                 aside.give_back()
                 raise
             self._counted = outcome.factor is not None
             aside.add_back(outcome.factor)
-        return self._result(outcome, start)
+        result = self._result(outcome, start)
+        self.last = replace(result, outputs=None)
+        self.tally.add(result)
+        return result
 
     def evaluate(self, inputs: Any = None, targets: Any = None, *, outputs: Outputs = "same") -> StepResult:
         """Forward of one mini-batch without a graph: its outputs, and its loss where there are targets.
@@ -159,7 +185,7 @@ class Pipeline(Members):
         self._check_open()
         if outputs != "same":
             every_of(outputs)
-        with torch.no_grad():
+        with torch.no_grad(), self._at_work():
             outcome = self._crew.evaluate(self._value(inputs), targets, self._outputs if outputs == "same" else outputs)
         return self._result(outcome, start)
 
@@ -168,21 +194,24 @@ class Pipeline(Members):
 
         Each of ``batches`` is what ``step`` takes as inputs. The next ones are under way while the caller uses the
         outputs of one; nothing else can be run until all are taken, or the iterator is closed. Under a mesh all ranks
-        iterate; the rank of the last stage gets the outputs, the others None.
+        iterate; the rank of the last stage gets the outputs, the others None. Weights that live on the host come for
+        one mini-batch at a time.
         """
         self._check_open()
-        if isinstance(self._crew, LocalCrew):
+        if isinstance(self._crew, LocalCrew) and self._crew.weights is None:
             yield from stream(self._crew, (self._value(batch) for batch in batches))
             return
         for batch in batches:
-            with torch.no_grad():
+            with torch.no_grad(), self._at_work():
                 outputs = self._shared(self._crew.evaluate(self._value(batch), None, "all", loss=False).outputs)
             yield outputs
 
     def _result(self, outcome: Outcome, start: float) -> StepResult:
         outputs = self._shared(outcome.outputs)
         seconds = time.perf_counter() - start
-        return StepResult(outcome.loss, outputs, sum(outcome.sizes), len(outcome.sizes), seconds)
+        return StepResult(
+            outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds, self._crew.bubble
+        )
 
     def _shared(self, outputs: Any) -> Any:
         """Outputs where they are wanted: on the last stage's rank, or everywhere."""
@@ -201,13 +230,17 @@ class Pipeline(Members):
         value = self._line.arguments(args, kwargs) if args or kwargs else None
         grad = torch.is_grad_enabled()
         if not grad:
-            return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
+            with self._at_work():
+                return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
         if isinstance(self._crew, ProcessCrew):
             raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         wide = self._wide is not None
-        return call(Flight(self._crew, self._source.fill_drain(len(sizes)), sizes, trainable, wide), messages)
+        flight = Flight(self._crew, self._crew.source.fill_drain(len(sizes)), sizes, trainable, wide)
+        if self._crew.weights is not None:
+            self._crew.weights.stay(flight)
+        return call(flight, messages)
 
     @property
     def has_first_stage(self) -> bool:
@@ -225,10 +258,13 @@ class Pipeline(Members):
         return self._source.training(self._source.microbatches)
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it."""
-        if self._offload is None or not self._offload.optimizer:
+        """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it.
+
+        With ``Offload(weights=True)`` it brings the weights and gradients to their devices for its steps.
+        """
+        if self._offload is None or not (self._offload.optimizer or self._offload.weights):
             raise PlanError("offload_optimizer needs Pipeline(…, offload=Offload(optimizer=True))")
-        return offload_optimizer(optimizer, self._offload)
+        return offload_optimizer(optimizer, self._offload, self._crew.weights)
 
     # ── life and death ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -249,6 +285,10 @@ class Pipeline(Members):
             f"Pipeline({self.plan.num_stages} stages on {self._source.ranks} ranks, "
             f"schedule {self._source.name!r}, {self._source.microbatches} micro-batches)"
         )
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        """Around a run: weights that live on the host are their devices'."""
+        return nullcontext() if self._crew.weights is None else self._crew.weights.at_work()
 
     def _value(self, inputs: Any) -> Any:
         """What enters the first stage: of a tuple of positional arguments, a dict of keywords, or one value."""

@@ -186,16 +186,18 @@ class PoplarExecutor:
 
     def copyWeightsToHost(self) -> None:
         """Bring the parameters and buffers to the host's memory, where the model itself can be run."""
-        if self._pipe is not None and not self._destroyed:
-            self._pipe.move("cpu")
-            self._attached = False
+        self._move("cpu")
+        self._attached = False
 
     def copyWeightsToDevice(self) -> None:
         """Bring them to the devices. Calls do so where it is needed."""
-        if self._pipe is not None and not self._destroyed:
-            if not self._options.TensorLocations.off_chip("weight"):  # else they come and go by themselves
-                self._pipe.move()
-            self._attached = True
+        self._move(None)
+        self._attached = self._pipe is not None
+
+    def _move(self, device: str | None) -> None:
+        """Weights that are off chip are on the host between calls, and come and go by themselves."""
+        if self._pipe is not None and not self._destroyed and not self._options.TensorLocations.off_chip("weight"):
+            self._pipe.move(device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state, on the host."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from penstock.compat.poptorch.errors import Error, require
 from penstock.compat.poptorch.option_groups import positive
 from penstock.compat.poptorch.options import Options
 from penstock.engine.tree import flatten, unflatten
+from penstock.train.prefetch import Prefetch
 
 __all__ = ["AsynchronousDataAccessor", "DataLoader"]
 
@@ -148,7 +149,9 @@ class AsynchronousDataAccessor:
         self._depth = positive("buffer_size", buffer_size)
         self._size = None if rebatched_size is None else positive("rebatched_size", rebatched_size)
         self._drop_last = drop_last
-        self._running: _Ahead | None = None
+        self._lock = threading.Lock()
+        self._last: weakref.ref[Prefetch[Any]] | None = None
+        self._thread: threading.Thread | None = None
         self._preloaded = self._start() if early_preload else None
 
     def __len__(self) -> int:
@@ -156,85 +159,24 @@ class AsynchronousDataAccessor:
 
     def __iter__(self) -> Iterator[Any]:
         ahead, self._preloaded = self._preloaded, None
-        return self._batches(ahead or self._start())
+        return ahead or self._start()
 
     def terminate(self) -> None:
-        """End the thread."""
+        """End the thread. An iterator that is left gives what was loaded, and ends."""
         self._preloaded = None
-        if self._running is not None:
-            self._running.stop()
-            self._running.join()
-            self._running = None
+        last = None if self._last is None else self._last()
+        if last is not None:
+            last.stop()
+        if self._thread is not None:
+            self._thread.join()
 
-    def __del__(self) -> None:
-        running = getattr(self, "_running", None)
-        if running is not None:
-            running.stop()
-
-    def _start(self) -> _Ahead:
+    def _start(self) -> Prefetch[Any]:
         self.terminate()  # one iteration at a time: torch's workers serve one
         batches = iter(self._dataset)
         rebatched = batches if self._size is None else _rebatched(batches, self._size, self._drop_last)
-        self._running = _Ahead(map(_out_of_shared_memory, rebatched), self._depth)
-        return self._running
-
-    @staticmethod
-    def _batches(ahead: _Ahead) -> Iterator[Any]:
-        try:
-            while True:
-                item = ahead.get()
-                if isinstance(item, _End):
-                    if item.error is not None:
-                        raise item.error
-                    return
-                yield item
-        finally:
-            ahead.stop()
-
-
-class _End(NamedTuple):
-    error: BaseException | None
-
-
-class _Ahead:
-    """A thread that takes items from an iterator, up to ``depth`` of them ahead of the caller."""
-
-    def __init__(self, source: Iterator[Any], depth: int) -> None:
-        self._source = source
-        self._ready: SimpleQueue[Any] = SimpleQueue()
-        self._room: SimpleQueue[None] = SimpleQueue()
-        self._stopped = False
-        for _ in range(depth):
-            self._room.put(None)
-        self._thread = threading.Thread(target=self._run, name="poptorch loader", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        error: BaseException | None = None
-        try:
-            while True:
-                self._room.get()
-                if self._stopped:
-                    break
-                self._ready.put(next(self._source))
-        except StopIteration:
-            pass
-        except BaseException as raised:
-            error = raised
-        self._ready.put(_End(error))
-
-    def get(self) -> Any:
-        item = self._ready.get()
-        self._room.put(None)
-        return item
-
-    def stop(self) -> None:
-        """Let the thread end when it has what it is loading. Not waited for: this may be the end of the program."""
-        self._stopped = True
-        self._room.put(None)
-
-    def join(self) -> None:
-        self._thread.join()
+        ahead = Prefetch(map(_out_of_shared_memory, rebatched), self._depth, self._lock, None)
+        self._last, self._thread = weakref.ref(ahead), ahead.thread
+        return ahead
 
 
 def _rebatched(batches: Iterator[Any], size: int, drop_last: bool) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.compat.poptorch.errors import Error
 from penstock.compat.poptorch.options import Options
 from penstock.compat.poptorch.variables import check_constants
-from penstock.train.offload import is_offloaded
+from penstock.train.hoststate import is_offloaded
 from penstock.train.pipeline import Pipeline
 from penstock.train.scaler import GradScaler
 
@@ -21,7 +21,8 @@ class Updates:
     """Applies an optimizer to a pipeline's gradients, as its settings and the options say."""
 
     def __init__(self, options: Options, optimizer: Any) -> None:
-        self.off_chip: bool = options.TensorLocations.off_chip("optimizer")
+        self.weights_off_chip: bool = options.TensorLocations.off_chip("weight")
+        self.off_chip: bool = self.weights_off_chip or options.TensorLocations.off_chip("optimizer")
         self.automatic: bool = options.Training.automatic_loss_scaling
         self.optimizer: Any = None
         self._constants: dict[str, Any] = {}
@@ -51,10 +52,13 @@ class Updates:
         self._pipe = pipe
         if self._scaler is None and self.automatic:
             self._scaler = GradScaler(pipe)
-        if not is_offloaded(self.optimizer):
-            _move_state(self.optimizer)
-            if self.off_chip:
-                _offload(pipe, self.optimizer)
+        if is_offloaded(self.optimizer):
+            if self.weights_off_chip:
+                raise Error("this optimizer brings the weights of another model to its devices: make a new one")
+            return
+        _move_state(self.optimizer)
+        if self.off_chip:
+            _offload(pipe, self.optimizer)
 
     def prepare(self) -> None:
         """Before a step: the gradients will be scaled as the optimizer says."""
