@@ -99,7 +99,7 @@ class LocalCrew:
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
-        if targets is None and self.head.rule.call is not None:
+        if targets is None and self.head.rule.wants_targets:
             raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
         parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
         job = self.job(self.source.training(len(sizes)))

@@ -148,7 +148,7 @@ class ProcessCrew:
         sizes, head = announced.sizes, self._head
         targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
-            if targets is None and head.rule.call is not None and sizes:
+            if targets is None and head.rule.wants_targets and sizes:
                 where = f"rank {self.ranks[self.rank]}, which has the last stage"
                 how = " in each step: this one has none" if announced.targets_from == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")

@@ -72,6 +72,10 @@ class LocalTies(Ties):
     def __init__(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         super().__init__()
         self.copies = [list(row) for row in copies if len(row) > 1]
+        self.align()
+
+    def align(self) -> None:
+        """Give all copies the value of the first."""
         for first, *others in self.copies:
             for other in others:
                 other.data.copy_(first.data)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from penstock.engine.local import LocalCrew
 from penstock.engine.process import ProcessCrew
 from penstock.engine.shards import whole
+from penstock.errors import PlanError
 from penstock.split.plan import Plan
 from penstock.train.clip import clip_grad_norm
 from penstock.train.names import OwnNames
-from penstock.train.state import load_state, state_of
+from penstock.train.state import load_state, share_buffers, state_of
 
 __all__ = ["Members"]
 
@@ -46,6 +48,28 @@ class Members:
         """Forget the gradients, as an optimizer's ``zero_grad``."""
         for module in self._modules.values():
             module.zero_grad(set_to_none)
+
+    def move(self, device: torch.device | str | None = None) -> None:
+        """Move the parameters and buffers of the stages to ``device``; without one, back to the stages' own devices.
+
+        They must be there for a step. The model's parameters are the stages', so it moves with them.
+        """
+        self._check_open()
+        if self._crew.weights is not None:
+            raise PlanError("with Offload(weights=True) weights come and go by themselves: they cannot be moved")
+        for stage, module in self._modules.items():
+            share_buffers(self._model, module)
+            module.to(self._crew.stages[stage].device if device is None else device)
+            share_buffers(module, self._model)
+
+    def align_ties(self) -> None:
+        """Give the copies of tied parameters on other devices the value of the model's own.
+
+        For an optimizer that has the model's parameters and not the pipeline's: such copies are not among those.
+        """
+        if isinstance(self._crew, ProcessCrew):
+            raise PlanError("under a mesh each rank's optimizer has that rank's own parameters: use pipe.parameters()")
+        self._crew.ties.align()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""

@@ -57,7 +57,8 @@ class Pipeline(Members):
     """Trains the model of a plan, stage by stage, micro-batch by micro-batch, to the plain model's result.
 
     ``loss_fn(output, target)`` gives the loss of a micro-batch, averaged or summed over its samples as it says of
-    itself (``reduction`` decides where it does not), or ``(sum, count)``. Without it the model computes its loss.
+    itself (``reduction`` decides where it does not), or ``(sum, count)``; ``loss_fn(output)`` finds it in the output,
+    without targets. Without a ``loss_fn`` the model computes its loss.
     ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
     process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
     ``strategy="sharded"`` sends one micro-batch at a time through all stages, to debug.

@@ -12,7 +12,7 @@ from penstock.errors import PlanError
 from penstock.split.plan import Tie
 from penstock.train.names import OwnNames
 
-__all__ = ["load_state", "state_of"]
+__all__ = ["load_state", "share_buffers", "state_of"]
 
 
 def state_of(modules: Mapping[int, nn.Module], own: OwnNames) -> dict[str, Tensor]:
@@ -61,3 +61,16 @@ def load_state(
 
 def _as_there(value: Any, there: Any) -> Any:
     return laid_out(value, there) if isinstance(value, Tensor) and isinstance(there, Tensor) else value
+
+
+def share_buffers(source: nn.Module, target: nn.Module) -> None:
+    """Give the buffers of one module to another one that has modules of the same names.
+
+    A module's parameters stay the same objects when it is moved, its buffers do not.
+    """
+    theirs = dict(target.named_modules(remove_duplicate=False))
+    for path, module in source.named_modules(remove_duplicate=False):
+        other = theirs.get(path)
+        for name, buffer in module._buffers.items():
+            if other is not None and other is not module and name in other._buffers:
+                other._buffers[name] = buffer
