@@ -333,6 +333,8 @@ class ProcessCrew:
         except ChannelError as error:
             self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:
+            if self.twins is not None and (lost := self.twins.lost_in(error)) is not None:
+                self._stop(self.bulletin.lost(lost).error(), error)
             at = self.runner.current if self.runner is not None else None
             place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
             cause = self.bulletin.failed(error, *place).error()
