@@ -348,6 +348,8 @@ class ProcessCrew:
         except BaseException as error:
             if self.watch.interrupted and self.watch.cause is not None:
                 self._stop(self.watch.cause.error(), error)
+            if self.twins is not None and (lost := self.twins.lost_in(error)) is not None:
+                self._stop(self.bulletin.lost(lost).error(), error)
             at = self.doing.runner.current if self.doing.runner is not None else None
             place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
             cause = self.bulletin.failed(error, *place).error()

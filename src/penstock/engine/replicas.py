@@ -23,6 +23,7 @@ from penstock.engine.doing import Doing
 
 __all__ = ["Pending", "Replicas", "equalise"]
 
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 Pending = Callable[[], list[float]]  # numbers on their way: called, it waits for them
 
 
@@ -71,6 +72,14 @@ class Replicas:
         """Give every replica the values of the first."""
         for tensor in tensors:
             equalise([tensor], self._group_for(tensor), self.wait)
+
+    def lost_in(self, error: BaseException) -> ChannelError | None:
+        """What an error of the stage's own collectives says of the other processes, if it is about a connection."""
+        text = str(error)
+        if not isinstance(error, RuntimeError) or not any(word in text for word in _BROKEN):
+            return None
+        others = [rank for number, rank in enumerate(self.control.ranks) if number != self.index]
+        return ChannelError(others[0] if len(others) == 1 else None, text)
 
     def close(self) -> None:
         self.control.close()
