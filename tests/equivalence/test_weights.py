@@ -322,7 +322,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sums in float32": {"build": half, "loss_fn": half_loss, "accumulate": "fp32"},
     "half precision": {"build": half, "loss_fn": half_loss},
     "deferred statistics": {"batchnorm": "deferred"},
-    "a tie": {"build": embedding, "schedule": "sharded"},  # or its gradient would be a sum in no certain order
+    "a tie": {"build": embedding, "schedule": "sharded"},  # else two threads add to one gradient, in any order
     "filled on the device": {"build": described, "init": fill},
     "momentum": {"make": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)},
     "all together": {"make": lambda p, lr: torch.optim.LBFGS(p, lr=lr, max_iter=2)},
@@ -504,6 +504,9 @@ def test_a_model_larger_than_its_share_of_the_gpu() -> None:
     device = torch.device("cuda:0")
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))  # 512 MiB, and as much of gradients
+    with torch.no_grad():
+        for weight in layers.parameters():
+            weight.mul_(3**0.5)  # so that what goes through all of them does not vanish
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 480 * MIB) / total, device)

@@ -100,6 +100,26 @@ def test_the_update_is_the_plain_one(name: str, bucket: int) -> None:
     assert copies.bytes_out > copies.bytes_back > 0  # the first step has nothing to bring
 
 
+def test_a_subclass_that_adds_settings_is_divided_too() -> None:
+    class Named(torch.optim.AdamW):
+        def __init__(self, params: Any, name: str) -> None:
+            super().__init__(params, lr=0.1)
+            self.name = name
+
+    most = []
+    for bucket in (1, 1 << 30):
+        ours, plain = model(), model()
+        optimizer, copies = offloaded(Named(list(ours.parameters()), "ours"), bucket)
+        expected = Named(list(plain.parameters()), "plain")
+        for step in range(STEPS):
+            for module, each in ((ours, optimizer), (plain, expected)):
+                backward(module, step)
+                each.step()
+        check_same(ours, plain, optimizer, expected)
+        most.append(copies.most_here)
+    assert most[0] < most[1]
+
+
 def test_every_optimizer_of_torch_is_tried_here() -> None:
     classes = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, Optimizer)}
     assert {name.split()[0] for name in MADE} == classes - {"Optimizer", "LBFGS", "SparseAdam"}

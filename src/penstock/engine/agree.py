@@ -2,7 +2,11 @@
 
 The first rank says, in one row of numbers to each other rank, which kind of mini-batch comes next. If the kind
 is new (other sizes, shapes, dtypes or modes), the row is followed by its description, and the ranks work out
-together what will cross every edge: forward down the stages, gradients back up.
+together what will cross every edge: forward down the stages, gradients back up. In a dynamic pipeline they do not:
+there every message describes itself, and a kind is no more than the micro-batches' sizes.
+
+A rank that has what another one needs, and was not given, sends it. Who brings the targets of a kind of mini-batch is
+agreed on when it comes for the first time. Inputs that the first rank was not given are asked for in each step.
 """
 
 from __future__ import annotations
@@ -11,19 +15,26 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from penstock.engine.channel.control import Control
 from penstock.engine.context import Ambient
 from penstock.engine.infer import FakeStage, Propagation
 from penstock.engine.message import Message
 from penstock.engine.meta import MessageMeta, meta_of
+from penstock.engine.recent import Recent
 from penstock.engine.stage import StageEngine
+from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 from penstock.schedule.flow import Edge
 from penstock.split.plan import Plan
 
-__all__ = ["Agreement", "Announcement", "Refused"]
+__all__ = ["KINDS", "Agreement", "Announcement", "Refused"]
 
-REFUSED, KNOWN, NEW = 0, 1, 2
+REFUSED, KNOWN, NEW, EMPTY, ASK, FETCH = range(6)
+
+KINDS = 256  # of mini-batch that are remembered, on every rank the same: batches of ever new shapes must not pile up
 
 
 class Refused(Exception):
@@ -39,6 +50,7 @@ class Announcement:
     state: Ambient
     sizes: tuple[int, ...]
     kinds: tuple[int, ...]  # the kind of each micro-batch: those of one kind have the same shapes
+    targets_from: int | None = None  # the rank that brings the targets; None: nobody was given any
     crossing: dict[Edge, list[MessageMeta]] = field(default_factory=dict)  # per kind
     gradients: dict[Edge, list[list[bool]]] = field(default_factory=dict)  # which of it gets a gradient, per kind
 
@@ -61,43 +73,60 @@ class Agreement:
         placement: Sequence[int],
         stages: Mapping[int, StageEngine],
         plan: Plan,
+        dynamic: bool = False,
     ) -> None:
         self.control = control
         self.rank = rank
         self.placement = placement
         self.stages = stages
         self.plan = plan
+        self.dynamic = dynamic
         model = plan.attached().model
         # What is frozen and what is in training mode, in the whole model: a script does the same on every rank.
         self.parameters = list(model.parameters())
         self.modules = list(model.modules())
-        self.heard: list[Announcement] = []
-        self.numbers: dict[Hashable, int] = {}
+        self.count = 0  # of kinds so far, those forgotten included
+        self.heard: Recent[int, Announcement] = Recent(KINDS)
+        self.numbers: Recent[Hashable, int] = Recent(KINDS)
 
     # ── the first rank ───────────────────────────────────────────────────────────────────────────────────────
 
     def announce(
-        self, training: bool, state: Ambient, sizes: tuple[int, ...], messages: Sequence[Message]
+        self, training: bool, state: Ambient, sizes: tuple[int, ...], messages: Sequence[Message], targets: bool
     ) -> Announcement:
-        """Tell the others what comes."""
-        metas = [meta_of(m if training else m._replace(wants=())) for m in messages]
-        key = (training, state, sizes, tuple(metas), self._modes())
+        """Tell the others what comes; ``targets``: whether this rank was given any."""
+        if not sizes:
+            self._tell([EMPTY, 0])
+            return Announcement(-1, training, state, (), ())
+        metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
+        key = (training, state, sizes, tuple(metas), () if self.dynamic else self._modes(), targets)
         if key in self.numbers:
-            self._tell([KNOWN, self.numbers[key]])
-            return self.heard[self.numbers[key]]
+            number = self.numbers[key]
+            self._tell([KNOWN, number])
+            return self.heard[number]
         distinct: list[MessageMeta] = []
         kinds = []
         for meta in metas:
             if meta not in distinct:
                 distinct.append(meta)
             kinds.append(distinct.index(meta))
-        announced = Announcement(len(self.heard), training, state, sizes, tuple(kinds))
+        announced = Announcement(self.count, training, state, sizes, tuple(kinds))
+        self.count += 1
         self._tell([NEW, announced.number])
         for rank in self._others():
             self.control.send(rank, announced)
-        self._infer(announced, distinct)
+        self._learn(announced, distinct, targets)
         self.numbers[key] = announced.number
         return announced
+
+    def fetch(self) -> Any:
+        """The inputs, from a rank that was given them; None where nobody was."""
+        self._tell([ASK, 0])
+        there = [rank for rank in self._others() if self.control.take_row(rank, 1)[0]]
+        if not there:
+            return None
+        self._tell([FETCH, there[0]])
+        return self.control.take(there[0])
 
     def refuse(self, message: str) -> None:
         """Tell the others that nothing comes, and why."""
@@ -108,12 +137,20 @@ class Agreement:
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
-    def hear(self, training: bool, state: Ambient) -> Announcement:
-        """Wait for the first rank's word."""
+    def hear(self, training: bool, state: Ambient, inputs: Any, targets: bool) -> Announcement:
+        """Wait for the first rank's word. It is given what this rank has of the inputs, if it asks for them."""
         first = self.placement[0]
         code, number = (int(x) for x in self.control.take_row(first, 2))
+        while code in (ASK, FETCH):
+            if code == ASK:
+                self.control.send_row(first, [float(inputs is not None)])
+            elif number == self.rank:
+                self.control.send(first, on_host(inputs))
+            code, number = (int(x) for x in self.control.take_row(first, 2))
         if code == REFUSED:
             raise Refused(self.control.take(first))
+        if code == EMPTY:
+            return Announcement(-1, training, state, (), ())
         announced = self.control.take(first) if code == NEW else self.heard[number]
         if announced.training != training:
             there, here = ("a step", "a call") if announced.training else ("a call", "a step")
@@ -121,10 +158,34 @@ class Agreement:
         if announced.state != state:
             raise PlanError(f"the first rank runs under {announced.state}, but this rank under {state}")
         if code == NEW:
-            self._infer(announced, None)
+            self._learn(announced, None, targets)
         return announced
 
     # ── all ranks ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bring_targets(self, announced: Announcement, targets: Any) -> Any:
+        """The targets, on the rank of the last stage: its own, or those of the rank that brings them."""
+        last, source = self.placement[-1], announced.targets_from
+        if source is not None and source != last:
+            if self.rank == source:
+                self.control.send(last, on_host(targets))
+            elif self.rank == last:
+                brought = self.control.take(source)
+                return brought if targets is None else targets
+        return targets
+
+    def anyone(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        return any(self.control.gather(here))
+
+    def _learn(self, announced: Announcement, inputs: list[MessageMeta] | None, given: bool) -> None:
+        """Work out with the others what a new kind of mini-batch needs; ``given``: whether this rank has targets."""
+        everyone, last = self.control.gather(given), self.placement[-1]
+        having = [rank for rank, has in enumerate(everyone) if has]
+        announced.targets_from = last if last in having else next(iter(having), None)
+        if not self.dynamic:
+            self._infer(announced, inputs)
+        self.heard[announced.number] = announced
 
     def _infer(self, announced: Announcement, inputs: list[MessageMeta] | None) -> None:
         """Follow each kind of micro-batch through the stages, this rank's own on fake tensors."""
@@ -133,7 +194,8 @@ class Agreement:
         crossing, gradients, plan = announced.crossing, announced.gradients, self.plan
         post = _Post(self.control, self.placement, self.rank)
         for s, stage in sorted(self.stages.items()):
-            fake = FakeStage(s, stage.module, stage.device)
+            kept = None if stage.parallel is None else stage.parallel.fake
+            fake = FakeStage(s, stage.module, stage.device) if kept is None else kept.now()
             runs[s] = [Propagation(fake, announced.state, announced.training) for _ in range(count)]
             coming = [post.take((src, s), crossing) for src in plan.sources(s)] or [inputs]
             targets = plan.targets(s)
@@ -146,7 +208,6 @@ class Agreement:
                 rows = [run.backward([row[kind] for row in back] if back else None) for kind, run in enumerate(kinds)]
                 for i, src in enumerate(plan.sources(s)):
                     post.send((src, s), gradients, [row[i] for row in rows], upward=True)
-        self.heard.append(announced)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(max(self.placement) + 1) if rank != self.rank]
@@ -155,8 +216,15 @@ class Agreement:
         for rank in self._others():
             self.control.send_row(rank, row)
 
-    def _modes(self) -> tuple[bool, ...]:
-        return (*(p.requires_grad for p in self.parameters), *(module.training for module in self.modules))
+    def _modes(self) -> tuple[Hashable, ...]:
+        modes = (*(p.requires_grad for p in self.parameters), *(module.training for module in self.modules))
+        return (*modes, torch.get_default_dtype())
+
+
+def on_host(value: Any) -> Any:
+    """A value whose tensors can be sent as they are."""
+    leaves, spec = flatten(value)
+    return unflatten([leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 class _Post:

@@ -12,7 +12,7 @@ that are normalised, whatever a subclass does before or after, and nothing is pu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -35,6 +35,7 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", *_HOW),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", *_HOW, "cudnn_enabled"),
 }
+Gather = Callable[[Any], list[Any]]
 _take_data = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -70,18 +71,26 @@ class DeferredBatchNorm:
 
     abort = begin
 
-    def commit(self) -> None:
-        """Update the running statistics as one forward of the whole mini-batch would have."""
+    def commit(self, gather: Gather | None = None) -> None:
+        """Update the running statistics as one forward of the whole mini-batch would have.
+
+        ``gather`` gives every replica's value, in order: the mini-batch is all of theirs.
+        """
         with torch.no_grad():
+            if gather is not None and self.layers:
+                everyone = gather([layer.summary() for layer in self.layers])
+                for layer, *rows in zip(self.layers, *everyone, strict=True):
+                    layer.calls = _together(rows, layer.module.running_mean)
             for layer in self.layers:
                 layer.commit()
 
 
 @contextmanager
-def committing(norms: Iterable[DeferredBatchNorm]) -> Iterator[None]:
+def committing(norms: Iterable[DeferredBatchNorm], gather: Gather | None = None) -> Iterator[None]:
     """Around a step or a call: commit what the stages' forwards counted if all goes well, in the order of the stages.
 
-    So a layer that stands in two stages is updated in the order in which the plain model calls it.
+    So a layer that stands in two stages is updated in the order in which the plain model calls it. ``gather`` is as for
+    ``commit``.
     """
     norms = list(norms)
     for norm in norms:
@@ -93,7 +102,7 @@ def committing(norms: Iterable[DeferredBatchNorm]) -> Iterator[None]:
             norm.abort()
         raise
     for norm in norms:
-        norm.commit()
+        norm.commit(gather)
 
 
 def norms_of(stages: Mapping[int, Any]) -> list[DeferredBatchNorm]:
@@ -139,6 +148,17 @@ def _weighted(rows: Tensor, counts: Sequence[int]) -> Tensor:
         total.add_(rows[start:end].sum(0), alpha=count)
         start = end
     return total
+
+
+def _together(rows: Sequence[Sequence[_Part | None]], like: Tensor | None) -> list[list[_Part]]:
+    """The parts of each call, from all replicas; one that had no samples has seen no call."""
+    calls: list[list[_Part]] = [[] for _ in range(max(map(len, rows)))]
+    for row in rows:
+        for parts, part in zip(calls, row, strict=False):
+            if part is not None and like is not None:
+                count, one, shift, square = part
+                parts.append((count, one.to(like.device), shift.to(like.device), square.to(like.device)))
+    return calls
 
 
 class _Layer:
@@ -212,6 +232,11 @@ class _Layer:
                 parts.append(part)
             if len(parts) == _FOLD:
                 parts[:] = [_merged(parts)]
+
+    def summary(self) -> list[_Part | None]:
+        """What the calls saw, each in one part, on the host; None for a call that saw nothing."""
+        merged = [_merged(parts) if parts else None for parts in self.calls]
+        return [None if part is None else (part[0], part[1].cpu(), part[2].cpu(), part[3].cpu()) for part in merged]
 
     def commit(self) -> None:
         module, calls, self.calls = self.module, self.calls, []

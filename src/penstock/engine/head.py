@@ -14,6 +14,7 @@ from penstock.engine.loss import LossRule, find_loss
 from penstock.engine.microbatch import can_join
 from penstock.engine.moment import here
 from penstock.engine.outputs import Collector, Outputs, collector
+from penstock.engine.replicas import Pending, Replicas
 from penstock.engine.settle import Settlement
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
@@ -33,7 +34,10 @@ class Head:
         self.wants_loss = False
         self.batch = 0
         self.targets: Sequence[Any] = ()
+        self.sizes: Sequence[int] = ()
         self.weights: Sequence[float | Tensor] = ()
+        self.replicas: Replicas | None = None  # where the mini-batch is theirs all together
+        self.pending: Pending | None = None  # what all replicas have, while it is on its way
         self.losses: list[Tensor | None] = []
         self.counts: list[Any] = []  # what the losses, as sums, are to be divided by, all together
         self.settlement = Settlement(())
@@ -44,18 +48,25 @@ class Head:
         """Get ready for one mini-batch, of which ``outputs`` are kept; with ``targets`` None there is no loss."""
         self.training = training
         self.wants_loss = targets is not None
-        self.batch = sum(sizes)
+        self.batch, self.sizes = sum(sizes), sizes
         self.targets = targets or ()
-        self.weights = self.rule.weights(sizes, self.targets) if targets is not None else ()
-        self.collector = collector(outputs, sizes)
+        self.pending = None
+        if targets is not None:
+            whole = self.rule.whole(sizes, self.targets)
+            if self.replicas is None:
+                self.weights = self.rule.weights(sizes, whole)
+            else:  # not waited for before the first backward
+                self.pending = self.replicas.start([float(self.batch), float(whole)])
+        self.collector = collector(outputs, sizes) if sizes else None
         self.losses = [None] * len(sizes)
         self.counts = []
         alone = self.rule.call is None
-        self.settlement = Settlement([float(w) for w in self.rule.weights(sizes, ())] if alone else ())
+        shares = self.rule.weights(sizes, self.rule.whole(sizes, ())) if alone else ()
+        self.settlement = Settlement([float(share) for share in shares])
 
     def targets_of(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
         """The targets of an evaluation's micro-batches; None where there is no loss to compute."""
-        if targets is None and self.rule.call is not None:
+        if targets is None and self.rule.wants_targets:
             return None
         return cut_targets(targets, sizes, device)
 
@@ -64,6 +75,8 @@ class Head:
 
         In a forward that runs for the second time, all there is to keep has been kept.
         """
+        if isinstance(output, Counted) and self.rule.call is not None:
+            output = output.output  # what the model's own loss was averaged over does not matter to another one
         counted = output if isinstance(output, Counted) else None
         output = self.settlement.note(microbatch, output)
         kept = self.collector
@@ -111,26 +124,61 @@ class Head:
         """The gradient of the mini-batch's loss by this micro-batch's."""
         loss = self.losses[microbatch]
         assert loss is not None
+        if self.pending is not None:
+            self._weigh(self.pending)
         weight = 1 / self.batch if self.counts else 1.0 if self.settlement.own else self.weights[microbatch]
         if isinstance(weight, Tensor):
             return [(weight * self.scale).to(loss.device, loss.dtype).reshape(loss.shape)]
         return [torch.full_like(loss, weight * self.scale)]
 
+    def _weigh(self, pending: Pending) -> None:
+        """Weights and the size of the mini-batch, by what all replicas have."""
+        batch, whole = pending()
+        self.batch, self.pending = int(batch), None
+        self.weights = self.rule.weights(self.sizes, 1.0 if self.rule.reduction == "sum" else whole)
+
     def finish(self) -> tuple[Tensor | None, float | None]:
         """The loss of the mini-batch, and the factor that puts all gradients right, if counts ask for one."""
-        if not any(loss is not None for loss in self.losses):
+        if self.pending is not None:
+            self._weigh(self.pending)
+        losses = [_wide(loss) for loss in self.losses if loss is not None]
+        if self.replicas is None:
+            return self._total(losses) if losses else (None, None)
+        if not self.wants_loss:
             return None, None
-        losses = torch.stack([_wide(loss) for loss in self.losses if loss is not None])
-        if self.counts:
-            if len(self.counts) != len(losses):
-                raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
-            count = sum(float(count) for count in self.counts)
-            factor = self.batch / count if count else math.nan  # as the plain mean over nothing
-            return losses.sum() * (factor / self.batch), factor
-        if self.settlement.own:
-            return losses.sum(), None
-        weights = [w.to(losses) if isinstance(w, Tensor) else losses.new_tensor(w) for w in self.weights]
-        return (losses * torch.stack(weights)).sum(), None
+        return self._total_of_all(losses, self.replicas)
+
+    def _total(self, losses: Sequence[Tensor]) -> tuple[Tensor, float | None]:
+        total = self._sum(losses)
+        if not self.counts:
+            return total, None
+        count = sum(float(count) for count in self.counts)
+        factor = self.batch / count if count else math.nan  # as the plain mean over nothing
+        return total * (factor / self.batch), factor
+
+    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
+        """The micro-batches' losses added up, each by its weight."""
+        if self.counts and len(self.counts) != len(losses):
+            raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
+        stacked = torch.stack(list(losses))
+        if self.counts or self.settlement.own:
+            return stacked.sum()
+        weights = [w.to(stacked) if isinstance(w, Tensor) else stacked.new_tensor(w) for w in self.weights]
+        return (stacked * torch.stack(weights)).sum()
+
+    def _total_of_all(self, losses: Sequence[Tensor], replicas: Replicas) -> tuple[Tensor | None, float | None]:
+        """The same over all replicas, of which one may have no samples."""
+        total = self._sum(losses) if losses else torch.zeros(())
+        counts = sum(float(count) for count in self.counts)
+        there, wide = float(bool(losses)), float(total.dtype == torch.float64)
+        loss, count, counted, anyone, wide = replicas.sum([float(total), counts, float(bool(self.counts)), there, wide])
+        if not anyone:
+            return None, None
+        factor = None
+        if counted:
+            factor = self.batch / count if count else math.nan
+            loss *= factor / self.batch
+        return torch.tensor(loss, dtype=torch.float64 if wide else torch.float32, device=total.device), factor
 
     def take_outputs(self) -> Any:
         """The outputs of the mini-batch that were to be kept; nothing of it is kept here any longer."""
@@ -140,7 +188,7 @@ class Head:
         return whole
 
     def clear(self) -> None:
-        self.collector = None
+        self.collector = self.pending = None
         self.losses, self.counts, self.targets = [], [], ()
 
 

@@ -16,11 +16,18 @@ from penstock.errors import PlanError
 __all__ = ["cut", "cut_targets"]
 
 
-def cut(value: Any, microbatches: int, device: torch.device) -> tuple[tuple[int, ...], list[Message]]:
-    """The sizes of the micro-batches, and their messages on ``device``; tensors stay in the caller's graph."""
+def cut(
+    value: Any, microbatches: int, device: torch.device, *, empty: bool = False
+) -> tuple[tuple[int, ...], list[Message]]:
+    """The sizes of the micro-batches, and their messages on ``device``; tensors stay in the caller's graph.
+
+    ``empty``: a mini-batch may have no samples, and then no micro-batches.
+    """
     if value is None:
         raise PlanError("there are no inputs: pass what the model takes")
     size = batch_size(value, "inputs")
+    if size == 0 and empty:
+        return (), []
     if size == 0:
         raise PlanError("the mini-batch is empty: its tensors have no entries along dimension 0")
     sizes = sizes_of(1 if size is None else size, microbatches)
@@ -39,6 +46,8 @@ def cut_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> lis
     size = batch_size(targets, "targets")
     if size is not None and size != sum(sizes):
         raise PlanError(f"the inputs have {sum(sizes)} samples, but the targets have {size}")
+    if not sizes:
+        return []
     leaves, spec = flatten(targets)
     moved = [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return scatter(unflatten(moved, spec), sizes)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -14,32 +19,41 @@ from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import Group, open_group, speaks_nccl
 from penstock.engine.channel.process import ChannelError, Wire
 from penstock.engine.context import Occasions, ambient, surround
-from penstock.engine.failure import Bulletin
+from penstock.engine.doing import LOSS, NEXT, SUMS
 from penstock.engine.head import Head
+from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
-from penstock.engine.jobs import Job, Jobs, Wires
+from penstock.engine.jobs import Jobs, Wires
 from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.message import Message
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.outputs import Outputs
-from penstock.engine.runner import Runner
+from penstock.engine.reduce import Reducer
+from penstock.engine.replicas import Replicas
+from penstock.engine.running import RunningStatistics
 from penstock.engine.stage import StageEngine
 from penstock.engine.ties import ProcessTies
 from penstock.engine.tree import flatten, unflatten
+from penstock.engine.watch import Stopped
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 
 __all__ = ["ProcessCrew"]
 
+_OR_ELSEWHERE = ", or on another rank of its pipeline, which sends them there: no rank was given any"
+
+
 class Place(Protocol):
     """Where this process stands: what the crew needs to know of a mesh."""
 
+    rank: int  # in the world
+    data_rank: int
     pipe_rank: int
+    tensor_rank: int
     device: torch.device
 
-    @property
-    def pipe_ranks(self) -> Sequence[int]: ...
+    def ranks(self, dimension: str) -> Sequence[int]: ...
 
 
 class ProcessCrew:
@@ -59,39 +73,68 @@ class ProcessCrew:
         self.source = source
         self.stages = {stage.index: stage for stage in stages}
         self.rank = place.pipe_rank
-        self.ranks = place.pipe_ranks
+        self.ranks = place.ranks("pipe")
         self.device = place.device
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = source.placement
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.ended: PipelineError | None = None
+        self.waited = Waited()
+        self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self._groups: list[Group] = []
-        self._store = meeting.store
+        self.watch, self.doing, self.bulletin = meeting.watch, meeting.watch.doing, meeting.watch.bulletin
+        self.doing.homes = [self.ranks[rank] for rank in self.placement]
+        weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
+        self._name = f"pipeline {place.data_rank}.{place.tensor_rank}"
         meeting.compare(facts_of(plan, source, options))
-        self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
-        self.bulletin = Bulletin(self._store, self.ranks[self.rank])
+        self.watch.limit(options["stuck_after"], options["timeout"])
+        control = self._new_group("control", range(len(self.ranks)), torch.device("cpu"))
+        self.control = Control(control, self.ranks, self.doing)
+        self.control.waited = self.waited
+        self.replicas = self._meet("data", place)
+        self.twins = self._meet("tensor", place)
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
-        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
-        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device)
-        self.runner: Runner | None = None
+        dynamic = bool(options["dynamic"])
+        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device, self.doing)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
+        self.reducer: Reducer | None = None
+        self.statistics: RunningStatistics | None = None
+        modules = {s: stage.module for s, stage in self.stages.items()}
+        parallel = {s: stage.parallel for s, stage in self.stages.items() if stage.parallel is not None}
+        self.sharded = [made.sharded for made in parallel.values() if made.sharded is not None]
+        if self.replicas is not None or parallel:
+            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas, parallel)
+        if self.replicas is not None:
+            if not parallel:  # these were made equal before
+                self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
+            if not self.norms:
+                self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
+            if self._head is not None:
+                self._head.replicas = self.replicas
+        self.doing.phase = NEXT
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
-        with committing(self.norms):
-            outcome: Outcome = self._guarded(lambda: self._train(value, targets, outputs))
-        return outcome
+        return self._timed(lambda: self._train(value, targets, outputs))
 
-    def evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank."""
-        with committing(self.norms):
-            outcome: Outcome = self._guarded(lambda: self._evaluate(value, targets, outputs))
+    def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
+        """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank.
+
+        Replicas take part together where there is a loss, and each for itself where none is wanted.
+        """
+        return self._timed(lambda: self._evaluate(value, targets, outputs, loss))
+
+    def _timed(self, work: Callable[[], Outcome]) -> Outcome:
+        self.waited.seconds, start = 0.0, perf_counter()
+        outcome: Outcome = self._guarded(work)
+        self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
 
     def everywhere(self, outputs: Any) -> Any:
@@ -101,50 +144,91 @@ class ProcessCrew:
         return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        announced, messages = self._announce(value, training=True)
-        sizes = announced.sizes
-        head = self._head
-        if head is not None:
-            if targets is None and head.rule.call is not None:
-                raise PlanError(f"the targets must be passed on rank {self.ranks[self.rank]}, which has the last stage")
-            head.begin(sizes, cut_targets(targets, sizes, self.device), outputs, training=True)
-        job = self.jobs.of(announced)
-        with self.ties.reducing():
-            self._feed(job, messages, len(sizes), grad=True)
-        loss, factor = self._share_loss()
-        if messages and job.ends.grads is not None:
-            send_back(messages, job.ends.grads, factor)
-        job.ends.inputs, job.ends.grads = [], None
-        return Outcome(loss, factor, head.take_outputs() if head is not None else None, sizes)
-
-    def _evaluate(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        announced, messages = self._announce(value, training=False)
+        announced, messages = self._announce(value, targets, training=True)
         sizes, head = announced.sizes, self._head
+        targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
-            head.begin(sizes, head.targets_of(targets, sizes, self.device), outputs)
-        job = self.jobs.of(announced)
-        self._feed(job, [message._replace(wants=()) for message in messages], len(sizes), grad=False)
-        job.ends.inputs = []
-        loss, _ = self._share_loss()
-        return Outcome(loss, None, head.take_outputs() if head is not None else None, sizes)
+            if targets is None and head.rule.wants_targets and sizes:
+                where = f"rank {self.ranks[self.rank]}, which has the last stage"
+                how = " in each step: this one has none" if announced.targets_from == self.rank else _OR_ELSEWHERE
+                raise PlanError(f"the targets must be passed on {where}{how}")
+            head.begin(sizes, cut_targets(targets, sizes, self.device), outputs, training=True)
+        with self._committing(training=True):
+            if self.reducer is not None:
+                self.reducer.begin()
+            self._gather()
+            with self.ties.reducing():
+                grads = self._feed(announced, messages, grad=True)
+                if self.reducer is not None:
+                    self.reducer.finish()
+            loss, factor, samples = self._share_loss()
+            if grads:
+                send_back(messages, grads, factor)
+        return Outcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
 
-    def _announce(self, value: Any, *, training: bool) -> tuple[Announcement, list[Message]]:
+    def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
+        announced, messages = self._announce(value, targets, training=False)
+        sizes, head = announced.sizes, self._head
+        if not sizes and wants_loss and self.agreement.anyone(targets is not None):
+            targets = ()
+        targets = self.agreement.bring_targets(announced, targets)
+        if head is not None:
+            head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
+        with self._committing(training=False):
+            self._gather()
+            self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
+            for sharded in self.sharded:
+                sharded.release()
+            loss, _, samples = self._share_loss()
+        return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
+
+    def _gather(self) -> None:
+        """Before a run: put stages that are sharded over the replicas together."""
+        if self.sharded and self.replicas is not None:
+            self.replicas.sum([1.0])  # a replica that has failed is noticed here; within FSDP it would be waited for
+        for sharded in self.sharded:
+            sharded.gather()
+
+    @contextmanager
+    def _committing(self, *, training: bool) -> Iterator[None]:
+        """Statistics of BatchNorm layers, committed if all goes well; in a step, those of all replicas."""
+        statistics = self.statistics if training else None
+        if statistics is not None:
+            statistics.begin()
+        with committing(self.norms, self.replicas.gather if self.replicas is not None and training else None):
+            yield
+        if statistics is not None:
+            statistics.commit()
+
+    def _announce(self, value: Any, targets: Any, *, training: bool) -> tuple[Announcement, list[Message]]:
+        self.doing.phase = NEXT
+        given = targets is not None
         if self.rank != self.first_rank:
-            return self.agreement.hear(training, ambient()), []
+            return self.agreement.hear(training, ambient(), value, given), []
         try:
+            value = self.agreement.fetch() if value is None else value
             if value is None:
-                raise PlanError(f"the inputs must be passed on rank {self.ranks[self.rank]}, which has the first stage")
-            sizes, messages = cut(value, self.source.microbatches, self.device)
+                where = f"rank {self.ranks[self.rank]}, which has the first stage"
+                raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
+            sizes, messages = cut(value, self.source.microbatches, self.device, empty=self.replicas is not None)
         except PlanError as error:
             self.agreement.refuse(str(error))
             raise Refused(str(error)) from error
-        return self.agreement.announce(training, ambient(), sizes, messages), messages
+        return self.agreement.announce(training, ambient(), sizes, messages, given), messages
 
-    def _feed(self, job: Job, messages: Sequence[Message], count: int, *, grad: bool) -> None:
-        job.ends.inputs = [message.alone() for message in messages]
-        job.ends.grads = [()] * len(messages) if messages else None
-        surround(self.stages.values(), ambient(), count, self.occasions.next(training=grad))
-        self.runner = job.runner
+    def _feed(
+        self, announced: Announcement, messages: Sequence[Message], *, grad: bool
+    ) -> list[Sequence[Tensor | None]] | None:
+        """Run the program; the gradients of the inputs, where the first stage is."""
+        occasion = self.occasions.next(training=grad)
+        if not announced.sizes:
+            return None
+        job = self.jobs.of(announced)
+        ends = job.ends
+        ends.inputs = [message.alone() for message in messages]
+        ends.grads = [()] * len(messages) if messages else None
+        surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
+        self.doing.runner, self.doing.phase = job.runner, SUMS
         try:
             with torch.set_grad_enabled(grad):
                 job.runner.run()
@@ -153,22 +237,27 @@ class ProcessCrew:
                 self.weights.land()
         for stage in self.stages.values():
             stage.moments = ()
+        grads, ends.inputs, ends.grads = ends.grads, [], None
+        return grads
 
-    def _share_loss(self) -> tuple[Tensor | None, float | None]:
-        """The loss and the factor of the rank that has the head, on all ranks."""
+    def _share_loss(self) -> tuple[Tensor | None, float | None, int]:
+        """The loss, the factor and the samples that the rank with the head knows of, on all ranks."""
+        self.doing.phase = LOSS
         if self._head is None:
-            there, loss, factor, wide = self.control.take_row(self.last_rank, 4)
+            there, loss, factor, wide, samples = self.control.take_row(self.last_rank, 5)
             dtype = torch.float64 if wide else torch.float32
-            return torch.tensor(loss, dtype=dtype, device=self.device) if there else None, factor or None
+            value = torch.tensor(loss, dtype=dtype, device=self.device) if there else None
+            return value, factor or None, int(samples)
         value, factor_here = self._head.finish()
+        batch = self._head.batch
         if value is None:
-            row = [0.0] * 4
+            row = [0.0, 0.0, 0.0, 0.0, batch]
         else:
-            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64)]
+            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), batch]
         for rank in range(len(self.ranks)):
             if rank != self.rank:
                 self.control.send_row(rank, row)
-        return value, factor_here
+        return value, factor_here, batch
 
     @property
     def _head(self) -> Head | None:
@@ -177,9 +266,28 @@ class ProcessCrew:
     # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
-        group = open_group(self._store, name, ranks, self.rank, device or self.device)
+        with self.doing.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
+            group = open_group(self.watch.lines, f"{self._name} {name}", ranks, self.rank, device or self.device)
         self._groups.append(group)
         return group
+
+    def _meet(self, dimension: str, place: Place) -> Replicas | None:
+        """This rank's twins along a dimension of the mesh, if it has any."""
+        ranks = place.ranks(dimension)
+        if len(ranks) == 1:
+            return None
+        others = {"data": place.data_rank, "pipe": place.pipe_rank, "tensor": place.tensor_rank}
+        del others[dimension]
+        name = f"{dimension} of {others}"
+        with self.doing.waiting([r for r in ranks if r != place.rank], "to connect with"):
+            numbers = open_group(self.watch.lines, name, ranks, place.rank, torch.device("cpu"))
+            groups = [numbers]
+            if speaks_nccl(self.device):
+                groups.append(open_group(self.watch.lines, f"{name} on GPUs", ranks, place.rank, self.device))
+        self._groups += groups
+        met = Replicas(ranks, place.rank, numbers, groups[-1], self.doing)
+        met.control.waited = self.waited
+        return met
 
     def _open_channels(self, prefix: str, device: torch.device) -> Wires:
         """A group of two for every direction and lane in which this rank sends or receives."""
@@ -193,8 +301,9 @@ class ProcessCrew:
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Wire(group, peer, self.device)
-                wires[a, b, lane].connect(sender=self.rank == a)
+                wires[a, b, lane] = Wire(group, peer, self.device, self.waited)
+                with self.doing.waiting([peer], "to connect with"):
+                    wires[a, b, lane].connect(sender=self.rank == a)
         return wires
 
     # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
@@ -211,21 +320,35 @@ class ProcessCrew:
         found: list[Any] = self._guarded(lambda: self.control.gather(value))
         return found
 
+    def agree(self, number: float) -> float:
+        """The largest of all ranks' numbers, over pipelines and replicas, on all of them."""
+        for control in (self.control, *(r.control for r in (self.replicas, self.twins) if r is not None)):
+            number = max(self._guarded(partial(control.gather, number)))
+        return number
+
     # ── failing and ending ───────────────────────────────────────────────────────────────────────────────────
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         if self.ended is not None:
             raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
         try:
-            result = work()
-            self.control.settle()
+            with self.watch:
+                result = work()
+                self.control.settle()
             return result
         except Refused as refused:
-            raise PlanError(str(refused)) from None
+            error = PlanError(str(refused))
+            if self.replicas is not None:  # which wait for this one's part
+                self._stop(self.bulletin.failed(error, None, None, None).error(), error)
+            raise error from None
+        except Stopped as stopped:
+            self._stop(stopped.cause.error(), stopped.__cause__)
         except ChannelError as error:
             self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:
-            at = self.runner.current if self.runner is not None else None
+            if self.watch.interrupted and self.watch.cause is not None:
+                self._stop(self.watch.cause.error(), error)
+            at = self.doing.runner.current if self.doing.runner is not None else None
             place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
             cause = self.bulletin.failed(error, *place).error()
             if isinstance(error, Exception):
@@ -234,8 +357,10 @@ class ProcessCrew:
             self.close()
             raise
 
-    def _stop(self, error: PipelineError, cause: BaseException) -> NoReturn:
+    def _stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
         self.ended = error
+        if isinstance(cause, ChannelError):  # whose frames keep connections open that are to be closed
+            traceback.clear_frames(cause.__traceback__)
         self.close()
         raise error from cause
 
@@ -243,17 +368,30 @@ class ProcessCrew:
     def closed(self) -> bool:
         return not self._groups and self.ended is None
 
+    def leave(self, error: BaseException | None) -> None:
+        """Close because the program leaves the pipeline, by an error or without one, which the others learn of."""
+        self.watch.part(error)
+        self.close()
+
     def close(self) -> None:
         """Leave the channels. Ranks that still wait for this one learn of it at once."""
         if not self._groups:
             return
-        self.bulletin.closed()
+        self.watch.stop()
         self.jobs.close()
         for stage in self.stages.values():
             stage.close()
-        self.runner = None
+        for sharded in self.sharded:
+            sharded.abandon()
         self.control.close()
         self.ties.close()
+        if self.reducer is not None:  # sums may be under way
+            self.reducer.begin()
+        if self._head is not None:
+            self._head.clear()
+        for replicas in (self.replicas, self.twins):
+            if replicas is not None:
+                replicas.close()
         for group in self._groups:
             if group.name() == "nccl":
                 group.abort()

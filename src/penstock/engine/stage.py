@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from penstock.engine.tree import unflatten
 from penstock.engine.weightgrad import Recorder, WeightGradQueue
 from penstock.errors import PlanError
 from penstock.schedule.program import Program
+
+if TYPE_CHECKING:
+    from penstock.engine.parallelized import Parallelized
 
 __all__ = ["Slot", "StageEngine", "make_slots"]
 
@@ -108,12 +111,16 @@ class StageEngine:
         self.randomness: Randomness | None = None  # there when draws are seeded, or must be repeated
         self.unnoticed: Unnoticed | None = None  # there when forwards are run again
         self.norms: DeferredBatchNorm | None = None  # there when statistics are those of the mini-batch
+        self.parallel: Parallelized | None = None  # there when the user has parallelized the stage
         self._recorder: Recorder | None = None
 
     def new_queue(self) -> WeightGradQueue:
         """A queue for the weight gradients of one micro-batch in flight, where the backward is split."""
         if self._recorder is None:
-            self._recorder = Recorder(self.module, self.shared)
+            sharded = None if self.parallel is None else self.parallel.sharded
+            if sharded is not None:  # what the forward will use are the gathered parameters
+                sharded.arrive()
+            self._recorder = Recorder(self.module, self.shared, whole=sharded is not None and sharded.rounds)
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:

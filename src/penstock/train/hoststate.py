@@ -12,6 +12,7 @@ known, so all of its state, and all weights, are there for its step.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -74,9 +75,11 @@ class HostState:
         self._homes: dict[Any, dict[_Path, _Home]] = {}
         step: Any = type(optimizer).step
         self._raw: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+        known: list[Any] = [kind.step for kind in _PER_PARAMETER]
+        divisible = any(inspect.unwrap(step) is inspect.unwrap(one) for one in known)
 
         def streamed(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return self._whole(closure) if type(optimizer) not in _PER_PARAMETER else self._by_buckets(closure)
+            return self._by_buckets(closure) if divisible else self._whole(closure)
 
         # As torch does with the steps of its own classes: hooks of the optimizer run once, around all buckets.
         optimizer.step = MethodType(Optimizer.profile_hook_step(streamed), optimizer)  # type: ignore[method-assign]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.engine.idle import Waited
 from penstock.engine.message import Message
 
 __all__ = ["Cancelled", "LocalLane"]
@@ -20,8 +22,10 @@ class Cancelled(Exception):
 class LocalLane:
     """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right."""
 
-    def __init__(self, microbatches: int, src: torch.device, dst: torch.device) -> None:
+    def __init__(self, microbatches: int, src: torch.device, dst: torch.device, waited: Waited | None = None) -> None:
+        self._waited = waited or Waited()  # told how long the rank that takes has to wait
         self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
+        self._landed: dict[int, Any] = {}
         self._move = None if src == dst else _Mover(src, dst)
 
     def send(self, microbatch: int, leaves: Any) -> None:
@@ -29,11 +33,23 @@ class LocalLane:
             leaves = self._move(leaves)
         self._cells[microbatch].put(leaves)
 
-    def take(self, microbatch: int) -> Any:
+    def land(self, microbatch: int) -> None:
         """Wait for the message of one micro-batch."""
-        message = self._cells[microbatch].get()
+        cell = self._cells[microbatch]
+        if cell.empty():
+            start = perf_counter()
+            message = cell.get()
+            self._waited.seconds += perf_counter() - start
+        else:
+            message = cell.get()
         if isinstance(message, Cancelled):
             raise message
+        self._landed[microbatch] = message
+
+    def take(self, microbatch: int) -> Any:
+        if microbatch not in self._landed:  # sent by this rank itself
+            self.land(microbatch)
+        message = self._landed.pop(microbatch)
         if self._move is not None:
             self._move.landed(message)
         return message
