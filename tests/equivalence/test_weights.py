@@ -313,6 +313,8 @@ def fill(stage: nn.Module) -> None:
     for part in stage.modules():
         if isinstance(part, (nn.Linear, nn.BatchNorm1d)):
             part.reset_parameters()
+        if isinstance(part, nn.Linear):
+            part.bias.data.fill_(0.1)
 
 
 CASES: dict[str, dict[str, Any]] = {
