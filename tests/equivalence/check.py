@@ -59,9 +59,13 @@ def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str
     options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, "mesh": mesh, **where}
     options["recompute"] = case.recompute
     options["dynamic"] = dynamic = getattr(case, "dynamic", False)
+    if isinstance(case, Case) and case.weights:
+        options["offload"] = ps.Offload(weights=True)
     with ps.Pipeline(plan, LOSSES[case.loss], **options) as pipe:
         expected = dict(plain.named_parameters(remove_duplicate=False))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1) if list(pipe.parameters()) else None
+        if optimizer is not None and "offload" in options:
+            pipe.offload_optimizer(optimizer)
         plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
         x, y = case.data()
         for _ in range(2):

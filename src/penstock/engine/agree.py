@@ -194,7 +194,8 @@ class Agreement:
         crossing, gradients, plan = announced.crossing, announced.gradients, self.plan
         post = _Post(self.control, self.placement, self.rank)
         for s, stage in sorted(self.stages.items()):
-            fake = FakeStage(s, stage.module, stage.device)
+            kept = None if stage.parallel is None else stage.parallel.fake
+            fake = FakeStage(s, stage.module, stage.device) if kept is None else kept.now()
             runs[s] = [Propagation(fake, announced.state, announced.training) for _ in range(count)]
             coming = [post.take((src, s), crossing) for src in plan.sources(s)] or [inputs]
             targets = plan.targets(s)

@@ -78,6 +78,7 @@ class LocalCrew:
         self.streaming = False  # whether a stream of mini-batches is under way
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         self.bubble: float | None = None  # of the last run: the share of its time that the ranks waited, on average
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
@@ -98,7 +99,7 @@ class LocalCrew:
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
-        if targets is None and self.head.rule.call is not None:
+        if targets is None and self.head.rule.wants_targets:
             raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
         parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
         job = self.job(self.source.training(len(sizes)))
@@ -177,6 +178,8 @@ class LocalCrew:
             self.forget()
             raise
         finally:
+            if self.weights is not None:
+                self.weights.land()
             for stage in self.stages.values():
                 stage.moments = ()
         seconds = perf_counter() - start

@@ -43,6 +43,7 @@ class Meeting:
         self.patience = patience  # seconds to wait for ranks that have not come
         self.met = False  # whether all have
         self.watch = Watch(self.store, self.ranks, rank)
+        self._times = 0
 
     def cancel(self, error: BaseException) -> None:
         """Tell the others that this rank will not come. If that is because of another one, this is raised here."""
@@ -57,13 +58,15 @@ class Meeting:
 
     def compare(self, facts: Mapping[str, Any]) -> None:
         """Wait for all ranks; raise if one does not come, or comes with other facts than the first."""
-        self.store.set(f"facts/{self.rank}", json.dumps(facts))
-        keys = [f"facts/{rank}" for rank in range(len(self.ranks))]
+        self._times += 1
+        keys = [f"facts/{self._times}/{rank}" for rank in range(len(self.ranks))]
+        self.store.set(keys[self.rank], json.dumps(facts))
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
         with self.watch.doing.waiting(others, "until this pipeline is begun by"):
             self._wait(keys)
-        self.met = True
-        self.watch.meet([self.store.get(f"address/{rank}") for rank in self.ranks])
+        if not self.met:
+            self.met = True
+            self.watch.meet([self.store.get(f"address/{rank}") for rank in self.ranks])
         everyone = [json.loads(self.store.get(key)) for key in keys]
         for what, first in everyone[0].items():
             found = {self.ranks[r]: theirs.get(what) for r, theirs in enumerate(everyone)}

@@ -98,15 +98,20 @@ class ProcessCrew:
         dynamic = bool(options["dynamic"])
         self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.doing)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device, self.doing)
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
         self.reducer: Reducer | None = None
         self.statistics: RunningStatistics | None = None
+        modules = {s: stage.module for s, stage in self.stages.items()}
+        parallel = {s: stage.parallel for s, stage in self.stages.items() if stage.parallel is not None}
+        self.sharded = [made.sharded for made in parallel.values() if made.sharded is not None]
+        if self.replicas is not None or parallel:
+            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas, parallel)
         if self.replicas is not None:
-            modules = {s: stage.module for s, stage in self.stages.items()}
-            self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
-            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas)
+            if not parallel:  # these were made equal before
+                self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
             if self._head is not None:
@@ -143,7 +148,7 @@ class ProcessCrew:
         sizes, head = announced.sizes, self._head
         targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
-            if targets is None and head.rule.call is not None and sizes:
+            if targets is None and head.rule.wants_targets and sizes:
                 where = f"rank {self.ranks[self.rank]}, which has the last stage"
                 how = " in each step: this one has none" if announced.targets_from == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")
@@ -151,6 +156,7 @@ class ProcessCrew:
         with self._committing(training=True):
             if self.reducer is not None:
                 self.reducer.begin()
+            self._gather()
             with self.ties.reducing():
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
@@ -169,9 +175,19 @@ class ProcessCrew:
         if head is not None:
             head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
         with self._committing(training=False):
+            self._gather()
             self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
+            for sharded in self.sharded:
+                sharded.release()
             loss, _, samples = self._share_loss()
         return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
+
+    def _gather(self) -> None:
+        """Before a run: put stages that are sharded over the replicas together."""
+        if self.sharded and self.replicas is not None:
+            self.replicas.sum([1.0])  # a replica that has failed is noticed here; within FSDP it would be waited for
+        for sharded in self.sharded:
+            sharded.gather()
 
     @contextmanager
     def _committing(self, *, training: bool) -> Iterator[None]:
@@ -213,8 +229,12 @@ class ProcessCrew:
         ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
         self.doing.runner, self.doing.phase = job.runner, SUMS
-        with torch.set_grad_enabled(grad):
-            job.runner.run()
+        try:
+            with torch.set_grad_enabled(grad):
+                job.runner.run()
+        finally:
+            if self.weights is not None:
+                self.weights.land()
         for stage in self.stages.values():
             stage.moments = ()
         grads, ends.inputs, ends.grads = ends.grads, [], None
@@ -361,6 +381,8 @@ class ProcessCrew:
         self.jobs.close()
         for stage in self.stages.values():
             stage.close()
+        for sharded in self.sharded:
+            sharded.abandon()
         self.control.close()
         self.ties.close()
         if self.reducer is not None:  # sums may be under way

@@ -21,7 +21,7 @@ from penstock.engine.channel.group import Group
 from penstock.engine.channel.process import ChannelError
 from penstock.engine.doing import Doing
 
-__all__ = ["Pending", "Replicas"]
+__all__ = ["Pending", "Replicas", "equalise"]
 
 Pending = Callable[[], list[float]]  # numbers on their way: called, it waits for them
 
@@ -50,15 +50,16 @@ class Replicas:
 
     def start_sum(self, tensor: Tensor) -> Any:
         """Start to make a tensor its sum over the replicas; to be waited for with ``wait``."""
-        return self._start(self.group, tensor)
+        return self._start(self._group_for(tensor), tensor)
 
-    def wait(self, work: Any) -> None:
-        """Wait for what was started; on a GPU, its stream does."""
+    def wait(self, work: Any) -> Any:
+        """Wait for what was started, and give what it gives; on a GPU, its stream waits."""
         start = perf_counter()
         try:
             with self.doing.waiting(self.others):
-                work.wait()
+                found = work.wait()
             self.control.waited.seconds += perf_counter() - start
+            return found
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None
 
@@ -68,19 +69,16 @@ class Replicas:
 
     def equalise(self, tensors: Iterable[Tensor]) -> None:
         """Give every replica the values of the first."""
-        try:
-            pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
-            for work in [self.group.broadcast(dense, 0) for _, dense in pairs]:
-                self.wait(work)
-            for tensor, dense in pairs:
-                if dense.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(dense)
-        except RuntimeError as error:
-            raise ChannelError(None, str(error)) from None
+        for tensor in tensors:
+            equalise([tensor], self._group_for(tensor), self.wait)
 
     def close(self) -> None:
         self.control.close()
         self.numbers = self.group = None
+
+    def _group_for(self, tensor: Tensor) -> Group:
+        """Weights that live on the host have their gradients there, too."""
+        return self.numbers if tensor.device.type == "cpu" else self.group
 
     def _finish(self, work: Any, total: Tensor) -> list[float]:
         self.wait(work)
@@ -91,3 +89,19 @@ class Replicas:
             return group.allreduce([tensor])
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None
+
+
+def equalise(tensors: Iterable[Tensor], group: Group, wait: Callable[[Any], Any] | None = None) -> None:
+    """Give every process of a group the values of its first; ``wait`` waits for what was started."""
+    try:
+        pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
+        for work in [group.broadcast(dense, 0) for _, dense in pairs]:
+            if wait is not None:
+                wait(work)
+            else:
+                work.wait()
+        for tensor, dense in pairs:
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.copy_(dense)
+    except RuntimeError as error:
+        raise ChannelError(None, str(error)) from None

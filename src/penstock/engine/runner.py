@@ -98,8 +98,11 @@ def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runn
     instructions = list(instructions)
     back = returns(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
     away = {pair for pairs in back.values() for pair in pairs if wiring.stages[pair[0]].offload is not None}
+    weights = next((stage.weights for stage in wiring.stages.values() if stage.weights is not None), None)
+    stops = {} if weights is None else weights.calls(instructions, wiring.stages)
     for at, instruction in enumerate(instructions):
         for call, of in (
+            *(((stops[at], instruction),) if at in stops else ()),
             *((call, instruction) for call in _come_back(back.get(at, ()), away, wiring)),
             *((call, instruction) for call in _go(instruction, away, wiring)),
             *_wait(instruction, wiring),
@@ -107,6 +110,9 @@ def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runn
         ):
             calls.append(call)
             done.append(of)
+    if len(instructions) in stops:
+        calls.append(stops[len(instructions)])
+        done.append(instructions[-1])
     return Runner(calls, done)
 
 

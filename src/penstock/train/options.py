@@ -6,15 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from penstock.engine.outputs import Outputs, every_of
 from penstock.errors import PlanError
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
 from penstock.train.devices import Devices
 from penstock.train.materialise import Init
+from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload
 
-__all__ = ["Options"]
+__all__ = ["Options", "Parallelize"]
+
+Parallelize = Callable[[nn.Module, Mesh], nn.Module | None]
+"""Makes a parallel module of a stage's; None where it has changed the stage in place."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Options:
     accumulate: str | None
     batchnorm: str
     dynamic: bool
+    parallelize: Parallelize | None
     stuck_after: float | None
     timeout: float | None
 
@@ -47,7 +54,7 @@ class Options:
     def shared(self) -> dict[str, Any]:
         """What must be the same on every rank, beside the schedule."""
         names = ("seed", "accumulate", "batchnorm", "outputs_everywhere", "dynamic", "stuck_after", "timeout")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"parallelize": self.parallelize is not None}
 
     def check(self) -> None:
         """One clear message for what cannot be, before anything is built."""
@@ -73,5 +80,9 @@ class Options:
                 raise PlanError(f"{name} must be a number of seconds, or None for never, got {limit!r}")
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
+        if self.offload is not None and self.offload.weights and self.parallelize is not None:
+            raise PlanError("parallelize wants weights that stay where they are: leave out Offload(weights=True)")
+        if self.parallelize is not None and not callable(self.parallelize):
+            raise PlanError(f"parallelize must be a function of (stage, mesh), got {type(self.parallelize).__name__}")
         if self.init is not None and not callable(self.init):
             raise PlanError(f"init must be a function of a stage's module, got {type(self.init).__name__}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from penstock.train.materialise import Init
 from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
-from penstock.train.options import Options
+from penstock.train.options import Options, Parallelize
 from penstock.train.tally import Tally
 
 __all__ = ["Pipeline", "StepResult"]
@@ -57,7 +57,8 @@ class Pipeline(Members):
     """Trains the model of a plan, stage by stage, micro-batch by micro-batch, to the plain model's result.
 
     ``loss_fn(output, target)`` gives the loss of a micro-batch, averaged or summed over its samples as it says of
-    itself (``reduction`` decides where it does not), or ``(sum, count)``. Without it the model computes its loss.
+    itself (``reduction`` decides where it does not), or ``(sum, count)``; ``loss_fn(output)`` finds it in the output,
+    without targets. Without a ``loss_fn`` the model computes its loss.
     ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
     process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
     ``strategy="sharded"`` sends one micro-batch at a time through all stages, to debug.
@@ -73,6 +74,10 @@ class Pipeline(Members):
     precision's gradients in single, ``offload`` keeps on the host what waits. ``dynamic=True`` is for stages whose
     outputs' shapes, structure or values depend on the data: between processes every message then describes itself.
     docs/training.md tells more.
+
+    ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
+    weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
+    None where it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are what they work over.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class Pipeline(Members):
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
         dynamic: bool = False,
+        parallelize: Parallelize | None = None,
         stuck_after: float | None = 60.0,
         timeout: float | None = 1800.0,
     ) -> None:
@@ -114,6 +120,7 @@ class Pipeline(Members):
             batchnorm=batchnorm,
             offload=offload,
             dynamic=dynamic,
+            parallelize=parallelize,
             stuck_after=stuck_after,
             timeout=timeout,
         )
@@ -130,6 +137,7 @@ class Pipeline(Members):
         self._model = self._line.model
         self._source = built.source
         self._modules = built.modules
+        self._own_name = built.own_name
         self._crew = built.crew
         self._outputs = outputs
         self._everywhere = outputs_everywhere
@@ -140,7 +148,8 @@ class Pipeline(Members):
         self._loss_scale = 1.0
         self._wide = Wide(self.parameters()) if accumulate == "fp32" else None
         self._offload = offload
-        self._watch = require_offloaded(self.parameters()) if offload is not None and offload.optimizer else None
+        streams = offload is not None and (offload.optimizer or offload.weights)
+        self._watch = require_offloaded(self.parameters()) if streams else None
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,11 +163,13 @@ class Pipeline(Members):
         if torch.is_inference_mode_enabled():
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
         # Where the loss is known not to count as it goes, nothing rescales what is there already.
-        with nullcontext() if self._wide is None else self._wide:
+        with self._at_work(), nullcontext() if self._wide is None else self._wide:
             aside = Aside(self.parameters(), apart=self._counted is not False or self._replicated)
             try:
                 outcome = self._crew.train(self._value(inputs), targets, self._outputs)
             except BaseException:
+                if self._crew.weights is not None:
+                    self._crew.weights.land()
                 aside.give_back()
                 raise
             self._counted = outcome.factor is not None
@@ -178,7 +189,7 @@ class Pipeline(Members):
         self._check_open()
         if outputs != "same":
             every_of(outputs)
-        with torch.no_grad():
+        with torch.no_grad(), self._at_work():
             outcome = self._crew.evaluate(self._value(inputs), targets, self._outputs if outputs == "same" else outputs)
         return self._result(outcome, start)
 
@@ -187,14 +198,15 @@ class Pipeline(Members):
 
         Each of ``batches`` is what ``step`` takes as inputs. The next ones are under way while the caller uses the
         outputs of one; nothing else can be run until all are taken, or the iterator is closed. Under a mesh all ranks
-        iterate; the rank of the last stage gets the outputs, the others None.
+        iterate; the rank of the last stage gets the outputs, the others None. Weights that live on the host come for
+        one mini-batch at a time.
         """
         self._check_open()
-        if isinstance(self._crew, LocalCrew):
+        if isinstance(self._crew, LocalCrew) and self._crew.weights is None:
             yield from stream(self._crew, (self._value(batch) for batch in batches))
             return
         for batch in batches:
-            with torch.no_grad():
+            with torch.no_grad(), self._at_work():
                 outputs = self._shared(self._crew.evaluate(self._value(batch), None, "all", loss=False).outputs)
             yield outputs
 
@@ -222,13 +234,17 @@ class Pipeline(Members):
         value = self._line.arguments(args, kwargs) if args or kwargs else None
         grad = torch.is_grad_enabled()
         if not grad:
-            return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
+            with self._at_work():
+                return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
         if isinstance(self._crew, ProcessCrew):
             raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         wide = self._wide is not None
-        return call(Flight(self._crew, self._source.fill_drain(len(sizes)), sizes, trainable, wide), messages)
+        flight = Flight(self._crew, self._crew.source.fill_drain(len(sizes)), sizes, trainable, wide)
+        if self._crew.weights is not None:
+            self._crew.weights.stay(flight)
+        return call(flight, messages)
 
     @property
     def has_first_stage(self) -> bool:
@@ -246,10 +262,13 @@ class Pipeline(Members):
         return self._source.training(self._source.microbatches)
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it."""
-        if self._offload is None or not self._offload.optimizer:
+        """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it.
+
+        With ``Offload(weights=True)`` it brings the weights and gradients to their devices for its steps.
+        """
+        if self._offload is None or not (self._offload.optimizer or self._offload.weights):
             raise PlanError("offload_optimizer needs Pipeline(…, offload=Offload(optimizer=True))")
-        return offload_optimizer(optimizer, self._offload)
+        return offload_optimizer(optimizer, self._offload, self._crew.weights)
 
     # ── life and death ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -272,6 +291,10 @@ class Pipeline(Members):
             f"Pipeline({self.plan.num_stages} stages on {self._source.ranks} ranks, "
             f"schedule {self._source.name!r}, {self._source.microbatches} micro-batches)"
         )
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        """Around a run: weights that live on the host are their devices'."""
+        return nullcontext() if self._crew.weights is None else self._crew.weights.at_work()
 
     def _value(self, inputs: Any) -> Any:
         """What enters the first stage: of a tuple of positional arguments, a dict of keywords, or one value."""

@@ -65,6 +65,11 @@ class Prefetch(Generic[T]):
         _running[self.thread] = self._between
         self.thread.start()
 
+    def stop(self) -> None:
+        """Let the thread end when it has made what it is at; what is ready can still be taken."""
+        self._between.stop()
+        self._between.ready.put(_End(None))
+
     def __iter__(self) -> Iterator[T]:
         return self
 

@@ -27,7 +27,7 @@ from penstock.engine.message import PLAIN, Message
 from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, require_dense
 from penstock.errors import PlanError
 
-__all__ = ["DynamicBackwardLane", "DynamicChannels", "DynamicLane"]
+__all__ = ["DynamicBackwardLane", "DynamicChannel", "DynamicChannels", "DynamicLane"]
 
 HEADER, REST = 1, 2  # tags; tensors have 0
 
