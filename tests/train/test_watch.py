@@ -279,6 +279,36 @@ def test_a_killed_process_is_named_by_those_who_compute(at: int) -> None:
         assert mine.seconds < 3 + SOON
 
 
+class Asks(nn.Module):
+    """An identity that talks with another rank by itself, as the parts of a layer do that is spread over ranks."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            dist.recv(torch.zeros(1), self.rank)
+        return x
+
+
+def killed_in_a_collective(rank: int) -> Told:
+    pipe = pipeline(layered(at0=Asks(2)))
+    if rank == 2:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return failing_step(pipe)
+
+
+def test_a_killed_process_is_named_where_a_stage_waits_for_it_by_itself() -> None:
+    """The stage fails with an error of torch's, which is not the cause."""
+    told = run_ranks(killed_in_a_collective, 3, timeout=60)
+    assert isinstance(told.pop(2), Gone)
+    for mine in told:
+        assert isinstance(mine, Told), mine
+        assert "rank 2: its process is gone" in mine.text
+        assert mine.action is None
+
+
 def fork(work: Callable[[], object]) -> int:
     """A child that does some work. The test does not hear of it: its line to this process is closed in it."""
     with warnings.catch_warnings():
