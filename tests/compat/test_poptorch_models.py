@@ -250,6 +250,7 @@ def test_a_model_is_saved_with_all_that_it_needs_to_go_on(tmp_path: Path, traini
         torch.testing.assert_close(copied.model.state_dict(), ours.state_dict())
     else:
         model = poptorch.inferenceModel(ours.eval(), options(STAGES, iterations=7))
+        ours.train()  # which is not the wrapped model's mode
         model.compileAndExport(file, x)
         copied = poptorch.load(file, lambda opts: opts.outputMode(poptorch.OutputMode.Final))
         torch.testing.assert_close(copied(x), model(x)[-2:])
