@@ -350,8 +350,6 @@ class ProcessCrew:
             known = self.watch.cause if self.watch.interrupted else self.bulletin.ask() if broke_off(error) else None
             if known is not None:
                 self._stop(known.error(), error)
-            if self.twins is not None and (lost := self.twins.lost_in(error)) is not None:
-                self._stop(self.bulletin.lost(lost).error(), error)
             at = self.doing.runner.current if self.doing.runner is not None else None
             place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
             cause = self.bulletin.failed(error, *place).error()

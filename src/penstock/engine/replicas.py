@@ -23,7 +23,6 @@ from penstock.engine.doing import Doing
 
 __all__ = ["Pending", "Replicas", "equalise"]
 
-_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 Pending = Callable[[], list[float]]  # numbers on their way: called, it waits for them
 
 
@@ -32,7 +31,6 @@ class Replicas:
 
     def __init__(self, ranks: Sequence[int], rank: int, numbers: Group, group: Group, doing: Doing) -> None:
         """``ranks`` are the twins' in the world; ``numbers`` is their group on the CPU, ``group`` on their device."""
-        self.index = list(ranks).index(rank)
         self.count = len(ranks)
         self.control = Control(numbers, ranks, doing)
         self.doing = doing
@@ -72,14 +70,6 @@ class Replicas:
         """Give every replica the values of the first."""
         for tensor in tensors:
             equalise([tensor], self._group_for(tensor), self.wait)
-
-    def lost_in(self, error: BaseException) -> ChannelError | None:
-        """What an error of the stage's own collectives says of the other processes, if it is about a connection."""
-        text = str(error)
-        if not isinstance(error, RuntimeError) or not any(word in text for word in _BROKEN):
-            return None
-        others = [rank for number, rank in enumerate(self.control.ranks) if number != self.index]
-        return ChannelError(others[0] if len(others) == 1 else None, text)
 
     def close(self) -> None:
         self.control.close()
