@@ -272,6 +272,7 @@ def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_p
         (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "h", "SCRIPT"], "'h' is not HOST:PORT"),
         (["--stages", "2", "--nnodes", "2", "--master", ":5", "SCRIPT"], "':5' is not HOST:PORT"),
         (["--stages", "2", "--nnodes", "2", "--master", "h:70000", "SCRIPT"], "'h:70000' is not HOST:PORT"),
+        (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "no.invalid:1", "SCRIPT"], "'no.invalid' is not known"),
         (["--stages", "2", "--log-dir", "SCRIPT", "SCRIPT"], "cannot write to --log-dir"),
     ],
 )

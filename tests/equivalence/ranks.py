@@ -18,7 +18,7 @@ DEADLINE = 60.0  # seconds for one case
 
 
 class Ranks:
-    """``check(case)`` on every rank of a world; the first complaint is raised here.
+    """``check(case)`` on every rank of a world; the first complaint is raised here. A case may be a function of a rank.
 
     With ``backend`` the ranks share the first GPU. They make ``data`` replicas of a pipeline, each of which is given
     the whole of a case's mini-batch: the mean over all of them is the mean over one.
@@ -84,7 +84,7 @@ def _serve(rank: int, count: int, port: int, line: Connection[Any, Any], backend
     mesh = ps.Mesh(data=data, pipe=count // data, device=None if backend is None else "cuda:0")
     while (case := line.recv()) is not None:
         try:
-            check_step(case, mesh)
+            case(rank) if callable(case) else check_step(case, mesh)
             line.send(None)
         except Exception:
             line.send(traceback.format_exc())

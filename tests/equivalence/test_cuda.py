@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, Case, stages_for
+from tests.equivalence.parallel import train
 from tests.equivalence.ragged import PAIRS, RaggedCase
 from tests.equivalence.ranks import Ranks, ranks
 from tests.equivalence.test_dynamic import web
 from tests.equivalence.test_webs import dense
+from tests.equivalence.ways import DATA, DATA_TENSOR, TENSOR, both, ddp, fsdp_nested, tensor_parallel
 
 pytestmark = [
     pytest.mark.cuda,
@@ -88,3 +92,21 @@ def test_replicas_on_one_gpu(schedule: str, two_replicas: Ranks) -> None:
     for recompute in ("never", "always"):
         two_replicas.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore", recompute=recompute))
     two_replicas.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore", weights=True))
+
+
+@pytest.fixture(scope="module")
+def four_processes() -> Iterator[Ranks]:
+    with ranks(4, "nccl") as made:
+        yield made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    ("how", "sizes"), [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR), (both, DATA_TENSOR)]
+)
+def test_parallelized_on_one_gpu(
+    four_processes: Ranks, how: Callable[..., Any], sizes: dict[str, int], schedule: str
+) -> None:
+    options = {"schedule": schedule, "recompute": "always" if schedule == "zbv" else "never"}
+    stages = sizes["pipe"] * (2 if schedule == "zbv" else 1)
+    four_processes.check(partial(train, how=how, sizes=sizes, options=options, stages=stages, device="cuda:0"))

@@ -313,6 +313,8 @@ def fill(stage: nn.Module) -> None:
     for part in stage.modules():
         if isinstance(part, (nn.Linear, nn.BatchNorm1d)):
             part.reset_parameters()
+        if isinstance(part, nn.Linear):
+            part.bias.data.fill_(0.1)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -502,6 +504,9 @@ def test_a_model_larger_than_its_share_of_the_gpu() -> None:
     device = torch.device("cuda:0")
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))  # 512 MiB, and as much of gradients
+    with torch.no_grad():
+        for weight in layers.parameters():
+            weight.mul_(3**0.5)  # so that what goes through all of them does not vanish
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 480 * MIB) / total, device)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.engine import meeting
 from tests.support.faults import hit_in_backward
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import Gone, Ranks, run_ranks
@@ -38,7 +39,7 @@ class Rude(BaseException):
 
 
 class Fault(nn.Module):
-    """An identity that fails on its second real forward or backward."""
+    """An identity that fails on its second real forward, recompute or backward."""
 
     def __init__(self, where: str, how: str = "raise") -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Fault(nn.Module):
             raise (Rude if self.how == "rude" else Boom)(f"on purpose, in {where}")
 
     def forward(self, x: Tensor) -> Tensor:
-        self.hit("forward", x)
+        self.hit("recompute" if ps.is_recomputing() else "forward", x)
         return hit_in_backward(x, lambda grad: self.hit("backward", grad))
 
 
@@ -121,7 +122,8 @@ def raises(rank: int, where: str, at: int) -> Told:
 
     fault = Fault(where)
     model = faulty(at, fault)
-    pipe = pipeline(model, bad_loss if where == "loss" else F.mse_loss)
+    recompute = "always" if where == "recompute" else "never"
+    pipe = pipeline(model, bad_loss if where == "loss" else F.mse_loss, recompute=recompute)
     told = failing_step(pipe)
     again = failing_step(pipe)
     assert again.kind == "PipelineError"
@@ -133,12 +135,12 @@ def raises(rank: int, where: str, at: int) -> Told:
 
 
 @pytest.mark.parametrize(
-    ("where", "at"), [*((where, at) for where in ("forward", "backward") for at in (0, 1, 2)), ("loss", 2)]
+    ("where", "at"), [*((where, at) for where in ("forward", "recompute", "backward") for at in (0, 1, 2)), ("loss", 2)]
 )
 def test_an_exception_in_user_code_reaches_every_rank(three: Ranks, where: str, at: int) -> None:
     """Who, where, on which micro-batch, doing what, and the traceback; a new pipeline works afterwards."""
     told = three.check(raises, where, at, timeout=15)
-    action = f"{at}B1" if where == "backward" else f"{at}F1"
+    action = f"{at}{ {'backward': 'B', 'recompute': 'R'}.get(where, 'F')}1"
     for mine in told:
         assert mine.kind == "PipelineError"
         assert mine.seconds < SOON
@@ -385,6 +387,11 @@ def test_a_shape_that_does_not_fit_the_next_stage_names_it(two: Ranks) -> None:
 
 
 def different(rank: int, what: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        return differ(rank, what, patch)
+
+
+def differ(rank: int, what: str, patch: pytest.MonkeyPatch) -> str:
     options: dict[str, Any] = {}
     model = mlp()
     if what == "schedule" and rank == 1:
@@ -393,6 +400,11 @@ def different(rank: int, what: str) -> str:
         options["microbatches"] = 5
     if what == "plan" and rank == 1:
         model = mlp(width=6)
+    if what == "seed" and rank == 1:
+        options["seed"] = 3
+    if what in ("penstock", "torch"):
+        module = meeting if what == "penstock" else torch
+        patch.setattr(module, "__version__", f"2.{rank == 1}")
     try:
         pipeline(model, **options)
     except ps.PlanError as error:
@@ -400,7 +412,7 @@ def different(rank: int, what: str) -> str:
     raise AssertionError("the pipeline was built")
 
 
-@pytest.mark.parametrize("what", ["schedule", "micro-batches", "plan"])
+@pytest.mark.parametrize("what", ["schedule", "micro-batches", "plan", "seed", "penstock", "torch"])
 def test_ranks_with_different_pipelines_are_told_who_differs(three: Ranks, what: str) -> None:
     for text in three.check(different, what, timeout=15):
         assert what in text

@@ -11,6 +11,7 @@ import argparse
 import importlib.machinery
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -108,6 +109,12 @@ def _processes(args: argparse.Namespace) -> int:
         args.usage_error("with --rdzv-endpoint the machines number themselves: leave out --node-rank, or use --master")
     if args.node_rank is not None and args.node_rank >= args.nnodes:
         args.usage_error(f"--node-rank {args.node_rank} is too high: --nnodes {args.nnodes} are numbered from 0 on")
+    if endpoint := args.master or args.rdzv_endpoint:
+        host = endpoint.rpartition(":")[0].strip("[]")
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError):
+            args.usage_error(f"the machine {host!r} is not known here: is its name right?")
     here: int = total // args.nnodes
     return here
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from penstock.engine.channel.process import ChannelError
@@ -29,7 +30,7 @@ def fully_shard_of(module: nn.Module, stage: int, ranks: Sequence[int]) -> Fully
     for name, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel):
             raise PlanError(f"stage {stage}: {name or 'it'} is in FullyShardedDataParallel: use fully_shard (FSDP2)")
-        if any(kind.__name__ == "ReplicateModule" for kind in type(part).__mro__) or _replicated_by_hooks(part):
+        if "replicate" in (_get_registry(part) or ()):
             raise PlanError(
                 f"stage {stage}: replicate(…) was called on {name or 'it'}: leave that out, a pipeline sums the "
                 'gradients over mesh["data"] by itself'
@@ -169,12 +170,6 @@ def _groups(state: Any) -> list[Any]:
 
 def _has_gradient(parameter: Any) -> bool:
     return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
-
-
-def _replicated_by_hooks(part: nn.Module) -> bool:
-    from torch.distributed._composable_state import _get_module_state
-
-    return hasattr(_get_module_state(part), "_ddp")
 
 
 @contextmanager

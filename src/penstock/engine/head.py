@@ -188,7 +188,7 @@ class Head:
         return whole
 
     def clear(self) -> None:
-        self.collector = None
+        self.collector = self.pending = None
         self.losses, self.counts, self.targets = [], [], ()
 
 

@@ -22,8 +22,10 @@ from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.outputs import Outputs
+from penstock.engine.patience import Patience
 from penstock.engine.runner import Ends, Runner, Wiring, compile_program
 from penstock.engine.stage import Slot, StageEngine, make_slots
+from penstock.engine.stuck import Limits
 from penstock.engine.ties import LocalTies
 from penstock.engine.workers import Workers
 from penstock.errors import PlanError
@@ -62,12 +64,14 @@ class LocalCrew:
         stages: Sequence[StageEngine],
         source: ScheduleSource,
         copies: Sequence[Sequence[nn.Parameter]] = (),
+        limits: Limits | None = None,
     ) -> None:
         placement = source.placement
         self.source = source
         self.stages = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = placement
+        self.limits = limits or Limits()
         self.ties = LocalTies(copies)
         self.norms = norms_of(self.stages)
         self.occasions = Occasions()
@@ -169,7 +173,7 @@ class LocalCrew:
         surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
         start = perf_counter()
         try:
-            self.workers.run(self.tasks(job, grad=grad), job.cancel)
+            self.workers.run(self.tasks(job, grad=grad), job.cancel, self.patience(job).look)
         except BaseException:
             self.forget()
             raise
@@ -202,6 +206,10 @@ class LocalCrew:
                     raise
 
         return [partial(task, runner, waited) for runner, waited in zip(job.runners, job.waits, strict=True)]
+
+    def patience(self, job: Job) -> Patience:
+        """What the caller looks after, while it waits for a job."""
+        return Patience(job.runners, self.placement, self.workers.threads, self.limits)
 
     def forget(self) -> None:
         """Drop what a failed run left behind: slots and lanes hold it."""

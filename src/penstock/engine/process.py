@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +19,8 @@ from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import Group, open_group, speaks_nccl
 from penstock.engine.channel.process import ChannelError, Wire
 from penstock.engine.context import Occasions, ambient, surround
-from penstock.engine.failure import Bulletin
+from penstock.engine.doing import LOSS, NEXT, SUMS
+from penstock.engine.failure import broke_off
 from penstock.engine.head import Head
 from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
@@ -28,11 +31,11 @@ from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.outputs import Outputs
 from penstock.engine.reduce import Reducer
 from penstock.engine.replicas import Replicas
-from penstock.engine.runner import Runner
 from penstock.engine.running import RunningStatistics
 from penstock.engine.stage import StageEngine
 from penstock.engine.ties import ProcessTies
 from penstock.engine.tree import flatten, unflatten
+from penstock.engine.watch import Stopped
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
@@ -80,21 +83,23 @@ class ProcessCrew:
         self.waited = Waited()
         self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self._groups: list[Group] = []
-        self._store = meeting.store
+        self.watch, self.doing, self.bulletin = meeting.watch, meeting.watch.doing, meeting.watch.bulletin
+        self.doing.homes = [self.ranks[rank] for rank in self.placement]
+        weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         self._name = f"pipeline {place.data_rank}.{place.tensor_rank}"
         meeting.compare(facts_of(plan, source, options))
-        self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
+        self.watch.limit(options["stuck_after"], options["timeout"])
+        control = self._new_group("control", range(len(self.ranks)), torch.device("cpu"))
+        self.control = Control(control, self.ranks, self.doing)
         self.control.waited = self.waited
         self.replicas = self._meet("data", place)
         self.twins = self._meet("tensor", place)
-        self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
         dynamic = bool(options["dynamic"])
         self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device)
-        self.runner: Runner | None = None
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device, self.doing)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
@@ -112,6 +117,7 @@ class ProcessCrew:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
             if self._head is not None:
                 self._head.replicas = self.replicas
+        self.doing.phase = NEXT
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -196,6 +202,7 @@ class ProcessCrew:
             statistics.commit()
 
     def _announce(self, value: Any, targets: Any, *, training: bool) -> tuple[Announcement, list[Message]]:
+        self.doing.phase = NEXT
         given = targets is not None
         if self.rank != self.first_rank:
             return self.agreement.hear(training, ambient(), value, given), []
@@ -222,7 +229,7 @@ class ProcessCrew:
         ends.inputs = [message.alone() for message in messages]
         ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
-        self.runner = job.runner
+        self.doing.runner, self.doing.phase = job.runner, SUMS
         try:
             with torch.set_grad_enabled(grad):
                 job.runner.run()
@@ -236,6 +243,7 @@ class ProcessCrew:
 
     def _share_loss(self) -> tuple[Tensor | None, float | None, int]:
         """The loss, the factor and the samples that the rank with the head knows of, on all ranks."""
+        self.doing.phase = LOSS
         if self._head is None:
             there, loss, factor, wide, samples = self.control.take_row(self.last_rank, 5)
             dtype = torch.float64 if wide else torch.float32
@@ -259,7 +267,8 @@ class ProcessCrew:
     # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
-        group = open_group(self._store, f"{self._name} {name}", ranks, self.rank, device or self.device)
+        with self.doing.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
+            group = open_group(self.watch.lines, f"{self._name} {name}", ranks, self.rank, device or self.device)
         self._groups.append(group)
         return group
 
@@ -271,12 +280,13 @@ class ProcessCrew:
         others = {"data": place.data_rank, "pipe": place.pipe_rank, "tensor": place.tensor_rank}
         del others[dimension]
         name = f"{dimension} of {others}"
-        numbers = open_group(self._store, name, ranks, place.rank, torch.device("cpu"))
-        groups = [numbers]
-        if speaks_nccl(self.device):
-            groups.append(open_group(self._store, f"{name} on GPUs", ranks, place.rank, self.device))
+        with self.doing.waiting([r for r in ranks if r != place.rank], "to connect with"):
+            numbers = open_group(self.watch.lines, name, ranks, place.rank, torch.device("cpu"))
+            groups = [numbers]
+            if speaks_nccl(self.device):
+                groups.append(open_group(self.watch.lines, f"{name} on GPUs", ranks, place.rank, self.device))
         self._groups += groups
-        met = Replicas(ranks, place.rank, numbers, groups[-1])
+        met = Replicas(ranks, place.rank, numbers, groups[-1], self.doing)
         met.control.waited = self.waited
         return met
 
@@ -293,7 +303,8 @@ class ProcessCrew:
                 peer = self.ranks[b if self.rank == a else a]
                 group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
                 wires[a, b, lane] = Wire(group, peer, self.device, self.waited)
-                wires[a, b, lane].connect(sender=self.rank == a)
+                with self.doing.waiting([peer], "to connect with"):
+                    wires[a, b, lane].connect(sender=self.rank == a)
         return wires
 
     # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
@@ -322,18 +333,24 @@ class ProcessCrew:
         if self.ended is not None:
             raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
         try:
-            result = work()
-            self.control.settle()
+            with self.watch:
+                result = work()
+                self.control.settle()
             return result
         except Refused as refused:
             error = PlanError(str(refused))
             if self.replicas is not None:  # which wait for this one's part
                 self._stop(self.bulletin.failed(error, None, None, None).error(), error)
             raise error from None
+        except Stopped as stopped:
+            self._stop(stopped.cause.error(), stopped.__cause__)
         except ChannelError as error:
             self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:
-            at = self.runner.current if self.runner is not None else None
+            known = self.watch.cause if self.watch.interrupted else self.bulletin.ask() if broke_off(error) else None
+            if known is not None:
+                self._stop(known.error(), error)
+            at = self.doing.runner.current if self.doing.runner is not None else None
             place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
             cause = self.bulletin.failed(error, *place).error()
             if isinstance(error, Exception):
@@ -342,8 +359,10 @@ class ProcessCrew:
             self.close()
             raise
 
-    def _stop(self, error: PipelineError, cause: BaseException) -> NoReturn:
+    def _stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
         self.ended = error
+        if isinstance(cause, ChannelError):  # whose frames keep connections open that are to be closed
+            traceback.clear_frames(cause.__traceback__)
         self.close()
         raise error from cause
 
@@ -351,19 +370,27 @@ class ProcessCrew:
     def closed(self) -> bool:
         return not self._groups and self.ended is None
 
+    def leave(self, error: BaseException | None) -> None:
+        """Close because the program leaves the pipeline, by an error or without one, which the others learn of."""
+        self.watch.part(error)
+        self.close()
+
     def close(self) -> None:
         """Leave the channels. Ranks that still wait for this one learn of it at once."""
         if not self._groups:
             return
-        self.bulletin.closed()
+        self.watch.stop()
         self.jobs.close()
         for stage in self.stages.values():
             stage.close()
         for sharded in self.sharded:
             sharded.abandon()
-        self.runner = None
         self.control.close()
         self.ties.close()
+        if self.reducer is not None:  # sums may be under way
+            self.reducer.begin()
+        if self._head is not None:
+            self._head.clear()
         for replicas in (self.replicas, self.twins):
             if replicas is not None:
                 replicas.close()

@@ -14,12 +14,15 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.accumulate import give_grad, sums
 from penstock.engine.channel.group import Group
+from penstock.engine.channel.process import ChannelError
+from penstock.engine.doing import Doing
 from penstock.engine.shards import is_sharded, local
 from penstock.errors import PlanError
 from penstock.split.plan import Plan, Tie
@@ -105,20 +108,22 @@ class ProcessTies(Ties):
         rank: int,
         new_group: Callable[[str, Sequence[int]], Group],
         device: torch.device,
+        doing: Doing,
     ) -> None:
         super().__init__()
         self.device = device
         self.groups: list[Group] = []
+        self.doing = doing
+        self.others: list[list[int]] = []  # the ranks, in the world, that each group is with
         for tie, mine in zip(plan.ties, copies, strict=True):
             ranks = sorted({placement[stage] for stage in tie.stages})
             if len(ranks) > 1 and rank in ranks:
                 (parameter,) = mine
-                group = new_group(f"tie {tie.names[0]}", ranks)
-                _compare_layouts(tie, parameter, group)
-                with self._there(local(parameter).detach()) as there:
-                    group.broadcast(there, 0).wait()
+                self.groups.append(new_group(f"tie {tie.names[0]}", ranks))
+                self.others.append([doing.homes[placement.index(r)] for r in ranks if r != rank])
+                self._compare_layouts(tie, parameter)
+                self._share(-1, local(parameter).detach(), lambda group, there: group.broadcast(there, 0))
                 self.copies.append([parameter])
-                self.groups.append(group)
 
     def sum_up(self, number: int) -> None:
         (parameter,) = self.copies[number]
@@ -127,16 +132,37 @@ class ProcessTies(Ties):
                 wide = torch.float32 if id(parameter) in sums else None
                 give_grad(parameter, torch.zeros_like(parameter, dtype=wide))
             assert parameter.grad is not None
-            with self._there(local(parameter.grad)) as there:
-                self.groups[number].allreduce(there).wait()
+            self._share(number, local(parameter.grad), lambda group, there: group.allreduce(there))
 
-    @contextmanager
-    def _there(self, tensor: Tensor) -> Iterator[Tensor]:
-        """The tensor where ranks talk: weights that live on the host have their gradients there, too."""
+    def _share(self, number: int, tensor: Tensor, start: Callable[[Group, Tensor], Any]) -> None:
+        """Do it where ranks talk: weights that live on the host have their gradients there, too."""
         there = tensor.to(self.device)
-        yield there
+        self._wait(number, lambda group: start(group, there))
         if there is not tensor:
             tensor.copy_(there)
+
+    def _wait(self, number: int, start: Callable[[Group], Any]) -> None:
+        others = self.others[number]
+        try:
+            with self.doing.waiting(others, "for the other copies of a tied parameter from"):
+                start(self.groups[number]).wait()
+        except RuntimeError as error:
+            raise ChannelError(others[0] if len(others) == 1 else None, str(error)) from None
+
+    def _compare_layouts(self, tie: Tie, parameter: nn.Parameter) -> None:
+        """Copies in parts must be in the same parts, which are what is summed."""
+        layout = repr(parameter.placements) if is_sharded(parameter) else "whole"
+        word = f"{layout} {tuple(local(parameter).shape)}"
+        mine = float(zlib.crc32(word.encode()))
+        everyone = torch.tensor([mine, -mine], dtype=torch.float64, device=self.device)
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = torch.distributed.ReduceOp.MAX  # type: ignore[assignment]
+        self._wait(-1, lambda group: group.allreduce([everyone], options))
+        if everyone.tolist() != [mine, -mine]:
+            raise PlanError(
+                f"{' = '.join(tie.names)} is one parameter of several stages, but parallelize has laid it out in "
+                f"different ways there (here as {word}): treat it alike in all of them"
+            )
 
     def counts(self, parameter: nn.Parameter) -> bool:
         pairs = zip(self.copies, self.groups, strict=True)
@@ -145,22 +171,6 @@ class ProcessTies(Ties):
     def close(self) -> None:
         super().close()
         self.groups.clear()
-
-
-def _compare_layouts(tie: Tie, parameter: nn.Parameter, group: Group) -> None:
-    """Copies in parts must be in the same parts, which are what is summed."""
-    layout = repr(parameter.placements) if is_sharded(parameter) else "whole"
-    word = f"{layout} {tuple(local(parameter).shape)}"
-    mine = float(zlib.crc32(word.encode()))
-    everyone = torch.tensor([mine, -mine], dtype=torch.float64, device=parameter.device)
-    options = torch.distributed.AllreduceOptions()
-    options.reduceOp = torch.distributed.ReduceOp.MAX  # type: ignore[assignment]
-    group.allreduce([everyone], options).wait()
-    if everyone.tolist() != [mine, -mine]:
-        raise PlanError(
-            f"{' = '.join(tie.names)} is one parameter of several stages, but parallelize has laid it out in different "
-            f"ways there (here as {word}): treat it alike in all of them"
-        )
 
 
 def place_ties(

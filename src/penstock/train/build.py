@@ -22,6 +22,7 @@ from penstock.engine.process import ProcessCrew
 from penstock.engine.randomness import Randomness
 from penstock.engine.shards import is_sharded
 from penstock.engine.stage import StageEngine
+from penstock.engine.stuck import Limits
 from penstock.engine.ties import place_ties
 from penstock.errors import PlanError
 from penstock.schedule.source import ScheduleSource
@@ -109,7 +110,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         stages.append(stage)
     if mesh is None:
         joined = source if weights is None else source.taking_turns(_joined(source, device_of, weights))
-        return Built(placed, source, modules, own_name, LocalCrew(placed, stages, joined, copies))
+        limits = Limits(options.stuck_after, options.timeout)
+        return Built(placed, source, modules, own_name, LocalCrew(placed, stages, joined, copies, limits))
     assert meeting is not None
     crew = ProcessCrew(placed, stages, source, copies, mesh, meeting, shared)
     return Built(placed, source, modules, own_name, crew)

@@ -154,7 +154,7 @@ class Mesh:
             names = tuple(self.sizes)
             if self.world == dist.get_world_size():
                 self._device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
-            else:  # torch would wait for the processes outside of it
+            else:  # torch would number its groups differently in the processes outside of it
                 lines = [_line_group(self._lines[name]) for name in names]
                 self._device_mesh = DeviceMesh.from_group(lines, self.device.type, grid, mesh_dim_names=names)
         return self._device_mesh

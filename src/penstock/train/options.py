@@ -43,6 +43,8 @@ class Options:
     batchnorm: str
     dynamic: bool
     parallelize: Parallelize | None
+    stuck_after: float | None
+    timeout: float | None
 
     @property
     def order(self) -> str | Schedule:
@@ -51,7 +53,7 @@ class Options:
 
     def shared(self) -> dict[str, Any]:
         """What must be the same on every rank, beside the schedule."""
-        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere", "dynamic")
+        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere", "dynamic", "stuck_after", "timeout")
         return {name: getattr(self, name) for name in names} | {"parallelize": self.parallelize is not None}
 
     def check(self) -> None:
@@ -72,6 +74,10 @@ class Options:
             raise PlanError(f"dynamic must be True or False, got {self.dynamic!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
+        for name in ("stuck_after", "timeout"):
+            limit = getattr(self, name)
+            if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
+                raise PlanError(f"{name} must be a number of seconds, or None for never, got {limit!r}")
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
         if self.offload is not None and self.offload.weights and self.parallelize is not None:

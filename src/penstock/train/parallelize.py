@@ -43,10 +43,11 @@ def parallelize_stages(
     ``own`` gives the model's names. All processes of the mesh call this together.
     """
     assert options.parallelize is not None
+    _ = mesh.device_mesh  # made by all together, also where the function does not ask for it
     for dimension in ("data", "tensor"):
-        line = mesh[dimension]  # makes the device mesh, on processes too whose stages do not ask for it
-        if line.size() > 1:
-            equalise((t for m in modules.values() for t in (*m.parameters(), *m.buffers())), line.get_group())
+        if mesh.sizes[dimension] > 1:
+            tensors = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
+            equalise(tensors, mesh[dimension].get_group())
     before = _by_identity(modules, own)
     made = {}
     for stage, module in modules.items():
@@ -56,7 +57,7 @@ def parallelize_stages(
         sharded = fully_shard_of(result, stage, mesh.ranks("data"))
         _refuse_foreign_meshes(stage, result, sharded, mesh)
         changed = result is not module or sharded is not None or mesh.tensor > 1
-        if changed and not fake.parts:
+        if changed and not fake.parts and not options.dynamic:
             raise PlanError(
                 f"stage {stage} cannot be copied (copy.deepcopy fails), and a copy of the stage as it was before "
                 "parallelize is needed, to learn what crosses its edges"

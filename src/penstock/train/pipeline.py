@@ -78,6 +78,9 @@ class Pipeline(Members):
     ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
     weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
     None where it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are what they work over.
+
+    A rank that waits for another one in one place logs why after ``stuck_after`` seconds, and gives up after
+    ``timeout``: then all ranks stop, and a process that hangs in a step ends. None is never.
     """
 
     def __init__(
@@ -101,6 +104,8 @@ class Pipeline(Members):
         offload: Offload | None = None,
         dynamic: bool = False,
         parallelize: Parallelize | None = None,
+        stuck_after: float | None = 60.0,
+        timeout: float | None = 1800.0,
     ) -> None:
         options = Options(
             loss_fn=loss_fn,
@@ -119,6 +124,8 @@ class Pipeline(Members):
             offload=offload,
             dynamic=dynamic,
             parallelize=parallelize,
+            stuck_after=stuck_after,
+            timeout=timeout,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
@@ -277,7 +284,9 @@ class Pipeline(Members):
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(self._crew, ProcessCrew):
+            self._crew.leave(error)
         self.close()
 
     def __repr__(self) -> str:

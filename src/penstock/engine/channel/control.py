@@ -11,6 +11,7 @@ import torch
 
 from penstock.engine.channel.group import Group
 from penstock.engine.channel.process import ChannelError
+from penstock.engine.doing import Doing
 from penstock.engine.idle import Waited
 
 __all__ = ["Control"]
@@ -19,10 +20,11 @@ __all__ = ["Control"]
 class Control:
     """Objects and short rows of numbers, to one rank of the pipeline or gathered from all."""
 
-    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], doing: Doing) -> None:
         self.group = group
         self.waited = Waited()  # told how long this rank has to wait
         self.ranks = ranks  # ranks[r] is the world rank of the pipeline's rank r
+        self.doing = doing
         self._sending: list[Any] = []
 
     def send_row(self, rank: int, row: Sequence[float]) -> None:
@@ -51,7 +53,8 @@ class Control:
         start = perf_counter()
         for rank, work, _ in sending:
             try:
-                work.wait()
+                with self.doing.waiting([self.ranks[rank]], "until its messages are taken by"):
+                    work.wait()
             except RuntimeError as error:
                 sending.clear()
                 work = None
@@ -81,7 +84,8 @@ class Control:
     def _wait(self, rank: int, tensor: torch.Tensor) -> None:
         start = perf_counter()
         try:
-            self.group.recv([tensor], rank, 1).wait()
+            with self.doing.waiting([self.ranks[rank]]):
+                self.group.recv([tensor], rank, 1).wait()
             self.waited.seconds += perf_counter() - start
         except RuntimeError as error:
             raise ChannelError(self.ranks[rank], str(error)) from None

@@ -6,7 +6,7 @@
 
 Each of the three goes under a tag of its own, and each tag in the sender's order. Headers go over gloo, where tensors
 may go over NCCL. A rank looks for headers that have come whenever it sends or posts, so that tensors arrive while it
-computes; at the latest it waits for them when it takes a message. Only then is the sender sure that its send is over:
+computes; at the latest it waits for them when a message is to land. Only then is the sender sure that its send is over:
 ``lower`` counts with that.
 """
 
@@ -27,7 +27,7 @@ from penstock.engine.message import PLAIN, Message
 from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, require_dense
 from penstock.errors import PlanError
 
-__all__ = ["DynamicBackwardLane", "DynamicChannels", "DynamicLane"]
+__all__ = ["DynamicBackwardLane", "DynamicChannel", "DynamicChannels", "DynamicLane"]
 
 HEADER, REST = 1, 2  # tags; tensors have 0
 
@@ -123,6 +123,7 @@ class DynamicLane:
         self.header = b""  # that of the last message, if another one like it need not be described again
         self.makers: Sequence[Callable[[], Tensor]] = ()
         self.under_way: dict[int, Any] = {}  # works with their tensors; of what comes, the meta too
+        self.landed: dict[int, tuple[MessageMeta, list[Tensor]]] = {}
 
     def post(self, microbatch: int) -> None:
         self.channel.post(self, microbatch)
@@ -132,11 +133,16 @@ class DynamicLane:
         self.meta = meta
         self.makers = self.channel.wire.makers(meta.tensors())
 
-    def take(self, microbatch: int) -> Any:
+    def land(self, microbatch: int) -> None:
+        """Wait until the message is there to be taken."""
         while microbatch not in self.under_way:
             self.channel.read()
         meta, works = self.under_way.pop(microbatch)
-        coming = iter(self.channel.wire.finish(works))
+        self.landed[microbatch] = (meta, self.channel.wire.finish(works))
+
+    def take(self, microbatch: int) -> Any:
+        meta, tensors = self.landed.pop(microbatch)
+        coming = iter(tensors)
         leaves = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
         return Message(leaves, meta.spec, meta.wants, meta.shared)
 
@@ -151,6 +157,7 @@ class DynamicLane:
 
     def close(self) -> None:
         self.under_way.clear()
+        self.landed.clear()
         self.channel.coming.clear()
 
     def _header(self, message: Message) -> bytes | None:

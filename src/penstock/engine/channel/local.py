@@ -25,6 +25,7 @@ class LocalLane:
     def __init__(self, microbatches: int, src: torch.device, dst: torch.device, waited: Waited | None = None) -> None:
         self._waited = waited or Waited()  # told how long the rank that takes has to wait
         self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
+        self._landed: dict[int, Any] = {}
         self._move = None if src == dst else _Mover(src, dst)
 
     def send(self, microbatch: int, leaves: Any) -> None:
@@ -32,7 +33,7 @@ class LocalLane:
             leaves = self._move(leaves)
         self._cells[microbatch].put(leaves)
 
-    def take(self, microbatch: int) -> Any:
+    def land(self, microbatch: int) -> None:
         """Wait for the message of one micro-batch."""
         cell = self._cells[microbatch]
         if cell.empty():
@@ -43,6 +44,12 @@ class LocalLane:
             message = cell.get()
         if isinstance(message, Cancelled):
             raise message
+        self._landed[microbatch] = message
+
+    def take(self, microbatch: int) -> Any:
+        if microbatch not in self._landed:  # sent by this rank itself
+            self.land(microbatch)
+        message = self._landed.pop(microbatch)
         if self._move is not None:
             self._move.landed(message)
         return message

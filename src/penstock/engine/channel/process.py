@@ -139,6 +139,7 @@ class _ProcessLane:
         self.makers = [wire.makers(row) for row in tensors]
         self.one = [len(row) == 1 and math.prod(row[0].shape) > 0 and not wire.staged for row in tensors]
         self.under_way: dict[int, Any] = {}  # works with their tensors: a list of pairs, or one pair
+        self.landed: dict[int, list[Tensor]] = {}
 
     def post(self, microbatch: int) -> None:
         if not self.one[microbatch]:
@@ -149,6 +150,13 @@ class _ProcessLane:
             self.under_way[microbatch] = (wire.group.recv([buffer], wire.there, 0), buffer)
         except RuntimeError as error:
             raise ChannelError(wire.peer, str(error)) from None
+
+    def land(self, microbatch: int) -> None:
+        """Wait until the message is there to be taken."""
+        if self.one[microbatch]:
+            self.landed[microbatch] = [self.take_one(microbatch)]
+        else:
+            self.landed[microbatch] = self.wire.finish(self.under_way.pop(microbatch))
 
     def sent(self, microbatch: int) -> None:
         if self.one[microbatch]:
@@ -183,6 +191,7 @@ class _ProcessLane:
 
     def close(self) -> None:
         self.under_way.clear()
+        self.landed.clear()
 
 
 class ForwardLane(_ProcessLane):
@@ -203,12 +212,7 @@ class ForwardLane(_ProcessLane):
 
     def take(self, microbatch: int) -> Message:
         meta = self.metas[microbatch]
-        if self.one[microbatch]:
-            tensors = [self.take_one(microbatch)]
-            if meta.spec is None:
-                return Message(tensors, None, meta.wants, meta.shared)
-        else:
-            tensors = self.wire.finish(self.under_way.pop(microbatch))
+        tensors: list[Any] = self.landed.pop(microbatch)
         if len(tensors) != len(meta.leaves):
             coming = iter(tensors)
             tensors = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
@@ -247,10 +251,7 @@ class BackwardLane(_ProcessLane):
 
     def take(self, microbatch: int) -> Sequence[Tensor | None]:
         present = self.present[microbatch]
-        if self.one[microbatch]:
-            tensors = [self.take_one(microbatch)]
-        else:
-            tensors = self.wire.finish(self.under_way.pop(microbatch))
+        tensors = self.landed.pop(microbatch)
         if len(tensors) == len(present):
             return tensors
         coming = iter(tensors)
