@@ -61,6 +61,7 @@ def end_soon() -> bool:
 def test_batches_are_those_of_a_call(how: dict[str, Any], drop_last: bool) -> None:
     loader = poptorch.DataLoader(options(), dataset(), batch_size=2, drop_last=drop_last, **how)
     assert loader.combinedBatchSize == 12
+    assert loader.options.device_iterations == 2
     assert isinstance(loader, torch.utils.data.DataLoader)
     sizes = [12, 12, 12, 12] + [2] * (not drop_last)
     assert len(loader) == len(sizes)

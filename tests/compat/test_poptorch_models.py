@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import penstock.compat.poptorch as poptorch
 from tests.compat.poptorch_models import STAGES, Net, Plain, assert_same_state, data, made, options, plain_call, twins
+from tests.compat.poptorch_models import plainly as plainly
 from tests.support.models import penstock_threads, threads_end
 
 
