@@ -154,12 +154,13 @@ class LocalCrew:
             runners.append(compile_program(order, Wiring(own, slots, forward, backward, ends, work=work)))
         return Job(tuple(runners), (*forward.values(), *backward.values()), ends, microbatches)
 
-    def run(self, job: Job, *, grad: bool, occasion: str, state: Ambient | None = None) -> None:
+    def run(self, job: Job, *, grad: bool, occasion: str, state: Ambient | None = None) -> bool:
         """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left.
 
-        Forwards run in ``state``, the caller's unless it is given.
+        Forwards run in ``state``, the caller's unless it is given. Returned is whether a layer has asked which
+        micro-batch it works on.
         """
-        surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
+        moments = surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
         try:
             self.workers.run(self.tasks(job, grad=grad), job.cancel)
         except BaseException:
@@ -168,6 +169,7 @@ class LocalCrew:
         finally:
             for stage in self.stages.values():
                 stage.moments = ()
+        return any(moment.known for moment in moments)
 
     def tasks(self, job: Job, *, grad: bool) -> list[Callable[[], None]]:
         """What each worker does for a job: run its program in the caller's streams and grad mode."""

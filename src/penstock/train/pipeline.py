@@ -202,11 +202,26 @@ class Pipeline(Members):
         if not grad:
             return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
         if isinstance(self._crew, ProcessCrew):
-            raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
+            raise PlanError(
+                "under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step(), or forward()"
+            )
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         wide = self._wide is not None
         return call(Flight(self._crew, self._source.fill_drain(len(sizes)), sizes, trainable, wide), messages)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs in autograd's graph, for a loss that is made outside: in one process as ``pipe(x)``.
+
+        Under a mesh all ranks call it. The rank of the last stage gets the outputs, and must call backward on a loss
+        of them before it does anything else with the pipeline; the others wait for that, and get None. Gradients are
+        added to ``.grad``, and summed over replicas: their losses count as parts of one sum.
+        """
+        if not isinstance(self._crew, ProcessCrew) or not torch.is_grad_enabled():
+            return self(*args, **kwargs)
+        self._check_open()
+        value = self._line.arguments(args, kwargs) if args or kwargs else None
+        return self._crew.forward(value, nullcontext() if self._wide is None else self._wide)
 
     @property
     def has_first_stage(self) -> bool:

@@ -23,8 +23,11 @@ class LocalLane:
     def __init__(self, microbatches: int, src: torch.device, dst: torch.device) -> None:
         self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
         self._move = None if src == dst else _Mover(src, dst)
+        self._cancelled = False
 
     def send(self, microbatch: int, leaves: Any) -> None:
+        if self._cancelled:
+            raise Cancelled
         if self._move is not None:
             leaves = self._move(leaves)
         self._cells[microbatch].put(leaves)
@@ -32,16 +35,17 @@ class LocalLane:
     def take(self, microbatch: int) -> Any:
         """Wait for the message of one micro-batch."""
         message = self._cells[microbatch].get()
-        if isinstance(message, Cancelled):
-            raise message
+        if self._cancelled:
+            raise Cancelled
         if self._move is not None:
             self._move.landed(message)
         return message
 
     def cancel(self) -> None:
-        """Wake whoever waits here, now or later."""
+        """Wake whoever waits here, and stop whoever comes later, even for a message that is there."""
+        self._cancelled = True
         for cell in self._cells:
-            cell.put(Cancelled())
+            cell.put(None)
 
 
 class _Mover:
