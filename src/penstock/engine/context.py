@@ -62,9 +62,8 @@ def surround(
         if stage.randomness is not None:
             stage.randomness.moment = occasion
         stage.around = Around(state) if state else None
-        mode = (state, stage.module.training)
-        if stage.mode != mode:  # the same object while nothing changes: it is compared by identity
-            stage.mode = mode
+        mode = (state, *[part.training for part in stage.parts])
+        stage.mode = stage.modes.setdefault(mode, mode)  # one object for each: it is compared by identity
     return moments
 
 

@@ -121,9 +121,10 @@ class ProcessCrew:
         return outcome
 
     def forward(self, value: Any, rounding: AbstractContextManager[Any]) -> Any:
-        """The outputs of one mini-batch, on the rank of the last stage, in its graph; backward is for that rank to call.
+        """The outputs of one mini-batch, on the rank of the last stage, in autograd's graph.
 
-        The other ranks wait for it. Gradients are added to ``.grad``, within ``rounding``.
+        The other ranks wait for the backward, which that rank is to call. Gradients are added to ``.grad``, within
+        ``rounding``.
         """
         state = ambient()
         announced, messages = self.guarded(lambda: self._announce(value, None, training=True, apart=True))
@@ -199,7 +200,8 @@ class ProcessCrew:
             if value is None:
                 where = f"rank {self.ranks[self.rank]}, which has the first stage"
                 raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
-            sizes, messages = cut(value, self.source.microbatches, self.device, empty=self.replicas is not None and not apart)
+            empty = self.replicas is not None and not apart
+            sizes, messages = cut(value, self.source.microbatches, self.device, empty=empty)
         except PlanError as error:
             self.agreement.refuse(str(error))
             raise Refused(str(error)) from error
