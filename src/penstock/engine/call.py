@@ -147,7 +147,8 @@ class Flight:
         self.crew.compile([actions], self.count, self.slots, ends, work, together=True).runners[0].run()
 
     def _job(self, half: int, ends: Ends, work: Work = StageEngine.backward) -> Job:
-        return self.crew.compile(self.halves[half], self.count, self.slots, ends, work)
+        lockstep = self.crew.lockstep and half == 0
+        return self.crew.compile(self.halves[half], self.count, self.slots, ends, work, lockstep=lockstep)
 
 
 class _Detours:

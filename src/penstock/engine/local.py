@@ -59,8 +59,10 @@ class LocalCrew:
         stages: Sequence[StageEngine],
         source: ScheduleSource,
         copies: Sequence[Sequence[nn.Parameter]] = (),
+        lockstep: bool = False,
     ) -> None:
         placement = source.placement
+        self.lockstep = lockstep
         self.source = source
         self.stages = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
@@ -128,7 +130,9 @@ class LocalCrew:
             programs = lower(schedule, self.edges)
             slots = {key: slot for program in programs for key, slot in make_slots(program, self.stages).items()}
             orders = [program.instructions for program in programs]
-            job = self.compile(orders, schedule.num_microbatches, slots, Ends())
+            job = self.compile(
+                orders, schedule.num_microbatches, slots, Ends(), lockstep=self.lockstep and not schedule.trains
+            )
             self._jobs[id(schedule)] = (schedule, job)
             while len(self._jobs) > 8:  # batches of ever new sizes must not pile up compiled jobs
                 self._jobs.popitem(last=False)
@@ -143,10 +147,16 @@ class LocalCrew:
         ends: Ends,
         work: Work = StageEngine.backward,
         together: bool = False,
+        lockstep: bool = False,
     ) -> Job:
-        """Bind one order per rank; or, ``together``, one order for the stages of all ranks."""
+        """Bind one order per rank; or, ``together``, one order for the stages of all ranks.
+
+        In ``lockstep`` a stage goes on when what it sent is taken.
+        """
         device = {index: stage.device for index, stage in self.stages.items()}
-        forward = {(a, b): LocalLane(microbatches, device[a], device[b]) for a, b in self.edges}
+        # A skip over several stages may wait for as long as the activations beside it take to come there.
+        room = {(a, b): b - a - 1 if lockstep else None for a, b in self.edges}
+        forward = {(a, b): LocalLane(microbatches, device[a], device[b], room[a, b]) for a, b in self.edges}
         backward = {(b, a): LocalLane(microbatches, device[b], device[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):

@@ -62,6 +62,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         places=None if named is None else len(named),
         recompute=options.recompute,
     )
+    if options.lockstep and (mesh is not None or len(set(source.placement)) < plan.num_stages):
+        raise PlanError("lockstep=True is for threads of this process that have one stage each")
     _refuse_shared_statistics(plan, source.placement)
     device_of = _devices(plan, options, mesh, source)
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
@@ -87,7 +89,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
             stage.offload = activation_offload(device_of[s], pool, module)
         stages.append(stage)
     if mesh is None:
-        return Built(placed, source, modules, LocalCrew(placed, stages, source, copies))
+        return Built(placed, source, modules, LocalCrew(placed, stages, source, copies, options.lockstep))
     assert meeting is not None
     return Built(placed, source, modules, ProcessCrew(placed, stages, source, copies, mesh, meeting, options.shared()))
 

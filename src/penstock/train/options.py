@@ -35,6 +35,7 @@ class Options:
     offload: Offload | None
     accumulate: str | None
     batchnorm: str
+    lockstep: bool
 
     @property
     def order(self) -> str | Schedule:

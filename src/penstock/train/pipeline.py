@@ -64,7 +64,9 @@ class Pipeline(Members):
     the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
     ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
     ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
-    precision's gradients in single, ``offload`` keeps on the host what waits. docs/training.md tells more.
+    precision's gradients in single, ``offload`` keeps on the host what waits. With ``lockstep`` a stage starts its next
+    forward when its last output is taken, so that outputs do not pile up before a slow stage; steps have a schedule for
+    that, calls and evaluations do not. docs/training.md tells more.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Pipeline(Members):
         accumulate: str | None = None,
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
+        lockstep: bool = False,
     ) -> None:
         options = Options(
             loss_fn=loss_fn,
@@ -102,6 +105,7 @@ class Pipeline(Members):
             accumulate=accumulate,
             batchnorm=batchnorm,
             offload=offload,
+            lockstep=lockstep,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.compat.torchgpipe import microbatch
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.handover import refuse_handing_over
+from penstock.compat.torchgpipe.marks import show_recomputed
 from penstock.compat.torchgpipe.microbatch import TensorOrTensors
 from penstock.compat.torchgpipe.skip.skippable import verify_skippables
 from penstock.engine import moment
@@ -100,7 +101,10 @@ class GPipe(nn.Module):
             return input
         output: TensorOrTensors = self._pipeline()(input)
         microbatch.check(output)
-        return output
+        if not self.training or not torch.is_grad_enabled() or self.checkpoint == "never":
+            return output
+        count = len(microbatch.sizes(input, self.chunks))
+        return show_recomputed(output, count - (self.checkpoint == "except_last"))
 
     def _pipeline(self) -> Pipeline:
         """The pipeline for the present mode: in evaluation no forward is run again."""
@@ -117,6 +121,7 @@ class GPipe(nn.Module):
                 devices=self.devices,
                 recompute=how[1],
                 batchnorm="deferred" if deferred else "microbatch",
+                lockstep=True,
             )
             self._pipelines[training] = (how, pipeline)
         return pipeline

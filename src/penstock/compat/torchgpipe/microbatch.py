@@ -91,9 +91,13 @@ def check(input: TensorOrTensors) -> None:
 
 def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
     """The micro-batches of a mini-batch, as even as can be: as many as ``chunks``, if there are enough samples."""
+    return [Batch(part, i) for i, part in enumerate(core.scatter(input, sizes(input, chunks)))]
+
+
+def sizes(input: TensorOrTensors, chunks: int) -> Sequence[int]:
+    """How many samples each of the micro-batches has."""
     size = core.batch_size(input, "input")
-    sizes = core.sizes_of(1 if size is None else size, chunks)
-    return [Batch(part, i) for i, part in enumerate(core.scatter(input, sizes))]
+    return core.sizes_of(1 if size is None else size, chunks)
 
 
 def gather(outputs: Sequence[Batch]) -> TensorOrTensors:

@@ -18,22 +18,32 @@ class Cancelled(Exception):
 
 
 class LocalLane:
-    """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right."""
+    """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right.
 
-    def __init__(self, microbatches: int, src: torch.device, dst: torch.device) -> None:
+    With ``room``, a sender goes on when no more messages than that wait for somebody who is ready to take them.
+    """
+
+    def __init__(self, microbatches: int, src: torch.device, dst: torch.device, room: int | None = None) -> None:
         self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
         self._move = None if src == dst else _Mover(src, dst)
+        self._ready: SimpleQueue[None] | None = None if room is None else SimpleQueue()
+        for _ in range(room or 0):
+            self._ready.put(None)  # type: ignore[union-attr]
         self._cancelled = False
 
     def send(self, microbatch: int, leaves: Any) -> None:
-        if self._cancelled:
-            raise Cancelled
         if self._move is not None:
             leaves = self._move(leaves)
         self._cells[microbatch].put(leaves)
+        if self._ready is not None:
+            self._ready.get()
+        if self._cancelled:
+            raise Cancelled
 
     def take(self, microbatch: int) -> Any:
         """Wait for the message of one micro-batch."""
+        if self._ready is not None:
+            self._ready.put(None)
         message = self._cells[microbatch].get()
         if self._cancelled:
             raise Cancelled
@@ -46,6 +56,8 @@ class LocalLane:
         self._cancelled = True
         for cell in self._cells:
             cell.put(None)
+        if self._ready is not None:
+            self._ready.put(None)
 
 
 class _Mover:
