@@ -31,8 +31,8 @@ def install(*systems: str) -> None:
     """Let ``import torchgpipe``, and all of its submodules, find ours; before the real one is imported."""
     for system in systems:
         if system not in SYSTEMS:
-            known = ", ".join(SYSTEMS)
-            raise PlanError(f"there is no compat module for {system!r}{did_you_mean(system, SYSTEMS)}; there are {known}")
+            hint = did_you_mean(system, SYSTEMS, otherwise=f": there are {', '.join(SYSTEMS)}")
+            raise PlanError(f"there is no compat module for {system!r}{hint}")
     names = [name for system in systems for name in SYSTEMS[system]]
     for name in names:
         found = sys.modules.get(name)

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from penstock.engine.buffers import STATISTICS, Spares, copy_of, keeps_torch_forward, version_of
 from penstock.errors import PlanError
 
-__all__ = ["DeferredBatchNorm", "committing", "is_watched", "norms_of"]
+__all__ = ["DeferredBatchNorm", "committing", "norms_of"]
 
 _FOLD = 16  # statistics of so many micro-batches wait to be merged: few kernels, and memory that does not grow with m
 _SLAB = 1 << 24  # so many values are looked at in one go: looking takes as much memory again
@@ -103,11 +103,6 @@ def committing(norms: Iterable[DeferredBatchNorm], gather: Gather | None = None)
         raise
     for norm in norms:
         norm.commit(gather)
-
-
-def is_watched(module: _BatchNorm) -> bool:
-    """Whether a layer is in a forward whose statistics are being taken, or left alone, for a commit to come."""
-    return isinstance(module._buffers["running_mean"], _Probe)
 
 
 def norms_of(stages: Mapping[int, Any]) -> list[DeferredBatchNorm]:

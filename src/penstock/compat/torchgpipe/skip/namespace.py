@@ -13,7 +13,7 @@ __all__ = ["Namespace"]
 
 @total_ordering
 class Namespace(core.Namespace, metaclass=ABCMeta):
-    """A namespace for ``layer.isolate``. They have an order, of no meaning; ``None`` is the one that all names are in."""
+    """A namespace for ``layer.isolate``. Their order has no meaning; ``None`` is the one that all names are in."""
 
     @property
     def id(self) -> str:
