@@ -171,7 +171,7 @@ def wrong(rank: int) -> None:
             AsyncPipe(nn.Sequential(one), balance, group=everyone(), **options)
     with pytest.raises(ValueError, match="module with duplicate children is not supported"):
         AsyncPipe([one, one], [1, 1], group=everyone())
-    with pytest.raises(TypeError, match="layer must be nn.Module or callable"):
+    with pytest.raises(TypeError, match=r"layer must be nn\.Module or callable"):
         AsyncPipe([one, 3], [1, 1], group=everyone())
     pipe = AsyncPipe(nn.Sequential(one, nn.Linear(4, 4)), [1, 1], group=everyone())
     with pytest.raises(TypeError, match="expected Tensor, but got str"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NoReturn, Self
 from weakref import WeakKeyDictionary
 
@@ -75,6 +76,8 @@ class GPipe(nn.Module):
             raise ValueError(self._recommend(str(error))) from error
         self._verify_partitions()
         refuse_handing_over(self.partitions)
+        for partition, device in zip(self.partitions, self.devices, strict=True):
+            partition.to(device)
         self._pipelines: dict[bool, tuple[tuple[int, str], Pipeline]] = {}
 
     # ── what a subclass of another name has other words for ──────────────────────────────────────────────────
@@ -197,7 +200,7 @@ def verify_children(module: nn.Sequential) -> None:
 def split_module(
     module: nn.Sequential, balance: Iterable[int], devices: list[torch.device]
 ) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
-    """The partitions, on their devices, with the balance and the devices that are used."""
+    """The partitions, still to be moved, with the balance and the devices that are used."""
     balance = list(balance)
     if len(module) != sum(balance):
         raise BalanceError(
@@ -210,12 +213,8 @@ def split_module(
             f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(balance)})"
         )
     layers = iter(module.named_children())
-    used = devices[: len(balance)]
-    partitions = [
-        nn.Sequential(OrderedDict(next(layers) for _ in range(count))).to(device)
-        for count, device in zip(balance, used, strict=True)
-    ]
-    return nn.ModuleList(partitions), balance, used
+    partitions = [nn.Sequential(OrderedDict(islice(layers, count))) for count in balance]
+    return nn.ModuleList(partitions), balance, devices[: len(balance)]
 
 
 def _default_devices(partitions: int) -> list[torch.device]:
