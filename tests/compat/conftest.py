@@ -10,13 +10,6 @@ from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def two() -> Iterator[Ranks]:
-    crew = Ranks(2)
-    yield crew
-    crew.stop()
-
-
-@pytest.fixture(scope="session")
 def three() -> Iterator[Ranks]:
     crew = Ranks(3)
     yield crew

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import penstock as ps
 from penstock.compat.fairscale.nn import model_parallel
 from penstock.compat.fairscale.nn.pipe import AsyncPipe, LazyModule
 from penstock.compat.fairscale.nn.pipe.microbatch import Batch
@@ -172,11 +173,31 @@ def wrong(rank: int) -> None:
     with pytest.raises(ValueError, match="module with duplicate children is not supported"):
         AsyncPipe([one, one], [1, 1], group=everyone())
     with pytest.raises(TypeError, match=r"layer must be nn\.Module or callable"):
-        AsyncPipe([one, 3], [1, 1], group=everyone())
-    pipe = AsyncPipe(nn.Sequential(one, nn.Linear(4, 4)), [1, 1], group=everyone())
+        AsyncPipe([one, 3, nn.Linear(4, 4)], [1, 1, 1], group=everyone())
+    pipe = AsyncPipe(nn.Sequential(one, nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1, 1], group=everyone())
     with pytest.raises(TypeError, match="expected Tensor, but got str"):
         pipe("hello")
 
 
-def test_errors_are_fairscales(two: Ranks) -> None:
-    two.check(wrong)
+def test_errors_are_fairscales(three: Ranks) -> None:
+    three.check(wrong)
+
+
+class Boom(Exception):
+    pass
+
+
+class Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise Boom("on purpose")
+
+
+def raises(rank: int) -> None:
+    """In fairscale the other ranks would wait for ever."""
+    pipe = AsyncPipe(nn.Sequential(nn.Linear(4, 4), Raises(), nn.Linear(4, 4)), [1, 1, 1], group=everyone())
+    with pytest.raises(Boom if rank == 1 else ps.PipelineError, match="on purpose"):
+        pipe(batch())
+
+
+def test_an_exception_reaches_every_rank_and_its_own_as_it_is(three: Ranks) -> None:
+    three.check(raises)

@@ -120,7 +120,9 @@ def test_samples_may_be_tuples() -> None:
     pair = nn.Sequential(Fn(lambda ab: ab[0] + ab[1]))
     assert balance_by_time(1, pair, (torch.rand(1), torch.rand(1)), timeout=0.0, device="cpu") == [1]
     alone = nn.Sequential(Fn(lambda a: a[0] + 1))
-    assert balance_by_size(1, alone, (torch.rand(1),), device="cpu") == [1]
+    assert balance_by_size(1, alone, (torch.rand(3, 4),), device="cpu") == [1]
+    alone = nn.Sequential(Fn(lambda a: (len(a) == 1 or 1 / 0) and a[0]))
+    assert balance_by_time(1, alone, (torch.rand(3, 4),), timeout=0.0, device="cpu") == [1]
 
 
 def test_a_layer_that_changes_the_shape_finds_its_own_input_each_time() -> None:

@@ -405,8 +405,10 @@ def test_any_number_of_samples_is_legal() -> None:
     plain = nn.Sequential(*model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for samples in (1, 2, 3, 4, 7, 9):
+        for samples in (0, 1, 2, 3, 4, 7, 9):
             assert_same(model(batch(samples)), plain(batch(samples)))
+    model(batch(0)).sum().backward()
+    assert_same(model[0].weight.grad, torch.zeros(4, 4))
 
 
 def test_tuples_whose_tensors_disagree_on_the_number_of_samples_are_refused() -> None:

@@ -102,12 +102,22 @@ class GPipe(nn.Module):
         microbatch.check(input)
         if not self.partitions:
             return input
+        sizes = microbatch.sizes(input, self.chunks)
+        if not any(sizes):
+            return self._alone(input)
         output: TensorOrTensors = self._pipeline()(input)
         microbatch.check(output)
         if not self.training or not torch.is_grad_enabled() or self.checkpoint == "never":
             return output
-        count = len(microbatch.sizes(input, self.chunks))
-        return show_recomputed(output, count - (self.checkpoint == "except_last"))
+        return show_recomputed(output, len(sizes) - (self.checkpoint == "except_last"))
+
+    def _alone(self, value: TensorOrTensors) -> TensorOrTensors:
+        """A mini-batch without samples, of which no micro-batches can be made."""
+        for partition, device in zip(self.partitions, self.devices, strict=True):
+            batch = microbatch.Batch(value)
+            batch[:] = [tensor.to(device) for tensor in batch]
+            value = partition(batch.tensor_or_tensors)
+        return value
 
     def _pipeline(self) -> Pipeline:
         """The pipeline for the present mode: in evaluation no forward is run again."""

@@ -27,7 +27,7 @@ def show_recomputed(output: TensorOrTensors, count: int) -> TensorOrTensors:
             for _ in range(count):
                 mark = Recompute.apply(get_phony(tensor.device, requires_grad=True))  # type: ignore[no-untyped-call]
                 tensor = join(tensor, Checkpoint.apply(mark))  # type: ignore[no-untyped-call]
-            batch[i] = torch.ops.aten._unsafe_view(tensor, tensor.shape)  # which may be changed in place
+            batch[i] = tensor
             break
     return batch.tensor_or_tensors
 
