@@ -2,11 +2,10 @@
 
     python examples/mnist_pipeline.py                               a thread for each stage
     torchrun --nproc-per-node=4 examples/mnist_pipeline.py          a process for each stage
+    penstock run --stages 4 examples/mnist_pipeline.py              the same; rank 0 alone is shown
 """
 
 from __future__ import annotations
-
-import os
 
 import torch
 import torch.nn.functional as F
@@ -31,26 +30,22 @@ def network() -> nn.Sequential:
     )
 
 
-def main(epochs: int = 3) -> float | None:
-    """Train, test, and return the accuracy, on the rank that has the last stage."""
+def main(epochs: int = 3) -> float:
+    """Train, test, and return the accuracy."""
     torch.manual_seed(0)  # the same weights on every rank, and in every run
     train, test = mnist.load()
-    mesh = ps.Mesh(pipe=4) if "RANK" in os.environ else None  # torchrun sets RANK
+    mesh = ps.Mesh(pipe=4) if ps.launched() else None
     plan = ps.split(network(), balance=[3, 3, 3, 1])
     pipe = ps.Pipeline(plan, loss_fn=F.cross_entropy, microbatches=8, schedule="1f1b", mesh=mesh)
-    speaks = mesh is None or mesh.is_first
-    if speaks:
-        print(pipe.plan)
+    ps.say(pipe.plan)  # on rank 0 alone
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     for epoch in range(epochs):
-        for x, y in train.batches(80, shuffle=epoch):
-            result = pipe.step(x, y)  # forward and backward; the loss is the same on every rank
+        for x, y in ps.progress(train.batches(80, shuffle=epoch), pipe, label=f"epoch {epoch + 1}"):
+            pipe.step(x, y)  # forward and backward; the loss is the same on every rank
             pipe.clip_grad_norm_(1.0)  # by the norm over all stages
             optimizer.step()
             optimizer.zero_grad()
-        if speaks:
-            print(f"epoch {epoch + 1}: loss {result.loss:.4f}")
 
     pipe.eval()
     right = 0
@@ -58,10 +53,9 @@ def main(epochs: int = 3) -> float | None:
         for x, y in test.batches(100):
             logits = pipe(x)  # None on ranks that do not have the last stage
             right += 0 if logits is None else int((logits.argmax(1).cpu() == y).sum())
+    right = int(pipe.agree(right))  # the largest of all ranks' numbers, on all of them
     pipe.close()
-    if logits is None:
-        return None
-    print(f"{right / len(test):.1%} of the test digits are right")
+    ps.say(f"{right / len(test):.1%} of the test digits are right")
     return right / len(test)
 
 

@@ -2,11 +2,11 @@
 
     python examples/unet.py                               a thread for each stage
     torchrun --nproc-per-node=4 examples/unet.py          a process for each stage
+    penstock run --stages 4 examples/unet.py              the same; rank 0 alone is shown
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,24 +67,20 @@ def pictures(n: int, seed: int) -> tuple[Tensor, Tensor]:
 def main(steps: int = 30) -> list[float]:
     """Train for some steps, and return their losses."""
     torch.manual_seed(0)  # the same weights on every rank, and in every run
-    mesh = ps.Mesh(pipe=4) if "RANK" in os.environ else None  # torchrun sets RANK
+    mesh = ps.Mesh(pipe=4) if ps.launched() else None
     plan = ps.split(unet(), balance=[2, 3, 2, 2])
     pipe = ps.Pipeline(plan, loss_fn=nn.BCEWithLogitsLoss(), microbatches=4, schedule="1f1b", mesh=mesh)
-    speaks = mesh is None or mesh.is_first
-    if speaks:
-        print(pipe.plan)
-        for edge in pipe.plan.edges:
-            print(f"stage {edge.src} -> stage {edge.dst}: {', '.join(edge.values) or 'the activation'}")
+    ps.say(pipe.plan)  # on rank 0 alone
+    for edge in pipe.plan.edges:
+        ps.say(f"stage {edge.src} -> stage {edge.dst}: {', '.join(edge.values) or 'the activation'}")
 
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
     losses = []
-    for step in range(steps):
+    for step in ps.progress(range(steps), pipe, every=10):
         result = pipe.step(*pictures(16, seed=step))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(result.loss))
-        if speaks and (step + 1) % 10 == 0:
-            print(f"step {step + 1}: loss {result.loss:.4f}")
     pipe.close()
     return losses
 

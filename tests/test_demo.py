@@ -297,4 +297,4 @@ def test_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(mnist, "load", lambda: (Digits(train.images[:800], train.labels[:800]), test))
     monkeypatch.delenv("RANK", raising=False)
     assert example.main(epochs=2) > 0.5
-    assert "epoch 2: loss" in capsys.readouterr().out
+    assert "epoch 2  10 steps in" in capsys.readouterr().out

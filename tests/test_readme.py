@@ -58,7 +58,7 @@ def test_train_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     program("mnist.load()")
     out = capsys.readouterr().out
-    assert re.search(r"^epoch 2: loss 0\.\d{4}$", out, re.MULTILINE)
+    assert re.search(r"^epoch 2  50 steps in \S+ s  loss 0\.\d{4}  \S+ samples/s  bubble \S+%$", out, re.MULTILINE)
     (right,) = re.findall(r"^(\S+)% of the test digits are right$", out, re.MULTILINE)
     assert float(right) > 85
 

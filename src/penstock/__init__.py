@@ -31,9 +31,14 @@ from penstock.split.skip import skippable as skippable
 from penstock.split.skip import stash as stash
 from penstock.split.skip_verify import SkipError as SkipError
 from penstock.split.skip_verify import verify_skippables as verify_skippables
+from penstock.train.launch import init as init
+from penstock.train.launch import launched as launched
+from penstock.train.launch import say as say
+from penstock.train.loader import DataLoader as DataLoader
 from penstock.train.mesh import Mesh as Mesh
 from penstock.train.offload import Offload as Offload
 from penstock.train.pipeline import Pipeline as Pipeline
 from penstock.train.pipeline import StepResult as StepResult
+from penstock.train.progress import progress as progress
 from penstock.train.scaler import GradScaler as GradScaler
 from penstock.version import __version__ as __version__

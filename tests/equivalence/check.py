@@ -14,9 +14,10 @@ import penstock as ps
 from penstock.engine.microbatch import sizes_of
 from tests.equivalence.fronts import FrontCase
 from tests.equivalence.models import SCHEDULES, Case
+from tests.equivalence.ragged import RaggedCase
 from tests.equivalence.webs import WebCase
 
-AnyCase = Case | WebCase | FrontCase
+AnyCase = Case | WebCase | FrontCase | RaggedCase
 
 
 def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,11 +38,15 @@ def plain_step(model: nn.Module, case: AnyCase) -> tuple[Tensor, Tensor]:
     The forward runs micro-batch by micro-batch, because a layer may look at its batch; the loss is the whole
     mini-batch's.
     """
-    x, y = case.data()
-    outputs = torch.cat([model(part) for part in x.split(list(sizes_of(case.batch, case.microbatches)))])
-    loss = F.cross_entropy(outputs, y) if case.loss == "pair" else LOSSES[case.loss](outputs, y)
+    loss, outputs = _plain_loss(model, case)
     loss.backward()
     return loss.detach(), outputs.detach()
+
+
+def _plain_loss(model: nn.Module, case: AnyCase) -> tuple[Tensor, Tensor]:
+    x, y = case.data()
+    outputs = torch.cat([model(part) for part in x.split(list(sizes_of(case.batch, case.microbatches)))])
+    return F.cross_entropy(outputs, y) if case.loss == "pair" else LOSSES[case.loss](outputs, y), outputs
 
 
 def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str] = ("cpu",)) -> None:
@@ -53,9 +58,14 @@ def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str
     plan = case.plan(model)
     options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, "mesh": mesh, **where}
     options["recompute"] = case.recompute
+    options["dynamic"] = dynamic = getattr(case, "dynamic", False)
+    if isinstance(case, Case) and case.weights:
+        options["offload"] = ps.Offload(weights=True)
     with ps.Pipeline(plan, LOSSES[case.loss], **options) as pipe:
         expected = dict(plain.named_parameters(remove_duplicate=False))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1) if list(pipe.parameters()) else None
+        if optimizer is not None and "offload" in options:
+            pipe.offload_optimizer(optimizer)
         plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
         x, y = case.data()
         for _ in range(2):
@@ -77,6 +87,19 @@ def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str
         if mesh is None:
             assert list(pipe.state_dict()) == list(state)
             check_call(pipe, plain, case)
+        elif dynamic:
+            check_evaluation(pipe, plain, case)
+
+
+def check_evaluation(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None:
+    """Under a mesh: the outputs of a call without a graph, and the loss of an evaluation."""
+    x, y = case.data()
+    with torch.no_grad():
+        loss, outputs = _plain_loss(plain, case)
+        found = pipe(x)
+    if found is not None:
+        _equal(found, outputs, "outputs without grad")
+    _equal(pipe.evaluate(x, y).loss, loss, "loss of an evaluation")
 
 
 def check_call(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None:

@@ -128,6 +128,7 @@ class Case:
     batch: int
     loss: str  # "mean", "sum", "ignore" or "pair"
     recompute: str = "never"
+    weights: bool = False  # live on the host
 
     def build(self) -> nn.Sequential:
         torch.manual_seed(len(self.layers) * 1000 + self.cuts)

@@ -18,12 +18,13 @@ DEADLINE = 60.0  # seconds for one case
 
 
 class Ranks:
-    """``check(case)`` on every rank of a world; the first complaint is raised here.
+    """``check(case)`` on every rank of a world; the first complaint is raised here. A case may be a function of a rank.
 
-    With ``backend`` the ranks share the first GPU.
+    With ``backend`` the ranks share the first GPU. They make ``data`` replicas of a pipeline, each of which is given
+    the whole of a case's mini-batch: the mean over all of them is the mean over one.
     """
 
-    def __init__(self, count: int, backend: str | None = None) -> None:
+    def __init__(self, count: int, backend: str | None = None, data: int = 1) -> None:
         context = mp.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -32,7 +33,7 @@ class Ranks:
         self.processes = []
         for rank in range(count):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, port, theirs, backend), daemon=True)
+            process = context.Process(target=_serve, args=(rank, count, port, theirs, backend, data), daemon=True)
             process.start()
             theirs.close()
             self.lines.append(mine)
@@ -62,15 +63,15 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks(count: int, backend: str | None = None) -> Iterator[Ranks]:
-    made = Ranks(count, backend)
+def ranks(count: int, backend: str | None = None, data: int = 1) -> Iterator[Ranks]:
+    made = Ranks(count, backend, data)
     try:
         yield made
     finally:
         made.close()
 
 
-def _serve(rank: int, count: int, port: int, line: Connection[Any, Any], backend: str | None) -> None:
+def _serve(rank: int, count: int, port: int, line: Connection[Any, Any], backend: str | None, data: int) -> None:
     import penstock as ps
     from tests.equivalence.check import check_step
 
@@ -80,10 +81,10 @@ def _serve(rank: int, count: int, port: int, line: Connection[Any, Any], backend
         # NCCL refuses two ranks on one GPU of one host: let it take every rank for a host of its own.
         os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         dist.init_process_group(backend)
-    mesh = ps.Mesh(pipe=count, device=None if backend is None else "cuda:0")
+    mesh = ps.Mesh(data=data, pipe=count // data, device=None if backend is None else "cuda:0")
     while (case := line.recv()) is not None:
         try:
-            check_step(case, mesh)
+            case(rank) if callable(case) else check_step(case, mesh)
             line.send(None)
         except Exception:
             line.send(traceback.format_exc())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, Case, stages_for
+from tests.equivalence.parallel import train
+from tests.equivalence.ragged import PAIRS, RaggedCase
 from tests.equivalence.ranks import Ranks, ranks
+from tests.equivalence.test_dynamic import web
 from tests.equivalence.test_webs import dense
+from tests.equivalence.ways import DATA, DATA_TENSOR, TENSOR, both, ddp, fsdp_nested, tensor_parallel
 
 pytestmark = [
     pytest.mark.cuda,
@@ -37,6 +43,16 @@ def test_skips(devices: tuple[str, ...]) -> None:
         check_step(dense(schedule, 3), devices=devices)
 
 
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu")], ids=["one GPU", "GPU and CPU"])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_weights_on_the_host(schedule: str, devices: tuple[str, ...]) -> None:
+    for count, microbatches, batch in [(2, 4, 10), (4, 8, 13)]:
+        stages = stages_for(schedule, count)
+        case = Case(LAYERS, True, 3, schedule, stages, microbatches, batch, "pair", weights=True)
+        for recompute in ("never", "always"):
+            check_step(replace(case, recompute=recompute), devices=devices)
+
+
 @pytest.fixture(scope="module", params=["nccl", "gloo"])
 def two_processes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with ranks(2, request.param) as made:
@@ -48,3 +64,49 @@ def test_processes_on_one_gpu(schedule: str, two_processes: Ranks) -> None:
     stages = stages_for(schedule, 2)
     two_processes.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore"))
     two_processes.check(dense(schedule, 2))
+    two_processes.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "pair", weights=True))
+
+
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu")], ids=["one GPU", "GPU and CPU"])
+def test_shapes_that_depend_on_the_data(devices: tuple[str, ...]) -> None:
+    for first in PAIRS:
+        check_step(RaggedCase(first, "zbv", 2, 4, 11), devices=devices)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_shapes_that_depend_on_the_data_over_processes_on_one_gpu(schedule: str, two_processes: Ranks) -> None:
+    for first in PAIRS:
+        two_processes.check(RaggedCase(first, schedule, 2, 5, 13))
+    two_processes.check(web(schedule, 2, 4, 10))
+
+
+@pytest.fixture(scope="module", params=["nccl", "gloo"])
+def two_replicas(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with ranks(4, request.param, data=2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_replicas_on_one_gpu(schedule: str, two_replicas: Ranks) -> None:
+    stages = stages_for(schedule, 2)
+    for recompute in ("never", "always"):
+        two_replicas.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore", recompute=recompute))
+    two_replicas.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore", weights=True))
+
+
+@pytest.fixture(scope="module")
+def four_processes() -> Iterator[Ranks]:
+    with ranks(4, "nccl") as made:
+        yield made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    ("how", "sizes"), [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR), (both, DATA_TENSOR)]
+)
+def test_parallelized_on_one_gpu(
+    four_processes: Ranks, how: Callable[..., Any], sizes: dict[str, int], schedule: str
+) -> None:
+    options = {"schedule": schedule, "recompute": "always" if schedule == "zbv" else "never"}
+    stages = sizes["pipe"] * (2 if schedule == "zbv" else 1)
+    four_processes.check(partial(train, how=how, sizes=sizes, options=options, stages=stages, device="cuda:0"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.engine.hostcopy import HostPool
 from penstock.engine.offload import ActivationOffload
-from penstock.train.offload import HostState
+from penstock.train.hoststate import HostState
 from tests.equivalence.models import Case, stages_for
 from tests.support.copies import LateCopies
 from tests.support.ranks import Ranks
@@ -45,7 +45,7 @@ def train(case: Case, prepare: Prepare, **options: Any) -> Record:
     x, y = case.data()
     options = {"microbatches": case.microbatches, "schedule": case.schedule, **options}
     if "mesh" not in options:
-        options["devices"] = ["cpu"] * (case.stages // stages_for(case.schedule, 1))
+        options.setdefault("devices", ["cpu"] * (case.stages // stages_for(case.schedule, 1)))
     with ps.Pipeline(case.plan(model), F.cross_entropy, **options) as pipe:
         optimizer = prepare(pipe, torch.optim.AdamW(pipe.parameters(), lr=0.1))
         for step in range(STEPS):
@@ -165,6 +165,6 @@ def test_what_the_pipeline_refuses() -> None:
         optimizer.step()
     with ps.Pipeline(plan, F.mse_loss, offload=ps.Offload()) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters())
-        with pytest.raises(ps.PlanError, match="not offloaded"):
+        with pytest.raises(ps.PlanError, match="is not offloaded"):
             optimizer.step()
     optimizer.step()  # the pipeline is closed: its parameters are the model's own again

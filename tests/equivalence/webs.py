@@ -31,24 +31,25 @@ class Web(nn.Module):
             self.layers[frozen].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        values = {-1: x}
+        known: dict[int, Any] = {-1: x}
         for i in range(len(self.links)):
-            values[i] = self.part(i, values)
-        return self.finish(values[len(self.links) - 1], self.extras(x))
+            known[i] = self.layer(i, self.layers[i], known)
+        return self.finish(known[len(self.links) - 1], self.extras(x))
 
-    def part(self, i: int, values: dict[int, Tensor]) -> Tensor:
-        out = torch.tanh(self.layers[i](values[i - 1]))
+    def layer(self, i: int, linear: nn.Module, known: dict[int, Any]) -> Any:
+        out = torch.tanh(linear(known[i - 1]))
         for j in self.links[i]:
-            out = out + values[j] * (j + 2)
+            out = out + known[j] * (j + 2)
         return out
 
-    def extras(self, x: Tensor) -> tuple[Tensor, None, float]:
+    def extras(self, x: Tensor) -> Any:
         return (x[:, 0] > 0).long(), None, 0.5
 
-    def finish(self, last: Tensor, extras: tuple[Tensor, None, float]) -> Tensor:
+    def finish(self, last: Any, extras: Any) -> Tensor:
         ids, nothing, number = extras
         assert nothing is None
-        return last * (ids.unsqueeze(1) + number)
+        out: Tensor = last * (ids.unsqueeze(1) + number)
+        return out
 
 
 class WebLine(Line):
@@ -110,10 +111,7 @@ class WebStage(nn.Module):
             known[-1] = arriving[0]["x"]
             known[-2] = self._web.extras(known[-1])
         for i in self._mine:
-            out = torch.tanh(self.layers.get_submodule(str(i))(known[i - 1]))
-            for j in self._web.links[i]:
-                out = out + known[j] * (j + 2)
-            known[i] = out
+            known[i] = self._web.layer(i, self.layers.get_submodule(str(i)), known)
         if self._index == self._last:
             return self._web.finish(known[self._mine[-1]], known[-2])
         leaving = tuple(tuple(known[j] for j in self._values[edge]) for edge in targets)
@@ -133,9 +131,11 @@ class WebCase:
     loss: str = "mean"
     recompute: str = "never"
 
+    web = Web
+
     def build(self) -> Web:
         torch.manual_seed(len(self.links))
-        return Web(self.links, self.frozen).double()
+        return self.web(self.links, self.frozen).double()
 
     def plan(self, model: nn.Module) -> ps.Plan:
         assert isinstance(model, Web)

@@ -14,7 +14,7 @@ from penstock.split.block import BeginBlock, Block, BlockFunction, Stage
 from penstock.split.named_stages import devices_of_stages, groups_by_device, groups_by_name
 from penstock.split.planning import plan_of
 from penstock.split.relay import relay
-from penstock.split.trace.line import TraceLine, trace_line
+from penstock.split.trace.line import TraceLine, marked_line, trace_line
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, every_cut, untouched
 from tests.split.trace_models import BegunDigits, ConvLayer, DecoratedDigits, ScopedDigits, WithLoss
 
@@ -139,6 +139,30 @@ def test_outside_a_split_blocks_do_nothing() -> None:
     assert double.__name__ == "double"
 
 
+def test_blocks_without_a_name_are_numbered_as_they_are_met() -> None:
+    class Numbered(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            BeginBlock(self.d)
+
+        @BlockFunction()
+        def middle(self, x: Tensor) -> Tensor:
+            return self.b(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with Block():
+                x = self.middle(self.a(x))
+            with Block("named"):
+                x = self.middle(self.c(x))
+            return self.e(self.d(x))
+
+    for _ in range(2):
+        model = Numbered()
+        assert held(model) == {"0": {"a"}, "1": {"b"}, "named": {"c"}, "2": {"d"}}  # the method is one block
+        line = line_of(model)
+        assert_runs_as_plain(plan_of(line, groups_by_name(line, [["0", "1", "named"], ["2"]])), X)
+
+
 # ── which block an operation belongs to ──────────────────────────────────────────────────────────────────────────
 
 
@@ -210,6 +234,16 @@ def held(model: nn.Module) -> dict[str, set[str]]:
 
 def test_what_is_in_no_block_belongs_to_the_first_or_to_the_last_one_entered() -> None:
     assert held(Loose()) == {"one": {"a", "b", "c"}, "two": {"d"}}
+
+
+def test_what_is_before_any_block_can_be_one_of_its_own() -> None:
+    line = marked_line(Loose(), lead=Block("lead", "cpu"))
+    assert line is not None
+    assert line.layers == ("lead", "one", "two")
+    assert {name.split(".")[0] for name, _ in line.members("lead")} == {"a"}
+    plan = plan_of(line, [("lead",), ("one",), ("two",)])
+    assert_runs_as_plain(plan, X)
+    assert copy.deepcopy(plan).groups == plan.groups
 
 
 def test_the_inner_block_counts() -> None:
@@ -291,7 +325,7 @@ def test_a_block_has_one_device_and_a_name() -> None:
 
     with pytest.raises(PlanError, match=r"'one' is marked for cpu and, at .*test_block.py:\d+, for cuda:0"):
         line_of(Two())
-    for wrong in ("", 3, None):
+    for wrong in ("", 3):
         with pytest.raises(PlanError, match="a block's name is a string"):
             Block(wrong)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"'B1' is a string or a torch\.device, got 7"):

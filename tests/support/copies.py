@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -47,6 +48,14 @@ class LateCopies:
         self.most_here = max(self.most_here, sum(t.nbytes for t in alive))
         return self._add(1, source, weakref.ref(target), after)
 
+    def out_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Mark:
+        marks = [self.out(source, target) for source, target in pairs]
+        return marks[-1] if marks else (self, 0, 0)
+
+    def back_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Mark:
+        marks = [self.back(source, target) for source, target in pairs]
+        return marks[-1] if marks else (self, 1, 0)
+
     def _add(self, stream: int, source: object, target: object, after: Mark | None) -> Mark:
         self.queues[stream].append((source, target, after))
         return self, stream, len(self.queues[stream])
@@ -79,6 +88,9 @@ class LateCopies:
             target = target() if isinstance(target, weakref.ref) else target
             assert isinstance(source, Tensor), "device memory was let go before it was copied out"
             assert isinstance(target, Tensor), "device memory was let go before the copy back had landed"
-            with torch.no_grad():
+            for memory in (source, target):
+                assert memory.untyped_storage().nbytes() >= memory.nbytes, "its memory was freed before the copy"
+            # A copy of a stream's is seen by version counters when it is started, not when it is done.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
                 target.copy_(source)
             self.queues[stream][number] = ()

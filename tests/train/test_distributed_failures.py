@@ -38,7 +38,7 @@ class Rude(BaseException):
 
 
 class Fault(nn.Module):
-    """An identity that fails on its second real forward or backward."""
+    """An identity that fails on its second real forward, recompute or backward."""
 
     def __init__(self, where: str, how: str = "raise") -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Fault(nn.Module):
             raise (Rude if self.how == "rude" else Boom)(f"on purpose, in {where}")
 
     def forward(self, x: Tensor) -> Tensor:
-        self.hit("forward", x)
+        self.hit("recompute" if ps.is_recomputing() else "forward", x)
         return hit_in_backward(x, lambda grad: self.hit("backward", grad))
 
 
@@ -121,7 +121,8 @@ def raises(rank: int, where: str, at: int) -> Told:
 
     fault = Fault(where)
     model = faulty(at, fault)
-    pipe = pipeline(model, bad_loss if where == "loss" else F.mse_loss)
+    recompute = "always" if where == "recompute" else "never"
+    pipe = pipeline(model, bad_loss if where == "loss" else F.mse_loss, recompute=recompute)
     told = failing_step(pipe)
     again = failing_step(pipe)
     assert again.kind == "PipelineError"
@@ -133,12 +134,12 @@ def raises(rank: int, where: str, at: int) -> Told:
 
 
 @pytest.mark.parametrize(
-    ("where", "at"), [*((where, at) for where in ("forward", "backward") for at in (0, 1, 2)), ("loss", 2)]
+    ("where", "at"), [*((where, at) for where in ("forward", "recompute", "backward") for at in (0, 1, 2)), ("loss", 2)]
 )
 def test_an_exception_in_user_code_reaches_every_rank(three: Ranks, where: str, at: int) -> None:
     """Who, where, on which micro-batch, doing what, and the traceback; a new pipeline works afterwards."""
     told = three.check(raises, where, at, timeout=15)
-    action = f"{at}B1" if where == "backward" else f"{at}F1"
+    action = f"{at}{ {'backward': 'B', 'recompute': 'R'}.get(where, 'F')}1"
     for mine in told:
         assert mine.kind == "PipelineError"
         assert mine.seconds < SOON
@@ -365,6 +366,7 @@ def test_an_output_that_depends_on_the_data_is_a_clear_error(two: Ranks, kind: s
         assert told.kind == "PipelineError"
         assert "stage 0" in told.text
         assert says in told.text
+        assert "dynamic=True" in told.text
         assert told.seconds < SOON
 
 

@@ -305,3 +305,37 @@ def test_a_loss_that_is_no_loss_is_refused(case: str) -> None:
 def test_a_model_that_gives_no_loss_is_told_to_give_one() -> None:
     with pytest.raises(ps.PlanError, match=r"no loss_fn was given.*shape \(2, 4\)"):
         step(mlp(), batch())
+
+
+# ── in the output ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = mlp(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with ps.Block("inner"):
+            x = self.inner(x)
+        with ps.Block("head"):
+            x = self.head(x)
+            return x, F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_function_of_one_argument_finds_the_loss_in_the_output(reduction: str) -> None:
+    model, x, y = WithLoss(), batch(), batch(seed=5)
+    expected = [model(*pair) for pair in zip(x.split(2), y.split(2), strict=True)]
+    losses = torch.stack([loss for _, loss in expected])
+    total = losses.mean() if reduction == "mean" else losses.sum()
+    total.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    plan = ps.split(model, stages=["inner", "head"])
+    with ps.Pipeline(plan, lambda output: output[1], microbatches=4, devices="cpu", reduction=reduction) as pipe:
+        result = pipe.step((x, y))
+        assert_same(result.loss, total.detach())
+        assert_same(gradients(model), wanted)
+        assert_same(result.outputs, (torch.cat([out for out, _ in expected]).detach(), losses.detach()))
+        assert_same(pipe.evaluate((x, y)).loss, total.detach())

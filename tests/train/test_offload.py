@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import PlanError
-from penstock.train.offload import HostState, Offload, offload_optimizer, require_offloaded
+from penstock.train.hoststate import HostState
+from penstock.train.offload import Offload, offload_optimizer, require_offloaded
 from tests.support.copies import LateCopies
+from tests.support.weights import LateWeights
 
 STEPS = 5
 
@@ -96,6 +98,26 @@ def test_the_update_is_the_plain_one(name: str, bucket: int) -> None:
             each.step()
     check_same(ours, plain, optimizer, expected)
     assert copies.bytes_out > copies.bytes_back > 0  # the first step has nothing to bring
+
+
+def test_a_subclass_that_adds_settings_is_divided_too() -> None:
+    class Named(torch.optim.AdamW):
+        def __init__(self, params: Any, name: str) -> None:
+            super().__init__(params, lr=0.1)
+            self.name = name
+
+    most = []
+    for bucket in (1, 1 << 30):
+        ours, plain = model(), model()
+        optimizer, copies = offloaded(Named(list(ours.parameters()), "ours"), bucket)
+        expected = Named(list(plain.parameters()), "plain")
+        for step in range(STEPS):
+            for module, each in ((ours, optimizer), (plain, expected)):
+                backward(module, step)
+                each.step()
+        check_same(ours, plain, optimizer, expected)
+        most.append(copies.most_here)
+    assert most[0] < most[1]
 
 
 def test_every_optimizer_of_torch_is_tried_here() -> None:
@@ -422,6 +444,188 @@ def test_an_offloaded_optimizer_can_be_let_go() -> None:
     assert gone() is None
 
 
+# ── with weights that live on the host ───────────────────────────────────────────────────────────────────────────
+
+
+def at_home(module: nn.Module) -> LateWeights:
+    weights = LateWeights({0: module}, [torch.device("cpu")])
+    weights.settle(0)
+    return weights
+
+
+def homed(optimizer: Optimizer, weights: LateWeights, bucket: int = 3 * 600, state: bool = True) -> Optimizer:
+    copies = LateCopies()
+    HostState(optimizer, bucket, lambda t: copies if state and t.dim() else None, smallest=1, weights=weights)
+    return optimizer
+
+
+@pytest.mark.parametrize("bucket", [1, 3 * 2400, 1 << 30], ids=["one by one", "some", "all"])
+@pytest.mark.parametrize("state", [True, False], ids=["state too", "weights alone"])
+@pytest.mark.parametrize("name", MADE)
+def test_weights_come_for_the_update(name: str, state: bool, bucket: int) -> None:
+    ours, plain = model(), model()
+    weights = at_home(ours)
+    optimizer = homed(MADE[name](list(ours.parameters())), weights, bucket, state)
+    expected = MADE[name](list(plain.parameters()))
+    for step in range(STEPS):
+        for module, each in ((ours, optimizer), (plain, expected)):
+            backward(module, step)
+            each.step()
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(mine.grad, theirs.grad)
+    check_same(ours, plain, optimizer, expected)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    assert weights.late.bytes_out == STEPS * sum(p.nbytes for p in trained)  # and not the gradients
+    assert weights.late.bytes_back == 2 * weights.late.bytes_out
+
+
+def test_three_buckets_of_weights_gradients_and_state_at_a_time() -> None:
+    module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(12)))  # 1024 bytes each, and Adam has 2048
+    weights = at_home(module)
+    optimizer = homed(torch.optim.Adam(module.parameters()), weights, bucket=3 * 2 * 4096, state=False)
+    for step in range(3):
+        module.zero_grad()
+        module(torch.randn(2, 16, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+    assert 0 < weights.late.most_here <= 3 * 2 * 2048
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_an_optimizer_that_takes_all_weights_together(search: str | None) -> None:
+    """Its closure runs the pipeline while the weights are on the device."""
+    ours, plain = model(), model()
+    weights = at_home(ours)
+    optimizer = homed(torch.optim.LBFGS(ours.parameters(), max_iter=4, line_search_fn=search), weights)
+    expected = torch.optim.LBFGS(plain.parameters(), max_iter=4, line_search_fn=search)
+    for step in range(3):
+        for module, each in ((ours, optimizer), (plain, expected)):
+
+            def closure(module: nn.Module = module, step: int = step) -> Tensor:
+                with weights.at_work():
+                    assert weights.bytes_there() == (weights.bytes_of(0) if module is ours else 0)
+                    backward(module, step)
+                    return loss_of(module, step)
+
+            each.step(closure)
+        assert weights.bytes_there() == 0
+    check_same(ours, plain, optimizer, expected)
+
+
+def test_a_closure_may_run_the_pipeline() -> None:
+    ours, plain = model(), model()
+    weights = at_home(ours)
+    optimizer = homed(torch.optim.AdamW(ours.parameters(), lr=0.1), weights, bucket=1)
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for module, each in ((ours, optimizer), (plain, expected)):
+
+            def closure(module: nn.Module = module, step: int = step) -> Tensor:
+                backward(module, step)
+                return loss_of(module, step)
+
+            each.step(closure)
+    check_same(ours, plain, optimizer, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+def test_weights_and_a_state_that_is_loaded(options: dict[str, Any]) -> None:
+    ours, plain = model(), model()
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1, **options)
+    backward(plain, 0)
+    expected.step()
+    weights = at_home(ours)
+    optimizer = homed(torch.optim.AdamW(ours.parameters(), lr=0.7, **options), weights)
+    ours.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
+    for step in range(1, STEPS):
+        for module, each in ((ours, optimizer), (plain, expected)):
+            backward(module, step)
+            each.step()
+    check_same(ours, plain, optimizer, expected)
+
+
+def test_an_update_of_weights_that_somebody_put_elsewhere() -> None:
+    ours, plain = model(), model()
+    optimizer = homed(torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), at_home(ours), bucket=1)
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        for module, each in ((ours, optimizer), (plain, expected)):
+            with torch.no_grad():
+                module[0].weight.data = module[0].weight.data * 0.9
+            backward(module, step)
+            module[2].weight.data = module[2].weight.data * 0.9
+            each.step()
+    check_same(ours, plain, optimizer, expected)
+
+
+def test_gradients_that_the_update_changes() -> None:
+    runs = []
+    for offloading in (True, False):
+        module = model()
+        optimizer: Optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+        if offloading:
+            optimizer = homed(optimizer, at_home(module), bucket=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        grads = []
+        for step in range(STEPS):
+            module.zero_grad()
+            scaler.scale(loss_of(module, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            grads += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        runs.append((module, optimizer, grads))
+    (ours, optimizer, mine), (plain, expected, theirs) = runs
+    check_same(ours, plain, optimizer, expected)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_sparse_gradients_of_weights_at_home() -> None:
+    runs = []
+    for offloading in (True, False):
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 4, sparse=True)
+        optimizer: Optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+        if offloading:
+            optimizer = homed(optimizer, at_home(table))
+        for step in range(STEPS):
+            table.zero_grad()
+            table(torch.tensor([step, 2, 2])).square().sum().backward()
+            optimizer.step()
+        runs.append((table, optimizer))
+    check_same(runs[0][0], runs[1][0], runs[0][1], runs[1][1])
+
+
+def test_an_update_that_fails_leaves_the_weights_at_home() -> None:
+    module = model()
+    weights = at_home(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    host = HostState(optimizer, 1, lambda tensor: None, weights=weights)
+    backward(module, 0)
+    before = [p.detach().clone() for p in module.parameters()]
+    raw, calls = host._raw, []
+
+    def third_fails(optimizer: Optimizer) -> Any:
+        calls.append(optimizer)
+        if len(calls) == 3:
+            raise RuntimeError("in the third bucket")
+        return raw(optimizer)
+
+    host._raw = third_fails
+    with pytest.raises(RuntimeError, match="in the third bucket"):
+        optimizer.step()
+    after = list(module.parameters())
+    assert [not torch.equal(p, w) for p, w in zip(after, before, strict=True)] == [True, True] + [False] * 4
+    assert all(p.grad is not None for p in after)
+    host._raw = raw
+    with weights.at_work():
+        assert weights.bytes_there() == 0
+    backward(module, 1)
+    optimizer.step()
+
+
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -460,8 +664,8 @@ def test_a_forgotten_optimizer_is_refused() -> None:
         ({"budget": True}, r"budget=True"),
         ({"bucket": "3 parsecs"}, r"bucket='3 parsecs'"),
         ({"bucket": None}, r"bucket=None"),
-        ({"weights": True}, "not there yet"),
         ({"optimizer": False, "activations": False}, "leave offload out"),
+        ({"weights": 1}, "say True or False"),
         ({"activations": False, "budget": "2GiB"}, "activations=False"),
         ({"optimizer": 1}, "say True or False"),
         ({"activations": None}, "say True or False"),
@@ -477,6 +681,7 @@ def test_sizes() -> None:
     assert Offload(budget="2GiB", bucket=3000).bucket_bytes == 3000
     assert Offload().budget_bytes is None
     assert Offload() == Offload(optimizer=True, activations=True, weights=False)
+    assert Offload(optimizer=False, activations=False, weights=True).weights
 
 
 def test_on_the_cpu_nothing_moves() -> None:

@@ -250,6 +250,31 @@ def test_a_value_that_is_kept_is_not_computed_again(schedule: str) -> None:
                 assert len(RUNS) == 2 * 4
 
 
+def test_a_value_is_kept_in_a_forward_that_is_traced() -> None:
+    """A mark that is made in the code between modules is made whenever that code runs, and not at the trace alone."""
+
+    class Marked(Keeps):
+        def forward(self, x: Tensor) -> Any:
+            with ps.Block("one"):
+                x = ps.keep(Costly.apply(torch.tanh(self.first(x))))
+                x = torch.tanh(self.second(x))
+            with ps.Block("two"):
+                return self.third(x)
+
+    torch.manual_seed(0)
+    model = Marked()
+    x, y = batch(), batch(seed=3)
+    expected = plain_step(copy.deepcopy(model), x, y, F.mse_loss)
+    plan = ps.split(model, stages=["one", "two"])
+    with ps.Pipeline(plan, F.mse_loss, microbatches=4, devices="cpu", recompute="always") as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            RUNS.clear()
+            pipe.step(x, y)
+            assert_same(gradients(pipe.named_parameters()), expected.gradients)
+        assert len(RUNS) == 4
+
+
 def test_a_kept_value_that_is_changed_afterwards_is_an_error() -> None:
     class Changes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

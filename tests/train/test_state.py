@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import penstock as ps
 from tests.support.models import assert_same, batch, gradients, mlp
@@ -123,3 +123,30 @@ def test_zero_grad_forgets_or_zeroes() -> None:
 def test_it_says_what_it_is() -> None:
     with ps.Pipeline(ps.split(mlp(), stages=4), schedule="zbv", microbatches=3) as pipe:
         assert repr(pipe) == "Pipeline(4 stages on 2 ranks, schedule 'zbv', 3 micro-batches)"
+
+
+def test_weights_can_be_moved_and_the_model_moves_with_them() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with ps.Block("first"):
+                self.calls += 1
+                x = self.first(x)
+            with ps.Block("last"):
+                return self.last(x)
+
+    model = Counting()
+    plan = ps.split(model, stages=["first", "last"])
+    with ps.Pipeline(plan, F.mse_loss, microbatches=2, devices="cpu") as pipe:
+        pipe.step(batch(), batch())
+        pipe.move("meta")  # a device that is always there
+        for state in (model.state_dict(), pipe.state_dict()):
+            assert {tensor.device.type for tensor in state.values()} == {"meta"}
+    with ps.Pipeline(ps.split(Counting(), stages=["first", "last"]), F.mse_loss, devices="cpu") as pipe:
+        pipe.move()
+        pipe.step(batch(), batch())
+        assert pipe.state_dict()["calls"] == 1

@@ -103,6 +103,24 @@ def test_twenty_steps_over_several_devices(tied: bool) -> None:
 
 
 @pytest.mark.usefixtures("every_stage_its_own_place")
+def test_an_optimizer_of_the_models_own_parameters_leaves_the_copies_to_be_aligned() -> None:
+    model, plain = language_model(True), language_model(True)
+    expected, _ = train(plain, 5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    made = ps.split(model, balance=[1, 1, 1, 1])
+    with ps.Pipeline(made, F.cross_entropy, microbatches=4, devices="cpu") as pipe:
+        for (x, y), loss in zip(batches(5), expected, strict=True):
+            torch.testing.assert_close(pipe.step(x, y).loss, loss)
+            pipe.clip_grad_norm_(0.5)
+            optimizer.step()
+            pipe.align_ties()
+            pipe.zero_grad()
+        first, second = (dict(pipe.named_parameters())[name] for name in NAMES)
+        assert first is not second
+        assert torch.equal(first, second)
+
+
+@pytest.mark.usefixtures("every_stage_its_own_place")
 def test_a_layer_that_stands_in_stages_of_several_devices() -> None:
     layer = nn.Linear(4, 4).double()
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 4).double(), layer)

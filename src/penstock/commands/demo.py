@@ -16,11 +16,11 @@ from penstock.demo.compare import compare
 from penstock.demo.network import network
 from penstock.demo.processes import ProcessesRun
 from penstock.demo.runs import PipelineRun, PlainRun, Settings, plan_of, schedules_of
-from penstock.demo.screen import screen
 from penstock.draw import print_schedule, print_text
 from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule.simulate import Costs, Simulation, simulate
 from penstock.schedule.source import ScheduleSource
+from penstock.screen import screen
 
 __all__ = ["configure", "run"]
 

@@ -23,6 +23,7 @@ __all__ = ["SYSTEMS", "install"]
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "torchgpipe": ("torchgpipe", "torchgpipe_balancing"),
     "fairscale": ("fairscale",),
+    "poptorch": ("poptorch",),
 }
 """The names that each system's users import. The module of that name in here takes their place."""
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.demo.runs import Step
-from penstock.demo.screen import Screen
 from penstock.errors import PenstockError
+from penstock.screen import Screen
 
 __all__ = ["TOLERANCE", "compare"]
 

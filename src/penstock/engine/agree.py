@@ -2,7 +2,8 @@
 
 The first rank says, in one row of numbers to each other rank, which kind of mini-batch comes next. If the kind
 is new (other sizes, shapes, dtypes or modes), the row is followed by its description, and the ranks work out
-together what will cross every edge: forward down the stages, gradients back up.
+together what will cross every edge: forward down the stages, gradients back up. In a dynamic pipeline they do not:
+there every message describes itself, and a kind is no more than the micro-batches' sizes.
 
 A rank that has what another one needs, and was not given, sends it. Who brings the targets of a kind of mini-batch is
 agreed on when it comes for the first time. Inputs that the first rank was not given are asked for in each step.
@@ -14,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.engine.channel.control import Control
@@ -21,15 +23,18 @@ from penstock.engine.context import Ambient
 from penstock.engine.infer import FakeStage, Propagation
 from penstock.engine.message import Message
 from penstock.engine.meta import MessageMeta, meta_of
+from penstock.engine.recent import Recent
 from penstock.engine.stage import StageEngine
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 from penstock.schedule.flow import Edge
 from penstock.split.plan import Plan
 
-__all__ = ["Agreement", "Announcement", "Refused"]
+__all__ = ["KINDS", "Agreement", "Announcement", "Refused"]
 
 REFUSED, KNOWN, NEW, EMPTY, ASK, FETCH = range(6)
+
+KINDS = 256  # of mini-batch that are remembered, on every rank the same: batches of ever new shapes must not pile up
 
 
 class Refused(Exception):
@@ -69,18 +74,21 @@ class Agreement:
         placement: Sequence[int],
         stages: Mapping[int, StageEngine],
         plan: Plan,
+        dynamic: bool = False,
     ) -> None:
         self.control = control
         self.rank = rank
         self.placement = placement
         self.stages = stages
         self.plan = plan
+        self.dynamic = dynamic
         model = plan.attached().model
         # What is frozen and what is in training mode, in the whole model: a script does the same on every rank.
         self.parameters = list(model.parameters())
         self.modules = list(model.modules())
-        self.heard: list[Announcement] = []
-        self.numbers: dict[Hashable, int] = {}
+        self.count = 0  # of kinds so far, those forgotten included
+        self.heard: Recent[int, Announcement] = Recent(KINDS)
+        self.numbers: Recent[Hashable, int] = Recent(KINDS)
 
     # ── the first rank ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,22 +105,24 @@ class Agreement:
         if not sizes:
             self._tell([EMPTY, 0])
             return Announcement(-1, training, state, (), ())
-        metas = [meta_of(m if training else m._replace(wants=())) for m in messages]
-        key = (training, apart, state, sizes, tuple(metas), self._modes(), targets)
+        metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
+        key = (training, apart, state, sizes, tuple(metas), () if self.dynamic else self._modes(), targets)
         if key in self.numbers:
-            self._tell([KNOWN, self.numbers[key]])
-            return self.heard[self.numbers[key]]
+            number = self.numbers[key]
+            self._tell([KNOWN, number])
+            return self.heard[number]
         distinct: list[MessageMeta] = []
         kinds = []
         for meta in metas:
             if meta not in distinct:
                 distinct.append(meta)
             kinds.append(distinct.index(meta))
-        announced = Announcement(len(self.heard), training, state, sizes, tuple(kinds), apart)
+        announced = Announcement(self.count, training, state, sizes, tuple(kinds), apart)
+        self.count += 1
         self._tell([NEW, announced.number])
         for rank in self._others():
             self.control.send(rank, announced)
-        self._infer(announced, distinct, targets)
+        self._learn(announced, distinct, targets)
         self.numbers[key] = announced.number
         return announced
 
@@ -160,7 +170,7 @@ class Agreement:
         if announced.state != state:
             raise PlanError(f"the first rank runs under {announced.state}, but this rank under {state}")
         if code == NEW:
-            self._infer(announced, None, targets)
+            self._learn(announced, None, targets)
         return announced
 
     # ── all ranks ────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,17 +190,24 @@ class Agreement:
         """Whether it is so on any rank."""
         return any(self.control.gather(here))
 
-    def _infer(self, announced: Announcement, inputs: list[MessageMeta] | None, given: bool) -> None:
-        """Follow each kind of micro-batch through the stages, this rank's own on fake tensors."""
+    def _learn(self, announced: Announcement, inputs: list[MessageMeta] | None, given: bool) -> None:
+        """Work out with the others what a new kind of mini-batch needs; ``given``: whether this rank has targets."""
         everyone, last = self.control.gather(given), self.placement[-1]
         having = [rank for rank, has in enumerate(everyone) if has]
         announced.targets_from = last if last in having else next(iter(having), None)
+        if not self.dynamic:
+            self._infer(announced, inputs)
+        self.heard[announced.number] = announced
+
+    def _infer(self, announced: Announcement, inputs: list[MessageMeta] | None) -> None:
+        """Follow each kind of micro-batch through the stages, this rank's own on fake tensors."""
         count = max(announced.kinds) + 1
         runs: dict[int, list[Propagation]] = {}
         crossing, gradients, plan = announced.crossing, announced.gradients, self.plan
         post = _Post(self.control, self.placement, self.rank)
         for s, stage in sorted(self.stages.items()):
-            fake = FakeStage(s, stage.module, stage.device)
+            kept = None if stage.parallel is None else stage.parallel.fake
+            fake = FakeStage(s, stage.module, stage.device) if kept is None else kept.now()
             runs[s] = [Propagation(fake, announced.state, announced.training) for _ in range(count)]
             coming = [post.take((src, s), crossing) for src in plan.sources(s)] or [inputs]
             targets = plan.targets(s)
@@ -203,7 +220,6 @@ class Agreement:
                 rows = [run.backward([row[kind] for row in back] if back else None) for kind, run in enumerate(kinds)]
                 for i, src in enumerate(plan.sources(s)):
                     post.send((src, s), gradients, [row[i] for row in rows], upward=True)
-        self.heard.append(announced)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(max(self.placement) + 1) if rank != self.rank]
@@ -212,8 +228,9 @@ class Agreement:
         for rank in self._others():
             self.control.send_row(rank, row)
 
-    def _modes(self) -> tuple[bool, ...]:
-        return (*(p.requires_grad for p in self.parameters), *(module.training for module in self.modules))
+    def _modes(self) -> tuple[Hashable, ...]:
+        modes = (*(p.requires_grad for p in self.parameters), *(module.training for module in self.modules))
+        return (*modes, torch.get_default_dtype())
 
 
 def on_host(value: Any) -> Any:

@@ -1,17 +1,19 @@
 """How a failure on one rank becomes the same error on every rank.
 
-    rank 2 fails   publishes the cause in the store, closes its channels, raises
-    rank 1, 3      their channels with rank 2 break: look the cause up, close, raise the same
-    rank 0         its channel with rank 1 breaks: likewise
+    rank 2 fails    publishes the cause in the store, closes its channels, raises
+    rank 1, 3       their channels with rank 2 break: look the cause up, close, raise the same
+    everybody       the watch of each rank sees the cause, and cuts what its rank waits for
 
-A process that was killed publishes nothing. Whoever loses the channel to a rank that stays silent says so for it.
+A process that was killed publishes nothing: the watch of the rank before it, whose line to it breaks, does so for it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,15 +22,16 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from penstock.engine.channel.process import ChannelError
 from penstock.errors import PipelineError
 
-__all__ = ["Bulletin", "Cause"]
+__all__ = ["DEAD", "LEFT", "Bulletin", "Cause", "launcher_keeps_store", "store_gone"]
 
-SILENCE = 2.0  # seconds after which a rank that says nothing is taken for dead
-PATIENCE = 8.0  # seconds to wait for the cause when the peer is alive
+PATIENCE = 4.0  # seconds to wait for the cause when a channel broke
+DEAD = "its process is gone without a word (killed, or out of memory?)"
+LEFT = "it has closed its pipeline, or ended, while others still use it"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The first failure of a step."""
+    """The first failure of a pipeline."""
 
     rank: int
     kind: str
@@ -53,49 +56,92 @@ class Cause:
 class Bulletin:
     """The board in the store where the first cause is written."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, ranks: Sequence[int], rank: int) -> None:
+        """``rank`` is this one's among ``ranks``, those of the mesh in the world."""
         self.store = PrefixStore("failure", store)
+        self.ranks = ranks
         self.rank = rank
+        self.spoke: float | None = None  # when this rank published a cause
 
-    def failed(self, error: BaseException, stage: int | None, microbatch: int | None, action: str | None) -> Cause:
+    def failed(
+        self,
+        error: BaseException,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        action: str | None = None,
+        *,
+        where: str = "",
+    ) -> Cause:
         """Publish that this rank's own work failed."""
         text = "".join(traceback.format_exception(error))
-        return self._publish(Cause(self.rank, type(error).__name__, str(error), text, stage, microbatch, action))
+        kind = f"{where}{type(error).__name__}"
+        return self.publish(Cause(self.rank, kind, str(error), text, stage, microbatch, action))
 
     def lost(self, error: ChannelError) -> Cause:
         """Find out why a channel broke."""
-        peer = self.rank if error.peer is None else error.peer
-        try:
-            self.store.set(f"alive/{self.rank}", "1")
-            start = time.monotonic()
-            while (waited := time.monotonic() - start) < PATIENCE:
-                if self.store.check(["cause"]):
-                    return self._read()
-                if waited > SILENCE and self.store.check([f"closed/{peer}"]):
-                    return self._publish(Cause(peer, "", "it has closed its pipeline, while others still use it"))
-                if waited > SILENCE and not self.store.check([f"alive/{peer}"]):
-                    dead = "its process is gone without a word (killed, or out of memory?)"
-                    return self._publish(Cause(peer, "", dead))
-                time.sleep(0.02)
+        found = self.ask(error.peer)
+        if found is None:
+            peer = self.rank if error.peer is None else error.peer
             where = "" if peer == self.rank else f"seen by rank {self.rank}: "
-            return self._publish(Cause(peer, "", f"{where}{error}"))
-        except RuntimeError:  # the store is gone: rank 0 keeps it, unless a launcher does
-            return Cause(0, "", "its process, or the launcher's, is gone, and the store with it (killed, or no memory)")
+            found = self.publish(Cause(peer, "", f"{where}{error}"))
+        return found
 
-    def closed(self) -> None:
+    def ask(self, peer: int | None = None) -> Cause | None:
+        """Wait for a moment until somebody says why a channel broke: one to ``peer``, if that is known."""
+        peers = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
+        end = time.monotonic() + PATIENCE
+        try:
+            while time.monotonic() < end:
+                left = [rank for rank in peers if self.left(rank)]
+                found = self.read()  # after the look who left: who fails says so before leaving
+                if found is not None:
+                    return found
+                if left:
+                    return self.publish(Cause(left[0], "", LEFT))
+                time.sleep(0.02)
+        except RuntimeError:
+            return store_gone()
+        return None
+
+    def leave(self) -> None:
         """Say that this rank has left the pipeline of its own will, or after a failure."""
         try:
-            self.store.set(f"closed/{self.rank}", "1")
+            self.store.set(f"left/{self.rank}", "1")
         except RuntimeError:
             return  # the store is gone, and so is everyone who would read it
 
-    def _publish(self, cause: Cause) -> Cause:
+    def left(self, rank: int) -> bool:
+        there: bool = self.store.check([f"left/{rank}"])
+        return there
+
+    def all_left(self) -> bool:
+        """Whether everybody has."""
+        there: bool = self.store.check([f"left/{rank}" for rank in self.ranks])
+        return there
+
+    def read(self) -> Cause | None:
+        """The cause, if there is one."""
+        if not self.store.check(["cause"]):
+            return None
+        data: dict[str, Any] = json.loads(self.store.get("cause"))
+        return Cause(**data)
+
+    def publish(self, cause: Cause) -> Cause:
+        """Write a cause down, unless there is one; the first one."""
+        self.spoke = time.monotonic()
         try:
             self.store.compare_set("cause", "", json.dumps(asdict(cause)))
-            return self._read()
+            return self.read() or cause
         except RuntimeError:
             return cause
 
-    def _read(self) -> Cause:
-        data: dict[str, Any] = json.loads(self.store.get("cause"))
-        return Cause(**data)
+
+def launcher_keeps_store() -> bool:
+    """Whether the store is known to live on when a rank ends: torchrun keeps it in its own process."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_gone() -> Cause:
+    """What it means that the store is."""
+    whose = "the launcher's process" if launcher_keeps_store() else "its process, or the launcher's,"
+    return Cause(0, "", f"{whose} is gone, and the store with it (killed, or out of memory?)")

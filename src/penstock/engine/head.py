@@ -66,7 +66,7 @@ class Head:
 
     def targets_of(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
         """The targets of an evaluation's micro-batches; None where there is no loss to compute."""
-        if targets is None and self.rule.call is not None:
+        if targets is None and self.rule.wants_targets:
             return None
         return cut_targets(targets, sizes, device)
 
@@ -75,6 +75,8 @@ class Head:
 
         In a forward that runs for the second time, all there is to keep has been kept.
         """
+        if isinstance(output, Counted) and self.rule.call is not None:
+            output = output.output  # what the model's own loss was averaged over does not matter to another one
         counted = output if isinstance(output, Counted) else None
         output = self.settlement.note(microbatch, output)
         kept = self.collector
@@ -186,7 +188,7 @@ class Head:
         return whole
 
     def clear(self) -> None:
-        self.collector = None
+        self.collector = self.pending = None
         self.losses, self.counts, self.targets = [], [], ()
 
 

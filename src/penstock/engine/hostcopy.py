@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,14 @@ class Copies(Protocol):
 
     def back(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
         """Start a copy to the device. ``target`` must live until its mark was waited for, or be ``abandon``ed."""
+        ...
+
+    def out_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Mark:
+        """Like ``out`` for many pairs of source and target, with one mark."""
+        ...
+
+    def back_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Mark:
+        """Like ``back`` for many pairs of source and target, with one mark."""
         ...
 
     def wait(self, mark: Mark, target: Tensor | None = None) -> None:
@@ -71,20 +79,37 @@ class CudaCopies:
         return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device="cpu", pin_memory=True)
 
     def out(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
-        self.bytes_out += source.nbytes
-        return self._copy(self._out, source, target, after)
+        mark, size = self._copy(self._out, [(source, target)], after)
+        self.bytes_out += size
+        return mark
 
     def back(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
-        self.bytes_back += source.nbytes
-        return self._copy(self._in, source, target, after)
+        mark, size = self._copy(self._in, [(source, target)], after)
+        self.bytes_back += size
+        return mark
 
-    def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor, after: Mark | None) -> Mark:
+    def out_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Mark:
+        mark, size = self._copy(self._out, pairs, None)
+        self.bytes_out += size
+        return mark
+
+    def back_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Mark:
+        mark, size = self._copy(self._in, pairs, None)
+        self.bytes_back += size
+        return mark
+
+    def _copy(
+        self, stream: torch.cuda.Stream, pairs: Iterable[tuple[Tensor, Tensor]], after: Mark | None
+    ) -> tuple[Mark, int]:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if after is not None:
             stream.wait_event(after)
+        size = 0
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return stream.record_event()
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                size += source.nbytes
+        return stream.record_event(), size
 
     def wait(self, mark: Mark, target: Tensor | None = None) -> None:
         current = torch.cuda.current_stream(self.device)

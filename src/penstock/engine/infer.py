@@ -34,6 +34,7 @@ class FakeStage:
 
     A copy is run where the module can be copied, so that nothing that it counts or remembers in Python is touched;
     users' hooks, which are not to see fake tensors, are left off. Else the module itself, with its members replaced.
+    ``parts`` are the module's parts and those of the copy.
     """
 
     def __init__(self, stage: int, module: nn.Module, device: torch.device) -> None:
@@ -45,9 +46,10 @@ class FakeStage:
         fakes: dict[int, Any] = {}
         with self.mode:
             for tensor in (*parameters.values(), *buffers.values()):
-                fake = self.mode.from_tensor(tensor.detach())
+                fake = self._fake(tensor.detach())
                 real = isinstance(tensor, nn.Parameter)
                 fakes.setdefault(id(tensor), nn.Parameter(fake, tensor.requires_grad) if real else fake)
+        self.parts: list[tuple[nn.Module, nn.Module]] = []
         self.run: Callable[..., Any]
         try:
             copied = copy.deepcopy(module, dict(fakes))
@@ -63,6 +65,22 @@ class FakeStage:
                 if isinstance(part, _BatchNorm) and part.momentum is None:
                     part.momentum = 0.0  # it would ask a fake tensor for its value, to learn nothing of shapes
             self.run = copied
+            self.parts = list(zip(module.modules(), copied.modules(), strict=True))
+
+    def now(self) -> FakeStage:
+        """This copy, with what is frozen and what is in training mode as it is in the stage now."""
+        for part, fake in self.parts:
+            fake.training = part.training
+            for name, parameter in fake._parameters.items():
+                real = part._parameters.get(name)
+                if parameter is not None and real is not None:
+                    parameter.requires_grad_(real.requires_grad)
+        return self
+
+    def _fake(self, tensor: Tensor) -> Any:
+        if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes():  # a weight that is on the host now
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return self.mode.from_tensor(tensor)
 
 
 class Propagation:
@@ -102,7 +120,8 @@ class Propagation:
             except Exception as error:
                 raise PlanError(
                     f"stage {self.fake.stage} could not be run on fake tensors to learn its output's shape, for an "
-                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {error}"
+                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {error}. If its shapes depend on "
+                    "the data, or it needs numbers that fake tensors do not have, say Pipeline(…, dynamic=True)"
                 ) from error
             if isinstance(output, Counted):  # of the last stage: what leaves the pipeline is its output
                 output = output.output

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.agree import Announcement
+from penstock.engine.agree import KINDS, Announcement
+from penstock.engine.channel.dynamic import DynamicBackwardLane, DynamicChannels, DynamicLane
 from penstock.engine.channel.local import LocalLane
 from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
+from penstock.engine.recent import Recent
 from penstock.engine.reduce import Reducer
 from penstock.engine.runner import Ends, Lane, PostedLane, Runner, Wiring, compile_program
 from penstock.engine.stage import StageEngine, make_slots
@@ -43,7 +44,8 @@ class Jobs:
 
     The first step of a kind runs over the ``quiet`` wires. It loads kernels, which a GPU may put off until no other
     one is running; and a receive of NCCL is a kernel that runs until its message has come. So nothing of NCCL's is
-    under way then: what crosses is staged through the host.
+    under way then: what crosses is staged through the host. Of a ``dynamic`` pipeline's mini-batches no more is known
+    than how many micro-batches they have, and headers always go over the quiet wires.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Jobs:
         source: ScheduleSource,
         wires: Wires,
         quiet: Wires,
+        dynamic: bool = False,
     ) -> None:
         self.edges = edges
         self.placement = placement
@@ -66,26 +69,26 @@ class Jobs:
         self.wires = wires
         self.quiet = quiet
         self.reducer: Reducer | None = None  # there when the pipeline has replicas
-        self._loaded: set[int] = set()
-        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self.dynamic = dynamic
+        self._loaded: Recent[Hashable, bool] = Recent(KINDS)
+        self._jobs: Recent[Hashable, Job] = Recent(16)  # fewer: what is compiled is larger than what is known
         self._first: Job | None = None  # that of a first step, run once
         self._programs: dict[tuple[int, bool, bool], Program] = {}
 
     def of(self, announced: Announcement) -> Job:
         """The job for an announced kind of mini-batch."""
-        number = announced.number
-        if number not in self._loaded:
-            self._loaded.add(number)
-            if self.quiet is not self.wires:
-                self._first = self._compile(announced, self.quiet)
-                return self._first
+        kind: Hashable = announced.number
+        if self.dynamic:
+            kind = (len(announced.sizes), announced.training, announced.apart)
+        first = kind not in self._loaded
+        self._loaded[kind] = True
+        if first and self.quiet is not self.wires:
+            self._first = self._compile(announced, self.quiet)
+            return self._first
         self._first = None
-        if number not in self._jobs:
-            self._jobs[number] = self._compile(announced, self.wires)
-            while len(self._jobs) > 16:  # batches of ever new shapes must not pile up compiled programs
-                self._jobs.popitem(last=False)
-        self._jobs.move_to_end(number)
-        return self._jobs[number]
+        if kind not in self._jobs:
+            self._jobs[kind] = self._compile(announced, self.wires)
+        return self._jobs[kind]
 
     def _compile(self, announced: Announcement, wires: Wires) -> Job:
         program = self._program(len(announced.sizes), announced.training, announced.apart)
@@ -102,11 +105,12 @@ class Jobs:
         if key not in self._programs:
             source = self.source
             make = source.fill_drain if apart else source.training if training else source.forward_only
-            self._programs[key] = lower(make(count), self.edges)[self.rank]
+            self._programs[key] = lower(make(count), self.edges, described=self.dynamic)[self.rank]
         return self._programs[key]
 
     def _lanes(self, announced: Announcement, wires: Wires) -> tuple[dict[Edge, Lane], dict[Edge, Lane]]:
         count = len(announced.sizes)
+        channels = DynamicChannels(wires, self.quiet) if self.dynamic else None
         forward: dict[Edge, Lane] = {}
         backward: dict[Edge, Lane] = {}
         for src, dst in self.edges:
@@ -116,6 +120,10 @@ class Jobs:
             if a == b:
                 forward[src, dst] = LocalLane(count, self.device, self.device)
                 backward[dst, src] = LocalLane(count, self.device, self.device)
+                continue
+            if channels is not None:
+                forward[src, dst] = DynamicLane(channels, (a, b, "F"), f"stage {src}")
+                backward[dst, src] = DynamicBackwardLane(channels, (b, a, "B"), f"stage {dst}")
                 continue
             metas = announced.metas((src, dst))
             forward[src, dst] = ForwardLane(wires[a, b, "F"], f"stage {src}", metas)

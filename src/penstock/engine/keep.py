@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.moment import here
@@ -26,6 +27,10 @@ T = TypeVar("T")
 
 def keep(value: T) -> T:
     """Mark a tensor that is saved where the stage is recomputed, instead of being computed again. Returns it."""
+    if has_torch_function_unary(value):  # a trace records the call, to make it when the stage runs
+        function: Any = keep
+        kept: T = handle_torch_function(function, (value,), value)
+        return kept
     keeper = here.keeper
     if keeper is not None and isinstance(value, Tensor):
         keeper.keep(value)

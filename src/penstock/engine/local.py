@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ from penstock.engine.batchnorm import committing, norms_of
 from penstock.engine.channel.local import LocalLane
 from penstock.engine.context import Ambient, Occasions, ambient, surround
 from penstock.engine.head import Head
+from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.outputs import Outputs
+from penstock.engine.patience import Patience
 from penstock.engine.runner import Ends, Runner, Wiring, compile_program
 from penstock.engine.stage import Slot, StageEngine, make_slots
+from penstock.engine.stuck import Limits
 from penstock.engine.ties import LocalTies
 from penstock.engine.workers import Workers
 from penstock.errors import PlanError
@@ -44,6 +48,7 @@ class Job:
     lanes: tuple[LocalLane, ...]
     ends: Ends
     microbatches: int
+    waits: tuple[Waited, ...]  # of each rank
 
     def cancel(self) -> None:
         for lane in self.lanes:
@@ -59,6 +64,7 @@ class LocalCrew:
         stages: Sequence[StageEngine],
         source: ScheduleSource,
         copies: Sequence[Sequence[nn.Parameter]] = (),
+        limits: Limits | None = None,
         lockstep: bool = False,
     ) -> None:
         placement = source.placement
@@ -67,11 +73,14 @@ class LocalCrew:
         self.stages = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = placement
+        self.limits = limits or Limits()
         self.ties = LocalTies(copies)
         self.norms = norms_of(self.stages)
         self.occasions = Occasions()
         self.streaming = False  # whether a stream of mini-batches is under way
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
+        self.bubble: float | None = None  # of the last run: the share of its time that the ranks waited, on average
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
@@ -92,7 +101,7 @@ class LocalCrew:
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
-        if targets is None and self.head.rule.call is not None:
+        if targets is None and self.head.rule.wants_targets:
             raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
         parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
         job = self.job(self.source.training(len(sizes)))
@@ -105,7 +114,7 @@ class LocalCrew:
         loss, factor = self.head.finish()
         send_back(messages, job.ends.grads, factor)
         job.ends.inputs, job.ends.grads = [], None
-        return Outcome(loss, factor, self.head.take_outputs(), sizes)
+        return Outcome(loss, factor, self.head.take_outputs(), sum(sizes), len(sizes))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
         """The outputs of one mini-batch, and its loss where there are targets and it is wanted, without a graph."""
@@ -122,7 +131,7 @@ class LocalCrew:
         self.run(job, grad=False, occasion=self.occasions.next(training=False))
         job.ends.inputs = []
         loss, _ = self.head.finish()
-        return Outcome(loss, None, self.head.take_outputs(), sizes)
+        return Outcome(loss, None, self.head.take_outputs(), sum(sizes), len(sizes))
 
     def job(self, schedule: Schedule) -> Job:
         """The job of a training or evaluation step, compiled once per schedule."""
@@ -154,15 +163,20 @@ class LocalCrew:
         In ``lockstep`` a stage goes on when what it sent is taken.
         """
         device = {index: stage.device for index, stage in self.stages.items()}
+        waits = tuple(Waited() for _ in orders)
+        waited = {s: waits[0 if together else self.placement[s]] for s in self.stages}
         # A skip over several stages may wait for as long as the activations beside it take to come there.
         room = {(a, b): b - a - 1 if lockstep else None for a, b in self.edges}
-        forward = {(a, b): LocalLane(microbatches, device[a], device[b], room[a, b]) for a, b in self.edges}
-        backward = {(b, a): LocalLane(microbatches, device[b], device[a]) for a, b in self.edges}
+        forward = {
+            (a, b): LocalLane(microbatches, device[a], device[b], waited[b], room[a, b], waited[a])
+            for a, b in self.edges
+        }
+        backward = {(b, a): LocalLane(microbatches, device[b], device[a], waited[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
             own = {s: stage for s, stage in self.stages.items() if together or self.placement[s] == rank}
             runners.append(compile_program(order, Wiring(own, slots, forward, backward, ends, work=work)))
-        return Job(tuple(runners), (*forward.values(), *backward.values()), ends, microbatches)
+        return Job(tuple(runners), (*forward.values(), *backward.values()), ends, microbatches, waits)
 
     def run(self, job: Job, *, grad: bool, occasion: str, state: Ambient | None = None) -> bool:
         """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left.
@@ -171,14 +185,19 @@ class LocalCrew:
         micro-batch it works on.
         """
         moments = surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
+        start = perf_counter()
         try:
-            self.workers.run(self.tasks(job, grad=grad), job.cancel)
+            self.workers.run(self.tasks(job, grad=grad), job.cancel, self.patience(job).look)
         except BaseException:
             self.forget()
             raise
         finally:
+            if self.weights is not None:
+                self.weights.land()
             for stage in self.stages.values():
                 stage.moments = ()
+        seconds = perf_counter() - start
+        self.bubble = None if self.on_gpu else 1 - sum(waited.busy for waited in job.waits) / (seconds * len(job.waits))
         return any(moment.known for moment in moments)
 
     def tasks(self, job: Job, *, grad: bool) -> list[Callable[[], None]]:
@@ -187,21 +206,25 @@ class LocalCrew:
         streams = [torch.cuda.current_stream(device) for device in devices]
         inference = torch.is_inference_mode_enabled()
 
-        def task(runner: Runner) -> None:
+        def task(runner: Runner, waited: Waited) -> None:
             with ExitStack() as stack:
                 # All ranks on one GPU use the caller's stream, so their order there needs no events.
                 for stream in streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 try:
-                    runner.run()
+                    waited.run(runner.run)
                 except BaseException as error:
                     at = runner.current
                     if at is not None:
                         error.add_note(f"in stage {at.stage}, micro-batch {at.microbatch}, action {at}")
                     raise
 
-        return [partial(task, runner) for runner in job.runners]
+        return [partial(task, runner, waited) for runner, waited in zip(job.runners, job.waits, strict=True)]
+
+    def patience(self, job: Job) -> Patience:
+        """What the caller looks after, while it waits for a job."""
+        return Patience(job.runners, self.placement, self.workers.threads, self.limits)
 
     def forget(self) -> None:
         """Drop what a failed run left behind: slots and lanes hold it."""

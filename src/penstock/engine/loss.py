@@ -8,11 +8,14 @@ averages over must be known before the first backward, which comes before the la
     counted cross-entropy and NLL average over the targets that are not ignored (by class weight, if given): run
             as a sum, divided by the count over all targets of the mini-batch, which are at hand beforehand
     pair    the function returns (sum, count): divided by N at first, put right at the end of the step
+
+A function of one argument finds the loss in the output: it takes no targets.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PlanError
 
-__all__ = ["LossRule", "find_loss", "loss_rule"]
+__all__ = ["LossRule", "find_loss", "loss_rule", "takes_output_alone"]
 
 _COUNTED: dict[Any, type[nn.Module]] = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}
 
@@ -36,6 +39,11 @@ class LossRule:
     call: Callable[[Any, Any], Any] | None
     reduction: str  # "mean", "sum" or "counted"
     count: Callable[[Any], Tensor] | None = None
+    alone: bool = False  # whether ``call`` looks at the output alone
+
+    @property
+    def wants_targets(self) -> bool:
+        return self.call is not None and not self.alone
 
     def whole(self, sizes: Sequence[int], targets: Sequence[Any]) -> float | Tensor:
         """What the mini-batch's loss is divided by: its samples, or what counts of its targets; 1 for a sum."""
@@ -63,9 +71,21 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
     found = reduction or str(options.get("reduction", "mean"))
     if found not in ("mean", "sum"):
         raise PlanError(f"loss_fn has reduction={found!r}, but a step needs one number: use 'mean' or 'sum'")
+    if loss_fn is not None and takes_output_alone(loss_fn):
+        return LossRule(lambda output, _: loss_fn(output), found, alone=True)
     if loss_fn is None or found == "sum" or function not in _COUNTED:
         return LossRule(loss_fn, found)
     return _counted(function, options)
+
+
+def takes_output_alone(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function has one argument, and not two."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # a function without one, such as some of torch's
+        return False
+    kinds = [parameter.kind for parameter in parameters if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
+    return kinds in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
 
 
 def _options(loss_fn: Any) -> tuple[dict[str, Any], Any]:

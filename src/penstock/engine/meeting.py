@@ -1,7 +1,7 @@
 """How the ranks of a pipeline come together: all bring the same facts, or all learn who does not, or cannot come.
 
 It goes through the store, by looking and not by waiting there, so that a rank which fails while it builds its
-pipeline does not leave the others waiting for its connections.
+pipeline does not leave the others waiting for its connections. From the start, a watch looks after each rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from penstock.errors import PipelineError, PlanError
+from penstock.engine.channel.process import ChannelError
+from penstock.engine.watch import Watch
+from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 from penstock.version import __version__
@@ -38,23 +40,49 @@ class Meeting:
         name = f"penstock/{_digest(str(self.ranks))}/{_meetings[self.ranks]}"
         self.store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self.patience = patience  # seconds to wait for ranks that have not come
+        self.met = False  # whether all have
+        self.watch = Watch(self.store, self.ranks, rank)
+        self._times = 0
 
     def cancel(self, error: BaseException) -> None:
-        """Tell the others that this rank will not come."""
-        word = {"rank": self.ranks[self.rank], "error": f"{type(error).__name__}: {error}"}
-        self.store.compare_set("cancelled", "", json.dumps(word))
+        """Tell the others that this rank will not come. If that is because of another one, this is raised here."""
+        cause = None
+        if self.met and isinstance(error, (RuntimeError, ChannelError)) and not isinstance(error, PenstockError):
+            cause = self.watch.bulletin.ask()  # what fails once all have come is a connection to one of them
+        if cause is None:
+            self.watch.bulletin.failed(error, where="could not build its pipeline: ")
+        self.watch.stop()
+        if cause is not None:
+            raise cause.error() from error
 
     def compare(self, facts: Mapping[str, Any]) -> None:
         """Wait for all ranks; raise if one does not come, or comes with other facts than the first."""
-        self.store.set(f"facts/{self.rank}", json.dumps(facts))
-        keys = [f"facts/{rank}" for rank in range(len(self.ranks))]
+        self._times += 1
+        keys = [f"facts/{self._times}/{rank}" for rank in range(len(self.ranks))]
+        self.store.set(keys[self.rank], json.dumps(facts))
+        others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
+        with self.watch.doing.waiting(others, "until this pipeline is begun by"):
+            self._wait(keys)
+        if not self.met:
+            self.met = True
+            self.watch.meet([self.store.get(f"address/{rank}") for rank in self.ranks])
+        everyone = [json.loads(self.store.get(key)) for key in keys]
+        for what, first in everyone[0].items():
+            found = {self.ranks[r]: theirs.get(what) for r, theirs in enumerate(everyone)}
+            differ = {rank: value for rank, value in found.items() if value != first}
+            if differ:
+                raise PlanError(
+                    f"the ranks were given different pipelines: {what} is {first} on rank {self.ranks[0]}, but "
+                    + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
+                )
+
+    def _wait(self, keys: list[str]) -> None:
         start = time.monotonic()
         pause = 0.001
         while not self.store.check(keys):
-            if self.store.check(["cancelled"]) and not self.store.check(keys):
-                word = json.loads(self.store.get("cancelled"))
-                rank = word["rank"]
-                raise PipelineError(f"rank {rank} could not build its pipeline: {word['error']}", rank=rank)
+            cause = self.watch.cause or self.watch.bulletin.read()
+            if cause is not None and not self.store.check(keys):
+                raise cause.error()
             if time.monotonic() - start > self.patience:
                 missing = [self.ranks[r] for r, key in enumerate(keys) if not self.store.check([key])]
                 raise PipelineError(
@@ -63,14 +91,6 @@ class Meeting:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        everyone = [json.loads(self.store.get(key)) for key in keys]
-        for what, first in everyone[0].items():
-            others = {self.ranks[r]: theirs[what] for r, theirs in enumerate(everyone) if theirs[what] != first}
-            if others:
-                raise PlanError(
-                    f"the ranks were given different pipelines: {what} is {first} on rank {self.ranks[0]}, but "
-                    + ", ".join(f"{value} on rank {rank}" for rank, value in others.items())
-                )
 
 
 def facts_of(plan: Plan, source: ScheduleSource, options: Mapping[str, Any]) -> dict[str, Any]:

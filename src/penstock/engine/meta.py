@@ -10,19 +10,26 @@ from torch import Tensor
 
 from penstock.engine.message import Message
 from penstock.engine.tree import Spec, flatten, unflatten
+from penstock.errors import PlanError
 
-__all__ = ["MessageMeta", "TensorMeta", "meta_of"]
+__all__ = ["MessageMeta", "TensorMeta", "meta_of", "require_dense"]
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor's shape and dtype."""
+    """A tensor's shape and dtype. Only dense ones travel."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    layout: torch.layout = torch.strided
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+        kind = "" if self.layout is torch.strided else f" {str(self.layout).removeprefix('torch.')}"
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]{kind}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        dense = self.layout is torch.strided
+        return TensorMeta, (self.shape, self.dtype) if dense else (self.shape, self.dtype, self.layout)
 
 
 @dataclass(frozen=True)
@@ -55,5 +62,21 @@ def _restored(
 def meta_of(message: Message) -> MessageMeta:
     """The meta of a message."""
     leaves, spec, wants, shared = message
-    metas = tuple(TensorMeta(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    metas = tuple(_tensor_meta(x) if isinstance(x, Tensor) else x for x in leaves)
     return MessageMeta(metas, spec, tuple(wants), tuple(shared))
+
+
+def _tensor_meta(tensor: Tensor) -> TensorMeta:
+    if tensor.is_nested:
+        return TensorMeta((), tensor.dtype, torch.jagged)
+    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.layout)
+
+
+def require_dense(meta: MessageMeta, stage: str) -> None:
+    """Refuse what a buffer of some shape and dtype cannot receive."""
+    for leaf in meta.tensors():
+        if leaf.layout is not torch.strided:
+            raise PlanError(
+                f"{stage} gives a {leaf} tensor to one in another process: give it the dense tensors that this one "
+                "consists of, or cut elsewhere"
+            )

@@ -16,12 +16,16 @@ __all__ = ["Outcome", "send_back"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The mini-batch's loss, the factor that puts its gradients right, its outputs, and the micro-batches' sizes."""
+    """The mini-batch's loss, the factor that puts its gradients right, its outputs, its samples and micro-batches.
+
+    Where a pipeline has replicas, loss and samples are those of all; the rest is this one's.
+    """
 
     loss: Tensor | None  # None: an evaluation without one
     factor: float | None  # None: they are right
     outputs: Any
-    sizes: tuple[int, ...]
+    samples: int
+    microbatches: int
 
 
 def send_back(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.engine.agree import Announcement
 from penstock.engine.call import in_modes
 from penstock.engine.context import Ambient, surround
+from penstock.engine.doing import SUMS
 from penstock.engine.message import Message
 from penstock.engine.settle import Settlement
 from penstock.engine.tree import Spec
@@ -71,6 +72,9 @@ class Parting:
             self.ends.outputs = [None] * self.count
         self.ends.inputs = [message.alone() for message in inputs]
         with crew.committing(training=True):
+            if crew.reducer is not None:
+                crew.reducer.begin()
+            crew.gather_shards()
             self._run(self.halves[0], grad=True)
         outputs = [message for message in self.ends.outputs or () if message is not None]
         self.ends.inputs, self.ends.outputs = [], None
@@ -84,13 +88,10 @@ class Parting:
         crew, ends = self.crew, self.ends
         ends.seed = seeds.__getitem__
         ends.grads = [()] * self.count
-        with self.rounding, in_modes(self.modes):
+        with self.rounding, in_modes(self.modes), crew.ties.reducing():
+            self._run(self.halves[1], grad=False)
             if crew.reducer is not None:
-                crew.reducer.begin()
-            with crew.ties.reducing():
-                self._run(self.halves[1], grad=False)
-                if crew.reducer is not None:
-                    crew.reducer.finish()
+                crew.reducer.finish()
         grads, ends.grads, ends.seed = ends.grads, None, None
         crew.parting = None
         return grads
@@ -98,7 +99,7 @@ class Parting:
     def _run(self, runner: Runner, *, grad: bool) -> None:
         stages = self.crew.stages.values()
         surround(stages, self.state, self.count, self.occasion)
-        self.crew.runner = runner
+        self.crew.doing.runner, self.crew.doing.phase = runner, SUMS
         with torch.set_grad_enabled(grad):
             runner.run()
         for stage in stages:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -17,8 +20,9 @@ from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import Group, open_group, speaks_nccl
 from penstock.engine.channel.process import ChannelError, Wire
 from penstock.engine.context import Occasions, ambient, surround
-from penstock.engine.failure import Bulletin
+from penstock.engine.doing import LOSS, NEXT, SUMS
 from penstock.engine.head import Head
+from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.jobs import Jobs, Wires
 from penstock.engine.meeting import Meeting, facts_of
@@ -28,11 +32,11 @@ from penstock.engine.outputs import Outputs
 from penstock.engine.parting import NOTHING, Parting
 from penstock.engine.reduce import Reducer
 from penstock.engine.replicas import Replicas
-from penstock.engine.runner import Runner
 from penstock.engine.running import RunningStatistics
 from penstock.engine.stage import StageEngine
 from penstock.engine.ties import ProcessTies
 from penstock.engine.tree import flatten, unflatten
+from penstock.engine.watch import Stopped
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
@@ -78,46 +82,62 @@ class ProcessCrew:
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.ended: PipelineError | None = None
         self.parting: Parting | None = None  # a mini-batch whose backward is still to come
+        self.waited = Waited()
+        self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self._groups: list[Group] = []
-        self._store = meeting.store
+        self.watch, self.doing, self.bulletin = meeting.watch, meeting.watch.doing, meeting.watch.bulletin
+        self.doing.homes = [self.ranks[rank] for rank in self.placement]
+        weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         self._name = f"pipeline {place.data_rank}.{place.tensor_rank}"
         meeting.compare(facts_of(plan, source, options))
-        self.control = Control(self._new_group("control", range(len(self.ranks)), torch.device("cpu")), self.ranks)
+        self.watch.limit(options["stuck_after"], options["timeout"])
+        control = self._new_group("control", range(len(self.ranks)), torch.device("cpu"))
+        self.control = Control(control, self.ranks, self.doing)
+        self.control.waited = self.waited
         self.replicas = self._meet("data", place)
         self.twins = self._meet("tensor", place)
-        self.bulletin = Bulletin(self._store, self.ranks[self.rank])
         wires = self._open_channels("", self.device)
         quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
-        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet)
-        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group)
-        self.runner: Runner | None = None
+        dynamic = bool(options["dynamic"])
+        self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
+        self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device, self.doing)
+        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
         self.reducer: Reducer | None = None
         self.statistics: RunningStatistics | None = None
+        modules = {s: stage.module for s, stage in self.stages.items()}
+        parallel = {s: stage.parallel for s, stage in self.stages.items() if stage.parallel is not None}
+        self.sharded = [made.sharded for made in parallel.values() if made.sharded is not None]
+        if self.replicas is not None or parallel:
+            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas, parallel)
         if self.replicas is not None:
-            modules = {s: stage.module for s, stage in self.stages.items()}
-            self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
-            self.reducer = self.jobs.reducer = Reducer(modules, self.replicas)
+            if not parallel:  # these were made equal before
+                self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
             if self.head is not None:
                 self.head.replicas = self.replicas
+        self.doing.phase = NEXT
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
-        outcome: Outcome = self.guarded(lambda: self._train(value, targets, outputs))
-        return outcome
+        return self._timed(lambda: self._train(value, targets, outputs))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
         """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank.
 
         Replicas take part together where there is a loss, and each for itself where none is wanted.
         """
-        outcome: Outcome = self.guarded(lambda: self._evaluate(value, targets, outputs, loss))
+        return self._timed(lambda: self._evaluate(value, targets, outputs, loss))
+
+    def _timed(self, work: Callable[[], Outcome]) -> Outcome:
+        self.waited.seconds, start = 0.0, perf_counter()
+        outcome: Outcome = self.guarded(work)
+        self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
 
     def forward(self, value: Any, rounding: AbstractContextManager[Any]) -> Any:
@@ -148,7 +168,7 @@ class ProcessCrew:
         sizes, head = announced.sizes, self.head
         targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
-            if targets is None and head.rule.call is not None and sizes:
+            if targets is None and head.rule.wants_targets and sizes:
                 where = f"rank {self.ranks[self.rank]}, which has the last stage"
                 how = " in each step: this one has none" if announced.targets_from == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")
@@ -156,14 +176,15 @@ class ProcessCrew:
         with self.committing(training=True):
             if self.reducer is not None:
                 self.reducer.begin()
+            self.gather_shards()
             with self.ties.reducing():
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
                     self.reducer.finish()
-            loss, factor = self._share_loss()
+            loss, factor, samples = self._share_loss()
             if grads:
                 send_back(messages, grads, factor)
-        return Outcome(loss, factor, head.take_outputs() if head is not None else None, sizes)
+        return Outcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
         announced, messages = self._announce(value, targets, training=False)
@@ -174,9 +195,19 @@ class ProcessCrew:
         if head is not None:
             head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
         with self.committing(training=False):
+            self.gather_shards()
             self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
-            loss, _ = self._share_loss()
-        return Outcome(loss, None, head.take_outputs() if head is not None else None, sizes)
+            for sharded in self.sharded:
+                sharded.release()
+            loss, _, samples = self._share_loss()
+        return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
+
+    def gather_shards(self) -> None:
+        """Before a run: put stages that are sharded over the replicas together."""
+        if self.sharded and self.replicas is not None:
+            self.replicas.sum([1.0])  # a replica that has failed is noticed here; within FSDP it would be waited for
+        for sharded in self.sharded:
+            sharded.gather()
 
     @contextmanager
     def committing(self, *, training: bool) -> Iterator[None]:
@@ -192,6 +223,7 @@ class ProcessCrew:
     def _announce(
         self, value: Any, targets: Any, *, training: bool, apart: bool = False
     ) -> tuple[Announcement, list[Message]]:
+        self.doing.phase = NEXT
         given = targets is not None
         if self.rank != self.first_rank:
             return self.agreement.hear(training, ambient(), value, given, apart), []
@@ -219,29 +251,36 @@ class ProcessCrew:
         ends.inputs = [message.alone() for message in messages]
         ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
-        self.runner = job.runner
-        with torch.set_grad_enabled(grad):
-            job.runner.run()
+        self.doing.runner, self.doing.phase = job.runner, SUMS
+        try:
+            with torch.set_grad_enabled(grad):
+                job.runner.run()
+        finally:
+            if self.weights is not None:
+                self.weights.land()
         for stage in self.stages.values():
             stage.moments = ()
         grads, ends.inputs, ends.grads = ends.grads, [], None
         return grads
 
-    def _share_loss(self) -> tuple[Tensor | None, float | None]:
-        """The loss and the factor of the rank that has the head, on all ranks."""
+    def _share_loss(self) -> tuple[Tensor | None, float | None, int]:
+        """The loss, the factor and the samples that the rank with the head knows of, on all ranks."""
+        self.doing.phase = LOSS
         if self.head is None:
-            there, loss, factor, wide = self.control.take_row(self.last_rank, 4)
+            there, loss, factor, wide, samples = self.control.take_row(self.last_rank, 5)
             dtype = torch.float64 if wide else torch.float32
-            return torch.tensor(loss, dtype=dtype, device=self.device) if there else None, factor or None
+            value = torch.tensor(loss, dtype=dtype, device=self.device) if there else None
+            return value, factor or None, int(samples)
         value, factor_here = self.head.finish()
+        batch = self.head.batch
         if value is None:
-            row = [0.0] * 4
+            row = [0.0, 0.0, 0.0, 0.0, batch]
         else:
-            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64)]
+            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), batch]
         for rank in range(len(self.ranks)):
             if rank != self.rank:
                 self.control.send_row(rank, row)
-        return value, factor_here
+        return value, factor_here, batch
 
     @property
     def head(self) -> Head | None:
@@ -250,7 +289,8 @@ class ProcessCrew:
     # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
-        group = open_group(self._store, f"{self._name} {name}", ranks, self.rank, device or self.device)
+        with self.doing.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
+            group = open_group(self.watch.lines, f"{self._name} {name}", ranks, self.rank, device or self.device)
         self._groups.append(group)
         return group
 
@@ -262,12 +302,15 @@ class ProcessCrew:
         others = {"data": place.data_rank, "pipe": place.pipe_rank, "tensor": place.tensor_rank}
         del others[dimension]
         name = f"{dimension} of {others}"
-        numbers = open_group(self._store, name, ranks, place.rank, torch.device("cpu"))
-        groups = [numbers]
-        if speaks_nccl(self.device):
-            groups.append(open_group(self._store, f"{name} on GPUs", ranks, place.rank, self.device))
+        with self.doing.waiting([r for r in ranks if r != place.rank], "to connect with"):
+            numbers = open_group(self.watch.lines, name, ranks, place.rank, torch.device("cpu"))
+            groups = [numbers]
+            if speaks_nccl(self.device):
+                groups.append(open_group(self.watch.lines, f"{name} on GPUs", ranks, place.rank, self.device))
         self._groups += groups
-        return Replicas(ranks, place.rank, numbers, groups[-1])
+        met = Replicas(ranks, place.rank, numbers, groups[-1], self.doing)
+        met.control.waited = self.waited
+        return met
 
     def _open_channels(self, prefix: str, device: torch.device) -> Wires:
         """A group of two for every direction and lane in which this rank sends or receives."""
@@ -281,8 +324,9 @@ class ProcessCrew:
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Wire(group, peer, self.device)
-                wires[a, b, lane].connect(sender=self.rank == a)
+                wires[a, b, lane] = Wire(group, peer, self.device, self.waited)
+                with self.doing.waiting([peer], "to connect with"):
+                    wires[a, b, lane].connect(sender=self.rank == a)
         return wires
 
     # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
@@ -312,20 +356,28 @@ class ProcessCrew:
         if self.ended is not None:
             raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
         try:
-            if self.parting is not part_of:
-                raise PlanError(
-                    "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call "
-                    "backward on a loss of it before anything else, or call the pipeline under torch.no_grad()"
-                )
-            result = work()
-            self.control.settle()
+            with self.watch:
+                if self.parting is not part_of:
+                    raise PlanError(
+                        "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call "
+                        "backward on a loss of it before anything else, or call the pipeline under torch.no_grad()"
+                    )
+                result = work()
+                self.control.settle()
             return result
         except Refused as refused:
-            raise PlanError(str(refused)) from None
+            error = PlanError(str(refused))
+            if self.replicas is not None:  # which wait for this one's part
+                self._stop(self.bulletin.failed(error, None, None, None).error(), error)
+            raise error from None
+        except Stopped as stopped:
+            self._stop(stopped.cause.error(), stopped.__cause__)
         except ChannelError as error:
             self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:
-            at = self.runner.current if self.runner is not None else None
+            if self.watch.interrupted and self.watch.cause is not None:
+                self._stop(self.watch.cause.error(), error)
+            at = self.doing.runner.current if self.doing.runner is not None else None
             place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
             cause = self.bulletin.failed(error, *place).error()
             if isinstance(error, Exception):
@@ -334,8 +386,10 @@ class ProcessCrew:
             self.close()
             raise
 
-    def _stop(self, error: PipelineError, cause: BaseException) -> NoReturn:
+    def _stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
         self.ended = error
+        if isinstance(cause, ChannelError):  # whose frames keep connections open that are to be closed
+            traceback.clear_frames(cause.__traceback__)
         self.close()
         raise error from cause
 
@@ -343,17 +397,27 @@ class ProcessCrew:
     def closed(self) -> bool:
         return not self._groups and self.ended is None
 
+    def leave(self, error: BaseException | None) -> None:
+        """Close because the program leaves the pipeline, by an error or without one, which the others learn of."""
+        self.watch.part(error)
+        self.close()
+
     def close(self) -> None:
         """Leave the channels. Ranks that still wait for this one learn of it at once."""
         if not self._groups:
             return
-        self.bulletin.closed()
+        self.watch.stop()
         self.jobs.close()
         for stage in self.stages.values():
             stage.close()
-        self.runner = None
+        for sharded in self.sharded:
+            sharded.abandon()
         self.control.close()
         self.ties.close()
+        if self.reducer is not None:  # sums may be under way
+            self.reducer.begin()
+        if self.head is not None:
+            self.head.clear()
         for replicas in (self.replicas, self.twins):
             if replicas is not None:
                 replicas.close()

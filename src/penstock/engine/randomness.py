@@ -41,10 +41,18 @@ _here = _Here()
 class Randomness:
     """The modules of one stage that draw random numbers. ``seed=None`` leaves the numbers to the plain generators.
 
-    ``first`` is the number of this replica's first micro-batch among those of all replicas.
+    ``first`` is the number of this replica's first micro-batch among those of all replicas; ``own`` gives the model's
+    name of a part that something was wrapped around.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, seed: int | None, first: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        seed: int | None,
+        first: int = 0,
+        own: Callable[[str], str] = str,
+    ) -> None:
         self.module = module
         self.device = device
         self.seed = seed
@@ -52,7 +60,7 @@ class Randomness:
         self.moment = ""  # which step or call this is
         self.names: dict[int, list[str]] = {}
         for name, part in module.named_modules(remove_duplicate=False):
-            self.names.setdefault(id(part), []).append(name)
+            self.names.setdefault(id(part), []).append(own(name))
         self.sites: dict[int, nn.Module] = {}
         self._learned: list[object] = []  # the modes whose forwards have been watched; few
         self._handles: list[RemovableHandle] = []

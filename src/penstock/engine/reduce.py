@@ -4,7 +4,8 @@
                     └ on its way while the rank's other stages work
 
 Small gradients go together in buckets. A large one is summed where it is. Which parameters got a gradient is summed as
-well: one that got none in any replica has none afterwards, as in the plain model.
+well: one that got none in any replica has none afterwards, as in the plain model. Of a parameter in parts (DTensor),
+replicas have the same part: it is what is summed. What ``fully_shard`` has parted over the replicas it reduces itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.accumulate import give_grad, sums
+from penstock.engine.ddp import Bucket, Wrapping
+from penstock.engine.parallelized import Parallelized
 from penstock.engine.replicas import Pending, Replicas
+from penstock.engine.shards import give_local_grad, local, settle
 
 __all__ = ["Reducer"]
 
@@ -29,17 +33,26 @@ class _Flight(NamedTuple):
     work: Any
     parameters: list[nn.Parameter]
     flat: Tensor | None
+    wrapping: Wrapping | None = None  # whose hook is at work, if one is
 
 
 class Reducer:
-    """Sums the gradients of this rank's stages over the replicas.
+    """Sums the gradients of this rank's stages over the replicas; without any, it makes them what the optimizer takes.
 
     Sums start in the order of falling stages whatever the schedule does: replicas may run different numbers of
-    micro-batches, and must not meet in different orders.
+    micro-batches, and must not meet in different orders. ``parallel`` are the stages that the user has parallelized.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], replicas: Replicas, bucket: int | None = None) -> None:
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        replicas: Replicas | None,
+        parallel: Mapping[int, Parallelized],
+        bucket: int | None = None,
+    ) -> None:
         self.replicas = replicas
+        self.sharded = {s: made.sharded for s, made in parallel.items() if made.sharded is not None}
+        self.wrapped = {key: wrapping for made in parallel.values() for key, wrapping in made.wrapped.items()}
         self.bucket = BUCKET if bucket is None else bucket
         self.stages: dict[int, list[nn.Parameter]] = {}
         seen: set[int] = set()
@@ -73,42 +86,85 @@ class Reducer:
             self.ready(stage)
         with torch.no_grad():
             there = {id(p) for parameters, pending in self._present for p in _there(parameters, pending())}
-            for work, parameters, flat in self._flights:
-                self.replicas.wait(work)
-                if flat is not None:
-                    _hand_out(parameters, flat, there)
-                elif id(parameters[0]) not in there:
-                    parameters[0].grad = None
+            for flight in self._flights:
+                self._land(flight, there)
+            for stage, sharded in sorted(self.sharded.items(), reverse=True):
+                if not self._early(stage):
+                    sharded.reduce()
+                sharded.finish()
+                for parameter in self.stages[stage]:
+                    if id(parameter) in sharded.parameters and id(parameter) not in there:
+                        parameter.grad = None
             self._sum_sparse(there)
         self.begin()
 
+    @torch.no_grad()
     def _start(self, stage: int) -> None:
         parameters = [p for p in self.stages[stage] if p.requires_grad]
-        if not parameters:
-            return
-        self._present.append((parameters, self.replicas.start([float(p.grad is not None) for p in parameters])))
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        sharded = self.sharded.get(stage)
+        if parameters:
+            got = {id(p) for p in parameters if p.grad is not None} | (sharded.got_gradient() if sharded else set())
+            self._present.append((parameters, self._count([float(id(p) in got) for p in parameters])))
+        if sharded is not None:
+            parameters = [p for p in parameters if id(p) not in sharded.parameters]
+            if self._early(stage):
+                sharded.reduce()
         for parameter in parameters:
-            if id(parameter) in self.sparse:
-                continue
-            dtype = _dtype(parameter)
-            if parameter.numel() * dtype.itemsize >= self.bucket:
-                self._start_alone(parameter)
-            else:
-                kinds.setdefault((dtype, parameter.device), []).append(parameter)
-        for (dtype, _), group in kinds.items():
-            for bucket in _buckets(group, self.bucket // dtype.itemsize):
-                flat = torch.cat([_gradient(p, dtype).reshape(-1) for p in bucket])
-                self._flights.append(_Flight(self.replicas.start_sum(flat), bucket, flat))
+            settle(parameter)
+        if self.replicas is not None:
+            self._start_sums([p for p in parameters if id(p) not in self.sparse], self.replicas)
 
-    def _start_alone(self, parameter: nn.Parameter) -> None:
+    def _early(self, stage: int) -> bool:
+        """Whether a sharded stage is reduced while others work: where the process would not wait for it."""
+        return self.sharded[stage].device.type != "cpu"
+
+    def _count(self, row: list[float]) -> Pending:
+        return (lambda: row) if self.replicas is None else self.replicas.start(row)
+
+    def _start_sums(self, parameters: Iterable[nn.Parameter], replicas: Replicas) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device, Wrapping | None], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            dtype, wrapping = _dtype(parameter), self.wrapped.get(id(parameter))
+            hooked = wrapping is not None and bool(wrapping.hooks)
+            if not hooked and local(parameter).numel() * dtype.itemsize >= self._most(wrapping):
+                self._start_alone(parameter, replicas)
+            else:
+                kinds.setdefault((dtype, parameter.device, wrapping), []).append(parameter)
+        for (dtype, _, wrapping), group in kinds.items():
+            buckets = _buckets(group, self._most(wrapping) // dtype.itemsize)
+            for number, bucket in enumerate(buckets):
+                flat = torch.cat([_gradient(p, dtype).reshape(-1) for p in bucket])
+                if wrapping is not None and wrapping.hooks:
+                    work = wrapping.start(Bucket(number, flat, bucket, number == len(buckets) - 1))
+                    self._flights.append(_Flight(work, bucket, flat, wrapping))
+                else:
+                    self._flights.append(_Flight(replicas.start_sum(flat), bucket, flat))
+
+    def _most(self, wrapping: Wrapping | None) -> int:
+        return self.bucket if wrapping is None else wrapping.bucket
+
+    def _start_alone(self, parameter: nn.Parameter, replicas: Replicas) -> None:
         grad = _gradient(parameter, _dtype(parameter)).contiguous()
-        if parameter.grad is not grad:
-            give_grad(parameter, grad)
-        self._flights.append(_Flight(self.replicas.start_sum(grad), [parameter], None))
+        if parameter.grad is None or local(parameter.grad) is not grad:
+            give_local_grad(parameter, grad)
+        self._flights.append(_Flight(replicas.start_sum(grad), [parameter], None))
+
+    def _land(self, flight: _Flight, there: set[int]) -> None:
+        """Wait for some gradients, and hand them out."""
+        work, parameters, flat, wrapping = flight
+        assert self.replicas is not None
+        result = self.replicas.wait(work)
+        if wrapping is not None:  # a hook gives the mean over the replicas
+            flat = (result if isinstance(result, Tensor) else result[0]) * self.replicas.count
+        if flat is not None:
+            _hand_out(parameters, flat, there)
+        elif id(parameters[0]) not in there:
+            parameters[0].grad = None
 
     def _sum_sparse(self, there: set[int]) -> None:
         """Gradients of embeddings that ask for sparse ones stay sparse. Their rows are few: they go as they are."""
+        if self.replicas is None:
+            return
         for parameter in (p for stage in sorted(self.stages) for p in self.stages[stage]):
             if id(parameter) in self.sparse and id(parameter) in there:
                 grads = [g for g in self.replicas.gather(_on_host(parameter.grad)) if g is not None]
@@ -122,9 +178,10 @@ def _dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _gradient(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    grad = parameter.grad
-    if grad is None:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    """This process's part of it."""
+    if parameter.grad is None:
+        return torch.zeros_like(local(parameter), dtype=dtype, requires_grad=False)
+    grad = local(parameter.grad)
     return (grad.to_dense() if grad.is_sparse else grad).to(dtype)
 
 
@@ -133,24 +190,25 @@ def _buckets(parameters: Iterable[nn.Parameter], most: int) -> list[list[nn.Para
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
-        if parameter.numel() > room:
+        size = local(parameter).numel()
+        if size > room or not buckets:
             buckets.append([])
             room = most
         buckets[-1].append(parameter)
-        room -= parameter.numel()
+        room -= size
     return buckets
 
 
 def _hand_out(parameters: list[nn.Parameter], flat: Tensor, there: set[int]) -> None:
-    parts = torch.split(flat, [p.numel() for p in parameters])
+    parts = torch.split(flat, [local(p).numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         if id(parameter) not in there:
             continue
-        part = part.view(parameter.shape)
+        part = part.view(local(parameter).shape)
         if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.dtype is not part.dtype:
-            give_grad(parameter, part.clone())
+            give_local_grad(parameter, part.clone())
         else:
-            parameter.grad.copy_(part)
+            local(parameter.grad).copy_(part)
 
 
 def _there(parameters: list[nn.Parameter], counts: list[float]) -> list[nn.Parameter]:

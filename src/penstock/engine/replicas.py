@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from torch import Tensor
 from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import Group
 from penstock.engine.channel.process import ChannelError
+from penstock.engine.doing import Doing
 
-__all__ = ["Pending", "Replicas"]
+__all__ = ["Pending", "Replicas", "equalise"]
 
 Pending = Callable[[], list[float]]  # numbers on their way: called, it waits for them
 
@@ -26,24 +29,20 @@ Pending = Callable[[], list[float]]  # numbers on their way: called, it waits fo
 class Replicas:
     """This rank and its twins, one in each replica. All of them make the same calls in the same order."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, numbers: Group, group: Group) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, numbers: Group, group: Group, doing: Doing) -> None:
         """``ranks`` are the twins' in the world; ``numbers`` is their group on the CPU, ``group`` on their device."""
         self.index = list(ranks).index(rank)
         self.count = len(ranks)
-        self.control = Control(numbers, ranks)
+        self.control = Control(numbers, ranks, doing)
+        self.doing = doing
+        self.others = [r for r in ranks if r != rank]
         self.numbers = numbers
         self.group = group
 
     def start(self, row: Sequence[float]) -> Pending:
         """Start to add up a row of numbers over the replicas."""
         total = torch.tensor(row, dtype=torch.float64)
-        work = self._start(self.numbers, total)
-
-        def finish() -> list[float]:
-            self.wait(work)
-            return total.tolist()
-
-        return finish
+        return partial(self._finish, self._start(self.numbers, total), total)
 
     def sum(self, row: Sequence[float]) -> list[float]:
         """The sums of a row of numbers over the replicas."""
@@ -51,12 +50,16 @@ class Replicas:
 
     def start_sum(self, tensor: Tensor) -> Any:
         """Start to make a tensor its sum over the replicas; to be waited for with ``wait``."""
-        return self._start(self.group, tensor)
+        return self._start(self._group_for(tensor), tensor)
 
-    def wait(self, work: Any) -> None:
-        """Wait for what was started; on a GPU, its stream does."""
+    def wait(self, work: Any) -> Any:
+        """Wait for what was started, and give what it gives; on a GPU, its stream waits."""
+        start = perf_counter()
         try:
-            work.wait()
+            with self.doing.waiting(self.others):
+                found = work.wait()
+            self.control.waited.seconds += perf_counter() - start
+            return found
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None
 
@@ -66,22 +69,39 @@ class Replicas:
 
     def equalise(self, tensors: Iterable[Tensor]) -> None:
         """Give every replica the values of the first."""
-        try:
-            pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
-            for work in [self.group.broadcast(dense, 0) for _, dense in pairs]:
-                work.wait()
-            for tensor, dense in pairs:
-                if dense.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(dense)
-        except RuntimeError as error:
-            raise ChannelError(None, str(error)) from None
+        for tensor in tensors:
+            equalise([tensor], self._group_for(tensor), self.wait)
 
     def close(self) -> None:
         self.control.close()
         self.numbers = self.group = None
+
+    def _group_for(self, tensor: Tensor) -> Group:
+        """Weights that live on the host have their gradients there, too."""
+        return self.numbers if tensor.device.type == "cpu" else self.group
+
+    def _finish(self, work: Any, total: Tensor) -> list[float]:
+        self.wait(work)
+        return total.tolist()
 
     def _start(self, group: Group, tensor: Tensor) -> Any:
         try:
             return group.allreduce([tensor])
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None
+
+
+def equalise(tensors: Iterable[Tensor], group: Group, wait: Callable[[Any], Any] | None = None) -> None:
+    """Give every process of a group the values of its first; ``wait`` waits for what was started."""
+    try:
+        pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
+        for work in [group.broadcast(dense, 0) for _, dense in pairs]:
+            if wait is not None:
+                wait(work)
+            else:
+                work.wait()
+        for tensor, dense in pairs:
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.copy_(dense)
+    except RuntimeError as error:
+        raise ChannelError(None, str(error)) from None

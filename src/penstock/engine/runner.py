@@ -9,20 +9,26 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from penstock.engine.doing import Progress
 from penstock.engine.message import Message, merge
 from penstock.engine.offload import returns
 from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.program import Instruction
 
-__all__ = ["Ends", "Lane", "PostedLane", "Progress", "Runner", "Wiring", "compile_program"]
+__all__ = ["Ends", "Lane", "PostedLane", "Runner", "Wiring", "compile_program"]
 
 Call = Callable[[], None]
 
 
 class Lane(Protocol):
-    """One edge in one direction: what a stage sends along it, another one takes."""
+    """One edge in one direction: what a stage sends along it, another one takes.
+
+    What another rank sends lands first, and is taken then: so a rank that waits is seen to wait, and not to compute.
+    """
 
     def send(self, microbatch: int, payload: Any) -> None: ...
+
+    def land(self, microbatch: int) -> None: ...
 
     def take(self, microbatch: int) -> Any: ...
 
@@ -36,13 +42,6 @@ class PostedLane(Lane, Protocol):
     def sent(self, microbatch: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-@dataclass
-class Progress:
-    """Where a rank is in its program; read by others to say what it is doing."""
-
-    at: int = -1
 
 
 @dataclass
@@ -106,14 +105,21 @@ def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runn
     instructions = list(instructions)
     back = returns(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
     away = {pair for pairs in back.values() for pair in pairs if wiring.stages[pair[0]].offload is not None}
+    weights = next((stage.weights for stage in wiring.stages.values() if stage.weights is not None), None)
+    stops = {} if weights is None else weights.calls(instructions, wiring.stages)
     for at, instruction in enumerate(instructions):
-        for call in (
-            *_come_back(back.get(at, ()), away, wiring),
-            *_go(instruction, away, wiring),
-            *_bind(instruction, wiring),
+        for call, of in (
+            *(((stops[at], instruction),) if at in stops else ()),
+            *((call, instruction) for call in _come_back(back.get(at, ()), away, wiring)),
+            *((call, instruction) for call in _go(instruction, away, wiring)),
+            *_wait(instruction, wiring),
+            *((call, instruction) for call in _bind(instruction, wiring)),
         ):
             calls.append(call)
-            done.append(instruction)
+            done.append(of)
+    if len(instructions) in stops:
+        calls.append(stops[len(instructions)])
+        done.append(instructions[-1])
     return Runner(calls, done)
 
 
@@ -124,6 +130,19 @@ def _come_back(pairs: Iterable[tuple[int, int]], away: set[tuple[int, int]], wir
 def _go(instruction: Instruction, away: set[tuple[int, int]], wiring: Wiring) -> list[Call]:
     pair = instruction.stage, instruction.microbatch
     return [partial(_send_away, wiring.slots[pair])] if instruction.kind == "F" and pair in away else []
+
+
+def _wait(instruction: Instruction, wiring: Wiring) -> list[tuple[Call, Instruction]]:
+    """The waits for what other ranks send to an action, under the names of their receives."""
+    kind, stage, k, _ = instruction
+    if kind not in ("F", "B", "I"):
+        return []
+    lane_name, lanes = ("F", wiring.forward) if kind == "F" else ("B", wiring.backward)
+    return [
+        (partial(lane.land, k), Instruction(f"RECV_{lane_name}", stage, k, src))
+        for (src, dst), lane in sorted(lanes.items(), key=lambda pair: pair[0])
+        if dst == stage and src not in wiring.stages
+    ]
 
 
 def _bind(instruction: Instruction, wiring: Wiring) -> list[Call]:

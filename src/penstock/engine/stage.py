@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, increment_version
 from penstock.engine.batchnorm import DeferredBatchNorm
 from penstock.engine.buffers import Unnoticed
 from penstock.engine.head import Head
+from penstock.engine.hostweights import HostWeights
 from penstock.engine.message import Message, depart, depart_apart, share_out
 from penstock.engine.moment import MicroBatch, here
 from penstock.engine.offload import ActivationOffload
@@ -36,13 +37,14 @@ from penstock.engine.weightgrad import Recorder, WeightGradQueue
 from penstock.errors import PlanError
 from penstock.schedule.program import Program
 
+if TYPE_CHECKING:
+    from penstock.engine.parallelized import Parallelized
+
 __all__ = ["Slot", "StageEngine", "make_slots"]
 
 # torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-
-
 _NEVER = object()
 
 
@@ -104,15 +106,20 @@ class StageEngine:
         self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
         self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
+        self.weights: HostWeights | None = None  # there on a GPU, when weights live on the host
         self.randomness: Randomness | None = None  # there when draws are seeded, or must be repeated
         self.unnoticed: Unnoticed | None = None  # there when forwards are run again
         self.norms: DeferredBatchNorm | None = None  # there when statistics are those of the mini-batch
+        self.parallel: Parallelized | None = None  # there when the user has parallelized the stage
         self._recorder: Recorder | None = None
 
     def new_queue(self) -> WeightGradQueue:
         """A queue for the weight gradients of one micro-batch in flight, where the backward is split."""
         if self._recorder is None:
-            self._recorder = Recorder(self.module, self.shared)
+            sharded = None if self.parallel is None else self.parallel.sharded
+            if sharded is not None:  # what the forward will use are the gathered parameters
+                sharded.arrive()
+            self._recorder = Recorder(self.module, self.shared, whole=sharded is not None and sharded.rounds)
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:

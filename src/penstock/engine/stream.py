@@ -54,7 +54,7 @@ def stream(crew: LocalCrew, values: Iterable[Any]) -> Iterator[Any]:
         for left in waiting:
             left.job.cancel()
         for left in waiting:
-            while len(left.report.outcomes) < len(left.job.runners):
+            while not crew.closed and len(left.report.outcomes) < len(left.job.runners):
                 left.report.news.get()
         for stage in crew.stages.values():
             stage.moments = ()
@@ -89,7 +89,7 @@ def _start(crew: LocalCrew, value: Any) -> _UnderWay:
 
 def _take(crew: LocalCrew, batch: _UnderWay) -> Any:
     try:
-        crew.workers.wait(batch.report, batch.job.cancel)
+        crew.workers.wait(batch.report, batch.job.cancel, crew.patience(batch.job).look)
     except BaseException:
         crew.forget()
         raise

@@ -10,15 +10,21 @@ A place is a device of this process, or a process.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.accumulate import give_grad, sums
 from penstock.engine.channel.group import Group
+from penstock.engine.channel.process import ChannelError
+from penstock.engine.doing import Doing
+from penstock.engine.shards import is_sharded, local
+from penstock.errors import PlanError
 from penstock.split.plan import Plan, Tie
 
 __all__ = ["LocalTies", "ProcessTies", "Ties", "place_ties"]
@@ -66,6 +72,10 @@ class LocalTies(Ties):
     def __init__(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         super().__init__()
         self.copies = [list(row) for row in copies if len(row) > 1]
+        self.align()
+
+    def align(self) -> None:
+        """Give all copies the value of the first."""
         for first, *others in self.copies:
             for other in others:
                 other.data.copy_(first.data)
@@ -97,17 +107,23 @@ class ProcessTies(Ties):
         placement: Sequence[int],
         rank: int,
         new_group: Callable[[str, Sequence[int]], Group],
+        device: torch.device,
+        doing: Doing,
     ) -> None:
         super().__init__()
+        self.device = device
         self.groups: list[Group] = []
+        self.doing = doing
+        self.others: list[list[int]] = []  # the ranks, in the world, that each group is with
         for tie, mine in zip(plan.ties, copies, strict=True):
             ranks = sorted({placement[stage] for stage in tie.stages})
             if len(ranks) > 1 and rank in ranks:
                 (parameter,) = mine
-                group = new_group(f"tie {tie.names[0]}", ranks)
-                group.broadcast(parameter.data, 0).wait()
+                self.groups.append(new_group(f"tie {tie.names[0]}", ranks))
+                self.others.append([doing.homes[placement.index(r)] for r in ranks if r != rank])
+                self._compare_layouts(tie, parameter)
+                self._share(-1, local(parameter).detach(), lambda group, there: group.broadcast(there, 0))
                 self.copies.append([parameter])
-                self.groups.append(group)
 
     def sum_up(self, number: int) -> None:
         (parameter,) = self.copies[number]
@@ -115,7 +131,38 @@ class ProcessTies(Ties):
             if parameter.grad is None:
                 wide = torch.float32 if id(parameter) in sums else None
                 give_grad(parameter, torch.zeros_like(parameter, dtype=wide))
-            self.groups[number].allreduce(parameter.grad).wait()
+            assert parameter.grad is not None
+            self._share(number, local(parameter.grad), lambda group, there: group.allreduce(there))
+
+    def _share(self, number: int, tensor: Tensor, start: Callable[[Group, Tensor], Any]) -> None:
+        """Do it where ranks talk: weights that live on the host have their gradients there, too."""
+        there = tensor.to(self.device)
+        self._wait(number, lambda group: start(group, there))
+        if there is not tensor:
+            tensor.copy_(there)
+
+    def _wait(self, number: int, start: Callable[[Group], Any]) -> None:
+        others = self.others[number]
+        try:
+            with self.doing.waiting(others, "for the other copies of a tied parameter from"):
+                start(self.groups[number]).wait()
+        except RuntimeError as error:
+            raise ChannelError(others[0] if len(others) == 1 else None, str(error)) from None
+
+    def _compare_layouts(self, tie: Tie, parameter: nn.Parameter) -> None:
+        """Copies in parts must be in the same parts, which are what is summed."""
+        layout = repr(parameter.placements) if is_sharded(parameter) else "whole"
+        word = f"{layout} {tuple(local(parameter).shape)}"
+        mine = float(zlib.crc32(word.encode()))
+        everyone = torch.tensor([mine, -mine], dtype=torch.float64, device=self.device)
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = torch.distributed.ReduceOp.MAX  # type: ignore[assignment]
+        self._wait(-1, lambda group: group.allreduce([everyone], options))
+        if everyone.tolist() != [mine, -mine]:
+            raise PlanError(
+                f"{' = '.join(tie.names)} is one parameter of several stages, but parallelize has laid it out in "
+                f"different ways there (here as {word}): treat it alike in all of them"
+            )
 
     def counts(self, parameter: nn.Parameter) -> bool:
         pairs = zip(self.copies, self.groups, strict=True)

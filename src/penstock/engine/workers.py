@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +19,8 @@ __all__ = ["Report", "Workers"]
 Job = Callable[[], None]
 Inbox: TypeAlias = "SimpleQueue[tuple[Job, Report] | None]"
 _threads_lock = threading.Lock()
+
+LOOK = 0.2  # seconds of silence after which the one who waits looks around
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class Workers:
             thread.start()
         self._end = weakref.finalize(self, _stop, self.inboxes)
 
-    def run(self, jobs: Sequence[Job], cancel: Callable[[], None]) -> None:
+    def run(self, jobs: Sequence[Job], cancel: Callable[[], None], look: Callable[[], None]) -> None:
         """Run ``jobs[r]`` on worker ``r``. The first failure cancels the others and is raised here."""
-        self.wait(self.start(jobs), cancel)
+        self.wait(self.start(jobs), cancel, look)
 
     def start(self, jobs: Sequence[Job]) -> Report:
         """Give ``jobs[r]`` to worker ``r``, which does it when it is done with those it was given before."""
@@ -56,15 +58,24 @@ class Workers:
             inbox.put((job, report))
         return report
 
-    def wait(self, report: Report, cancel: Callable[[], None]) -> None:
-        """Wait for jobs that were started. The first failure cancels the others and is raised here."""
+    def wait(self, report: Report, cancel: Callable[[], None], look: Callable[[], None]) -> None:
+        """Wait for jobs that were started. The first failure cancels the others and is raised here.
+
+        Meanwhile ``look`` is called from time to time. If it raises a ``PipelineError``, the waiting is over: the
+        workers are to end, and a job that does not come to its end is left to its thread.
+        """
         failure: BaseException | None = None
         while len(report.outcomes) < len(self.inboxes):
             try:
-                report.news.get()
+                if not _got_news(report):
+                    look()
                 errors = [error for error in report.outcomes if error is not None]
             except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
                 errors = [interrupt]
+            except PipelineError:
+                cancel()
+                self._end()
+                raise
             if errors and failure is None:
                 failure = errors[0]
                 cancel()
@@ -81,8 +92,21 @@ class Workers:
                 thread.join(5)
 
     @property
+    def threads(self) -> list[int]:
+        """The idents of the workers' threads."""
+        return [thread.ident or 0 for thread in self._threads]
+
+    @property
     def closed(self) -> bool:
         return not self._end.alive
+
+
+def _got_news(report: Report) -> bool:
+    try:
+        report.news.get(timeout=LOOK)
+    except Empty:
+        return False
+    return True
 
 
 def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:

@@ -41,12 +41,18 @@ class _Message(NamedTuple):
 
 
 def lower(
-    schedule: Schedule, edges: Iterable[Edge] | None = None, *, depth: int = 2, live_sends: int = 4
+    schedule: Schedule,
+    edges: Iterable[Edge] | None = None,
+    *,
+    depth: int = 2,
+    live_sends: int = 4,
+    described: bool = False,
 ) -> tuple[Program, ...]:
     """One program per rank, for a schedule that has been verified.
 
     ``depth`` receives are posted per channel at any time, the one waited for included. ``live_sends`` may be open
     before the oldest is waited for, or as many as the sender has micro-batches in flight, if these are more.
+    A message that is ``described`` by a header of its own is received when it is taken, and not when it is posted.
     """
     if depth < 1 or live_sends < 1:
         raise ScheduleError(f"depth and live_sends must be at least 1, got {depth} and {live_sends}")
@@ -83,8 +89,8 @@ def lower(
         _assemble(rank, order, before[rank], sends[rank], sent[rank], schedule.trains)
         for rank, order in enumerate(schedule.orders)
     )
-    if gets_stuck(programs):  # a bounded wait closed a circle: let sends pile up instead
-        return lower(schedule, edges, depth=depth, live_sends=live_sends * 2)
+    if gets_stuck(programs, described=described):  # a bounded wait closed a circle: let sends pile up instead
+        return lower(schedule, edges, depth=depth, live_sends=live_sends * 2, described=described)
     return programs
 
 

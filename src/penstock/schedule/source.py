@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
 
 from penstock.errors import ScheduleError
 from penstock.schedule.fill_drain import fill_drain
 from penstock.schedule.recompute import Recompute, recompute_modes, with_recompute
 from penstock.schedule.registry import SCHEDULES, build, find
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.turns import take_turns
 from penstock.schedule.verify import verify
 
 __all__ = ["ScheduleSource"]
@@ -36,6 +38,7 @@ class ScheduleSource:
         self.recompute = recompute_modes(recompute, stages)
         self._given: Schedule | None = None
         self._made: dict[tuple[str, int], Schedule] = {}
+        self._apart: tuple[ScheduleSource, Sequence[int]] | None = None  # where ranks are joined: as they were
         self.stages_per_rank: int | None = None
         if isinstance(schedule, Schedule):
             _check_given(schedule, stages, microbatches, ranks)
@@ -55,6 +58,13 @@ class ScheduleSource:
         """Whether any forward of a stage is run again."""
         given = () if self._given is None else self._given.orders
         return self.recompute[stage] != "never" or any(a.kind == "R" and a.stage == stage for o in given for a in o)
+
+    def taking_turns(self, joined: Sequence[int]) -> ScheduleSource:
+        """The same schedules with ranks that take turns: ``joined[r]`` does the work of rank ``r``."""
+        source = copy.copy(self)
+        source._made, source._apart = {}, (self, joined)
+        source.ranks, source.placement = max(joined) + 1, tuple(joined[rank] for rank in self.placement)
+        return source
 
     def training(self, microbatches: int) -> Schedule:
         """The schedule of a step of so many micro-batches."""
@@ -81,6 +91,9 @@ class ScheduleSource:
     def _make(self, what: str, microbatches: int) -> Schedule:
         if what != "train":
             return fill_drain(self.placement, microbatches, backward=what == "fill_drain")
+        if self._apart is not None:
+            source, joined = self._apart
+            return take_turns(source._make(what, microbatches), self.edges, joined)
         if self._given is not None:
             return self._given.first(microbatches)
         return build(self.name, self.ranks, microbatches, self.stages_per_rank)

@@ -6,14 +6,15 @@
     ps.BeginBlock(self.layer3, "B3")    # from the call of this module on
 
 What runs before any block belongs to the first one that is entered; what runs after a block has ended, and in no
-other, belongs to that block still. In a block within a block the inner one counts.
+other, belongs to that block still. In a block within a block the inner one counts. Blocks without a name are
+numbered, "0", "1", …, in the order in which they are met.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from torch import nn
 from penstock.errors import PlanError
 from penstock.split.trace.state import recorder
 
-__all__ = ["BeginBlock", "Block", "BlockFunction", "Stage", "begun", "decorated"]
+__all__ = ["BeginBlock", "Block", "BlockFunction", "Stage", "begun", "decorated", "unmark"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,14 +32,14 @@ _ATTRIBUTE = "_penstock_block"
 class Block:
     """A scope whose operations form the block ``name``. Outside ``ps.split`` it does nothing."""
 
-    def __init__(self, name: str, device: str | torch.device | None = None) -> None:
-        self.name = checked_name(name)
+    def __init__(self, name: str | None = None, device: str | torch.device | None = None) -> None:
+        self.name = None if name is None else checked_name(name)
         self.device = checked_device(f"block {name!r}", device)
 
-    def __enter__(self) -> Block:
+    def __enter__(self) -> Self:
         trace = recorder()
         if trace is not None:
-            trace.enter(self.name, self.device)
+            trace.enter(self)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -50,7 +51,7 @@ class Block:
 class BlockFunction:
     """A decorator: what the function or method does forms the block ``name``."""
 
-    def __init__(self, name: str, device: str | torch.device | None = None) -> None:
+    def __init__(self, name: str | None = None, device: str | torch.device | None = None) -> None:
         self.block = Block(name, device)
 
     def __call__(self, function: F) -> F:
@@ -63,11 +64,11 @@ class BlockFunction:
             with block:
                 return function(*args, **kwargs)
 
-        setattr(within, _ATTRIBUTE, (block.name, block.device))
+        setattr(within, _ATTRIBUTE, block)
         return within  # type: ignore[return-value]
 
 
-def BeginBlock(layer: F, name: str, device: str | torch.device | None = None) -> F:
+def BeginBlock(layer: F, name: str | None = None, device: str | torch.device | None = None) -> F:
     """From each call of ``layer`` on, until another block is entered, the block is ``name``.
 
     A module is given back as it is, with the same parameters and names; a function is given back wrapped.
@@ -77,32 +78,37 @@ def BeginBlock(layer: F, name: str, device: str | torch.device | None = None) ->
         before = begun(layer)
         if before is not None:
             kind = type(layer).__name__
-            raise PlanError(f"this {kind} already begins block {before[0]!r}: it cannot begin {name!r} as well")
-        layer.__dict__[_ATTRIBUTE] = (block.name, block.device)
+            raise PlanError(f"this {kind} already begins block {before.name!r}: it cannot begin {name!r} as well")
+        layer.__dict__[_ATTRIBUTE] = block
         return layer
     if not callable(layer):
         raise PlanError(f"BeginBlock takes a module or a function, got {type(layer).__name__}")
     if hasattr(layer, _ATTRIBUTE):
-        raise PlanError(f"this function already begins block {getattr(layer, _ATTRIBUTE)[0]!r}, not {name!r} as well")
+        raise PlanError(f"this function already begins block {getattr(layer, _ATTRIBUTE).name!r}, not {name!r} as well")
 
     @functools.wraps(layer)
     def beginning(*args: Any, **kwargs: Any) -> Any:
         trace = recorder()
         if trace is not None:
-            trace.begin(block.name, block.device)
+            trace.begin(block)
         return layer(*args, **kwargs)
 
-    setattr(beginning, _ATTRIBUTE, (block.name, block.device))
+    setattr(beginning, _ATTRIBUTE, block)
     return beginning  # type: ignore[return-value]
 
 
-def begun(module: nn.Module) -> tuple[str, str | None] | None:
-    """The block that begins with a module's call, and its device."""
+def begun(module: nn.Module) -> Block | None:
+    """The block that begins with a module's call."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
-def decorated(module: nn.Module) -> tuple[str, str | None] | None:
-    """The block that a module's forward is decorated with, and its device."""
+def unmark(module: nn.Module) -> None:
+    """Take off what ``BeginBlock`` put on a module."""
+    module.__dict__.pop(_ATTRIBUTE, None)
+
+
+def decorated(module: nn.Module) -> Block | None:
+    """The block that a module's forward is decorated with."""
     return getattr(module.forward, _ATTRIBUTE, None)
 
 

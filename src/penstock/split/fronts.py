@@ -14,9 +14,11 @@ from penstock.split.cutpoint import cut_points
 from penstock.split.flatten import is_plain
 from penstock.split.line import Line
 from penstock.split.sequential import SequentialLine
+from penstock.split.trace.errors import CannotTrace, mentions_marks
 from penstock.split.trace.line import TraceLine, trace_line
 from penstock.split.trial import call_of
 from penstock.split.trunk.line import TrunkLine, trunk_line
+from penstock.split.whole import WholeLine
 
 __all__ = ["line_from", "line_of"]
 
@@ -32,7 +34,7 @@ def line_of(
     """The line of a model, by the front end that was asked for, or the one that suits it.
 
     A Sequential without marks is cut between its layers, a model that says where its trunk is, there; all others are
-    traced.
+    traced. One that cannot be traced can still be one stage.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
@@ -48,7 +50,12 @@ def line_of(
             return SequentialLine(model)
         if getattr(model, "_no_split_modules", None):
             return trunk_line(model, None)
-    return trace_line(model, stages=stages, cuts=cuts, sample=None if sample is None else call_of(sample))
+    try:
+        return trace_line(model, stages=stages, cuts=cuts, sample=None if sample is None else call_of(sample))
+    except CannotTrace:
+        if stages != 1 or cuts is not None or mentions_marks(model) or begun(model):
+            raise
+    return WholeLine(model)
 
 
 def _marked(model: nn.Module) -> bool:
@@ -60,6 +67,7 @@ _FRONTS: dict[str, Callable[[nn.Module, Mapping[str, Any]], Line]] = {
     "sequential": lambda model, recipe: line_of(model),
     "trace": TraceLine.from_recipe,
     "trunk": TrunkLine.from_recipe,
+    "whole": lambda model, recipe: WholeLine(model),
 }
 
 

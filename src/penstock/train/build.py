@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +12,17 @@ from penstock.engine.batchnorm import DeferredBatchNorm
 from penstock.engine.buffers import Unnoticed
 from penstock.engine.head import Head
 from penstock.engine.hostcopy import HostPool
+from penstock.engine.hostweights import HostWeights, host_weights
 from penstock.engine.local import LocalCrew
 from penstock.engine.loss import loss_rule
-from penstock.engine.meeting import Meeting
+from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.offload import activation_offload
+from penstock.engine.parallelized import Parallelized
 from penstock.engine.process import ProcessCrew
 from penstock.engine.randomness import Randomness
+from penstock.engine.shards import is_sharded
 from penstock.engine.stage import StageEngine
+from penstock.engine.stuck import Limits
 from penstock.engine.ties import place_ties
 from penstock.errors import PlanError
 from penstock.schedule.source import ScheduleSource
@@ -26,6 +30,7 @@ from penstock.split.plan import Plan
 from penstock.train.devices import assign, devices_of, marked_devices
 from penstock.train.materialise import materialise
 from penstock.train.mesh import Mesh
+from penstock.train.names import OwnNames, names_of
 from penstock.train.options import Options
 
 __all__ = ["Built", "build"]
@@ -38,6 +43,7 @@ class Built:
     plan: Plan
     source: ScheduleSource
     modules: dict[int, nn.Module]
+    own_name: OwnNames
     crew: LocalCrew | ProcessCrew
 
 
@@ -52,6 +58,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     rule = loss_rule(options.loss_fn, options.reduction)
     if mesh is not None and options.devices is not None:
         raise PlanError("devices= is for threads in this process; under a mesh, say Mesh(pipe=…, device=…)")
+    if mesh is None and options.parallelize is not None:
+        raise PlanError("parallelize is for stages that several processes work on: pass mesh=ps.Mesh(…), too")
     named = devices_of(options.devices)
     source = ScheduleSource(
         options.order,
@@ -69,9 +77,21 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
     placed = plan.placed(source.placement, device_of)
     modules = {s: plan.stage_module(s) for s in own}
+    _refuse_sharded(modules)
     copies = place_ties(plan.ties, modules, {s: device_of[s] for s in own})
-    materialise(modules, device_of, options.init, copies)
     offload = options.offload
+    weights = host_weights(modules, device_of) if offload is not None and offload.weights else None
+    materialise(modules, device_of, options.init, copies, weights)
+    own_name, parallel = OwnNames(), dict[int, Parallelized]()
+    if mesh is not None:
+        assert meeting is not None
+        shared = {"mesh": mesh.sizes, **options.shared()}
+        if options.parallelize is not None:
+            from penstock.train.parallelize import parallelize_stages  # FSDP takes seconds to import
+
+            meeting.compare(facts_of(placed, source, shared))
+            own_name = OwnNames(names_of(plan.attached().model))
+            parallel = parallelize_stages(modules, mesh, options, plan.ties, copies, own_name)
     pool = HostPool(offload.budget_bytes) if offload is not None and offload.activations else None
     first = 0 if mesh is None else mesh.data_rank * source.microbatches
     stages = []
@@ -79,19 +99,25 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         head = Head(rule) if s == plan.num_stages - 1 else None
         takes, gives = max(1, len(plan.sources(s))), max(1, len(plan.targets(s)))
         stage = StageEngine(s, module, device_of[s], head, takes=takes, gives=gives)
+        stage.parallel = parallel.get(s)
         if options.seed is not None or source.recomputes(s):
-            stage.randomness = Randomness(module, device_of[s], options.seed, first)
+            stage.randomness = Randomness(module, device_of[s], options.seed, first, own_name)
             if source.recomputes(s):
                 stage.unnoticed = Unnoticed(module)
         if options.batchnorm == "deferred":
             stage.norms = DeferredBatchNorm(module, s)
         if pool is not None:
             stage.offload = activation_offload(device_of[s], pool, module)
+        stage.weights = weights
         stages.append(stage)
     if mesh is None:
-        return Built(placed, source, modules, LocalCrew(placed, stages, source, copies, options.lockstep))
+        joined = source if weights is None else source.taking_turns(_joined(source, device_of, weights))
+        limits = Limits(options.stuck_after, options.timeout)
+        crew_here = LocalCrew(placed, stages, joined, copies, limits, options.lockstep)
+        return Built(placed, source, modules, own_name, crew_here)
     assert meeting is not None
-    return Built(placed, source, modules, ProcessCrew(placed, stages, source, copies, mesh, meeting, options.shared()))
+    crew = ProcessCrew(placed, stages, source, copies, mesh, meeting, shared)
+    return Built(placed, source, modules, own_name, crew)
 
 
 def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSource) -> list[torch.device]:
@@ -101,6 +127,24 @@ def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSo
     wanted = marked_devices(plan, source) if options.devices is None else options.devices
     of_rank = assign(wanted, source.ranks)
     return [of_rank[rank] for rank in source.placement]
+
+
+def _refuse_sharded(modules: Mapping[int, nn.Module]) -> None:
+    for stage, module in modules.items():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_sharded(tensor):
+                raise PlanError(
+                    f"{name} of stage {stage} is a DTensor already: build the pipeline of a plain model, and let "
+                    "Pipeline(…, parallelize=…) shard or distribute its stages"
+                )
+
+
+def _joined(source: ScheduleSource, devices: Sequence[torch.device], weights: HostWeights) -> list[int]:
+    """Ranks on one device take turns where weights come and go: who has them there is then a matter of one order."""
+    of_rank = dict(zip(source.placement, devices, strict=True))
+    places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    return [numbers[place] for place in places]
 
 
 def _refuse_shared_statistics(plan: Plan, placement: Sequence[int]) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.engine.shards import is_sharded, local, shard_groups
+
 __all__ = ["clip_grad_norm"]
+
+DeviceOf = Callable[[nn.Parameter], torch.device | None]
 
 
 def clip_grad_norm(
@@ -18,22 +24,27 @@ def clip_grad_norm(
     error_if_nonfinite: bool,
     counted_here: Callable[[nn.Parameter], bool] = lambda parameter: True,
     reduce: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
+    device_of: DeviceOf = lambda parameter: None,
 ) -> Tensor:
     """Scale gradients so that their norm is at most ``max_norm``; the norm before, the same on every rank.
 
     ``counted_here`` says which of this rank's parameters it counts (a tie counts once); ``reduce(x, largest)`` gives
-    the sum, or the largest, of ``x`` over the ranks. Ranks without gradients take part.
+    the sum, or the largest, of ``x`` over the ranks. Ranks without gradients take part. Of parameters in parts, all
+    processes that have parts of them take part, too: their norms are those of the whole. Where ``device_of`` names a
+    device, the norm of a gradient is computed there: sums on the host would be rounded otherwise.
     """
-    parameters = [p for p in parameters if p.grad is not None]
+    everyone = list(parameters)
+    parameters = [p for p in everyone if p.grad is not None]
     norm_type = float(norm_type)
-    counted = [p.grad for p in parameters if p.grad is not None and counted_here(p)]
-    home = parameters[0].grad.device if parameters and parameters[0].grad is not None else torch.device("cpu")
-    infinite = math.isinf(norm_type)
-    partial = _norms(counted, norm_type, home)
-    if infinite:
-        total = reduce(partial.max() if len(partial) else torch.zeros((), device=home), True)
-    else:
-        total = reduce(partial.pow(norm_type).sum(), False).pow(1 / norm_type)
+    first = next(iter(parameters), None)
+    home = torch.device("cpu") if first is None or first.grad is None else device_of(first) or first.grad.device
+    largest = math.isinf(norm_type)
+    counted = [p for p in everyone if counted_here(p)]
+    plain = _partial([p for p in counted if not is_sharded(p)], norm_type, home, device_of)
+    both = torch.stack([plain, *_over_shards([p for p in counted if is_sharded(p)], norm_type, home)])
+    total = reduce(both.max() if largest else both.sum(), largest)
+    if not largest:
+        total = total.pow(1 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped. Pass "
@@ -42,14 +53,42 @@ def clip_grad_norm(
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         assert parameter.grad is not None
-        parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+        local(parameter.grad).mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
     return total
 
 
-def _norms(grads: Sequence[Tensor], norm_type: float, home: torch.device) -> Tensor:
-    """The norm of each gradient, in single precision at least."""
+def _partial(
+    parameters: Sequence[nn.Parameter], norm_type: float, home: torch.device, device_of: DeviceOf = lambda _: None
+) -> Tensor:
+    """What these gradients, or this process's parts of them, add to the norm: powers to be summed, or the largest."""
+    parts = [(local(p.grad), device_of(p) or p.grad.device) for p in parameters if p.grad is not None]
+    norms = _norms([(part, device) for part, device in parts if part.numel()], norm_type, home)
+    if not math.isinf(norm_type):
+        return norms.pow(norm_type).sum()
+    return norms.max() if len(norms) else torch.zeros((), device=home)
+
+
+def _over_shards(parameters: Sequence[nn.Parameter], norm_type: float, home: torch.device) -> list[Tensor]:
+    """The same of parameters in parts, with the parts that other processes have: each part once."""
+    alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for parameter in parameters:  # with a gradient or without: all processes make the same calls
+        key = tuple(group.group_name for group in shard_groups(parameter))
+        alike.setdefault(key, []).append(parameter)
+    found = []
+    for group in alike.values():
+        first: Any = group[0]
+        total = _partial(group, norm_type, torch.device(first.device_mesh.device_type))
+        for processes in shard_groups(first):
+            dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, processes)
+        found.append(total.to(home))
+    return found
+
+
+def _norms(grads: Sequence[tuple[Tensor, torch.device]], norm_type: float, home: torch.device) -> Tensor:
+    """The norm of each gradient, computed on a device, in single precision at least."""
+    wide = {True: torch.float32, False: None}
     norms = [
-        torch.linalg.vector_norm(g, norm_type, dtype=torch.float32 if g.dtype.itemsize < 4 else None).to(home)
-        for g in grads
+        torch.linalg.vector_norm(g.to(device), norm_type, dtype=wide[g.dtype.itemsize < 4]).to(home)
+        for g, device in grads
     ]
     return torch.stack(norms) if norms else torch.zeros(0, device=home)

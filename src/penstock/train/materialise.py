@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.hostweights import HostWeights
 from penstock.errors import PlanError
 
 __all__ = ["Init", "materialise"]
@@ -20,10 +22,12 @@ def materialise(
     devices: Sequence[torch.device],
     init: Init | None,
     copies: list[list[nn.Parameter]],
+    weights: HostWeights | None = None,
 ) -> None:
     """Move stages to their devices. Those built under ``torch.device("meta")`` get memory there, and ``init`` fills it.
 
     A parameter that stands in several places of a device stays one; ``copies`` (see ``place_ties``) are kept in step.
+    With ``weights``, which live on the host, one stage's are on the device at a time.
     """
     described = {
         stage: [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
@@ -40,12 +44,14 @@ def materialise(
         if described[stage]:
             _make(module, devices[stage], made)
         module.to(devices[stage])
+        if weights is not None:
+            weights.settle(stage)
     for row in copies:
         row[:] = [made.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
     for stage, module in modules.items():
         if described[stage] and init is not None:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), nullcontext() if weights is None else weights.filling(stage):
                     init(module)
             except Exception as error:
                 error.add_note(f"in init of stage {stage}")

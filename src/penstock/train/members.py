@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from penstock.engine.local import LocalCrew
 from penstock.engine.process import ProcessCrew
+from penstock.engine.shards import whole
+from penstock.errors import PlanError
 from penstock.split.plan import Plan
 from penstock.train.clip import clip_grad_norm
-from penstock.train.state import load_state, state_of
+from penstock.train.names import OwnNames
+from penstock.train.state import load_state, share_buffers, state_of
 
 __all__ = ["Members"]
 
@@ -22,6 +26,7 @@ class Members:
     plan: Plan
     _model: nn.Module
     _modules: dict[int, nn.Module]
+    _own_name: OwnNames
     _crew: LocalCrew | ProcessCrew
     _loss_scale: float
 
@@ -32,7 +37,7 @@ class Members:
             for name, parameter in module.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield name, parameter
+                    yield self._own_name(name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that live in this process, each once."""
@@ -44,29 +49,53 @@ class Members:
         for module in self._modules.values():
             module.zero_grad(set_to_none)
 
+    def move(self, device: torch.device | str | None = None) -> None:
+        """Move the parameters and buffers of the stages to ``device``; without one, back to the stages' own devices.
+
+        They must be there for a step. The model's parameters are the stages', so it moves with them.
+        """
+        self._check_open()
+        if self._crew.weights is not None:
+            raise PlanError("with Offload(weights=True) weights come and go by themselves: they cannot be moved")
+        for stage, module in self._modules.items():
+            share_buffers(self._model, module)
+            module.to(self._crew.stages[stage].device if device is None else device)
+            share_buffers(module, self._model)
+
+    def align_ties(self) -> None:
+        """Give the copies of tied parameters on other devices the value of the model's own.
+
+        For an optimizer that has the model's parameters and not the pipeline's: such copies are not among those.
+        """
+        if isinstance(self._crew, ProcessCrew):
+            raise PlanError("under a mesh each rank's optimizer has that rank's own parameters: use pipe.parameters()")
+        self._crew.ties.align()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""
         self._check_open()
-        counts = self._crew.ties.counts
+        counts, weights = self._crew.ties.counts, self._crew.weights
+        how: dict[str, Any] = {} if weights is None else {"device_of": weights.device_of}
         if isinstance(self._crew, ProcessCrew):
-            return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, self._crew.reduce)
-        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts)
+            how["reduce"] = self._crew.reduce
+        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, **how)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers under the plain model's own names.
 
         Under a mesh these are this rank's stages; with ``full=True`` every rank gets the whole model's, on the CPU.
+        Parameters that are in parts (DTensor) stay so where it is not full.
         """
-        own = state_of(self._modules)
+        own, names = state_of(self._modules, self._own_name), list(map(self._own_name, self._model.state_dict()))
         if not full or not isinstance(self._crew, ProcessCrew):
-            return {name: own[name] for name in dict.fromkeys((*self._model.state_dict(), *own)) if name in own}
-        parts = self._crew.gather({name: tensor.cpu() for name, tensor in own.items()})
-        whole = {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's counts
-        return {name: whole[name] for name in self._model.state_dict()}
+            return {name: own[name] for name in dict.fromkeys((*names, *own)) if name in own}
+        parts = self._crew.gather({name: whole(tensor).cpu() for name, tensor in own.items()})
+        first = {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's counts
+        return {name: first[name] for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict of the plain model, or of a pipeline cut anyhow; under a mesh, a rank takes its part."""
-        load_state(self._model, self._modules, state, strict, self.plan.ties)
+        load_state(self._model, self._modules, state, strict, self.plan.ties, self._own_name)
 
     def train(self, mode: bool = True) -> Self:
         """Put the stages of this process into training mode, as ``nn.Module.train``."""

@@ -29,7 +29,7 @@ DIMENSIONS = ("data", "pipe", "tensor")
 class Mesh:
     """``Mesh(data=2, pipe=4)``: eight processes, two replicas of a pipeline of four ranks.
 
-    The dimensions are ``data``, ``pipe`` and ``tensor``, in any order: neighbours along the last one named are
+    The dimensions are ``data``, ``pipe`` and ``tensor``, in this order or any other: neighbours along the last one are
     neighbours in the world. One that is not named has size 1, and ``-1`` takes what the others leave of the world;
     where ``pipe`` is not named, it does. Uses the process group that there is, or starts one as ``penstock.init``
     does; ``group``, a process group or a list of ranks, is for some of its processes alone.
@@ -43,19 +43,17 @@ class Mesh:
         **sizes: int,
     ) -> None:
         for name in sizes:
-            if name not in DIMENSIONS:
-                hint = did_you_mean(name, DIMENSIONS, otherwise=f": the dimensions are {', '.join(DIMENSIONS)}")
-                raise PlanError(f"a mesh has no dimension {name!r}{hint}")
+            _check_name(name)
         made = not started()
         if made:
             init(device)
         if group is None:
             group = range(dist.get_world_size())
+        if not isinstance(group, (dist.ProcessGroup, Sequence)):  # what torch gives to those outside of it
+            raise PlanError(f"rank {dist.get_rank()} is not in the group that was given: only its members have a mesh")
         world = tuple(group if isinstance(group, Sequence) else dist.get_process_group_ranks(group))
         self._place(_resolve(sizes, len(world)), world)
-        self.device = device_of_process(device, made)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self._settle(device_of_process(device, made))
         self._device_mesh: DeviceMesh | None = None
 
     @classmethod
@@ -81,9 +79,14 @@ class Mesh:
         sizes = {known[name]: size for name, size in zip(names, device_mesh.mesh.shape, strict=True)}
         others = {name: 1 for name in DIMENSIONS if name not in sizes}
         mesh._place({**others, **sizes}, device_mesh.mesh.flatten().tolist())
-        mesh.device = device_of_process(device or (None if device_mesh.device_type == "cuda" else "cpu"), True)
-        mesh._device_mesh = device_mesh if set(names) <= set(DIMENSIONS) else None
+        mesh._settle(device_of_process(device or (None if device_mesh.device_type == "cuda" else "cpu"), True))
+        mesh._device_mesh = device_mesh if set(names) == set(DIMENSIONS) else None
         return mesh
+
+    def _settle(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
     def _place(self, sizes: Mapping[str, int], world: Sequence[int]) -> None:
         self.sizes = dict(sizes)
@@ -104,8 +107,7 @@ class Mesh:
 
     def ranks(self, dimension: str) -> tuple[int, ...]:
         """The ranks, in the world, of the processes that differ from this one along one dimension alone; it is one."""
-        if dimension not in self._lines:
-            raise PlanError(f"a mesh has no dimension {dimension!r}: the dimensions are {', '.join(DIMENSIONS)}")
+        _check_name(dimension)
         return self._lines[dimension]
 
     @property
@@ -148,14 +150,21 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The grid as torch's ``DeviceMesh``; made when first asked for, which all processes must do together."""
+        """The grid as torch's ``DeviceMesh``; made when first asked for, which all its processes must do together."""
         if self._device_mesh is None:
             grid = torch.tensor(self.world_ranks, dtype=torch.int).view(*self.sizes.values())
-            self._device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=tuple(self.sizes))
+            names = tuple(self.sizes)
+            if self.world == dist.get_world_size():
+                self._device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
+            else:  # torch would number its groups differently in the processes outside of it
+                lines = [_line_group(self._lines[name]) for name in names]
+                self._device_mesh = DeviceMesh.from_group(lines, self.device.type, grid, mesh_dim_names=names)
         return self._device_mesh
 
     def __getitem__(self, dimensions: str | tuple[str, ...]) -> DeviceMesh:
         """``mesh["data"]``: this process's line of the ``DeviceMesh``, as ``fully_shard`` and DTensor take it."""
+        for name in (dimensions,) if isinstance(dimensions, str) else dimensions:
+            _check_name(name)
         return self.device_mesh[dimensions]
 
     def __repr__(self) -> str:
@@ -164,13 +173,39 @@ class Mesh:
         return f"Mesh({named}), rank {self.rank}: rank {self.pipe_rank} of {which}, on {self.device}"
 
 
+def _check_name(name: str) -> None:
+    if name not in DIMENSIONS:
+        hint = did_you_mean(name, DIMENSIONS, otherwise=f": the dimensions are {', '.join(DIMENSIONS)}")
+        raise PlanError(f"a mesh has no dimension {name!r}{hint}")
+
+
+def _line_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """All three sizes, in the order in which they were named, those that were not at the start."""
-    wanted = {name: _default(name) for name in DIMENSIONS if name not in sizes}
-    if wanted.get("pipe") == -1 and -1 in sizes.values():
-        wanted["pipe"] = 1
+    """All three sizes, in the order in which they were named; those that were not in their usual place, or before."""
+    wanted = {name: 1 for name in DIMENSIONS if name not in sizes}
+    if "pipe" in wanted and -1 not in sizes.values():
+        wanted["pipe"] = -1
+    said = [f"{name}={size}" for name, size in sizes.items()]
+    for name in wanted:
+        told = os.environ.get(f"PENSTOCK_{name.upper()}")
+        if told is not None:
+            if not told.isascii() or not told.isdigit():
+                raise PlanError(f"PENSTOCK_{name.upper()} must be a number of processes, got {told!r}")
+            wanted[name] = int(told)
+            said.append(f"{name}={told} by 'penstock run'")
     wanted.update(sizes)
-    said = "Mesh(" + ", ".join(f"{name}={size}" for name, size in sizes.items()) + ")"
+    if list(sizes) == [name for name in DIMENSIONS if name in sizes]:
+        wanted = {name: wanted[name] for name in DIMENSIONS}
+    return _whole(wanted, f"Mesh({', '.join(said)})", world)
+
+
+def _whole(wanted: dict[str, int], said: str, world: int) -> dict[str, int]:
+    """With what is left of the world in the place of -1."""
     for name, size in wanted.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < -1 or size == 0:
             raise PlanError(f"{said}: {name} must be a number of processes, or -1 for what is left, got {size!r}")
@@ -187,8 +222,3 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
             f"{said} needs {needs} processes ({product}), but the world has {world}: start as many, or change the mesh"
         )
     return wanted
-
-
-def _default(name: str) -> int:
-    """What ``penstock run`` was told, or 1; the pipeline takes what is left."""
-    return int(os.environ.get(f"PENSTOCK_{name.upper()}", "-1" if name == "pipe" else "1"))

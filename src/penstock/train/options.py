@@ -6,15 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from penstock.engine.outputs import Outputs, every_of
 from penstock.errors import PlanError
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
 from penstock.train.devices import Devices
 from penstock.train.materialise import Init
+from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload
 
-__all__ = ["Options"]
+__all__ = ["Options", "Parallelize"]
+
+Parallelize = Callable[[nn.Module, Mesh], nn.Module | None]
+"""Makes a parallel module of a stage's; None where it has changed the stage in place."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,10 @@ class Options:
     accumulate: str | None
     batchnorm: str
     lockstep: bool
+    dynamic: bool
+    parallelize: Parallelize | None
+    stuck_after: float | None
+    timeout: float | None
 
     @property
     def order(self) -> str | Schedule:
@@ -44,8 +54,8 @@ class Options:
 
     def shared(self) -> dict[str, Any]:
         """What must be the same on every rank, beside the schedule."""
-        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere")
-        return {name: getattr(self, name) for name in names}
+        names = ("seed", "accumulate", "batchnorm", "outputs_everywhere", "dynamic", "stuck_after", "timeout")
+        return {name: getattr(self, name) for name in names} | {"parallelize": self.parallelize is not None}
 
     def check(self) -> None:
         """One clear message for what cannot be, before anything is built."""
@@ -61,9 +71,19 @@ class Options:
             raise PlanError(f"batchnorm must be 'microbatch' or 'deferred', got {self.batchnorm!r}")
         if self.accumulate not in (None, "fp32"):
             raise PlanError(f"accumulate must be 'fp32' or None, got {self.accumulate!r}")
+        if not isinstance(self.dynamic, bool):
+            raise PlanError(f"dynamic must be True or False, got {self.dynamic!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
+        for name in ("stuck_after", "timeout"):
+            limit = getattr(self, name)
+            if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
+                raise PlanError(f"{name} must be a number of seconds, or None for never, got {limit!r}")
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
+        if self.offload is not None and self.offload.weights and self.parallelize is not None:
+            raise PlanError("parallelize wants weights that stay where they are: leave out Offload(weights=True)")
+        if self.parallelize is not None and not callable(self.parallelize):
+            raise PlanError(f"parallelize must be a function of (stage, mesh), got {type(self.parallelize).__name__}")
         if self.init is not None and not callable(self.init):
             raise PlanError(f"init must be a function of a stage's module, got {type(self.init).__name__}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,27 +31,34 @@ from penstock.train.materialise import Init
 from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
-from penstock.train.options import Options
+from penstock.train.options import Options, Parallelize
+from penstock.train.tally import Tally
 
 __all__ = ["Pipeline", "StepResult"]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives back: ``loss`` on every rank, ``outputs`` where the last stage is."""
+    """What a step gives back: ``loss`` on every rank, ``outputs`` where the last stage is.
+
+    ``bubble`` is the share of the step's time in which ranks waited for others, as measured: of this process's rank
+    under a mesh, else of all on average. It is not known on GPUs, where the host does not wait.
+    """
 
     loss: Any  # a Tensor; None for an evaluation without targets
     outputs: Any
-    samples: int
-    microbatches: int
+    samples: int  # of all replicas, where there is a loss
+    microbatches: int  # of this replica
     seconds: float
+    bubble: float | None = None
 
 
 class Pipeline(Members):
     """Trains the model of a plan, stage by stage, micro-batch by micro-batch, to the plain model's result.
 
     ``loss_fn(output, target)`` gives the loss of a micro-batch, averaged or summed over its samples as it says of
-    itself (``reduction`` decides where it does not), or ``(sum, count)``. Without it the model computes its loss.
+    itself (``reduction`` decides where it does not), or ``(sum, count)``; ``loss_fn(output)`` finds it in the output,
+    without targets. Without a ``loss_fn`` the model computes its loss.
     ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
     process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
     ``strategy="sharded"`` sends one micro-batch at a time through all stages, to debug.
@@ -64,9 +71,14 @@ class Pipeline(Members):
     the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
     ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
     ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
-    precision's gradients in single, ``offload`` keeps on the host what waits. With ``lockstep`` a stage starts its next
-    forward when its last output is taken, so that outputs do not pile up before a slow stage; steps have a schedule for
-    that, calls and evaluations do not. docs/training.md tells more.
+    precision's gradients in single, ``offload`` keeps on the host what waits. ``dynamic=True`` is for stages whose
+    outputs' shapes, structure or values depend on the data: between processes every message then describes itself.
+    With ``lockstep`` a stage starts its next forward when its last output is taken, so that in calls and evaluations
+    outputs do not pile up before a slow stage. docs/training.md tells more.
+
+    ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
+    weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
+    None where it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are what they work over.
     """
 
     def __init__(
@@ -88,6 +100,10 @@ class Pipeline(Members):
         accumulate: str | None = None,
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
+        dynamic: bool = False,
+        parallelize: Parallelize | None = None,
+        stuck_after: float | None = 60.0,
+        timeout: float | None = 1800.0,
         lockstep: bool = False,
     ) -> None:
         options = Options(
@@ -105,6 +121,10 @@ class Pipeline(Members):
             accumulate=accumulate,
             batchnorm=batchnorm,
             offload=offload,
+            dynamic=dynamic,
+            parallelize=parallelize,
+            stuck_after=stuck_after,
+            timeout=timeout,
             lockstep=lockstep,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
@@ -115,19 +135,24 @@ class Pipeline(Members):
                 meeting.cancel(error)
             raise
         self.plan = built.plan
+        self.mesh = mesh
         self._line = plan.attached()
         self._model = self._line.model
         self._source = built.source
         self._modules = built.modules
+        self._own_name = built.own_name
         self._crew = built.crew
         self._outputs = outputs
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
         self._replicated = mesh is not None and mesh.data > 1
+        self.last: StepResult | None = None  # the last step's result, without its outputs
+        self.tally = Tally()  # of all steps
         self._loss_scale = 1.0
         self._wide = Wide(self.parameters()) if accumulate == "fp32" else None
         self._offload = offload
-        self._watch = require_offloaded(self.parameters()) if offload is not None and offload.optimizer else None
+        streams = offload is not None and (offload.optimizer or offload.weights)
+        self._watch = require_offloaded(self.parameters()) if streams else None
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -141,16 +166,21 @@ class Pipeline(Members):
         if torch.is_inference_mode_enabled():
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
         # Where the loss is known not to count as it goes, nothing rescales what is there already.
-        with nullcontext() if self._wide is None else self._wide:
+        with self._at_work(), nullcontext() if self._wide is None else self._wide:
             aside = Aside(self.parameters(), apart=self._counted is not False or self._replicated)
             try:
                 outcome = self._crew.train(self._value(inputs), targets, self._outputs)
             except BaseException:
+                if self._crew.weights is not None:
+                    self._crew.weights.land()
                 aside.give_back()
                 raise
             self._counted = outcome.factor is not None
             aside.add_back(outcome.factor)
-        return self._result(outcome, start)
+        result = self._result(outcome, start)
+        self.last = replace(result, outputs=None)
+        self.tally.add(result)
+        return result
 
     def evaluate(self, inputs: Any = None, targets: Any = None, *, outputs: Outputs = "same") -> StepResult:
         """Forward of one mini-batch without a graph: its outputs, and its loss where there are targets.
@@ -162,7 +192,7 @@ class Pipeline(Members):
         self._check_open()
         if outputs != "same":
             every_of(outputs)
-        with torch.no_grad():
+        with torch.no_grad(), self._at_work():
             outcome = self._crew.evaluate(self._value(inputs), targets, self._outputs if outputs == "same" else outputs)
         return self._result(outcome, start)
 
@@ -171,21 +201,24 @@ class Pipeline(Members):
 
         Each of ``batches`` is what ``step`` takes as inputs. The next ones are under way while the caller uses the
         outputs of one; nothing else can be run until all are taken, or the iterator is closed. Under a mesh all ranks
-        iterate; the rank of the last stage gets the outputs, the others None.
+        iterate; the rank of the last stage gets the outputs, the others None. Weights that live on the host come for
+        one mini-batch at a time.
         """
         self._check_open()
-        if isinstance(self._crew, LocalCrew):
+        if isinstance(self._crew, LocalCrew) and self._crew.weights is None:
             yield from stream(self._crew, (self._value(batch) for batch in batches))
             return
         for batch in batches:
-            with torch.no_grad():
+            with torch.no_grad(), self._at_work():
                 outputs = self._shared(self._crew.evaluate(self._value(batch), None, "all", loss=False).outputs)
             yield outputs
 
     def _result(self, outcome: Outcome, start: float) -> StepResult:
         outputs = self._shared(outcome.outputs)
         seconds = time.perf_counter() - start
-        return StepResult(outcome.loss, outputs, sum(outcome.sizes), len(outcome.sizes), seconds)
+        return StepResult(
+            outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds, self._crew.bubble
+        )
 
     def _shared(self, outputs: Any) -> Any:
         """Outputs where they are wanted: on the last stage's rank, or everywhere."""
@@ -204,7 +237,8 @@ class Pipeline(Members):
         value = self._line.arguments(args, kwargs) if args or kwargs else None
         grad = torch.is_grad_enabled()
         if not grad:
-            return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
+            with self._at_work():
+                return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
         if isinstance(self._crew, ProcessCrew):
             raise PlanError(
                 "under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step(), or forward()"
@@ -212,7 +246,10 @@ class Pipeline(Members):
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         wide = self._wide is not None
-        return call(Flight(self._crew, self._source.fill_drain(len(sizes)), sizes, trainable, wide), messages)
+        flight = Flight(self._crew, self._crew.source.fill_drain(len(sizes)), sizes, trainable, wide)
+        if self._crew.weights is not None:
+            self._crew.weights.stay(flight)
+        return call(flight, messages)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs in autograd's graph, for a loss that is made outside: in one process as ``pipe(x)``.
@@ -224,6 +261,8 @@ class Pipeline(Members):
         if not isinstance(self._crew, ProcessCrew) or not torch.is_grad_enabled():
             return self(*args, **kwargs)
         self._check_open()
+        if self._crew.weights is not None:
+            raise PlanError("under a mesh pipe.forward(x) does without Offload(weights=True): use step()")
         value = self._line.arguments(args, kwargs) if args or kwargs else None
         return self._crew.forward(value, nullcontext() if self._wide is None else self._wide)
 
@@ -243,10 +282,13 @@ class Pipeline(Members):
         return self._source.training(self._source.microbatches)
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it."""
-        if self._offload is None or not self._offload.optimizer:
+        """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it.
+
+        With ``Offload(weights=True)`` it brings the weights and gradients to their devices for its steps.
+        """
+        if self._offload is None or not (self._offload.optimizer or self._offload.weights):
             raise PlanError("offload_optimizer needs Pipeline(…, offload=Offload(optimizer=True))")
-        return offload_optimizer(optimizer, self._offload)
+        return offload_optimizer(optimizer, self._offload, self._crew.weights)
 
     # ── life and death ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -259,7 +301,9 @@ class Pipeline(Members):
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(self._crew, ProcessCrew):
+            self._crew.leave(error)
         self.close()
 
     def __repr__(self) -> str:
@@ -267,6 +311,10 @@ class Pipeline(Members):
             f"Pipeline({self.plan.num_stages} stages on {self._source.ranks} ranks, "
             f"schedule {self._source.name!r}, {self._source.microbatches} micro-batches)"
         )
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        """Around a run: weights that live on the host are their devices'."""
+        return nullcontext() if self._crew.weights is None else self._crew.weights.at_work()
 
     def _value(self, inputs: Any) -> Any:
         """What enters the first stage: of a tuple of positional arguments, a dict of keywords, or one value."""

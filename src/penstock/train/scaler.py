@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.engine.shards import local
 from penstock.errors import PipelineError, PlanError
 
 __all__ = ["GradScaler"]
@@ -212,12 +213,12 @@ class GradScaler:
 
 def _values(parameter: Tensor) -> Tensor:
     """The real numbers of a gradient, to be changed in place."""
-    grad = parameter.grad
-    assert grad is not None
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse and parameter.grad.is_conj():
+        parameter.grad = parameter.grad.resolve_conj()
+    grad = local(parameter.grad)
     if grad.is_sparse:
         grad = grad._values()
-    elif grad.is_conj():
-        grad = parameter.grad = grad.resolve_conj()
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 

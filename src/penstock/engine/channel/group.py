@@ -6,20 +6,18 @@ that a second pipeline over the same ranks would meet what the first one left in
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock.engine.channel.sever import Lines
+
 __all__ = ["Group", "open_group", "speaks_nccl"]
 
 Group = Any  # a backend: ProcessGroupGloo or ProcessGroupNCCL
-
-TIMEOUT = timedelta(minutes=30)
 
 
 def speaks_nccl(device: torch.device) -> bool:
@@ -27,22 +25,21 @@ def speaks_nccl(device: torch.device) -> bool:
     return device.type == "cuda" and dist.is_nccl_available() and "nccl" in dist.get_backend()
 
 
-def open_group(store: Any, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> Group:
-    """The group of ``ranks`` as seen by ``rank``, one of them: NCCL where ``device`` speaks it, else gloo."""
-    place = PrefixStore(name, store)
+def open_group(lines: Lines, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> Group:
+    """The group of ``ranks`` as seen by ``rank``, one of them: NCCL where ``device`` speaks it, else gloo.
+
+    All groups of gloo use the device of ``lines``, whose one thread moves their bytes: by default each has its own.
+    """
+    place = PrefixStore(name, lines.store)
     me = list(ranks).index(rank)
     if speaks_nccl(device):
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = TIMEOUT
-        return dist.ProcessGroupNCCL(place, me, len(ranks), options)
+        options._timeout = lines.timeout
+        group = dist.ProcessGroupNCCL(place, me, len(ranks), options)
+        lines.nccl.append(group)
+        return group
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_gloo_device()]
-    options._timeout = TIMEOUT
+    options._devices = [lines.device]
+    options._timeout = lines.timeout
     options._threads = 1
     return dist.ProcessGroupGloo(place, me, len(ranks), options)
-
-
-@functools.cache
-def _gloo_device() -> Any:
-    """One thread moves the bytes of all groups of this process: by default every group has its own."""
-    return dist.ProcessGroupGloo.create_default_device()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.engine.idle import Waited
 from penstock.engine.message import Message
 
 __all__ = ["Cancelled", "LocalLane"]
@@ -23,8 +25,19 @@ class LocalLane:
     With ``room``, a sender goes on when no more messages than that wait for somebody who is ready to take them.
     """
 
-    def __init__(self, microbatches: int, src: torch.device, dst: torch.device, room: int | None = None) -> None:
+    def __init__(
+        self,
+        microbatches: int,
+        src: torch.device,
+        dst: torch.device,
+        waited: Waited | None = None,
+        room: int | None = None,
+        sender: Waited | None = None,
+    ) -> None:
+        self._waited = waited or Waited()  # told how long the rank that takes has to wait
+        self._sender = sender or Waited()  # and the one that sends
         self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
+        self._landed: dict[int, Any] = {}
         self._move = None if src == dst else _Mover(src, dst)
         self._ready: SimpleQueue[None] | None = None if room is None else SimpleQueue()
         for _ in range(room or 0):
@@ -36,17 +49,31 @@ class LocalLane:
             leaves = self._move(leaves)
         self._cells[microbatch].put(leaves)
         if self._ready is not None:
+            start = perf_counter()
             self._ready.get()
+            self._sender.seconds += perf_counter() - start
         if self._cancelled:
             raise Cancelled
 
-    def take(self, microbatch: int) -> Any:
+    def land(self, microbatch: int) -> None:
         """Wait for the message of one micro-batch."""
         if self._ready is not None:
             self._ready.put(None)
-        message = self._cells[microbatch].get()
+        cell = self._cells[microbatch]
+        if cell.empty():
+            start = perf_counter()
+            message = cell.get()
+            self._waited.seconds += perf_counter() - start
+        else:
+            message = cell.get()
         if self._cancelled:
             raise Cancelled
+        self._landed[microbatch] = message
+
+    def take(self, microbatch: int) -> Any:
+        if microbatch not in self._landed:  # sent by this rank itself
+            self.land(microbatch)
+        message = self._landed.pop(microbatch)
         if self._move is not None:
             self._move.landed(message)
         return message

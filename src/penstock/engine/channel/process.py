@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.channel.group import Group
+from penstock.engine.idle import Waited
 from penstock.engine.message import Message
-from penstock.engine.meta import MessageMeta, TensorMeta, meta_of
+from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, require_dense
 from penstock.errors import PlanError
 
 __all__ = ["BackwardLane", "ChannelError", "ForwardLane", "Wire"]
@@ -32,8 +34,9 @@ class ChannelError(Exception):
 class Wire:
     """One end of a channel: tensors go out or come in, in order."""
 
-    def __init__(self, group: Group, peer: int, device: torch.device) -> None:
+    def __init__(self, group: Group, peer: int, device: torch.device, waited: Waited | None = None) -> None:
         self.group = group
+        self.waited = waited or Waited()  # told how long this end's rank has to wait
         self.peer = peer  # its rank in the world
         self.there = 1 - group.rank()
         self.device = device
@@ -49,32 +52,36 @@ class Wire:
             work.wait()
             torch.cuda.synchronize(self.device)
 
-    def send(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Start sending; what is returned must be kept until ``wait`` for it is over."""
+    def send(self, tensors: Sequence[Tensor], tag: int = 0) -> list[Any]:
+        """Start sending; what is returned must be kept until ``wait`` for it is over.
+
+        What is sent under different tags comes in any order; that is gloo's, NCCL knows of none.
+        """
         send, there = self.group.send, self.there
         out: list[Any] = []
         try:
             for tensor in tensors:
                 if self.staged:
                     tensor = tensor.cpu()
-                if not tensor.is_contiguous():
-                    tensor = tensor.contiguous()
+                elif tensor.device.type != self.device.type:  # a few numbers that the stage had on the host
+                    tensor = tensor.to(self.device)
+                tensor = _in_order(tensor)
                 if tensor.numel():
-                    out.append((send([tensor], there, 0), tensor))
+                    out.append((send([tensor], there, tag), tensor))
         except RuntimeError as error:
             # An error keeps this frame alive, and a connection is closed with the last reference to it.
             out, send = [], None
             raise ChannelError(self.peer, str(error)) from None
         return out
 
-    def receive(self, makers: Sequence[Callable[[], Tensor]]) -> list[Any]:
+    def receive(self, makers: Sequence[Callable[[], Tensor]], tag: int = 0) -> list[Any]:
         """Post receives into fresh buffers."""
         receive, there = self.group.recv, self.there
         out: list[Any] = []
         try:
             for make in makers:
                 buffer = make()
-                out.append((receive([buffer], there, 0) if buffer.numel() else None, buffer))
+                out.append((receive([buffer], there, tag) if buffer.numel() else None, buffer))
         except RuntimeError as error:
             out, receive = [], None
             raise ChannelError(self.peer, str(error)) from None
@@ -82,10 +89,12 @@ class Wire:
 
     def wait(self, works: list[Any]) -> None:
         """Wait until sends or receives that were started are over."""
+        start = perf_counter()
         try:
             for work, _ in works:
                 if work is not None:
                     work.wait()
+            self.waited.seconds += perf_counter() - start
         except RuntimeError as error:
             works.clear()
             work = None
@@ -112,16 +121,25 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def _in_order(tensor: Tensor) -> Tensor:
+    """The tensor, its memory as its values say: not strided, and not waiting to be conjugated or negated."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
 class _ProcessLane:
     """One edge in one direction: what each micro-batch's message consists of, and what is under way."""
 
     def __init__(self, wire: Wire, name: str, tensors: Sequence[Sequence[TensorMeta]]) -> None:
         self.wire = wire
+        self.waited = wire.waited
         self.name = name
         self.tensors = tensors
         self.makers = [wire.makers(row) for row in tensors]
         self.one = [len(row) == 1 and math.prod(row[0].shape) > 0 and not wire.staged for row in tensors]
         self.under_way: dict[int, Any] = {}  # works with their tensors: a list of pairs, or one pair
+        self.landed: dict[int, list[Tensor]] = {}
 
     def post(self, microbatch: int) -> None:
         if not self.one[microbatch]:
@@ -133,6 +151,13 @@ class _ProcessLane:
         except RuntimeError as error:
             raise ChannelError(wire.peer, str(error)) from None
 
+    def land(self, microbatch: int) -> None:
+        """Wait until the message is there to be taken."""
+        if self.one[microbatch]:
+            self.landed[microbatch] = [self.take_one(microbatch)]
+        else:
+            self.landed[microbatch] = self.wire.finish(self.under_way.pop(microbatch))
+
     def sent(self, microbatch: int) -> None:
         if self.one[microbatch]:
             self.take_one(microbatch)
@@ -142,8 +167,8 @@ class _ProcessLane:
     # Most messages are one tensor. The ways of these are short: no lists, and no calls but torch's.
 
     def send_one(self, microbatch: int, tensor: Tensor) -> None:
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = _in_order(tensor)
         wire = self.wire
         try:
             self.under_way[microbatch] = (wire.group.send([tensor], wire.there, 0), tensor)
@@ -155,8 +180,10 @@ class _ProcessLane:
         work: Any
         tensor: Tensor
         work, tensor = self.under_way.pop(microbatch)
+        start = perf_counter()
         try:
             work.wait()
+            self.waited.seconds += perf_counter() - start
         except RuntimeError as error:
             work = None  # an error keeps this frame alive, and a connection is closed with the last reference to it
             raise ChannelError(self.wire.peer, str(error)) from None
@@ -164,12 +191,15 @@ class _ProcessLane:
 
     def close(self) -> None:
         self.under_way.clear()
+        self.landed.clear()
 
 
 class ForwardLane(_ProcessLane):
     """Outputs to the next stage, of which ``metas`` says what each micro-batch's looks like."""
 
     def __init__(self, wire: Wire, name: str, metas: Sequence[MessageMeta]) -> None:
+        for meta in metas:
+            require_dense(meta, name)
         super().__init__(wire, name, [meta.tensors() for meta in metas])
         self.metas = metas
 
@@ -182,12 +212,7 @@ class ForwardLane(_ProcessLane):
 
     def take(self, microbatch: int) -> Message:
         meta = self.metas[microbatch]
-        if self.one[microbatch]:
-            tensors = [self.take_one(microbatch)]
-            if meta.spec is None:
-                return Message(tensors, None, meta.wants, meta.shared)
-        else:
-            tensors = self.wire.finish(self.under_way.pop(microbatch))
+        tensors: list[Any] = self.landed.pop(microbatch)
         if len(tensors) != len(meta.leaves):
             coming = iter(tensors)
             tensors = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
@@ -226,10 +251,7 @@ class BackwardLane(_ProcessLane):
 
     def take(self, microbatch: int) -> Sequence[Tensor | None]:
         present = self.present[microbatch]
-        if self.one[microbatch]:
-            tensors = [self.take_one(microbatch)]
-        else:
-            tensors = self.wire.finish(self.under_way.pop(microbatch))
+        tensors = self.landed.pop(microbatch)
         if len(tensors) == len(present):
             return tensors
         coming = iter(tensors)
@@ -244,7 +266,7 @@ def _checked(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
         if found.dtype is expected.dtype and found.shape == expected.shape:
             return leaves
     tensors = []
-    if len(leaves) == len(meta.leaves) and spec == meta.spec and len(wants) == len(meta.wants):
+    if len(leaves) == len(meta.leaves) and spec == meta.spec and tuple(wants) == meta.wants:
         for leaf, expected in zip(leaves, meta.leaves, strict=True):
             if isinstance(leaf, Tensor):
                 if not isinstance(expected, TensorMeta) or leaf.dtype is not expected.dtype:
@@ -252,11 +274,17 @@ def _checked(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
                 if leaf.shape != expected.shape:
                     break
                 tensors.append(leaf)
-            elif leaf is not expected and leaf != expected:
+            elif leaf is not expected and (type(leaf) is not type(expected) or leaf != expected):
                 break
         else:
             return tensors
+    found = meta_of(message)
+    if found.wants != meta.wants and str(found) == str(meta):
+        raise PlanError(
+            f"{name} gave {found} with gradients wanted for leaves {list(found.wants)}, but {list(meta.wants)} was "
+            "inferred: freeze and thaw parameters of the whole model, on every rank, or say Pipeline(…, dynamic=True)"
+        )
     raise PlanError(
-        f"{name} gave {meta_of(message)}, but {meta} was inferred from its input and is what the next "
-        "stage expects: an output's shapes, dtypes and plain values must follow from the input's shapes alone"
+        f"{name} gave {found}, but {meta} was inferred from its input and is what the next stage expects: an output's "
+        "shapes, dtypes and plain values must follow from the input's shapes alone, or say Pipeline(…, dynamic=True)"
     )

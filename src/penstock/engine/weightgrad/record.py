@@ -34,17 +34,18 @@ _Forward = Callable[..., Any]
 class Recorder:
     """A stage's module, ready to have its forward recorded.
 
-    ``shared`` are parameters that stages in other threads use too. A stage runs in one thread at a time.
+    ``shared`` are parameters that stages in other threads use too. A stage runs in one thread at a time. With
+    ``whole`` nothing is put off: each backward brings all gradients.
     """
 
-    def __init__(self, module: nn.Module, shared: Iterable[Tensor] = ()) -> None:
+    def __init__(self, module: nn.Module, shared: Iterable[Tensor] = (), *, whole: bool = False) -> None:
         self.shared = frozenset(map(id, shared))
         # Until one forward has been seen not to call autograd itself, nodes keep their edges to the parameters,
         # so that such a call is right. Edges cost a sixth of I.
         self.cautious = True
         self.autograd_in_forward = False
         self.ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}  # for sums over rows
-        self._bindings = _bind(module)
+        self._bindings = [] if whole else _bind(module)
 
     def recording(self, queue: WeightGradQueue) -> AbstractContextManager[None]:
         return _Recording(self, queue)
@@ -98,7 +99,11 @@ def _bind(module: nn.Module) -> list[tuple[dict[str, Any], _Forward]]:
 
 
 def _manages_gradients(module: nn.Module) -> bool:
-    """DDP and FSDP take each gradient at the moment that autograd accumulates it: nothing can be put off."""
+    """DDP and FSDP take each gradient at the moment that autograd accumulates it: nothing can be put off.
+
+    In a stage that was parallelized they do not: DDP's wrapper is gone, and while a step runs, FSDP's parameters are
+    gathered, and their gradients taken when all are there.
+    """
     tensor = sys.modules.get("torch.distributed.tensor")
     return any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()) or (
         tensor is not None and any(isinstance(p, tensor.DTensor) for p in module.parameters())

@@ -52,11 +52,11 @@ def _defined(module: nn.Module) -> str:
 
 def mentions_marks(module: nn.Module) -> bool:
     """Whether the forward of a module, or of one inside it, speaks of cuts or blocks: then it is not to be skipped."""
-    from penstock.split.block import Block, BlockFunction
+    from penstock.split.block import Block, BlockFunction, begun, decorated
     from penstock.split.cutpoint import CutPoint, cut, cut_points
 
-    marks = (cut, Block, BlockFunction, CutPoint)
-    if cut_points(module):
+    inside = (part for part in module.modules() if part is not module)
+    if cut_points(module) or any(begun(part) or decorated(part) for part in inside):
         return True
     for part in module.modules():
         function = inspect.unwrap(type(part).forward)
@@ -66,7 +66,7 @@ def mentions_marks(module: nn.Module) -> bool:
             continue
         for name in code.co_names:
             value = scope.get(name)
-            if any(value is mark for mark in marks):
+            if value is cut or (isinstance(value, type) and issubclass(value, (Block, BlockFunction, CutPoint))):
                 return True
             package = getattr(value, "__name__", "") if inspect.ismodule(value) else ""
             if package.split(".")[0] == "penstock" and {"cut", "Block"} & set(code.co_names):

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.errors import PlanError
 from penstock.near import did_you_mean
+from penstock.split.block import Block
 from penstock.split.cutpoint import cut_points
 from penstock.split.trace.call import Call, candidates
 from penstock.split.trace.errors import CannotTrace
@@ -148,17 +149,21 @@ class How(ABC):
 class Marks(How):
     """At the cut points and blocks of the forward."""
 
+    lead: Block | None = None
+    """The block of what runs before any other, where it is one."""
+
     @classmethod
-    def found(cls, model: nn.Module, sample: str | None = None) -> Marks | None:
+    def found(cls, model: nn.Module, sample: str | None = None, lead: Block | None = None) -> Marks | None:
         """The marks of a model; None where there are none."""
         how = cls(model, sample)
+        how.lead = lead
         surveys: list[Recording] = []
         errors: list[CannotTrace] = []
         for key in candidates(model, sample):
             for modes in how._modes():
                 try:
                     with switched(model, modes):
-                        surveys.append(SegmentTracer(model, None).record(Call(model, key)))
+                        surveys.append(SegmentTracer(model, None, lead=lead).record(Call(model, key)))
                 except CannotTrace as error:
                     if key == sample:
                         raise
@@ -183,10 +188,11 @@ class Marks(How):
             )
 
     def tracer(self) -> SegmentTracer:
-        return SegmentTracer(self.model, self.expanded)
+        return SegmentTracer(self.model, self.expanded, lead=self.lead)
 
     def recipe(self) -> dict[str, Any]:
-        return {"how": "marks", "called": self.sample}
+        lead = {} if self.lead is None else {"lead": [self.lead.name, self.lead.device]}
+        return {"how": "marks", "called": self.sample, **lead}
 
     def _names(self) -> dict[str, str]:
         if self.main.kind == "blocks":

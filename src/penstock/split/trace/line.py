@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.errors import PlanError
+from penstock.split.block import Block
 from penstock.split.lazy import build
 from penstock.split.line import Groups, Line, bind
 from penstock.split.plan import Edge
@@ -28,9 +29,10 @@ from penstock.split.trace.program import Program, compiled
 from penstock.split.trace.segments import Part, flow, label, layer_of, route, small
 from penstock.split.trace.stage import TracedStage
 
-__all__ = ["TraceLine", "trace_line"]
+__all__ = ["TraceLine", "marked_line", "trace_line"]
 
 Flags = tuple[bool, ...]
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def trace_line(
@@ -38,23 +40,35 @@ def trace_line(
     *,
     stages: int | None,
     cuts: Sequence[str] | None,
-    sample: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    sample: Sample | None = None,
 ) -> TraceLine:
     """The line of a model: before the modules ``cuts``, at its marks or blocks, or, with none, where it balances.
 
     ``sample``, the arguments of a call, says how the model is called; without it, that is guessed from its signature.
     """
     _check_sized(model)
-    key = None if sample is None else key_of(_parameters(model), bind(model, *sample))[0]
     if cuts is not None:
-        return TraceLine(model, Cuts(model, cuts, key))
-    marks = Marks.found(model, key)
-    if marks is not None:
-        return TraceLine(model, marks)
+        return TraceLine(model, Cuts(model, cuts, _key(model, sample)))
+    line = marked_line(model, sample=sample)
+    if line is not None:
+        return line
     if stages is not None and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
         kind = type(model).__name__
         raise PlanError(f"nothing is marked in {kind}: stages must be a positive number, got {stages!r}")
-    return TraceLine(model, automatic(model, stages or 1, key))
+    return TraceLine(model, automatic(model, stages or 1, _key(model, sample)))
+
+
+def marked_line(model: nn.Module, *, sample: Sample | None = None, lead: Block | None = None) -> TraceLine | None:
+    """The line of a model at its marks or blocks; None where there are none.
+
+    ``lead`` is a block for what runs before any other, which is else part of the first one.
+    """
+    marks = Marks.found(model, _key(model, sample), lead)
+    return None if marks is None else TraceLine(model, marks)
+
+
+def _key(model: nn.Module, sample: Sample | None) -> str | None:
+    return None if sample is None else key_of(_parameters(model), bind(model, *sample))[0]
 
 
 def _parameters(model: nn.Module) -> Parameters:
@@ -102,7 +116,7 @@ class TraceLine(Line):
         if kind == "modules":
             return cls(model, Modules(model, recipe["expanded"], called))
         if kind == "marks":
-            marks = Marks.found(model, called)
+            marks = Marks.found(model, called, Block(*recipe["lead"]) if recipe.get("lead") else None)
             if marks is None:
                 raise PlanError(f"the plan was made at marks, but {type(model).__name__} has none")
             return cls(model, marks)

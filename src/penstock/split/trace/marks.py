@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from penstock.errors import PlanError
+from penstock.split.block import Block
 from penstock.split.cutpoint import CutPoint, cut_points
 from penstock.split.trace.call import Call
 from penstock.split.trace.state import user_line
@@ -44,6 +45,7 @@ class Marking:
         self.silent = silent
         self.layer: str | None = None
         self.open: list[str | None] = []
+        self.numbers: dict[Block, str] = {}  # of the blocks without names
         self.met = 0
         self.result: Recording
 
@@ -70,26 +72,27 @@ class Marking:
         self.met += 1
         return value
 
-    def enter(self, name: str, device: str | None) -> None:
+    def enter(self, block: Block) -> None:
         self.open.append(self.layer)
-        self.begin(name, device)
+        self.begin(block)
 
     def leave(self) -> None:
         outer = self.open.pop()
         if self.open and outer is not None:  # within another block; after the outermost, its name stays
             self.layer = outer
 
-    def begin(self, name: str, device: str | None) -> None:
+    def begin(self, block: Block) -> None:
         if self.silent:
             return
         where = user_line()
+        name = block.name or self.numbers.setdefault(block, str(len(self.numbers)))
         self._kind("blocks", where)
         if name not in self.result.where:
             self.result.order.append(name)
             self.result.where[name] = where
-        if device is not None and self.result.devices.setdefault(name, device) != device:
+        if block.device is not None and self.result.devices.setdefault(name, block.device) != block.device:
             raise PlanError(
-                f"block {name!r} is marked for {self.result.devices[name]} and, at {where}, for {device}: "
+                f"block {name!r} is marked for {self.result.devices[name]} and, at {where}, for {block.device}: "
                 "a block has one device"
             )
         self.met += name != self.layer

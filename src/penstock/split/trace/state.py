@@ -9,9 +9,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from penstock.split.block import Block
 
 __all__ = ["LIBRARY", "Recorder", "place_of", "recorder", "recording", "source_line", "user_line"]
 
@@ -21,11 +24,11 @@ class Recorder(Protocol):
 
     def mark(self, point: Any, value: Any) -> Any: ...
 
-    def enter(self, name: str, device: str | None) -> None: ...
+    def enter(self, block: Block) -> None: ...
 
     def leave(self) -> None: ...
 
-    def begin(self, name: str, device: str | None) -> None: ...
+    def begin(self, block: Block) -> None: ...
 
 
 _here = threading.local()
@@ -50,6 +53,7 @@ def recording(active: Recorder) -> Iterator[None]:
 LIBRARY = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep + "compat" + os.sep,
     os.path.dirname(os.__file__) + os.sep + "contextlib",
     os.path.dirname(os.__file__) + os.sep + "functools",
     os.path.dirname(os.__file__) + os.sep + "copy",

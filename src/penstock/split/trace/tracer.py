@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PlanError
-from penstock.split.block import begun, decorated
+from penstock.split.block import Block, begun, decorated
 from penstock.split.cutpoint import CutPoint
 from penstock.split.lazy import Lazy
 from penstock.split.trace.call import Call
@@ -50,7 +50,8 @@ class SegmentTracer(Marking, fx.Tracer):
     """Records one kind of call of a model.
 
     ``expands`` has the paths of the modules to trace through; None: those in which marks are met. ``starts(path)``
-    gives the layer that begins with a module's call, where modules and not marks begin layers.
+    gives the layer that begins with a module's call, where modules and not marks begin layers. ``lead`` is the block
+    that is begun before anything runs.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SegmentTracer(Marking, fx.Tracer):
         model: nn.Module,
         expands: Collection[str] | None,
         starts: Callable[[str], str | None] | None = None,
+        lead: Block | None = None,
     ) -> None:
         Marking.__init__(self, model, silent=starts is not None)
         fx.Tracer.__init__(self, autowrap_functions=FACTORIES)
@@ -65,6 +67,7 @@ class SegmentTracer(Marking, fx.Tracer):
         self.model = model
         self.expands = expands
         self.starts = starts
+        self.lead = lead
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.members = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
         self.thread = threading.get_ident()
@@ -92,9 +95,9 @@ class SegmentTracer(Marking, fx.Tracer):
             stack.enter_context(recorded_calls(self, self.thread))
             if has_hooks(self.model):
                 raise self._hooked("", self.model)
-            begins = begun(self.model)
-            if begins is not None:
-                self.begin(*begins)
+            for begins in (self.lead, begun(self.model)):
+                if begins is not None:
+                    self.begin(begins)
             try:
                 self.trace(forward)
             except PlanError:
@@ -150,10 +153,10 @@ class SegmentTracer(Marking, fx.Tracer):
             return self._foreign(m, args, kwargs)
         begins, scope = begun(m), decorated(m)
         if begins is not None:
-            self.begin(*begins)
+            self.begin(begins)
         if scope is None:
             return self._call(path, m, args, kwargs)
-        self.enter(*scope)
+        self.enter(scope)
         try:
             return self._call(path, m, args, kwargs)
         finally:

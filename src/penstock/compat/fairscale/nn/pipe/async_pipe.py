@@ -138,6 +138,7 @@ class AsyncPipe(nn.Module):
                 mesh=Mesh(pipe=len(ranks), group=ranks, device=device),
                 recompute=self.checkpoint,
                 batchnorm="deferred" if self._deferred else "microbatch",
+                dynamic=True,  # any layers may be here, and other ranks know nothing of them
             )
             self._built = how
         return self.pipeline

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a line for every epoch and, on a terminal with ``rich``, a live bar below."""
+"""What a loop shows while it runs: lines to keep and, on a terminal with ``rich``, a live bar below."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ __all__ = ["Screen", "screen"]
 
 
 class Screen(Protocol):
-    """Where the demo reports to."""
+    """Where a loop reports to; ``live`` where what ``advance`` says can be seen."""
 
-    def begin(self, title: str, total: int) -> None:
-        """A new stretch of ``total`` steps starts."""
+    live: bool
 
-    def advance(self, text: str) -> None:
-        """One step is done; ``text`` says how it stands."""
+    def begin(self, title: str, total: int | None) -> None:
+        """A new stretch of ``total`` steps starts; None: nobody knows how many."""
+
+    def advance(self, text: str | None) -> None:
+        """One step is done; ``text`` says how it stands, None: as before."""
 
     def line(self, text: str) -> None:
         """Something to keep."""
@@ -29,10 +31,12 @@ class Screen(Protocol):
 class _Lines:
     """For files, pipes and bare installations: what is to be kept, and nothing that moves."""
 
-    def begin(self, title: str, total: int) -> None:
+    live = False
+
+    def begin(self, title: str, total: int | None) -> None:
         pass
 
-    def advance(self, text: str) -> None:
+    def advance(self, text: str | None) -> None:
         pass
 
     def line(self, text: str) -> None:
@@ -42,26 +46,34 @@ class _Lines:
 class _Bar:
     """For terminals."""
 
+    live = True
+
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.task: TaskID | None = None
 
-    def begin(self, title: str, total: int) -> None:
+    def begin(self, title: str, total: int | None) -> None:
         if self.task is not None:
             self.progress.remove_task(self.task)
         self.task = self.progress.add_task(title, total=total, text="")
 
-    def advance(self, text: str) -> None:
+    def advance(self, text: str | None) -> None:
         assert self.task is not None
-        self.progress.update(self.task, advance=1, text=text)
+        self.progress.advance(self.task)
+        if text is not None:
+            self.progress.update(self.task, text=text)
 
     def line(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False)
 
 
+_bars = 0  # on the screen now
+
+
 @contextmanager
 def screen() -> Iterator[Screen]:
-    """The best screen that there is."""
+    """The best screen that there is: inside of a loop that has a bar, another one has lines only."""
+    global _bars
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
@@ -69,9 +81,13 @@ def screen() -> Iterator[Screen]:
         yield _Lines()
         return
     console = Console(file=sys.stdout)
-    if not console.is_terminal:
+    if _bars or not console.is_terminal:
         yield _Lines()
         return
     columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[text]}"))
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bar(progress)
+    _bars += 1
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            yield _Bar(progress)
+    finally:
+        _bars -= 1

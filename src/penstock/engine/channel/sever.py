@@ -1,0 +1,156 @@
+"""The connections of one pipeline, apart from all others of this process, so that they can be cut from another thread.
+
+A wait in gloo has no abort, and neither has one for the store. But a connection that is shut down fails whatever waits
+for it. So a pipeline has a gloo device of its own, which listens on a port of its own, and a connection of its own to
+the store. All of its sockets are known by these ends:
+
+    this process                      a peer
+    listens on 127.0.0.1:4001  ◀────  somewhere            its end here is 4001: ours
+    somewhere                  ────▶  listens on :4002     its end there is the peer's device: ours
+    somewhere                  ────▶  the store            found when the connection was made
+
+Where the system does not show a process its sockets under ``/dev/fd``, nothing is found and nothing is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["Address", "Lines", "StoreLine"]
+
+T = TypeVar("T")
+Address = tuple[str, int]
+_making = threading.Lock()  # what is new since a look before is ours
+
+
+class StoreLine:
+    """The store, over a connection of its own."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, made = _opened(store.clone)
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        port = getattr(store, "port", None)  # only TCPStore has one
+        self._sock: socket.socket | None = None
+        for sock, _, there in _sockets():
+            if there is not None and there[1] == port and _Ends.of(sock) in made:
+                self._sock = sock.dup()
+
+    @property
+    def gone(self) -> bool:
+        """Whether the store's process is; to be asked while the connection is idle.
+
+        And before each use: a store that finds out by itself writes pages of complaints.
+        """
+        if self._sock is None:
+            return False
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def cut(self) -> None:
+        if self._sock is not None:
+            _shut_down(self._sock)
+
+    def close(self) -> None:
+        self.store = None
+        if self._sock is not None:
+            self._sock.close()
+
+
+class Lines:
+    """A pipeline's own gloo device and store connection, and the NCCL groups made with them."""
+
+    def __init__(self, store: Any) -> None:
+        self.device: Any
+        self.device, made = _opened(dist.ProcessGroupGloo.create_default_device)
+        self.own = {ends.here for ends in made if ends.listens}
+        self.theirs: set[Address] = set()  # where the peers' devices listen
+        self._line = StoreLine(store)
+        self.store = self._line.store
+        self.timeout = timedelta(minutes=30)  # of groups, from the connecting on
+        self.nccl: list[Any] = []
+
+    @property
+    def address(self) -> Address | None:
+        """Where gloo listens, if that is known."""
+        return next(iter(self.own), None)
+
+    def cut(self) -> None:
+        """Let everything fail that waits for these connections, now or later."""
+        self._line.cut()
+        for sock, here, there in _sockets():
+            if there is not None and (here in self.own or there in self.theirs):
+                _shut_down(sock)
+        groups, self.nccl = self.nccl, []
+        for group in groups:
+            group.abort()
+
+    def close(self) -> None:
+        """Let go of them; gloo closes its connections with the last reference to their groups."""
+        self.nccl.clear()
+        self.device = self.store = None
+        self._line.close()
+
+
+class _Ends(NamedTuple):
+    here: Address
+    there: Address | None
+    listens: bool
+
+    @staticmethod
+    def of(sock: socket.socket) -> _Ends:
+        here, there = _ends(sock)
+        return _Ends(here, there, bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+
+
+def _opened(make: Callable[[], T]) -> tuple[T, set[_Ends]]:
+    """What ``make`` makes, and the sockets that this process has since."""
+    with _making:
+        before = {_Ends.of(sock) for sock, *_ in _sockets()}
+        made = make()
+        return made, {_Ends.of(sock) for sock, *_ in _sockets()} - before
+
+
+def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
+    """The TCP sockets of this process with their ends. They are copies: what they stand for cannot change meanwhile."""
+    try:
+        names = os.listdir("/dev/fd")
+    except OSError:
+        return
+    for name in names:
+        try:
+            copy = os.dup(int(name))
+        except OSError:
+            continue  # closed since
+        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
+            os.close(copy)
+            continue
+        with socket.socket(fileno=copy) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield sock, *_ends(sock)
+
+
+def _ends(sock: socket.socket) -> tuple[Address, Address | None]:
+    try:
+        return sock.getsockname()[:2], sock.getpeername()[:2]
+    except OSError:
+        return sock.getsockname()[:2], None
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other end was faster
+        sock.shutdown(socket.SHUT_RDWR)
+

@@ -1,0 +1,250 @@
+"""A thread beside each rank's main thread, which has time to look around while that one computes or waits.
+
+Five times a second it looks
+
+    - whether a cause was published, or the rank after this one on the ring is gone. If so, it cuts this rank's
+      connections: whoever waits for them fails, looks the cause up, and raises it. A main thread that computes is
+      interrupted as by Ctrl-C, where nothing else handles that, and raises the same;
+    - what the main thread is doing, and tells the others about once a second;
+    - whether the main thread waits in one place for long. After ``stuck_after`` seconds it logs a warning that says for
+      what, for whom, and what that one is doing. After ``timeout`` seconds that is the cause of a failure.
+
+A rank that a timeout finds in a call of the pipeline, and that does not come out of it within five seconds, because it
+hangs in code that nothing interrupts, says so on stderr with its Python stack, and its process ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from penstock.engine import farewell
+from penstock.engine.channel.beacon import Beacon, Lifeline
+from penstock.engine.channel.sever import Lines, StoreLine
+from penstock.engine.doing import Doing, Look
+from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, launcher_keeps_store, store_gone
+from penstock.engine.gossip import Gossip
+from penstock.engine.stuck import TIMEOUT, Judge, Limits, follow
+
+__all__ = ["Stopped", "Watch"]
+
+TICK = 0.2
+NUDGE = 1.0  # seconds that a main thread has to notice by itself that all is over
+GRACE = 5.0  # seconds that it has, after a timeout, before its process ends
+LINGER = 1.0  # seconds for the others to read a cause, where the store ends with this process
+
+logger = logging.getLogger("penstock")
+
+
+class Stopped(Exception):
+    """Another rank's failure, or a timeout, ended what this rank was doing."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
+
+class Watch:
+    """Looks after one rank of a pipeline. As a context it is around every call: ``with watch: …``."""
+
+    def __init__(self, store: Any, ranks: Sequence[int], rank: int) -> None:
+        """``ranks`` are those of the mesh in the world, ``rank`` is this one's; ``store`` is the pipeline's."""
+        self.rank = rank
+        self.doing = Doing()
+        self.lines = Lines(store)
+        self.bulletin = Bulletin(store, ranks, rank)
+        self.cause: Cause | None = None
+        self.interrupted = False
+        self._pid = os.getpid()
+        self._line = StoreLine(store)
+        self._board = Bulletin(self._line.store, ranks, rank)
+        self._limits = Limits()
+        self._judge = Judge(self._limits)
+        self._gossip = Gossip(self._line.store, rank, self._limits)
+        self._beacon = None if self.lines.address is None else Beacon(self.lines.address[0])
+        beacon = None if self._beacon is None else self._beacon.address
+        store.set(f"address/{rank}", json.dumps({"gloo": self.lines.address, "beacon": beacon}))
+        place = list(ranks).index(rank)
+        self._next: int | None = ranks[(place + 1) % len(ranks)] if len(ranks) > 1 else None
+        self._lifeline: Lifeline | None = None
+        self._tries = 5
+        self._key: Hashable = None
+        self._since = time.monotonic()
+        self._halted = 0.0
+        self._lock = threading.Lock()  # held where a call ends, and where one is interrupted
+        self._stopping = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._live, name=f"penstock watch of rank {rank}", daemon=True)
+        self._thread.start()
+        farewell.expect(self)
+
+    def limit(self, stuck_after: float | None, timeout: float | None) -> None:
+        """When to report, and when to give up; None is never."""
+        self._limits.stuck_after, self._limits.timeout = stuck_after, timeout
+        # Beyond ours, so that it is ours that tells: gloo cannot say who is stuck.
+        self.lines.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
+
+    def meet(self, addresses: Sequence[bytes]) -> None:
+        """All ranks have come: learn where their devices listen."""
+        found = [json.loads(address)["gloo"] for address in addresses]
+        self.lines.theirs |= {(host, port) for host, port in filter(None, found)}
+
+    # ── around each call ─────────────────────────────────────────────────────────────────────────────────────
+
+    def __enter__(self) -> None:
+        if self.cause is not None:
+            raise Stopped(self.cause)
+        self.doing.enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self.doing.leave()
+        if self.interrupted:
+            time.sleep(0.1)  # where the interrupt comes at the latest
+        if self.cause is not None and (self.interrupted or error is None or isinstance(error, Exception)):
+            raise Stopped(self.cause) from error
+
+    # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stop(self) -> None:
+        """Say that this rank leaves, and end the thread. Stopping twice is harmless."""
+        if self._ended or os.getpid() != self._pid:
+            return
+        self._ended = True
+        farewell.forget(self)
+        if not self._line.gone:
+            self.bulletin.leave()
+            self._linger()
+        self._stopping.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5)
+        for end in (self._beacon, self._lifeline, self.lines, self._line):
+            if end is not None:
+                end.close()
+        del self._board, self._gossip  # a connection is closed with the last reference to its store
+        self.doing.runner = None
+
+    def part(self, error: BaseException | None) -> None:
+        """The process ends, or the program leaves the pipeline, by an error or without one."""
+        if self._ended or os.getpid() != self._pid:
+            return
+        if farewell.is_failure(error) and self.cause is None and not self._line.gone:
+            assert error is not None
+            self.cause = self.bulletin.failed(error)
+        self.stop()
+
+    def _linger(self) -> None:
+        """Where the store may end with this process, give the others time to read what it has published."""
+        spoke = self.bulletin.spoke
+        if spoke is None or self.rank != 0 or launcher_keeps_store():
+            return
+        while time.monotonic() < spoke + LINGER and not self.bulletin.all_left():
+            time.sleep(0.02)
+
+    # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _live(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._tick(time.monotonic())
+                self._stopping.wait(TICK)
+        except Exception:
+            if not self._stopping.is_set():
+                logger.exception("the watch of rank %d failed; the pipeline goes on without it", self.rank)
+
+    def _tick(self, now: float) -> None:
+        key, look = self.doing.look()
+        if key != self._key:
+            self._key, self._since = key, now
+            self._gossip.moved()
+            self._judge.moved()
+        age = now - self._since
+        if self.cause is None:
+            try:
+                cause = store_gone() if self._line.gone else self._find(look, age, now)
+            except RuntimeError:
+                cause = store_gone()
+            if cause is None:
+                return
+            self.cause, self._halted = cause, now
+        if self.doing.inside or look.kind != "idle":
+            self.lines.cut()
+        if self.doing.inside:
+            self._press(look, now - self._halted)
+
+    def _find(self, look: Look, age: float, now: float) -> Cause | None:
+        """The cause, if something has failed; else tell the others what there is to tell."""
+        cause = self._board.read() or self._lost_next()
+        if cause is None and look.kind == "waits" and age > 2:
+            left = next((rank for rank in look.ranks if self._board.left(rank)), None)
+            cause = None if left is None else self._board.publish(Cause(left, "", LEFT))
+        if cause is None:
+            self._gossip.tell(self.doing, look, age, now)
+            chain = partial(follow, self.rank, look, lambda rank: self._gossip.hear(rank, now))
+            cause = self._judge.judge(look, age, now, chain)
+            cause = None if cause is None else self._board.publish(cause)
+        return cause
+
+    def _lost_next(self) -> Cause | None:
+        """The cause, if the rank after this one is gone and has not said why."""
+        if self._next is None:
+            return None
+        if self._lifeline is not None:
+            broken = self._lifeline.broken
+        else:
+            broken = self._connect(self._next)
+        if not broken:
+            return None
+        rank, self._next = self._next, None
+        return None if self._board.left(rank) else self._board.publish(Cause(rank, "", DEAD))
+
+    def _connect(self, rank: int) -> bool:
+        """Take hold of the next rank's beacon, once it is known; whether there is none any longer."""
+        key = f"address/{rank}"
+        if not self._line.store.check([key]):
+            return False
+        address = json.loads(self._line.store.get(key))["beacon"]
+        if address is None:
+            self._next = None
+            return False
+        try:
+            self._lifeline = Lifeline((address[0], address[1]))
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # no way leads there: do without
+            self._tries -= 1
+            if self._tries == 0:
+                self._next = None
+        return False
+
+    def _press(self, look: Look, waited: float) -> None:
+        """Get a main thread that is still in a call out of it."""
+        assert self.cause is not None
+        if waited > NUDGE and look.kind == "works" and not self.interrupted:
+            self._interrupt()
+        if waited > GRACE and self.cause.kind == TIMEOUT:
+            _, stack = self.doing.python()
+            report = f"rank {self.rank} {look}, and ends, because the pipeline has stopped:\n{self.cause.error()}\n"
+            os.write(2, f"{report}\nOn rank {self.rank}:\n{stack}".encode())
+            os._exit(1)
+
+    def _interrupt(self) -> None:
+        """As by Ctrl-C. It also ends a sleep, or a wait for a socket."""
+        main = threading.main_thread().ident
+        if self.doing.thread != main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        with self._lock:
+            if self.doing.inside:
+                self.interrupted = True
+                signal.pthread_kill(main, signal.SIGINT)

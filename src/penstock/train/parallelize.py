@@ -1,0 +1,188 @@
+"""``Pipeline(…, parallelize=…)``: the user's function makes DDP, FSDP2 or tensor-parallel modules of the stages.
+
+    made equal over data and tensor ─▶ function(stage, mesh) ─▶ DDP taken off, FSDP taken over, names and ties checked
+
+What the function does talks to other processes. So all have come and agree on the pipeline before it is called, and
+replicas have the same weights: what it cuts up are those of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.engine.ddp import unwrap
+from penstock.engine.fullyshard import FullyShard, fully_shard_of
+from penstock.engine.infer import FakeStage
+from penstock.engine.parallelized import Parallelized
+from penstock.engine.replicas import equalise
+from penstock.engine.shards import is_sharded, keep_edges_plain
+from penstock.engine.tree import flatten, unflatten
+from penstock.errors import PlanError
+from penstock.split.plan import Tie
+from penstock.train.mesh import Mesh
+from penstock.train.names import OwnNames
+from penstock.train.options import Options
+
+__all__ = ["parallelize_stages"]
+
+
+def parallelize_stages(
+    modules: dict[int, nn.Module],
+    mesh: Mesh,
+    options: Options,
+    ties: Sequence[Tie],
+    copies: list[list[nn.Parameter]],
+    own: OwnNames,
+) -> dict[int, Parallelized]:
+    """Call the user's function for each stage of this process, in order; ``modules`` and ``copies`` are kept in step.
+
+    ``own`` gives the model's names. All processes of the mesh call this together.
+    """
+    assert options.parallelize is not None
+    _ = mesh.device_mesh  # made by all together, also where the function does not ask for it
+    for dimension in ("data", "tensor"):
+        if mesh.sizes[dimension] > 1:
+            tensors = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
+            equalise(tensors, mesh[dimension].get_group())
+    before = _by_identity(modules, own)
+    made = {}
+    for stage, module in modules.items():
+        fake = FakeStage(stage, module, mesh.device)
+        result = _call(options.parallelize, stage, module, mesh)
+        result, wrapped = unwrap(result, stage, mesh.ranks("data"))
+        sharded = fully_shard_of(result, stage, mesh.ranks("data"))
+        _refuse_foreign_meshes(stage, result, sharded, mesh)
+        changed = result is not module or sharded is not None or mesh.tensor > 1
+        if changed and not fake.parts and not options.dynamic:
+            raise PlanError(
+                f"stage {stage} cannot be copied (copy.deepcopy fails), and a copy of the stage as it was before "
+                "parallelize is needed, to learn what crosses its edges"
+            )
+        if sharded is not None:
+            _cast_as(sharded, fake)
+        if mesh.tensor > 1:
+            keep_edges_plain(result, stage)
+        modules[stage] = result
+        made[stage] = Parallelized(fake if changed else None, wrapped, sharded)
+    _compare(before, _by_identity(modules, own))
+    _refuse_options(modules, options)
+    for tie, row in zip(ties, copies, strict=True):
+        row[:] = {id(p): p for _, name, p in _members(modules, own) if name in tie.names}.values()
+    return made
+
+
+def _call(function: Callable[..., Any], stage: int, module: nn.Module, mesh: Mesh) -> nn.Module:
+    try:
+        result = function(module, mesh)
+    except Exception as error:
+        error.add_note(f"in parallelize of stage {stage}")
+        raise
+    if result is None:
+        return module
+    if not isinstance(result, nn.Module):
+        raise PlanError(
+            f"parallelize gave a {type(result).__name__} for stage {stage}: it must return the stage's new module, or "
+            "None where it has changed the stage in place"
+        )
+    return result
+
+
+# ── what must be as before ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _members(modules: Mapping[int, nn.Module], own: OwnNames) -> Iterator[tuple[int, str, nn.Parameter]]:
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            yield stage, own(name), parameter
+
+
+def _by_identity(modules: Mapping[int, nn.Module], own: OwnNames) -> dict[tuple[int, str], int]:
+    return {(stage, name): id(parameter) for stage, name, parameter in _members(modules, own)}
+
+
+def _compare(before: Mapping[tuple[int, str], int], after: Mapping[tuple[int, str], int]) -> None:
+    """Parameters must have their names, and those that were one must be one."""
+    for stage in {stage for stage, _ in (*before, *after)}:
+        gone = sorted(name for s, name in before.keys() - after.keys() if s == stage)
+        new = sorted(name for s, name in after.keys() - before.keys() if s == stage)
+        if gone or new:
+            raise PlanError(
+                f"parallelize changed the parameters of stage {stage}: it has {', '.join(new) or 'nothing'} in the "
+                f"place of {', '.join(gone) or 'nothing'}. Names in checkpoints stay those of the model: change the "
+                "stage in place, or wrap it in what keeps names (DistributedDataParallel, fully_shard, "
+                "checkpoint_wrapper, torch.compile)"
+            )
+    one: dict[int, list[tuple[int, str]]] = {}
+    for place, key in before.items():
+        one.setdefault(key, []).append(place)
+    for places in one.values():
+        if len({after[place] for place in places}) > 1:
+            names = " and ".join(f"{name} of stage {stage}" for stage, name in places)
+            raise PlanError(
+                f"{names} were one parameter, and parallelize has made several of it, which would drift apart: leave "
+                "it as it is, or cut the model so that stages which share it are on different ranks"
+            )
+
+
+def _refuse_foreign_meshes(stage: int, module: nn.Module, sharded: FullyShard | None, mesh: Mesh) -> None:
+    """Parameters in parts must be parted over what the stage's processes are in parts over."""
+    for name, parameter in module.named_parameters():
+        if is_sharded(parameter) and (sharded is None or id(parameter) not in sharded.parameters):
+            there = parameter.device_mesh.mesh.flatten().tolist()
+            if sorted(there) != sorted(mesh.ranks("tensor")):
+                raise PlanError(
+                    f"stage {stage}: {name} is distributed over ranks {sorted(there)}, but the processes which hold "
+                    f'parts of this stage are ranks {sorted(mesh.ranks("tensor"))}: use mesh["tensor"]'
+                )
+
+
+def _refuse_options(modules: Mapping[int, nn.Module], options: Options) -> None:
+    in_parts = [name for m in modules.values() for name, p in m.named_parameters() if is_sharded(p)]
+    if in_parts and options.accumulate is not None:
+        raise PlanError(
+            f"accumulate={options.accumulate!r} cannot be had for parameters in parts ({in_parts[0]} is one): with "
+            "fully_shard use MixedPrecisionPolicy(reduce_dtype=torch.float32), else keep the parameters in float32 and "
+            "run steps under torch.autocast"
+        )
+    if in_parts and options.offload is not None:
+        raise PlanError(
+            f"offload does not know parameters in parts ({in_parts[0]} is one): leave it out, or with fully_shard use "
+            "its CPUOffloadPolicy"
+        )
+
+
+# ── what crosses edges ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _cast_as(sharded: FullyShard, fake: FakeStage) -> None:
+    """Let the fake stage compute in the types that FSDP's mixed precision makes of inputs, parameters and outputs."""
+    twins = {id(part): twin for part, twin in fake.parts}
+    for group in sharded.groups:
+        dtype = group.mp_policy.param_dtype
+        for parameter in group.fsdp_params if dtype is not None else ():
+            info = parameter._module_info
+            places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+            members = [(twins[id(owner)]._parameters, name) for owner, name in places if id(owner) in twins]
+            if members and parameter.orig_dtype.is_floating_point:
+                old = members[0][0][members[0][1]]
+                assert old is not None
+                with fake.mode:
+                    new = nn.Parameter(old.detach().to(dtype), old.requires_grad)
+                for place, name in members:
+                    place[name] = new
+    for part in sharded.parts:
+        policy, twin = part._get_fsdp_state()._mp_policy, twins.get(id(part))
+        if twin is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
+            twin.register_forward_pre_hook(lambda _, args, to=policy.param_dtype: _cast(args, to))
+        if twin is not None and policy.output_dtype is not None:
+            twin.register_forward_hook(lambda _, args, output, to=policy.output_dtype: _cast(output, to))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    leaves, spec = flatten(value)
+    cast = [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
+    return unflatten(cast, spec)

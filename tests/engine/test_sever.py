@@ -1,0 +1,187 @@
+"""A pipeline's connections can be cut from another thread: what waits for them fails, and nothing else does.
+
+The two ends of every connection are in this process here, in two threads.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.engine.channel.beacon import Beacon, Lifeline
+from penstock.engine.channel.group import open_group
+from penstock.engine.channel.sever import Lines, StoreLine
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+
+
+@pytest.fixture
+def make(store: Any) -> Iterator[Callable[[], Lines]]:
+    made: list[Lines] = []
+
+    def one() -> Lines:
+        made.append(Lines(store))
+        return made[-1]
+
+    yield one
+    for lines in made:
+        lines.close()
+
+
+def pair(make: Callable[[], Lines], name: str) -> tuple[list[Lines], list[Any]]:
+    """The lines of two ranks that know each other, and a group on each."""
+    lines = [make(), make()]
+    for mine, other in (lines, lines[::-1]):
+        assert other.address is not None
+        mine.theirs.add(other.address)
+        mine.timeout = timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: open_group(lines[rank], name, (0, 1), rank, CPU), (0, 1)))
+    return lines, groups
+
+
+def exchange(groups: list[Any]) -> float:
+    received = torch.zeros(1)
+    work = groups[1].recv([received], 0, 0)
+    groups[0].send([torch.ones(1)], 1, 0).wait()
+    work.wait()
+    return float(received)
+
+
+LARGE = torch.zeros(4 << 20)  # more than the system takes for a peer that does not receive
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "receive": lambda group: group.recv([torch.zeros(1)], 1, 0),
+    "send": lambda group: group.send([LARGE], 1, 0),
+    "sum": lambda group: group.allreduce(torch.zeros(1)),
+    "broadcast": lambda group: group.broadcast(torch.zeros(1), 1),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_wait_of_gloo_fails_when_its_connections_are_cut(make: Callable[[], Lines], what: str) -> None:
+    lines, groups = pair(make, "cut")
+    _, others = pair(make, "other")
+    work = WAITS[what](groups[0])
+    threading.Timer(0.2, lines[0].cut).start()
+    with pytest.raises(RuntimeError):
+        work.wait()
+    assert exchange(others) == 1
+
+
+@pytest.mark.parametrize("cutter", [0, 1])
+def test_either_end_may_cut(make: Callable[[], Lines], cutter: int) -> None:
+    lines, groups = pair(make, "cut")
+    work = groups[0].recv([torch.zeros(1)], 1, 0)
+    threading.Timer(0.2, lines[cutter].cut).start()
+    with pytest.raises(RuntimeError):
+        work.wait()
+
+
+def test_a_wait_for_the_store_fails_too(store: Any, make: Callable[[], Lines]) -> None:
+    """As for a peer that does not come to open its end of a group."""
+    lines = make()
+    threading.Timer(0.2, lines.cut).start()
+    with pytest.raises(RuntimeError):
+        open_group(lines, "alone", (0, 1), 0, CPU)
+    store.set("still", "here")
+    assert store.get("still") == b"here"
+
+
+def test_sockets_of_others_are_left_alone(make: Callable[[], Lines]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+        theirs, _ = server.accept()
+        make().cut()
+        with theirs:
+            theirs.sendall(b"x")
+            assert mine.recv(1) == b"x"
+
+
+def test_lines_that_are_closed_leave_no_socket(make: Callable[[], Lines]) -> None:
+    def sockets() -> int:
+        links = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                links.append(os.readlink(f"/proc/self/fd/{name}"))
+            except OSError:
+                continue
+        return sum(link.startswith("socket:") for link in links)
+
+    before = sockets()
+    lines, groups = pair(make, "leak")
+    assert sockets() > before
+    groups.clear()
+    for line in lines:
+        line.close()
+    end = time.monotonic() + 10
+    while sockets() > before and time.monotonic() < end:
+        time.sleep(0.02)
+    assert sockets() == before
+
+
+def test_a_store_that_is_gone_is_noticed_without_asking_it() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    line = StoreLine(dist.PrefixStore("a", dist.PrefixStore("b", server)))
+    line.store.set("key", "value")
+    assert not line.gone
+    line.cut()
+    assert line.gone
+    line.close()
+
+
+# ── beacons ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ends(line: Lifeline) -> bool:
+    end = time.monotonic() + 10
+    while not line.broken and time.monotonic() < end:
+        time.sleep(0.01)
+    return line.broken
+
+
+def test_a_lifeline_holds_as_long_as_the_beacon_burns() -> None:
+    beacon = Beacon("127.0.0.1")
+    line = Lifeline(beacon.address)
+    time.sleep(0.1)
+    assert not line.broken
+    beacon.close()
+    assert ends(line)
+    line.close()
+    with pytest.raises(ConnectionRefusedError):
+        Lifeline(beacon.address)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_does_not_keep_the_beacon_burning() -> None:
+    """The workers of a data loader are forks that may outlive the process that was killed."""
+    beacon = Beacon("127.0.0.1")
+    line = Lifeline(beacon.address)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        time.sleep(0.1)
+        assert not line.broken
+        beacon.close()
+        assert ends(line)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        line.close()

@@ -1,0 +1,208 @@
+"""Models in which what crosses an edge depends on the data: how long, how many, of what structure, whether at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from tests.equivalence.models import CLASSES, WIDTH, Case, stages_for
+from tests.equivalence.webs import Web, WebCase
+
+
+class _Half(nn.Module):
+    """A layer before or after a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+
+class Drop(_Half):
+    """Some of the rows, by a mask that depends on them; perhaps none."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.linear(x)
+        where = (x[:, 0] > 0.3).nonzero()[:, 0]
+        return h, self.other(h)[where], where
+
+
+class PutBack(_Half):
+    def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        h, kept, where = parts
+        return h.index_add(0, where, torch.tanh(self.linear(kept)))
+
+
+class Pieces(_Half):
+    """A list of as many tensors as there are rows of some kind, each as long as its row says."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        h = self.linear(x)
+        return [h, *(row[: 1 + i % WIDTH] for i, row in enumerate(h) if x[i, 1] > 0)]
+
+
+class Join(_Half):
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        h = self.linear(parts[0])
+        for piece in parts[1:]:
+            h = h + piece.square().sum() * 0.1
+        return h
+
+
+class Sometimes(_Half):
+    """A tensor or None; and plain values that are computed from the data, some of them equal but not the same."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        up = bool(x.sum() > 0)
+        return {
+            "more": self.other(x) if up else None,
+            "h": self.linear(x),
+            "count": int((x > 0).sum()),
+            "first": x[0, 0].item(),
+            "word": "up" if up else "down",
+            "one": 1 if up else True if x[0, 0] > 0 else 1.0,
+        }
+
+
+class IfThere(_Half):
+    def forward(self, parts: dict[str, Any]) -> Tensor:
+        h = self.linear(parts["h"]) * (1 + parts["count"] / 10) + parts["first"]
+        h = h * {bool: 2, int: 3, float: 4}[type(parts["one"])]
+        assert (parts["word"] == "up") == (parts["more"] is not None)
+        return h if parts["more"] is None else h + parts["more"]
+
+
+class Either(_Half):
+    """A tensor, a tuple or a dict."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        if x[0, 0] > 0.5:
+            return h
+        return (h, self.other(x)) if x[0, 0] > 0 else {"h": h, "n": len(x)}
+
+
+class Whichever(_Half):
+    def forward(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return self.linear(value)
+        if isinstance(value, tuple):
+            return self.linear(value[0]) * value[1]
+        out: Tensor = value["h"] + value["n"]
+        return out
+
+
+class Idle(_Half):
+    """Tensors that always cross, want a gradient or not, and are used or not, as the data says."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, other = self.linear(x), self.other(x)
+        return h, other if x[0, 1] > 0 else other.detach(), x
+
+
+class Perhaps(_Half):
+    def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        h, other, x = parts
+        h = h * 2 if x[0, 0] > 0 else self.linear(x) * 3  # then nothing comes back for ``h``
+        return h + other if x[0, 2] > 0 else h
+
+
+class Skipped(_Half):
+    """A layer that is skipped for some micro-batches, and numbers that only NumPy knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1 + float(x.detach().cpu().numpy().max())
+        return x * scale if x[0, 0] > 0 else self.linear(x) * scale
+
+
+PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "rows": (Drop, PutBack),
+    "pieces": (Pieces, Join),
+    "sometimes": (Sometimes, IfThere),
+    "either": (Either, Whichever),
+    "idle": (Idle, Perhaps),
+    "skipped": (Skipped, Skipped),
+}
+
+
+@dataclass(frozen=True)
+class RaggedCase:
+    """A chain whose every cut is in the middle of one of the pairs, beginning with ``first``."""
+
+    first: str
+    schedule: str
+    ranks: int
+    microbatches: int
+    batch: int
+    recompute: str = "never"
+    loss: str = "ignore"
+
+    dynamic = True
+
+    @property
+    def stages(self) -> int:
+        return stages_for(self.schedule, self.ranks)
+
+    def build(self) -> nn.Sequential:
+        torch.manual_seed(self.batch)
+        names = list(PAIRS)
+        start = names.index(self.first)
+        parts: list[nn.Module] = []
+        for i in range(self.stages - 1):
+            before, after = PAIRS[names[(start + i) % len(names)]]
+            parts += [before(), nn.Sequential(after(), nn.Tanh())]
+        return nn.Sequential(*parts, nn.Linear(WIDTH, CLASSES)).double()
+
+    def plan(self, model: nn.Module) -> ps.Plan:
+        return ps.split(model, balance=[1, *[2] * (self.stages - 1)])
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.batch)
+        x = torch.randn(self.batch, WIDTH, dtype=torch.float64, generator=generator)
+        return x, torch.randint(CLASSES, (self.batch,), generator=generator)
+
+
+@dataclass(frozen=True)
+class DynamicCase(Case):
+    """A model whose edges could be inferred, and are not."""
+
+    dynamic = True
+
+
+class RaggedWeb(Web):
+    """A web whose values, those that skip stages too, are rows picked by a mask, with their places."""
+
+    def layer(self, i: int, linear: nn.Module, known: dict[int, Any]) -> Any:
+        out = torch.tanh(linear(_whole(known[i - 1])))
+        for j in self.links[i]:
+            out = out + _whole(known[j]) * (j + 2)
+        where = (out[:, i % WIDTH] > 0).nonzero()[:, 0]
+        return (out[where], where, len(out)) if len(where) < len(out) else out
+
+    def extras(self, x: Tensor) -> Any:
+        return None if x[0, 0] > 0 else (x[0, 0].item(), (x[:, 1] > 0).nonzero())
+
+    def finish(self, last: Any, extras: Any) -> Tensor:
+        out = _whole(last)
+        return out if extras is None else out * extras[0] + len(extras[1])
+
+
+def _whole(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    rows, where, count = value
+    out: Tensor = rows.new_zeros(count, rows.shape[1])
+    return out.index_copy(0, where, rows)
+
+
+@dataclass(frozen=True)
+class RaggedWebCase(WebCase):
+    """A web with ragged values."""
+
+    web = RaggedWeb
+    dynamic = True

@@ -1,0 +1,342 @@
+"""What DDP, FSDP2 and tensor parallel stages do in single matters, and how one replica's failure ends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock as ps
+from tests.equivalence.parallel import batch, case, check_equal, check_gradients, check_state, mesh_of, part, squares
+from tests.equivalence.ways import (
+    CLASSES,
+    DATA,
+    DATA_TENSOR,
+    EVEN,
+    ONE_EMPTY,
+    TENSOR,
+    UNEVEN,
+    Block,
+    SometimesUsed,
+    blocks,
+    both,
+    checkpointed,
+    ddp,
+    fsdp,
+    fsdp_nested,
+    tensor_parallel,
+)
+from tests.support.ranks import Ranks
+
+
+def some_unused(rank: int, how: Callable[..., Any]) -> None:
+    """What no replica uses has no gradient, and what one uses has one everywhere, as in one process."""
+    mesh = mesh_of(DATA)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), SometimesUsed(), nn.Linear(6, CLASSES))
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"reduction": "sum", "microbatches": 2, "mesh": mesh, "parallelize": how}
+    with ps.Pipeline(ps.split(model, balance=[2, 2]), squares, **options) as pipe:
+        x, y = batch(0, 12)
+        model[2].rarely = mesh.data_rank == 1
+        pipe.step(*part(mesh, EVEN, x, y))
+        for replica, rows in enumerate((slice(0, 6), slice(6, 12))):
+            plain[2].rarely = replica == 1
+            squares(plain(x[rows]), y[rows]).backward()
+        check_gradients(pipe, plain)
+        if pipe.has_last_stage:
+            gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+            assert gradients["2.never.weight"] is None
+            assert gradients["2.second.weight"] is not None
+
+
+@pytest.mark.parametrize("how", [ddp, fsdp])
+def test_parameters_that_only_some_replicas_use(four: Ranks, how: Callable[..., Any]) -> None:
+    four.check(some_unused, how)
+
+
+def batchnorm(rank: int, how: Callable[..., Any]) -> None:
+    """As in one process that runs the micro-batches of the first replica, then those of the second."""
+    mesh = mesh_of(DATA)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)).double()
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "parallelize": how}
+    with ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, **options) as pipe:
+        for step in range(2):
+            x, y = batch(step, 15)
+            x = x.double()
+            pipe.step(*part(mesh, (9, 6), x, y))
+            for i, j in zip(x.split([3] * 3 + [2] * 3), y.split([3] * 3 + [2] * 3), strict=True):
+                (F.cross_entropy(plain(i), j) * len(i) / len(x)).backward()
+            check_gradients(pipe, plain)
+            check_state(pipe, plain)
+
+
+@pytest.mark.parametrize("how", [ddp, fsdp])
+def test_batchnorm(four: Ranks, how: Callable[..., Any]) -> None:
+    four.check(batchnorm, how)
+
+
+def dropout(rank: int, how: Callable[..., Any], sizes: dict[str, int]) -> None:
+    """With a seed, a layer draws what it draws in one pipeline of one process."""
+    mesh = mesh_of(sizes)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), Block(), Block(), nn.Dropout(0.5), nn.Linear(6, CLASSES))
+    plain = copy.deepcopy(model)
+    x, y = batch(0, 12)
+    count, shards = 4 // mesh.data, (12 // mesh.data,) * mesh.data
+    alone = ps.Pipeline(ps.split(plain, stages=1), F.cross_entropy, microbatches=4, seed=7)
+    options: dict[str, Any] = {"microbatches": count, "mesh": mesh, "seed": 7, "recompute": "always"}
+    pipe = ps.Pipeline(ps.split(model, stages=mesh.pipe), F.cross_entropy, parallelize=how, **options)
+    with pipe, alone:
+        for _ in range(2):
+            check_equal(pipe.step(*part(mesh, shards, x, y)).loss, alone.step(x, y).loss, "loss")
+            check_gradients(pipe, plain)
+
+
+@pytest.mark.parametrize(
+    ("how", "sizes"), [(ddp, DATA), (fsdp, DATA), (checkpointed, DATA), (tensor_parallel, TENSOR), (both, DATA_TENSOR)]
+)
+def test_seeded_dropout(four: Ranks, how: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four.check(dropout, how, sizes)
+
+
+def scaled(rank: int, how: Callable[..., Any], sizes: dict[str, int]) -> None:
+    """An overflow in one process's part keeps every rank from stepping."""
+    mesh = mesh_of(sizes)
+    torch.manual_seed(0)
+    model = blocks()
+    plain = copy.deepcopy(model)
+    shards = UNEVEN if mesh.data > 1 else (9,)
+    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "parallelize": how}
+    with ps.Pipeline(ps.split(model, stages=mesh.pipe), F.cross_entropy, **options) as pipe:
+        scaler = ps.GradScaler(pipe, init_scale=1024.0, growth_interval=2)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(4):
+            x, y = batch(step, 9)
+            if step == 2:
+                x[0] = torch.inf
+            pipe.step(*part(mesh, shards, x, y))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step != 2:
+                F.cross_entropy(plain(x), y).backward()
+                reference.step()
+                reference.zero_grad()
+            assert scaler.get_scale() == (1024.0, 2048.0, 1024.0, 1024.0)[step]
+        check_state(pipe, plain)
+
+
+@pytest.mark.parametrize(("how", "sizes"), [(ddp, DATA), (fsdp, DATA), (tensor_parallel, TENSOR), (both, DATA_TENSOR)])
+def test_scaler(four: Ranks, how: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four.check(scaled, how, sizes)
+
+
+@pytest.mark.parametrize(("how", "sizes", "norm"), [(fsdp, DATA, float("inf")), (both, DATA_TENSOR, 1.0)])
+def test_other_norms(four: Ranks, how: Callable[..., Any], sizes: dict[str, int], norm: float) -> None:
+    four.check(case, how, sizes, {"norm": norm})
+
+
+# ── DDP's hooks, FSDP's types ────────────────────────────────────────────────────────────────────────────────────
+
+
+def hooked(rank: int, shards: Sequence[int]) -> None:
+    """A hook of DDP's is called with the stage's gradients, once per step, and what it gives is what they become."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    mesh = mesh_of(DATA)
+    group = mesh["data"].get_group()
+    torch.manual_seed(0)
+    model = blocks()
+    plain = copy.deepcopy(model)
+    seen: list[tuple[int, bool, int]] = []
+
+    def compress(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations, which are strings here
+        assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
+        seen.append((bucket.index(), bucket.is_last(), bucket.buffer().numel()))
+        return bf16_compress_hook(state, bucket)
+
+    def how(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+        wrapper = DistributedDataParallel(stage, process_group=group, bucket_cap_mb=0.0005)
+        wrapper.register_comm_hook(group, compress)
+        return wrapper
+
+    options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "schedule": "zb_h1"}
+    with ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, parallelize=how, **options) as pipe:
+        x, y = batch(0, sum(shards))
+        pipe.step(*part(mesh, shards, x, y))
+        F.cross_entropy(plain(x), y).backward()
+        expected = dict(plain.named_parameters())
+        exact = []
+        for name, parameter in pipe.named_parameters():
+            there = expected[name].grad
+            assert parameter.grad is not None
+            assert there is not None
+            torch.testing.assert_close(parameter.grad, there, rtol=0.02, atol=1e-3)
+            exact.append(torch.allclose(parameter.grad, there, rtol=1e-5, atol=1e-7))
+        assert not all(exact), "nothing was compressed"
+        assert sum(size for _, _, size in seen) == sum(p.numel() for p in pipe.parameters())
+        assert [index for index, _, _ in seen] == list(range(len(seen)))
+        assert [last for _, last, _ in seen] == [False] * (len(seen) - 1) + [True]
+        assert len(seen) > 2
+
+
+@pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY], ids=str)
+def test_ddp_hooks_are_called(four: Ranks, shards: tuple[int, int]) -> None:
+    four.check(hooked, shards)
+
+
+def mixed(rank: int, schedule: str) -> None:
+    """FSDP's own mixed precision: bfloat16 in stages and on edges, gradients summed in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def how(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for block in stage.children():
+            fully_shard(block, mesh=mesh["data"], mp_policy=policy)
+        return fully_shard(stage, mesh=mesh["data"], mp_policy=policy)
+
+    mesh = mesh_of(DATA)
+    torch.manual_seed(0)
+    model = blocks()
+    plain = copy.deepcopy(model).bfloat16()
+    x, y = batch(0, 10)
+    options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "reduction": "sum", "schedule": schedule}
+    with ps.Pipeline(ps.split(model, stages=2), squares, parallelize=how, **options) as pipe:
+        for _ in range(2):
+            result = pipe.step(*part(mesh, (6, 4), x, y))
+            total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in plain.named_parameters()}
+            for i, j in zip(x.split([2, 2, 2, 2, 1, 1]), y.split([2, 2, 2, 2, 1, 1]), strict=True):
+                squares(plain(i.bfloat16()), j).backward()
+                for name, parameter in plain.named_parameters():
+                    assert parameter.grad is not None
+                    total[name] += parameter.grad.float()
+                    parameter.grad = None
+            for name, parameter in pipe.named_parameters():
+                assert parameter.dtype is torch.float32
+                check_equal(parameter.grad, total[name], name)
+            pipe.zero_grad()
+            if result.outputs is not None:
+                assert result.outputs.dtype is torch.bfloat16
+
+
+def wide(rank: int) -> None:
+    """Gradients of bfloat16 parameters are summed in float32 over micro-batches and replicas, and rounded once."""
+    mesh = mesh_of(DATA)
+    torch.manual_seed(0)
+    model = blocks().bfloat16()
+    plain = copy.deepcopy(model)
+    x, y = batch(0, 12)
+    options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "accumulate": "fp32", "reduction": "sum"}
+    with ps.Pipeline(ps.split(model, stages=2), squares, parallelize=ddp, **options) as pipe:
+        pipe.step(*part(mesh, EVEN, x.bfloat16(), y))
+        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in plain.named_parameters()}
+        for i, j in zip(x.bfloat16().split(2), y.split(2), strict=True):
+            squares(plain(i), j).backward()
+            for name, parameter in plain.named_parameters():
+                assert parameter.grad is not None
+                total[name] += parameter.grad.float()
+                parameter.grad = None
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, total[name].bfloat16(), rtol=0.008, atol=0)
+
+
+def test_sums_in_float32_with_ddp(four: Ranks) -> None:
+    four.check(wide)
+
+
+def thawed(rank: int, how: Callable[..., Any]) -> None:
+    """What is frozen, and what is in training mode, may change between steps."""
+    mesh = mesh_of(DATA)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES))
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "parallelize": how, "schedule": "zb_h1"}
+    with ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, **options) as pipe:
+        for step, free in enumerate([{0, 1, 2, 3}, {2}, {0, 3}, {3}, {1, 2}]):
+            for number in range(4):
+                model[number].requires_grad_(number in free)
+                plain[number].requires_grad_(number in free)
+            x, y = batch(step, 9)
+            pipe.step(*part(mesh, UNEVEN, x, y))
+            F.cross_entropy(plain(x), y).backward()
+            check_gradients(pipe, plain)
+            pipe.zero_grad()
+            plain.zero_grad()
+
+
+@pytest.mark.parametrize("how", [ddp, fsdp])
+def test_freezing_between_steps(four: Ranks, how: Callable[..., Any]) -> None:
+    four.check(thawed, how)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_mixed_precision_of_fsdp(four: Ranks, schedule: str) -> None:
+    four.check(mixed, schedule)
+
+
+def put_off(rank: int, how: Callable[..., Any], sizes: dict[str, int], expected: bool) -> None:
+    mesh = mesh_of(sizes)
+    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "schedule": "zb_h1", "parallelize": how}
+    with ps.Pipeline(ps.split(blocks(), stages=2), F.cross_entropy, **options) as pipe:
+        pipe.step(*batch(0, 4))
+        (stage,) = pipe._crew.stages.values()
+        assert stage._recorder is not None
+        assert bool(stage._recorder._bindings) is expected
+
+
+@pytest.mark.parametrize(
+    ("how", "sizes", "expected"), [(ddp, DATA, True), (fsdp_nested, DATA, True), (tensor_parallel, TENSOR, False)]
+)
+def test_weight_gradients_wait_for_w(
+    four: Ranks, how: Callable[..., Any], sizes: dict[str, int], expected: bool
+) -> None:
+    four.check(put_off, how, sizes, expected)
+
+
+# ── failing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Fragile(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and bool((x > 1e6).any()):
+            raise ValueError("too much")
+        return x
+
+
+def broken(rank: int, how: Callable[..., Any]) -> tuple[str, bool]:
+    """One replica fails in the middle of a step: all learn of it, and parameters are what they were."""
+    mesh = mesh_of(DATA)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Sequential(Fragile(), nn.Linear(6, CLASSES)))
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"mesh": mesh, "microbatches": 2, "parallelize": how}
+    pipe = ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, **options)
+    x, y = batch(0, 12)
+    pipe.step(*part(mesh, EVEN, x, y))
+    pipe.zero_grad()
+    x[10] = 1e9
+    with pytest.raises(ps.PipelineError) as caught:
+        pipe.step(*part(mesh, EVEN, x, y))
+    expected = dict(plain.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is None
+        if not hasattr(parameter, "full_tensor"):
+            check_equal(parameter.detach(), expected[name].detach(), name)
+    return str(caught.value), all(hasattr(p, "full_tensor") for p in pipe.parameters())
+
+
+@pytest.mark.parametrize(("how", "in_parts"), [(ddp, False), (fsdp, True)])
+def test_a_failure_reaches_all_replicas(four: Ranks, how: Callable[..., Any], in_parts: bool) -> None:
+    for message, found in four.check(broken, how):
+        assert "too much" in message
+        assert found is in_parts

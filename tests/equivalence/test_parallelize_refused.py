@@ -1,0 +1,203 @@
+"""What ``parallelize`` cannot make of a stage is refused, on all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock as ps
+from tests.equivalence.parallel import batch, mesh_of
+from tests.equivalence.ways import (
+    CLASSES,
+    DATA,
+    TENSOR,
+    Tied,
+    blocks,
+    ddp,
+    fsdp,
+    tensor_parallel,
+    ties_differently,
+    unchanged,
+)
+from tests.support.ranks import Ranks
+
+
+def ddp_over_the_world(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+    return DistributedDataParallel(nn.Sequential(nn.Linear(2, 2)))
+
+
+def ddp_ignoring(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, ["0.weight", "3.norm.bias"])
+    return ddp(stage, mesh)
+
+
+def fsdp_over_the_world(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(stage)
+
+
+def fsdp_over_tensor(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(stage, mesh=mesh["tensor"])
+
+
+def tensor_over_data(stage: nn.Module, mesh: ps.Mesh) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    name = next(name for name, part in stage.named_children() if isinstance(part, nn.Linear))
+    parallelize_module(stage, mesh["data"], {name: ColwiseParallel()})
+
+
+def sharded_output(stage: nn.Module, mesh: ps.Mesh) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    if mesh.is_first:
+        last = ColwiseParallel(use_local_output=False)
+        parallelize_module(stage, mesh["tensor"], {[name for name, _ in stage.named_children()][-1]: last})
+
+
+class Renamed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def renamed(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+    return Renamed(stage)
+
+
+def nonsense(stage: nn.Module, mesh: ps.Mesh) -> Any:
+    return "stage"
+
+
+def failing(stage: nn.Module, mesh: ps.Mesh) -> Any:
+    if mesh.rank == 1:
+        raise KeyError("no such layer")
+    return stage
+
+
+def replicated(stage: nn.Module, mesh: ps.Mesh) -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(stage, mesh=mesh["data"])
+
+
+def replicated_by_hooks(stage: nn.Module, mesh: ps.Mesh) -> None:
+    from torch.distributed._composable.replicate import replicate
+
+    replicate(stage, process_group=mesh["data"].get_group())
+
+
+REFUSED: list[tuple[Any, dict[str, int], dict[str, Any], str]] = [
+    (ddp_over_the_world, DATA, {}, r"over ranks \[0, 1, 2, 3\], but the stage's replicas are ranks \[.*mesh\["),
+    (ddp_ignoring, DATA, {}, "does not support parameters that DistributedDataParallel ignores"),
+    (fsdp_over_the_world, DATA, {}, r"fully_shard is over ranks \[0, 1, 2, 3\], but the stage's replicas"),
+    (fsdp_over_tensor, TENSOR, {}, r'fully_shard is over ranks.*pass mesh=mesh\["data"\]'),
+    (tensor_over_data, DATA, {}, r'is distributed over ranks.*use mesh\["tensor"\]'),
+    (renamed, DATA, {}, r"it has inner\..* in the place of .*weight.*stay those of the model"),
+    (nonsense, DATA, {}, "parallelize gave a str for stage"),
+    (failing, DATA, {}, "no such layer"),
+    (replicated, DATA, {}, "replicate.* leave that out"),
+    (replicated_by_hooks, DATA, {}, "replicate.* leave that out"),
+    (fsdp, DATA, {"accumulate": "fp32"}, "accumulate='fp32' cannot be had for parameters in parts"),
+    (tensor_parallel, TENSOR, {"accumulate": "fp32"}, "accumulate='fp32' cannot be had for parameters in parts"),
+    (fsdp, DATA, {"offload": ps.Offload()}, "offload does not know parameters in parts"),
+]
+
+
+def refuse(rank: int, how: Callable[..., Any], sizes: dict[str, int], options: dict[str, Any]) -> str:
+    with pytest.raises((ps.PlanError, ps.PipelineError, KeyError)) as caught:
+        ps.Pipeline(ps.split(blocks(), stages=2), F.cross_entropy, mesh=mesh_of(sizes), parallelize=how, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "sizes", "options", "message"), REFUSED)
+def test_refused(
+    four: Ranks, how: Callable[..., Any], sizes: dict[str, int], options: dict[str, Any], message: str
+) -> None:
+    for found in four.check(refuse, how, sizes, options):
+        assert re.search(message, found), found
+
+
+def tied_in_one_process(rank: int, how: Callable[..., Any]) -> str:
+    """Stages 0 and 3 are both on the first rank: two calls of fully_shard make two parameters of their one."""
+    mesh = mesh_of(DATA)
+    options: dict[str, Any] = {"mesh": mesh, "schedule": "zbv", "microbatches": 4, "parallelize": how}
+    plan = ps.split(Tied(), stages=4)
+    assert plan.ties[0].stages in ((0, 2), (0, 3))
+    with pytest.raises((ps.PlanError, ps.PipelineError)) as caught:
+        ps.Pipeline(plan, F.cross_entropy, **options)
+    return str(caught.value)
+
+
+def tied_apart(rank: int) -> str:
+    with pytest.raises((ps.PlanError, ps.PipelineError)) as caught:
+        ps.Pipeline(ps.split(Tied(), stages=2), F.cross_entropy, mesh=mesh_of(TENSOR), parallelize=ties_differently)
+    return str(caught.value)
+
+
+def test_ties_are_laid_out_alike(four: Ranks) -> None:
+    for found in four.check(tied_apart):
+        assert "is one parameter of several stages, but parallelize has laid it out in different ways" in found
+
+
+def test_ties_within_a_process_cannot_be_sharded(four: Ranks) -> None:
+    for found in four.check(tied_in_one_process, fsdp):
+        assert "were one parameter, and parallelize has made several of it" in found
+
+
+def output_in_parts(rank: int) -> str:
+    mesh = mesh_of(TENSOR)
+    options: dict[str, Any] = {"mesh": mesh, "microbatches": 2, "parallelize": sharded_output}
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES))
+    pipe = ps.Pipeline(ps.split(model, balance=[2, 1]), F.cross_entropy, **options)
+    with pytest.raises((ps.PlanError, ps.PipelineError)) as caught:
+        pipe.step(*batch(0, 4))
+    return str(caught.value)
+
+
+def test_a_distributed_output_is_refused(four: Ranks) -> None:
+    for found in four.check(output_in_parts):
+        assert "gives a DTensor with the layout" in found
+
+
+def already(rank: int) -> str:
+    mesh = mesh_of(DATA)
+    model = blocks()
+    ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, mesh=mesh, parallelize=fsdp).close()
+    with pytest.raises((ps.PlanError, ps.PipelineError)) as caught:
+        ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, mesh=mesh, parallelize=fsdp)
+    return str(caught.value)
+
+
+def test_a_model_is_sharded_once(four: Ranks) -> None:
+    for found in four.check(already):
+        assert "is a DTensor already" in found
+
+
+def only_some(rank: int) -> str:
+    mesh, plan = mesh_of(DATA), ps.split(blocks(), stages=2)
+    with pytest.raises(ps.PlanError) as caught:
+        ps.Pipeline(plan, F.cross_entropy, mesh=mesh, parallelize=fsdp if rank else None)
+    return str(caught.value)
+
+
+def test_all_ranks_parallelize_or_none(four: Ranks) -> None:
+    for found in four.check(only_some):
+        assert "parallelize is False on rank 0, but True on rank 1" in found
+
+
+def test_parallelize_needs_a_mesh() -> None:
+    plan = ps.split(blocks(), stages=2)
+    with pytest.raises(ps.PlanError, match=r"pass mesh=ps\.Mesh"):
+        ps.Pipeline(plan, F.cross_entropy, parallelize=unchanged)
+    with pytest.raises(ps.PlanError, match=r"parallelize must be a function of \(stage, mesh\), got str"):
+        ps.Pipeline(plan, F.cross_entropy, parallelize="ddp")  # type: ignore[arg-type]

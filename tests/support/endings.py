@@ -1,0 +1,91 @@
+"""Whole programs, one process for each rank, that end as they like: by an exception, by ``sys.exit``, or at their end.
+
+    ended = run_programs(source, 3)         # python -c source, as a user starts it
+    ended = run_processes(function, 3)      # function(rank) in processes of multiprocessing
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Ended", "run_processes", "run_programs"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the program of a rank ended, and what it wrote."""
+
+    code: int | None  # None: it had to be killed
+    text: str
+
+
+def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> list[Ended]:
+    """Run a program on ``n`` ranks; the first one keeps the store."""
+    with _folder() as folder:
+        running = []
+        for rank, environment in enumerate(_environments(n)):
+            with open(folder / str(rank), "w") as log:
+                command = [sys.executable, "-c", source, *args]
+                running.append(subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log))
+        end = time.monotonic() + timeout
+        codes: list[int | None] = []
+        for process in running:
+            try:
+                codes.append(process.wait(max(0.1, end - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                codes.append(None)
+        return [Ended(code, (folder / str(rank)).read_text()) for rank, code in enumerate(codes)]
+
+
+def run_processes(function: Callable[..., Any], n: int, *args: Any, timeout: float = 150.0) -> list[Ended]:
+    """Run a function on ``n`` ranks; the first one keeps the store."""
+    context = mp.get_context("forkserver")
+    with _folder() as folder:
+        running: list[Any] = []
+        for rank, environment in enumerate(_environments(n)):
+            process = context.Process(target=_run, args=(function, rank, environment, str(folder / str(rank)), args))
+            process.start()
+            running.append(process)
+        end = time.monotonic() + timeout
+        for process in running:
+            process.join(max(0.1, end - time.monotonic()))
+        codes = [process.exitcode for process in running]
+        for process in running:
+            process.kill()
+            process.join()
+        return [Ended(code, (folder / str(rank)).read_text()) for rank, code in enumerate(codes)]
+
+
+def _run(function: Callable[..., Any], rank: int, environment: dict[str, str], log: str, args: Any) -> None:
+    os.environ.update(environment)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    function(rank, *args)
+
+
+def _environments(n: int) -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(n)]
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)

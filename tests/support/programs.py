@@ -1,0 +1,136 @@
+"""Scripts that tests run as programs of several processes, and how to see that none of these is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.cli import main
+from tests.support import ranks
+
+__all__ = ["DEADLINE", "all_of", "commands", "environment", "free_port", "python", "run", "torchrun", "wait_for"]
+
+DEADLINE = 150.0  # seconds: many times what a run takes
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """That of this process, without what a launcher has said to it, and without GPUs."""
+    kept = {k: v for k, v in os.environ.items() if k not in _LAUNCHED and not k.startswith(("SLURM_", "PENSTOCK_"))}
+    paths = kept.get("PYTHONPATH", "").split(os.pathsep)
+    kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths if path)
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", **variables}
+
+
+def python(*arguments: object) -> list[str]:
+    return [sys.executable, *map(str, arguments)]
+
+
+def torchrun(*arguments: object) -> list[str]:
+    return python("-m", "torch.distributed.run", *arguments)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(
+    command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """One program, to its end."""
+    (done,) = all_of([(command, env or environment())], cwd)
+    return done
+
+
+def all_of(
+    programs: Sequence[tuple[Sequence[str], Mapping[str, str]]], cwd: Path | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """Several programs, side by side; what each has printed, and its exit code."""
+    end = time.monotonic() + DEADLINE
+    with _started(programs, cwd) as processes:
+        done = []
+        for process in processes:
+            out, err = process.communicate(timeout=max(1.0, end - time.monotonic()))
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+        return done
+
+
+@contextmanager
+def _started(
+    programs: Sequence[tuple[Sequence[str], Mapping[str, str]]], cwd: Path | None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for command, env in programs:
+            made = subprocess.Popen(command, env=env, cwd=cwd, text=True, start_new_session=True, **pipes)
+            processes.append(made)
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+def commands(
+    argvs: Sequence[Sequence[object]], env: Mapping[str, str], cwd: Path
+) -> list[subprocess.CompletedProcess[str]]:
+    """``penstock`` command lines, side by side, in processes that have imported torch already: half the time."""
+    with tempfile.TemporaryDirectory() as place:
+        files = [(Path(place, f"{i}.out"), Path(place, f"{i}.err")) for i in range(len(argvs))]
+        processes = [
+            ranks._context.Process(target=_command, args=([str(word) for word in argv], dict(env), cwd, *streams))
+            for argv, streams in zip(argvs, files, strict=True)
+        ]
+        end = time.monotonic() + DEADLINE
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(max(1.0, end - time.monotonic()))
+                assert process.exitcode is not None, f"one of {argvs} does not end"
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [
+            subprocess.CompletedProcess(argv, process.exitcode, out.read_text(), err.read_text())
+            for argv, process, (out, err) in zip(argvs, processes, files, strict=True)
+        ]
+
+
+def _command(argv: list[str], env: dict[str, str], cwd: Path, out: Path, err: Path) -> None:
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    tempfile.tempdir = None  # found out anew
+    code = main(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def wait_for(what: Any, why: str) -> None:
+    """Look again and again until it is so."""
+    end = time.monotonic() + DEADLINE
+    while not what():
+        assert time.monotonic() < end, why
+        time.sleep(0.05)

@@ -1,0 +1,60 @@
+"""docs/many-machines.md tells the truth: its program runs in all the ways it shows, and prints what it shows."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from tests.support.programs import environment, python, run, torchrun
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "many-machines.md").read_text(encoding="utf-8")
+PROGRAM, *_ = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+CONSOLE = dict(re.findall(r"^```console\n\$ (.*)\n((?:.*\n)*?)```$", DOCUMENT, re.MULTILINE))
+WAYS = [command for command in CONSOLE if command.endswith(" train.py")]
+EPOCH = re.compile(r"(epoch \d)  50 steps in \d+\.\d s  loss (\d\.\d{4})  [\d,]+ samples/s  bubble \d+\.\d%")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM, encoding="utf-8")
+    return file
+
+
+def compare(printed: str, command: str) -> None:
+    """Line by line, but for times; a slow machine also shows where it is within an epoch."""
+    first, *epochs = (line for line in printed.splitlines() if "  step " not in line)
+    shown, *expected = CONSOLE[command].splitlines()
+    assert first == shown
+    found = [EPOCH.fullmatch(line) for line in epochs]
+    wanted = [EPOCH.fullmatch(line) for line in expected]
+    assert None not in wanted
+    assert None not in found, printed
+    for ours, its in zip(found, wanted, strict=True):
+        assert ours[1] == its[1]
+        assert abs(float(ours[2]) - float(its[2])) < 0.02  # rounding differs from machine to machine
+
+
+@pytest.mark.parametrize("command", ["torchrun --nproc-per-node=4 train.py", "penstock run --stages 4 train.py"])
+def test_commands(script: Path, command: str) -> None:
+    """Threads are in test_docs, and two machines in other tests: what they print is the same."""
+    assert command in WAYS
+    assert len(WAYS) == 4
+    word, *arguments = command.split()
+    start = {"torchrun": torchrun, "penstock": partial(python, "-m", "penstock")}[word]
+    done = run(start(*arguments), environment(OMP_NUM_THREADS="1"), cwd=script.parent)
+    assert done.returncode == 0, done.stderr
+    for same in WAYS:
+        compare(done.stdout, same)
+
+
+def test_options_that_the_text_names(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["run", "--help"])
+    options = capsys.readouterr().out
+    named = set(re.findall(r"`(?:penstock run )?(--[a-z-]+)", DOCUMENT)) - {"--rdzv-backend", "--cpus-per-task"}
+    for option in named - {"--master-addr", "--master-port"}:
+        assert option in options, option

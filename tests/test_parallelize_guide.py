@@ -1,0 +1,49 @@
+"""The guide's program of parallel stages: the same loss in one process, and in four of them in all its ways."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock as ps
+from tests.support.ranks import Ranks
+
+DOCS = Path(__file__).parents[1] / "docs"
+(PROGRAM,) = (
+    code
+    for path in sorted(DOCS.glob("*.md"))
+    for code in re.findall(r"^```python\n(.*?)^```$", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    if "parallelize=" in code
+)
+
+
+def loss_of(rank: int, way: str | None) -> float:
+    before, sys.argv = sys.argv, ["train.py", way or ""]
+    try:
+        names: dict[str, object] = {"__name__": "guide"}
+        exec(compile(PROGRAM, "guide", "exec"), names)
+    finally:
+        sys.argv = before
+    pipe, result = names["pipe"], names["result"]
+    assert isinstance(pipe, ps.Pipeline)
+    assert isinstance(result, ps.StepResult)
+    pipe.close()
+    return float(result.loss)
+
+
+def test_ways() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = loss_of(0, None)
+    torch.set_num_threads(threads)
+    crew = Ranks(4)
+    try:
+        for way in ("ddp", "fsdp", "tensor"):
+            for found in crew.check(loss_of, way, timeout=120):
+                assert found == pytest.approx(expected, abs=1e-4)
+    finally:
+        crew.stop()

@@ -1,0 +1,543 @@
+"""A rank that fails, dies or hangs while others are busy with something else, and what is said of it.
+
+rank 0   F0 F1 ~~~~~~~~~ waits for 0RECV_B0 from rank 1, which has been in 1F1 for 31 s
+rank 1      F0 F1 ══════════════════════════════════════════════════ in time.sleep
+rank 2         F0 ~~~~~~ waits for 2RECV_F1 from rank 1, which has been in 1F1 for 31 s
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.engine import process
+from tests.support.models import batch, mlp, penstock_threads, threads_end
+from tests.support.ranks import Gone, Ranks, run_ranks
+from tests.support.traces import Belongings
+from tests.train.test_distributed_failures import (
+    SOON,
+    Told,
+    assert_new_pipeline_works,
+    assert_works,
+    failing_step,
+    faulty,
+    pipeline,
+)
+
+LONG = 120.0  # seconds for which nobody may have to wait
+
+
+class Boom(Exception):
+    """The user's own kind of error."""
+
+
+class Busy(nn.Module):
+    """An identity that takes ``seconds`` in its second real forward, and notes when it begins."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.calls = seconds, 0
+        self.begun = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                self.begun.set()
+                time.sleep(self.seconds)
+        return x
+
+
+class Raises(nn.Module):
+    """An identity that fails in its second real forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += type(x) is Tensor
+        if self.calls == 2:
+            raise Boom("on purpose")
+        return x
+
+
+def layered(**layers: nn.Module) -> nn.Sequential:
+    """One linear layer per rank; ``at1=…`` is put after the one of rank 1."""
+    torch.manual_seed(0)
+    found: list[nn.Module] = [nn.Linear(4, 4) for _ in range(dist.get_world_size())]
+    for name, layer in layers.items():
+        rank = int(name.removeprefix("at"))
+        found[rank] = nn.Sequential(found[rank], layer)
+    return nn.Sequential(*found)
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Threads, sockets, children and shared memory are as before, whatever happened inside."""
+    assert_new_pipeline_works()  # what torch keeps from its first backward on is there then
+    before = Belongings.now()
+    yield
+    before.assert_nothing_new()
+
+
+class Lines(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    handler, logger = Lines(), logging.getLogger("penstock")
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+
+
+# ── busy ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fails_while_another_computes(rank: int) -> Told:
+    """The last rank fails on its second micro-batch, while the first one is in its own second for two minutes."""
+    with leaving_nothing():
+        busy = Busy(LONG)
+        pipe = pipeline(layered(at0=busy, at2=Late()))
+        told = failing_step(pipe)
+        assert rank != 0 or busy.begun.is_set()
+        assert threading.current_thread() is threading.main_thread()
+        time.sleep(0.3)  # where a stray interrupt would come
+    assert_new_pipeline_works()
+    return told
+
+
+class Late(Busy):
+    """Fails a second after its first real forward, when the others are where they should be."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            time.sleep(1)
+            raise Boom("on purpose")
+        return x
+
+
+def test_a_rank_that_computes_is_told_too(three: Ranks) -> None:
+    for told in three.check(fails_while_another_computes, timeout=60):
+        assert told.kind == "PipelineError"
+        assert told.action == "2F0"
+        assert "rank 2, stage 2, micro-batch 0, action 2F0: Boom: on purpose" in told.text
+        assert told.seconds < SOON
+
+
+def fails_in_the_other_replica(rank: int) -> Told:
+    """Rank 3 is the last of the second pipeline; the first pipeline does nothing wrong."""
+    with leaving_nothing_of(data=2, pipe=2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Raises() if rank == 3 else nn.Identity()))
+        pipe = ps.Pipeline(ps.split(model, stages=2), F.mse_loss, microbatches=4, mesh=ps.Mesh(data=2, pipe=2))
+        return failing_step(pipe)
+
+
+@contextmanager
+def leaving_nothing_of(**sizes: int) -> Iterator[None]:
+    with ps.Pipeline(ps.split(mlp(), stages=sizes["pipe"]), F.mse_loss, mesh=ps.Mesh(**sizes)) as pipe:
+        pipe.step(batch(), batch())
+    before = Belongings.now()
+    yield
+    before.assert_nothing_new()
+
+
+def test_a_failure_reaches_the_other_replicas(four: Ranks) -> None:
+    for told in four.check(fails_in_the_other_replica, timeout=60):
+        assert (told.rank, told.stage, told.microbatch, told.action) == (3, 1, 1, "1F1")
+        assert "Boom: on purpose" in told.text
+        assert "in forward" in told.text
+        assert told.seconds < SOON
+
+
+def one_of_two(rank: int) -> None:
+    """Two pipelines and the user's own process group in one process: one pipeline fails."""
+    model = mlp()
+    with pipeline(model) as good, leaving_nothing():
+        assert_works(good, model)
+        bad = pipeline(faulty(1, Raises()))
+        assert failing_step(bad).kind == "PipelineError"
+        for _ in range(3):
+            assert_works(good, model)
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        assert ones.item() == dist.get_world_size()
+        assert "has stopped" in failing_step(bad).text
+
+
+def test_another_pipeline_of_the_process_goes_on(three: Ranks) -> None:
+    three.check(one_of_two, timeout=60)
+
+
+def closed_at_different_times(rank: int) -> None:
+    """Closing is no failure, whoever is first, and however long the others take."""
+    with leaving_nothing(), logged() as lines:
+        model = mlp()
+        pipe = pipeline(model)
+        assert_works(pipe, model)
+        time.sleep(rank)
+        pipe.close()
+        time.sleep(0.5)
+        assert not lines
+    dist.barrier()
+
+
+def test_ranks_may_close_at_different_times(three: Ranks) -> None:
+    three.check(closed_at_different_times, timeout=60)
+
+
+def forgotten(rank: int) -> None:
+    """A pipeline that is dropped and not closed leaves nothing either."""
+    with leaving_nothing():
+        model = mlp()
+        pipe = pipeline(model)
+        assert_works(pipe, model)
+        dist.barrier()
+        del pipe
+
+
+def test_a_pipeline_that_nobody_closes_ends_with_its_last_reference(three: Ranks) -> None:
+    three.check(forgotten, timeout=60)
+
+
+def left_by_an_error(rank: int) -> str:
+    """An optimizer that fails on one rank, in a ``with`` block."""
+
+    def train() -> None:
+        with pipeline(mlp()) as pipe:
+            for step in range(1000):
+                pipe.step(batch(), batch())
+                if rank == 1 and step == 2:
+                    raise Boom("in the optimizer")
+
+    with leaving_nothing(), pytest.raises(Boom if rank == 1 else ps.PipelineError) as caught:
+        train()
+    return str(caught.value)
+
+
+def test_a_with_block_that_ends_by_an_error_tells_the_others(three: Ranks) -> None:
+    told = three.check(left_by_an_error, timeout=60)
+    assert told.pop(1) == "in the optimizer"
+    for text in told:
+        assert text.startswith("rank 1: Boom: in the optimizer")
+        assert "in train" in text
+
+
+# ── processes that die ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def killed_while_others_compute(rank: int, at: int) -> Told:
+    """All ranks but one are in a forward of two minutes when that one is killed."""
+    layers = {f"at{r}": Busy(LONG) for r in range(3)}
+    pipe = pipeline(layered(**layers), microbatches=2)
+    if rank == at:
+        threading.Timer(3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return failing_step(pipe)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_killed_process_is_named_by_those_who_compute(at: int) -> None:
+    told = run_ranks(killed_while_others_compute, 3, at, timeout=60)
+    assert isinstance(told.pop(at), Gone)
+    for mine in told:
+        assert isinstance(mine, Told), mine
+        assert mine.rank == at
+        assert "gone" in mine.text
+        assert mine.seconds < 3 + SOON
+
+
+def fork(work: Callable[[], object]) -> int:
+    """A child that does some work. The test does not hear of it: its line to this process is closed in it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not need
+        child = os.fork()
+    if child == 0:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=int(name)) as sock:
+                if sock.family != socket.AF_UNIX:
+                    sock.detach()
+        work()
+        os._exit(0)
+    return child
+
+
+def killed_with_a_child(rank: int, child: str) -> Told:
+    """A fork of the killed process lives on, and has all its connections."""
+    pipe = pipeline(layered(at1=Busy(LONG)))
+    if rank == 1:
+        Path(child).write_text(str(fork(lambda: time.sleep(60))))
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return failing_step(pipe)
+
+
+def test_a_killed_process_is_named_though_its_child_lives_on(tmp_path: Path) -> None:
+    told = run_ranks(killed_with_a_child, 3, str(tmp_path / "child"), timeout=60)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert isinstance(told.pop(1), Gone)
+    for mine in told:
+        assert isinstance(mine, Told), mine
+        assert mine.rank == 1
+        assert mine.seconds < 1 + SOON
+
+
+def dies_building(rank: int, at: int, when: int) -> tuple[str, float]:
+    """One rank is killed before its ``when``-th group is opened, or, 0, before it meets the others."""
+    opened = 0
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def open_group(*args: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        if opened == when:
+            die()
+        return real_open(*args)
+
+    real_open = process.open_group
+    if rank == at and when:
+        process.open_group = open_group
+    elif rank == at:
+        process.Meeting.compare = lambda *args: die()
+    def build_and_run() -> None:
+        pipe = pipeline(mlp())
+        time.sleep(1)
+        pipe.step(batch(), batch())
+
+    start = time.monotonic()
+    with leaving_nothing_building(), pytest.raises(ps.PipelineError) as caught:
+        build_and_run()
+    assert caught.value.rank == at
+    return str(caught.value), time.monotonic() - start
+
+
+@contextmanager
+def leaving_nothing_building() -> Iterator[None]:
+    before = Belongings.now()
+    yield
+    after = {name for name in Belongings.now().python_threads if name.startswith("penstock")}
+    assert not after - before.python_threads
+
+
+@pytest.mark.parametrize(("at", "when"), [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 2), (1, 3)])
+def test_a_process_that_dies_while_it_builds_its_pipeline_is_named(at: int, when: int) -> None:
+    told = run_ranks(dies_building, 3, at, when, timeout=60)
+    assert isinstance(told.pop(at), Gone)
+    for mine in told:
+        assert isinstance(mine, tuple), mine
+        text, seconds = mine
+        assert f"rank {at}: its process is gone" in text
+        assert seconds < SOON
+
+
+# ── ranks that hang ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def hangs(rank: int) -> tuple[float, list[str]]:
+    with leaving_nothing(), logged() as lines:
+        pipe = pipeline(layered(at1=Busy(6.0)), stuck_after=1.0)
+        result = pipe.step(batch(), batch())
+        pipe.close()
+        return float(result.loss), lines
+
+
+def test_ranks_that_wait_for_long_say_for_whom_and_what_that_one_does(three: Ranks) -> None:
+    told = three.check(hangs, timeout=60)
+    place = r"\(at test_watch\.py:\d+, in forward\)"
+    assert re.fullmatch(
+        rf"rank 0 waits for 0RECV_B0 from rank 1, which has been in 1F1 for \d s {place}", told[0][1][-1]
+    )
+    assert re.fullmatch(
+        rf"rank 2 waits for 2RECV_F1 from rank 1, which has been in 1F1 for \d s {place}", told[2][1][-1]
+    )
+    assert not told[1][1]  # it does not wait
+    assert len({loss for loss, _ in told}) == 1  # and the step went on to its end
+    assert 2 <= len(told[0][1]) <= 4  # after 1, 2 and 4 seconds
+
+
+def never_steps(rank: int) -> list[str]:
+    """One rank has something else to do, once before its first step and once after it."""
+    with leaving_nothing(), logged() as lines:
+        with pipeline(mlp(), stuck_after=0.8) as pipe:
+            for _ in range(2):
+                if rank == 0:
+                    time.sleep(3)
+                pipe.step(batch(), batch())
+        return lines
+
+
+def test_a_rank_that_does_not_come_to_a_step_is_named(three: Ranks) -> None:
+    told = three.check(never_steps, timeout=60)
+    for rank in (1, 2):
+        waits = rf"rank {rank} waits for word of the next mini-batch from rank 0, which is not in a step: "
+        assert any(re.match(waits + r"it has run none since it built its pipeline \d s ago", t) for t in told[rank])
+        assert any(re.match(waits + r"its last one ended \d s ago \(at test_watch", line) for line in told[rank])
+
+
+def stopped(rank: int) -> list[str] | str:
+    """The process of one rank is stopped, as by Ctrl-Z or a debugger; somebody lets it go on later."""
+    with logged() as lines:
+        pipe = pipeline(mlp(), stuck_after=1.0)
+        if rank == 0:
+            pid = os.getpid()
+            awakener = fork(lambda: (time.sleep(9), os.kill(pid, signal.SIGCONT)))
+            os.kill(pid, signal.SIGSTOP)
+            os.waitpid(awakener, 0)
+        pipe.step(batch(), batch())
+        pipe.close()
+        return lines
+
+
+def test_a_stopped_process_is_said_to_be_silent_and_may_go_on() -> None:
+    told = run_ranks(stopped, 3, timeout=90)
+    for lines in told[1:]:
+        assert isinstance(lines, list), lines
+        assert any(
+            re.search(r"from rank 0, which has not been heard of for \d+ s \(is its process stopped\?\)", line)
+            for line in lines
+        ), lines
+
+
+def times_out(rank: int) -> tuple[Told, float]:
+    with leaving_nothing():
+        pipe = pipeline(layered(at1=Busy(LONG)), stuck_after=None, timeout=3.0)
+        start = time.monotonic()
+        told = failing_step(pipe)
+        seconds = time.monotonic() - start
+    assert_new_pipeline_works()
+    return told, seconds
+
+
+def test_a_timeout_stops_everybody_and_shows_where_the_one_hangs(three: Ranks) -> None:
+    for told, seconds in three.check(times_out, timeout=60):
+        assert (told.rank, told.stage, told.microbatch, told.action) == (1, 1, 1, "1F1")
+        assert re.search(r"Timeout: rank \d waits for \dRECV_..? from rank 1, which has been in 1F1 for", told.text)
+        assert "longer than timeout=3 s" in told.text
+        assert "time.sleep(self.seconds)" in told.text
+        assert seconds < LONG / 2
+
+
+def hangs_for_good(rank: int, errors: str) -> str:
+    """Nothing interrupts this rank: its own handler swallows Ctrl-C."""
+    if rank == 1:
+        signal.signal(signal.SIGINT, lambda *_: None)
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    assert_new_pipeline_works()  # a first step takes its time
+    pipe = pipeline(layered(at1=Busy(LONG)), timeout=2.0)
+    return failing_step(pipe).text
+
+
+def test_a_process_that_nothing_interrupts_says_so_and_ends(tmp_path: Path) -> None:
+    told = run_ranks(hangs_for_good, 3, str(tmp_path / "errors"), timeout=60)
+    gone = told.pop(1)
+    assert isinstance(gone, Gone)
+    assert "exit code 1" in str(gone)
+    for text in told:
+        assert "Timeout" in text
+    errors = (tmp_path / "errors").read_text()
+    assert re.search(r"rank 1 has been in 1F1 for \d+ s.*, and ends, because the pipeline has stopped", errors)
+    assert "time.sleep(self.seconds)" in errors
+
+
+def no_limits(rank: int) -> list[str]:
+    with logged() as lines, pipeline(layered(at1=Busy(3.0)), stuck_after=None, timeout=None) as pipe:
+        pipe.step(batch(), batch())
+    return lines
+
+
+def test_without_limits_nothing_is_said(three: Ranks) -> None:
+    assert three.check(no_limits, timeout=60) == [[], [], []]
+
+
+def leaves_early(rank: int) -> Told | None:
+    """Rank 2 closes while rank 0 waits for rank 1, which waits for rank 2."""
+    pipe = pipeline(mlp())
+    pipe.step(batch(), batch())
+    if rank == 2:
+        pipe.close()
+        time.sleep(3)
+        return None
+    return failing_step(pipe)
+
+
+def test_a_rank_that_left_is_named_by_all(three: Ranks) -> None:
+    for told in three.check(leaves_early, timeout=60)[:2]:
+        assert told.rank == 2
+        assert "closed its pipeline, or ended" in told.text
+        assert told.seconds < SOON
+
+
+# ── threads of one process ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def local(seconds: float, **options: Any) -> ps.Pipeline:
+    torch.manual_seed(0)
+    parts = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Busy(seconds)), nn.Linear(4, 4)]
+    return ps.Pipeline(ps.split(nn.Sequential(*parts), stages=3), F.mse_loss, microbatches=4, **options)
+
+
+def test_threads_that_wait_for_long_are_reported_too(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "penstock"), local(3.0, stuck_after=0.8) as pipe:
+        pipe.step(batch(), batch())
+    for waits in ("rank 0 waits for 0RECV_B0", "rank 2 waits for 2RECV_F1"):
+        says = rf"{waits} from rank 1, which has been in 1F1 for \d s \(at test_watch\.py:\d+, in forward\)"
+        assert any(re.fullmatch(says, line) for line in caplog.messages), caplog.messages
+
+
+@pytest.mark.parametrize("how", ["step", "stream"])
+def test_a_timeout_ends_the_wait_for_threads(how: str) -> None:
+    """The thread that hangs cannot be ended; it ends with what it does."""
+    pipe = local(5.0, timeout=1.0)
+    run = {"step": lambda: pipe.step(batch(), batch()), "stream": lambda: list(pipe.stream([batch()] * 3))}
+    with pytest.raises(ps.PipelineError, match=r"Timeout: rank [02] waits") as caught:
+        run[how]()
+    assert (caught.value.rank, caught.value.action) == (1, "1F1")
+    assert "time.sleep(self.seconds)" in str(caught.value)
+    with pytest.raises(ps.PipelineError, match="closed"):
+        pipe.step(batch(), batch())
+    pipe.close()
+    assert threads_end(penstock_threads(), 20)
+
+
+# ── options ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["stuck_after", "timeout"])
+@pytest.mark.parametrize("value", [0, -1.0, "soon", True, float("nan")])
+def test_limits_are_positive_numbers_or_none(name: str, value: Any) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ps.PlanError, match=f"{name} must be a number of seconds, or None"):
+        ps.Pipeline(ps.split(mlp(), stages=2), F.mse_loss, **options)
