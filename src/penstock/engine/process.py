@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn, Protocol
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.engine.agree import Agreement, Announcement, Refused
 from penstock.engine.batchnorm import committing, norms_of
+from penstock.engine.call import call
 from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import Group, open_group, speaks_nccl
 from penstock.engine.channel.process import ChannelError, Wire
@@ -29,6 +30,7 @@ from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.message import Message
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.outputs import Outputs
+from penstock.engine.parting import NOTHING, Parting
 from penstock.engine.reduce import Reducer
 from penstock.engine.replicas import Replicas
 from penstock.engine.running import RunningStatistics
@@ -80,6 +82,7 @@ class ProcessCrew:
         self.placement = source.placement
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.ended: PipelineError | None = None
+        self.parting: Parting | None = None  # a mini-batch whose backward is still to come
         self.waited = Waited()
         self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self._groups: list[Group] = []
@@ -115,8 +118,8 @@ class ProcessCrew:
                 self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
-            if self._head is not None:
-                self._head.replicas = self.replicas
+            if self.head is not None:
+                self.head.replicas = self.replicas
         self.doing.phase = NEXT
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,9 +137,26 @@ class ProcessCrew:
 
     def _timed(self, work: Callable[[], Outcome]) -> Outcome:
         self.waited.seconds, start = 0.0, perf_counter()
-        outcome: Outcome = self._guarded(work)
+        outcome: Outcome = self.guarded(work)
         self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
+
+    def forward(self, value: Any, rounding: AbstractContextManager[Any]) -> Any:
+        """The outputs of one mini-batch, on the rank of the last stage, in autograd's graph.
+
+        The other ranks wait for the backward, which that rank is to call. Gradients are added to ``.grad``, within
+        ``rounding``.
+        """
+        state = ambient()
+        announced, messages = self.guarded(lambda: self._announce(value, None, training=True, apart=True))
+        self.parting = parting = Parting(self, announced, state, rounding)
+        if self.head is not None:
+            return call(parting, messages or [NOTHING])
+        parting.forward(messages)
+        grads, _ = parting.backward(())
+        if messages:
+            send_back(messages, grads, None)
+        return None
 
     def everywhere(self, outputs: Any) -> Any:
         """The last rank's outputs, on every rank."""
@@ -146,7 +166,7 @@ class ProcessCrew:
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         announced, messages = self._announce(value, targets, training=True)
-        sizes, head = announced.sizes, self._head
+        sizes, head = announced.sizes, self.head
         targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
             if targets is None and head.rule.wants_targets and sizes:
@@ -154,10 +174,10 @@ class ProcessCrew:
                 how = " in each step: this one has none" if announced.targets_from == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")
             head.begin(sizes, cut_targets(targets, sizes, self.device), outputs, training=True)
-        with self._committing(training=True):
+        with self.committing(training=True):
             if self.reducer is not None:
                 self.reducer.begin()
-            self._gather()
+            self.gather_shards()
             with self.ties.reducing():
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
@@ -169,21 +189,21 @@ class ProcessCrew:
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
         announced, messages = self._announce(value, targets, training=False)
-        sizes, head = announced.sizes, self._head
+        sizes, head = announced.sizes, self.head
         if not sizes and wants_loss and self.agreement.anyone(targets is not None):
             targets = ()
         targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
             head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
-        with self._committing(training=False):
-            self._gather()
+        with self.committing(training=False):
+            self.gather_shards()
             self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
             for sharded in self.sharded:
                 sharded.release()
             loss, _, samples = self._share_loss()
         return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
 
-    def _gather(self) -> None:
+    def gather_shards(self) -> None:
         """Before a run: put stages that are sharded over the replicas together."""
         if self.sharded and self.replicas is not None:
             self.replicas.sum([1.0])  # a replica that has failed is noticed here; within FSDP it would be waited for
@@ -191,7 +211,7 @@ class ProcessCrew:
             sharded.gather()
 
     @contextmanager
-    def _committing(self, *, training: bool) -> Iterator[None]:
+    def committing(self, *, training: bool) -> Iterator[None]:
         """Statistics of BatchNorm layers, committed if all goes well; in a step, those of all replicas."""
         statistics = self.statistics if training else None
         if statistics is not None:
@@ -201,21 +221,24 @@ class ProcessCrew:
         if statistics is not None:
             statistics.commit()
 
-    def _announce(self, value: Any, targets: Any, *, training: bool) -> tuple[Announcement, list[Message]]:
+    def _announce(
+        self, value: Any, targets: Any, *, training: bool, apart: bool = False
+    ) -> tuple[Announcement, list[Message]]:
         self.doing.phase = NEXT
         given = targets is not None
         if self.rank != self.first_rank:
-            return self.agreement.hear(training, ambient(), value, given), []
+            return self.agreement.hear(training, ambient(), value, given, apart), []
         try:
             value = self.agreement.fetch() if value is None else value
             if value is None:
                 where = f"rank {self.ranks[self.rank]}, which has the first stage"
                 raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
-            sizes, messages = cut(value, self.source.microbatches, self.device, empty=self.replicas is not None)
+            empty = self.replicas is not None and not apart
+            sizes, messages = cut(value, self.source.microbatches, self.device, empty=empty)
         except PlanError as error:
             self.agreement.refuse(str(error))
             raise Refused(str(error)) from error
-        return self.agreement.announce(training, ambient(), sizes, messages, given), messages
+        return self.agreement.announce(training, ambient(), sizes, messages, given, apart), messages
 
     def _feed(
         self, announced: Announcement, messages: Sequence[Message], *, grad: bool
@@ -244,13 +267,13 @@ class ProcessCrew:
     def _share_loss(self) -> tuple[Tensor | None, float | None, int]:
         """The loss, the factor and the samples that the rank with the head knows of, on all ranks."""
         self.doing.phase = LOSS
-        if self._head is None:
+        if self.head is None:
             there, loss, factor, wide, samples = self.control.take_row(self.last_rank, 5)
             dtype = torch.float64 if wide else torch.float32
             value = torch.tensor(loss, dtype=dtype, device=self.device) if there else None
             return value, factor or None, int(samples)
-        value, factor_here = self._head.finish()
-        batch = self._head.batch
+        value, factor_here = self.head.finish()
+        batch = self.head.batch
         if value is None:
             row = [0.0, 0.0, 0.0, 0.0, batch]
         else:
@@ -261,7 +284,7 @@ class ProcessCrew:
         return value, factor_here, batch
 
     @property
-    def _head(self) -> Head | None:
+    def head(self) -> Head | None:
         return self.stages[self.plan.num_stages - 1].head if self.rank == self.last_rank else None
 
     # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -318,22 +341,28 @@ class ProcessCrew:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        found: list[Any] = self._guarded(lambda: self.control.gather(value))
+        found: list[Any] = self.guarded(lambda: self.control.gather(value))
         return found
 
     def agree(self, number: float) -> float:
         """The largest of all ranks' numbers, over pipelines and replicas, on all of them."""
         for control in (self.control, *(r.control for r in (self.replicas, self.twins) if r is not None)):
-            number = max(self._guarded(partial(control.gather, number)))
+            number = max(self.guarded(partial(control.gather, number)))
         return number
 
     # ── failing and ending ───────────────────────────────────────────────────────────────────────────────────
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def guarded(self, work: Callable[[], Any], part_of: Parting | None = None) -> Any:
+        """Do what other ranks take part in: a failure reaches them all."""
         if self.ended is not None:
             raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
         try:
             with self.watch:
+                if self.parting is not part_of:
+                    raise PlanError(
+                        "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call "
+                        "backward on a loss of it before anything else, or call the pipeline under torch.no_grad()"
+                    )
                 result = work()
                 self.control.settle()
             return result
@@ -389,8 +418,8 @@ class ProcessCrew:
         self.ties.close()
         if self.reducer is not None:  # sums may be under way
             self.reducer.begin()
-        if self._head is not None:
-            self._head.clear()
+        if self.head is not None:
+            self.head.clear()
         for replicas in (self.replicas, self.twins):
             if replicas is not None:
                 replicas.close()

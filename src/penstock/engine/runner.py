@@ -81,6 +81,13 @@ class Runner:
             call()
         progress.at = -1
 
+    def halves(self) -> tuple[Runner, Runner]:
+        """What comes before the first backward, and what comes from there on."""
+        at = next(i for i, instruction in enumerate(self.instructions) if instruction.kind in ("R", "B"))
+        parts = slice(at), slice(at, None)
+        first, second = (Runner(self.calls[part], self.instructions[part]) for part in parts)
+        return first, second
+
     @property
     def current(self) -> Instruction | None:
         """The instruction under way, or the one that failed."""

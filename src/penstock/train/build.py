@@ -70,6 +70,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         places=None if named is None else len(named),
         recompute=options.recompute,
     )
+    if options.lockstep and (mesh is not None or len(set(source.placement)) < plan.num_stages):
+        raise PlanError("lockstep=True is for threads of this process that have one stage each")
     _refuse_shared_statistics(plan, source.placement)
     device_of = _devices(plan, options, mesh, source)
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
@@ -111,7 +113,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     if mesh is None:
         joined = source if weights is None else source.taking_turns(_joined(source, device_of, weights))
         limits = Limits(options.stuck_after, options.timeout)
-        return Built(placed, source, modules, own_name, LocalCrew(placed, stages, joined, copies, limits))
+        crew_here = LocalCrew(placed, stages, joined, copies, limits, options.lockstep)
+        return Built(placed, source, modules, own_name, crew_here)
     assert meeting is not None
     crew = ProcessCrew(placed, stages, source, copies, mesh, meeting, shared)
     return Built(placed, source, modules, own_name, crew)

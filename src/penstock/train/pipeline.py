@@ -73,7 +73,8 @@ class Pipeline(Members):
     ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
     precision's gradients in single, ``offload`` keeps on the host what waits. ``dynamic=True`` is for stages whose
     outputs' shapes, structure or values depend on the data: between processes every message then describes itself.
-    docs/training.md tells more.
+    With ``lockstep`` a stage starts its next forward when its last output is taken, so that in calls and evaluations
+    outputs do not pile up before a slow stage. docs/training.md tells more.
 
     ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
     weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
@@ -106,6 +107,7 @@ class Pipeline(Members):
         parallelize: Parallelize | None = None,
         stuck_after: float | None = 60.0,
         timeout: float | None = 1800.0,
+        lockstep: bool = False,
     ) -> None:
         options = Options(
             loss_fn=loss_fn,
@@ -126,6 +128,7 @@ class Pipeline(Members):
             parallelize=parallelize,
             stuck_after=stuck_after,
             timeout=timeout,
+            lockstep=lockstep,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
@@ -240,7 +243,9 @@ class Pipeline(Members):
             with self._at_work():
                 return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
         if isinstance(self._crew, ProcessCrew):
-            raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
+            raise PlanError(
+                "under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step(), or forward()"
+            )
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         wide = self._wide is not None
@@ -248,6 +253,21 @@ class Pipeline(Members):
         if self._crew.weights is not None:
             self._crew.weights.stay(flight)
         return call(flight, messages)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs in autograd's graph, for a loss that is made outside: in one process as ``pipe(x)``.
+
+        Under a mesh all ranks call it. The rank of the last stage gets the outputs, and must call backward on a loss
+        of them before it does anything else with the pipeline; the others wait for that, and get None. Gradients are
+        added to ``.grad``, and summed over replicas: their losses count as parts of one sum.
+        """
+        if not isinstance(self._crew, ProcessCrew) or not torch.is_grad_enabled():
+            return self(*args, **kwargs)
+        self._check_open()
+        if self._crew.weights is not None:
+            raise PlanError("under a mesh pipe.forward(x) does without Offload(weights=True): use step()")
+        value = self._line.arguments(args, kwargs) if args or kwargs else None
+        return self._crew.forward(value, nullcontext() if self._wide is None else self._wide)
 
     @property
     def has_first_stage(self) -> bool:

@@ -20,21 +20,45 @@ class Cancelled(Exception):
 
 
 class LocalLane:
-    """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right."""
+    """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right.
 
-    def __init__(self, microbatches: int, src: torch.device, dst: torch.device, waited: Waited | None = None) -> None:
+    With ``room``, a sender goes on when no more messages than that wait for somebody who is ready to take them.
+    """
+
+    def __init__(
+        self,
+        microbatches: int,
+        src: torch.device,
+        dst: torch.device,
+        waited: Waited | None = None,
+        room: int | None = None,
+        sender: Waited | None = None,
+    ) -> None:
         self._waited = waited or Waited()  # told how long the rank that takes has to wait
+        self._sender = sender or Waited()  # and the one that sends
         self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
         self._landed: dict[int, Any] = {}
         self._move = None if src == dst else _Mover(src, dst)
+        self._ready: SimpleQueue[None] | None = None if room is None else SimpleQueue()
+        for _ in range(room or 0):
+            self._ready.put(None)  # type: ignore[union-attr]
+        self._cancelled = False
 
     def send(self, microbatch: int, leaves: Any) -> None:
         if self._move is not None:
             leaves = self._move(leaves)
         self._cells[microbatch].put(leaves)
+        if self._ready is not None:
+            start = perf_counter()
+            self._ready.get()
+            self._sender.seconds += perf_counter() - start
+        if self._cancelled:
+            raise Cancelled
 
     def land(self, microbatch: int) -> None:
         """Wait for the message of one micro-batch."""
+        if self._ready is not None:
+            self._ready.put(None)
         cell = self._cells[microbatch]
         if cell.empty():
             start = perf_counter()
@@ -42,8 +66,8 @@ class LocalLane:
             self._waited.seconds += perf_counter() - start
         else:
             message = cell.get()
-        if isinstance(message, Cancelled):
-            raise message
+        if self._cancelled:
+            raise Cancelled
         self._landed[microbatch] = message
 
     def take(self, microbatch: int) -> Any:
@@ -55,9 +79,12 @@ class LocalLane:
         return message
 
     def cancel(self) -> None:
-        """Wake whoever waits here, now or later."""
+        """Wake whoever waits here, and stop whoever comes later, even for a message that is there."""
+        self._cancelled = True
         for cell in self._cells:
-            cell.put(Cancelled())
+            cell.put(None)
+        if self._ready is not None:
+            self._ready.put(None)
 
 
 class _Mover:

@@ -1,0 +1,106 @@
+"""A mini-batch under a mesh whose loss is made outside of the pipeline, on the rank of the last stage.
+
+    rank 0   F0 F1 F2 F3 · · · · waits · · · · · · · · B0 B1 B2 B3     forward(x) returns None
+    rank 1   ·  F0 F1 F2 F3 ─▶ outputs ─▶ loss.backward() B0 B1 B2 B3  forward(x) returns the outputs, after F3
+
+The ranks run the same program, all forwards and then all backwards. The last one leaves it in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.agree import Announcement
+from penstock.engine.call import in_modes
+from penstock.engine.context import Ambient, surround
+from penstock.engine.doing import SUMS
+from penstock.engine.message import Message
+from penstock.engine.settle import Settlement
+from penstock.engine.tree import Spec
+
+if TYPE_CHECKING:
+    from penstock.engine.process import ProcessCrew
+    from penstock.engine.runner import Runner
+
+__all__ = ["NOTHING", "Parting"]
+
+NOTHING = Message([], None, ())
+"""The inputs on a rank that has none."""
+
+
+class Parting:
+    """One such mini-batch on one rank: see ``Flying``."""
+
+    def __init__(
+        self, crew: ProcessCrew, announced: Announcement, state: Ambient, rounding: AbstractContextManager[Any]
+    ) -> None:
+        self.crew = crew
+        self.sizes = announced.sizes
+        self.count = len(announced.sizes)
+        self.state = state
+        self.rounding = rounding
+        self.ends = (job := crew.jobs.of(announced)).ends
+        self.halves = job.runner.halves()
+        self.occasion = crew.occasions.next(training=False)
+        self.modes = [(part, part.training) for stage in crew.stages.values() for part in stage.module.modules()]
+        # The parameters get their gradients here; autograd only needs something that wants one.
+        self.parameters = [nn.Parameter(torch.empty(()))]
+        self.settlement = Settlement(())
+        self.template: tuple[list[Any], Spec] = ([], None)
+
+    def forward(self, inputs: list[Message]) -> list[Message]:
+        """Run this rank's forwards; its outputs, where it has the last stage."""
+        return self.crew.guarded(lambda: self._forward(inputs), self)  # type: ignore[no-any-return]
+
+    def backward(
+        self, seeds: Sequence[Sequence[Tensor | None]]
+    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+        """Run this rank's backwards; the gradients of the inputs, where it has the first stage."""
+        if self.crew.parting is not self:
+            raise RuntimeError("Trying to backward through the pipeline a second time: under a mesh, call it again")
+        return self.crew.guarded(lambda: self._backward(seeds), self), {}
+
+    def _forward(self, inputs: list[Message]) -> list[Message]:
+        crew, head = self.crew, self.crew.head
+        if head is not None:
+            head.begin(self.sizes, None, None)
+            self.ends.outputs = [None] * self.count
+        self.ends.inputs = [message.alone() for message in inputs]
+        with crew.committing(training=True):
+            if crew.reducer is not None:
+                crew.reducer.begin()
+            crew.gather_shards()
+            self._run(self.halves[0], grad=True)
+        outputs = [message for message in self.ends.outputs or () if message is not None]
+        self.ends.inputs, self.ends.outputs = [], None
+        if head is not None:
+            self.settlement = head.settlement
+            if not outputs[0].wants:  # nobody waits for gradients, which there are none of
+                self._backward([()] * self.count)
+        return outputs
+
+    def _backward(self, seeds: Sequence[Sequence[Tensor | None]]) -> list[Sequence[Tensor | None]]:
+        crew, ends = self.crew, self.ends
+        ends.seed = seeds.__getitem__
+        ends.grads = [()] * self.count
+        with self.rounding, in_modes(self.modes), crew.ties.reducing():
+            self._run(self.halves[1], grad=False)
+            if crew.reducer is not None:
+                crew.reducer.finish()
+        grads, ends.grads, ends.seed = ends.grads, None, None
+        crew.parting = None
+        return grads
+
+    def _run(self, runner: Runner, *, grad: bool) -> None:
+        stages = self.crew.stages.values()
+        surround(stages, self.state, self.count, self.occasion)
+        self.crew.doing.runner, self.crew.doing.phase = runner, SUMS
+        with torch.set_grad_enabled(grad):
+            runner.run()
+        for stage in stages:
+            stage.moments = ()
