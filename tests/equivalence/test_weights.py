@@ -96,7 +96,8 @@ def as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
                     pipe.offload_optimizer(optimizer)
                 record = []
                 for step in range(3):
-                    mine = slice(rank * 5, 5 + rank * 7) if step < 2 else slice(0, 12 * rank)  # at last, one has nothing
+                    # At last, one of them has nothing.
+                    mine = slice(rank * 5, 5 + rank * 7) if step < 2 else slice(0, 12 * rank)
                     record.append(pipe.step(X[mine] + step, Y[mine]).loss)
                     record += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
                     record.append(pipe.clip_grad_norm_(0.05))
