@@ -51,7 +51,7 @@ def end_soon() -> bool:
         {"mode": Mode.Async},
         {"mode": Mode.Async, "async_options": {"buffer_size": 1, "early_preload": True, "load_indefinitely": False}},
         {"mode": Mode.AsyncRebatched},
-        {"mode": Mode.AsyncRebatched, "rebatched_worker_size": 5},
+        {"mode": Mode.AsyncRebatched, "rebatched_worker_size": 11},
         {"mode": Mode.AsyncRebatched, "rebatched_worker_size": 5, "num_workers": 2},
         {"mode": Mode.Async, "num_workers": 16},
         {"num_workers": 1},

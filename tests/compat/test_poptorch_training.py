@@ -66,6 +66,8 @@ def test_calls_update_as_a_plain_loop(strategy: str) -> None:
             assert loss.dim() == 0
             assert_same_state(ours, plain)  # BatchNorm's statistics too
         assert all(parameter.grad is None for parameter in ours.parameters())
+        assert model._pipe is not None
+        assert model._pipe.schedule.name == ("sharded" if "sharded" in strategy else "1f1b")
 
 
 @pytest.mark.parametrize("mean", [True, False], ids=["Mean", "Sum"])

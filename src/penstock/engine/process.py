@@ -20,6 +20,7 @@ from penstock.engine.channel.group import Group, open_group, speaks_nccl
 from penstock.engine.channel.process import ChannelError, Wire
 from penstock.engine.context import Occasions, ambient, surround
 from penstock.engine.doing import LOSS, NEXT, SUMS
+from penstock.engine.failure import broke_off
 from penstock.engine.head import Head
 from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
@@ -348,8 +349,9 @@ class ProcessCrew:
         except ChannelError as error:
             self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:
-            if self.watch.interrupted and self.watch.cause is not None:
-                self._stop(self.watch.cause.error(), error)
+            known = self.watch.cause if self.watch.interrupted else self.bulletin.ask() if broke_off(error) else None
+            if known is not None:
+                self._stop(known.error(), error)
             at = self.doing.runner.current if self.doing.runner is not None else None
             place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
             cause = self.bulletin.failed(error, *place).error()

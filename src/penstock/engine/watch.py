@@ -11,6 +11,7 @@ Five times a second it looks
 
 A rank that a timeout finds in a call of the pipeline, and that does not come out of it within five seconds, because it
 hangs in code that nothing interrupts, says so on stderr with its Python stack, and its process ends with exit code 1.
+One that is in no call is not touched: its next call fails.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Watch:
         spoke = self.bulletin.spoke
         if spoke is None or self.rank != 0 or launcher_keeps_store():
             return
-        while time.monotonic() < spoke + LINGER and not self.bulletin.all_left():
+        while time.monotonic() < spoke + LINGER and not self._line.gone and not self.bulletin.all_left():
             time.sleep(0.02)
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────
@@ -178,6 +179,8 @@ class Watch:
             if cause is None:
                 return
             self.cause, self._halted = cause, now
+            if cause.kind == TIMEOUT and cause.rank == self.rank:
+                logger.error("%s", cause.error())
         if self.doing.inside or look.kind != "idle":
             self.lines.cut()
         if self.doing.inside:
@@ -245,6 +248,6 @@ class Watch:
         if self.doing.thread != main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
         with self._lock:
-            if self.doing.inside:
+            if self.doing.inside and hasattr(signal, "pthread_kill"):
                 self.interrupted = True
                 signal.pthread_kill(main, signal.SIGINT)

@@ -78,6 +78,9 @@ class Pipeline(Members):
     ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
     weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
     None where it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are what they work over.
+
+    A rank that waits for another one in one place logs why after ``stuck_after`` seconds, and gives up after
+    ``timeout``: then all ranks stop, and a process that hangs in a step ends. None is never.
     """
 
     def __init__(
