@@ -95,7 +95,9 @@ class Jobs:
         forward, backward = self._lanes(announced, wires)
         head = self.stages[max(self.stages)].head
         ends = Ends(seed=None if head is None else head.seed)
-        reduce = None if self.reducer is None else self.reducer.ready
+        # Gradients of weights that live on the host leave the device when their visit ends, sums under way or not.
+        moving = any(stage.weights is not None for stage in self.stages.values())
+        reduce = None if self.reducer is None or moving else self.reducer.ready
         wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends, reduce)
         lanes = (*forward.values(), *backward.values())
         return Job(compile_program(program.instructions, wiring), ends, lanes)

@@ -246,6 +246,8 @@ class ProcessCrew:
         """Run the program; the gradients of the inputs, where the first stage is."""
         occasion = self.occasions.next(training=grad)
         if not announced.sizes:
+            if self.weights is not None:
+                self.weights.land()
             return None
         job = self.jobs.of(announced)
         ends = job.ends
