@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 
@@ -96,26 +97,29 @@ class LateCopies:
             assert isinstance(target, Tensor), "device memory was let go before the copy back had landed"
             for memory in (source, target):
                 assert memory.untyped_storage().nbytes() >= memory.nbytes, "its memory was freed before the copy"
+            for copies in list(_all):  # what comes before this copy in the host's memory, whoever has put it there
+                copies._show(memory=_storage(target if stream == 0 else source))
             if stream == 0:
-                self._unseen.append((number, target, source.detach().clone()))
+                with _lock:
+                    self._unseen.append((number, target, source.detach().clone()))
             else:
-                for copies in list(_all):
-                    copies._show(memory=_storage(source))
                 _write(target, source)
             self.queues[stream][number] = ()
 
     def _show(self, end: int = 0, memory: int | None = None) -> None:
         """Let the host see what was copied out before ``end``, or to this memory."""
-        left = []
-        for number, target, value in self._unseen:
-            if number < end or _storage(target) == memory:
-                _write(target, value)
-            else:
-                left.append((number, target, value))
-        self._unseen = left
+        with _lock:  # stages have copies of their own, and threads
+            left = []
+            for number, target, value in self._unseen:
+                if number < end or _storage(target) == memory:
+                    _write(target, value)
+                else:
+                    left.append((number, target, value))
+            self._unseen = left
 
 
 _all: weakref.WeakSet[LateCopies] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 def _write(target: Tensor, value: Tensor) -> None:
