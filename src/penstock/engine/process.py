@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +17,22 @@ from penstock.engine.agree import Agreement, Announcement, Refused
 from penstock.engine.batchnorm import committing, norms_of
 from penstock.engine.call import call
 from penstock.engine.channel.control import Control
-from penstock.engine.channel.group import Group, open_group, speaks_nccl
-from penstock.engine.channel.process import ChannelError, Wire
+from penstock.engine.channel.group import speaks_nccl
+from penstock.engine.channel.process import ChannelError
+from penstock.engine.connections import Connections, Place
 from penstock.engine.context import Occasions, ambient, surround
 from penstock.engine.doing import LOSS, NEXT, SUMS
 from penstock.engine.failure import broke_off
 from penstock.engine.head import Head
 from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
-from penstock.engine.jobs import Jobs, Wires
+from penstock.engine.jobs import Jobs
 from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.message import Message
 from penstock.engine.outcome import Outcome, send_back
 from penstock.engine.outputs import Outputs
 from penstock.engine.parting import NOTHING, Parting
 from penstock.engine.reduce import Reducer
-from penstock.engine.replicas import Replicas
 from penstock.engine.running import RunningStatistics
 from penstock.engine.stage import StageEngine
 from penstock.engine.ties import ProcessTies
@@ -45,18 +45,6 @@ from penstock.split.plan import Plan
 __all__ = ["ProcessCrew"]
 
 _OR_ELSEWHERE = ", or on another rank of its pipeline, which sends them there: no rank was given any"
-
-
-class Place(Protocol):
-    """Where this process stands: what the crew needs to know of a mesh."""
-
-    rank: int  # in the world
-    data_rank: int
-    pipe_rank: int
-    tensor_rank: int
-    device: torch.device
-
-    def ranks(self, dimension: str) -> Sequence[int]: ...
 
 
 class ProcessCrew:
@@ -85,24 +73,26 @@ class ProcessCrew:
         self.parting: Parting | None = None  # a mini-batch whose backward is still to come
         self.waited = Waited()
         self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
-        self._groups: list[Group] = []
         self.watch, self.doing, self.bulletin = meeting.watch, meeting.watch.doing, meeting.watch.bulletin
         self.doing.homes = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
-        self._name = f"pipeline {place.data_rank}.{place.tensor_rank}"
         meeting.compare(facts_of(plan, source, options))
         self.watch.limit(options["stuck_after"], options["timeout"])
-        control = self._new_group("control", range(len(self.ranks)), torch.device("cpu"))
-        self.control = Control(control, self.ranks, self.doing)
+        self.connections = Connections(place, self.watch, self.waited)
+        host = torch.device("cpu")
+        self.control = Control(self.connections.group("control", range(len(self.ranks)), host), self.ranks, self.doing)
         self.control.waited = self.waited
-        self.replicas = self._meet("data", place)
-        self.twins = self._meet("tensor", place)
-        wires = self._open_channels("", self.device)
-        quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
+        self.replicas = self.connections.twins("data")
+        self.twins = self.connections.twins("tensor")
+        wires = self.connections.wires(self.edges, self.placement, "", self.device)
+        quiet = wires
+        if speaks_nccl(self.device):
+            quiet = self.connections.wires(self.edges, self.placement, "quiet ", host)
         dynamic = bool(options["dynamic"])
         self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device, self.doing)
+        new_group = self.connections.group
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, new_group, self.device, self.doing)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
@@ -289,49 +279,6 @@ class ProcessCrew:
     def head(self) -> Head | None:
         return self.stages[self.plan.num_stages - 1].head if self.rank == self.last_rank else None
 
-    # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _new_group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
-        with self.doing.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
-            group = open_group(self.watch.lines, f"{self._name} {name}", ranks, self.rank, device or self.device)
-        self._groups.append(group)
-        return group
-
-    def _meet(self, dimension: str, place: Place) -> Replicas | None:
-        """This rank's twins along a dimension of the mesh, if it has any."""
-        ranks = place.ranks(dimension)
-        if len(ranks) == 1:
-            return None
-        others = {"data": place.data_rank, "pipe": place.pipe_rank, "tensor": place.tensor_rank}
-        del others[dimension]
-        name = f"{dimension} of {others}"
-        with self.doing.waiting([r for r in ranks if r != place.rank], "to connect with"):
-            numbers = open_group(self.watch.lines, name, ranks, place.rank, torch.device("cpu"))
-            groups = [numbers]
-            if speaks_nccl(self.device):
-                groups.append(open_group(self.watch.lines, f"{name} on GPUs", ranks, place.rank, self.device))
-        self._groups += groups
-        met = Replicas(ranks, place.rank, numbers, groups[-1], self.doing)
-        met.control.waited = self.waited
-        return met
-
-    def _open_channels(self, prefix: str, device: torch.device) -> Wires:
-        """A group of two for every direction and lane in which this rank sends or receives."""
-        wanted = set()
-        for src, dst in self.edges:
-            a, b = self.placement[src], self.placement[dst]
-            if a != b:
-                wanted |= {(a, b, "F"), (b, a, "B")}
-        wires = {}
-        for a, b, lane in sorted(wanted):  # both ends make their groups in the same order
-            if self.rank in (a, b):
-                peer = self.ranks[b if self.rank == a else a]
-                group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Wire(group, peer, self.device, self.waited)
-                with self.doing.waiting([peer], "to connect with"):
-                    wires[a, b, lane].connect(sender=self.rank == a)
-        return wires
-
     # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
 
     def reduce(self, value: Tensor, largest: bool) -> Tensor:
@@ -399,7 +346,7 @@ class ProcessCrew:
 
     @property
     def closed(self) -> bool:
-        return not self._groups and self.ended is None
+        return self.connections.closed and self.ended is None
 
     def leave(self, error: BaseException | None) -> None:
         """Close because the program leaves the pipeline, by an error or without one, which the others learn of."""
@@ -408,7 +355,7 @@ class ProcessCrew:
 
     def close(self) -> None:
         """Leave the channels. Ranks that still wait for this one learn of it at once."""
-        if not self._groups:
+        if self.connections.closed:
             return
         self.watch.stop()
         self.jobs.close()
@@ -425,8 +372,4 @@ class ProcessCrew:
         for replicas in (self.replicas, self.twins):
             if replicas is not None:
                 replicas.close()
-        for group in self._groups:
-            if group.name() == "nccl":
-                group.abort()
-        del group
-        self._groups.clear()  # gloo closes its connections with its last reference
+        self.connections.close()
