@@ -157,6 +157,24 @@ def test_a_rank_that_computes_is_told_too(three: Ranks) -> None:
         assert told.seconds < SOON
 
 
+def fails_while_another_waits(rank: int) -> Told:
+    """Rank 0 waits for rank 1, which computes for a while whatever happens; nothing breaks between these two."""
+    before = signal.getsignal(signal.SIGINT)
+    if rank == 1:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return failing_step(pipeline(layered(at1=Busy(15.0), at2=Late())))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_rank_that_waits_for_another_than_the_failed_one_is_told(three: Ranks) -> None:
+    told = three.check(fails_while_another_waits, timeout=60)
+    for mine in told:
+        assert "rank 2, stage 2, micro-batch 0, action 2F0: Boom: on purpose" in mine.text
+    assert told[0].seconds < SOON
+
+
 def fails_in_the_other_replica(rank: int) -> Told:
     """Rank 3 is the last of the second pipeline; the first pipeline does nothing wrong."""
     with leaving_nothing_of(data=2, pipe=2):
@@ -261,6 +279,7 @@ def test_a_with_block_that_ends_by_an_error_tells_the_others(three: Ranks) -> No
 
 def killed_while_others_compute(rank: int, at: int) -> Told:
     """All ranks but one are in a forward of two minutes when that one is killed."""
+    assert_new_pipeline_works()  # a first step takes its time
     layers = {f"at{r}": Busy(LONG) for r in range(3)}
     pipe = pipeline(layered(**layers), microbatches=2)
     if rank == at:
@@ -293,6 +312,7 @@ class Asks(nn.Module):
 
 
 def killed_in_a_collective(rank: int) -> Told:
+    assert_new_pipeline_works()  # a first step takes its time
     pipe = pipeline(layered(at0=Asks(2)))
     if rank == 2:
         threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -326,6 +346,7 @@ def fork(work: Callable[[], object]) -> int:
 
 def killed_with_a_child(rank: int, child: str) -> Told:
     """A fork of the killed process lives on, and has all its connections."""
+    assert_new_pipeline_works()  # a first step takes its time
     pipe = pipeline(layered(at1=Busy(LONG)))
     if rank == 1:
         Path(child).write_text(str(fork(lambda: time.sleep(60))))
