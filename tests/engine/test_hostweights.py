@@ -336,6 +336,17 @@ def test_a_change_that_comes_late() -> None:
     check_runs({s: Later() for s in range(4)})
 
 
+def test_first_values_that_leave_no_trace() -> None:
+    modules = modules_of()
+    weights = settled(modules)
+    weight = modules[1].get_parameter("0.weight")
+    with weights.filling(1):
+        assert weights.bytes_there() == weights.bytes_of(1)
+        weight.data.fill_(3)
+    assert weights.bytes_there() == 0
+    assert torch.equal(weight, torch.full((8, 8), 3.0))
+
+
 def test_weights_that_nobody_changes_are_not_copied_out() -> None:
     modules = modules_of(4)
     weights = settled(modules)

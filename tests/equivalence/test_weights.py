@@ -294,12 +294,26 @@ def watched(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def failed(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Steps that fail before they run, in a forward, and in a backward, with gradients there and without."""
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("in a hook")
+
     found = clipped(pipe, optimizer)
-    with pytest.raises(RuntimeError):
-        pipe.step(X[:, :3], Y)
-    with pytest.raises(ps.PlanError, match="no targets"):
-        pipe.step(X)
-    return [*found, *(p.clone() for p in pipe.parameters()), *accumulated(pipe, optimizer)]
+    for _ in range(2):
+        with pytest.raises(ps.PlanError, match="no targets"):
+            pipe.step(X)
+        with pytest.raises(RuntimeError):
+            pipe.step(X[:, :3], Y)
+        hook = next(iter(pipe.parameters())).register_hook(fail)
+        with pytest.raises(ValueError, match="in a hook"):
+            pipe.step(X, Y)
+        hook.remove()
+        found += [p.clone() for p in pipe.parameters()]
+        found += [p.grad.clone() for p in pipe.parameters() if p.grad is not None and pipe._counted]
+        found.append(pipe.step(X, Y).loss)
+    optimizer.zero_grad()
+    return found + accumulated(pipe, optimizer)
 
 
 LOOPS = [clipped, accumulated, scaled, saved, evaluated, called, watched, failed]
@@ -383,6 +397,8 @@ def test_options(made: list[LateWeights], name: str) -> None:
     same(loop, **CASES[name])
     if name not in ("all together", "sums in float32", "half precision"):
         same(clipped, **CASES[name])
+    if name in ("a loss that counts", "sums in float32"):
+        same(failed, **CASES[name])
     assert made[0].late.bytes_back > 0
 
 
@@ -443,6 +459,8 @@ def test_options_on_a_gpu(name: str) -> None:
     same(loop, device="cuda:0", **CASES[name])
     if name not in ("all together", "sums in float32", "half precision"):
         same(clipped, device="cuda:0", **CASES[name])
+    if name in ("a loss that counts", "sums in float32"):
+        same(failed, device="cuda:0", **CASES[name])
 
 
 @pytest.mark.cuda

@@ -60,25 +60,15 @@ class Loan:
                 self.came.append(self.grad_host.to(device))
         self.mark = copies.back_all(pairs)
         place(self.parameter, *self.came)
-        self._seen = self._grad()
 
     def end(self, grad_changed: bool = False) -> list[tuple[Mark, Tensor]]:
-        """The parameter is at home, and what may have changed is on its way there: marks, and what must live on."""
+        """The parameter is at home, and what has changed is on its way there: marks, and what must live on."""
         here, grad, host = self.parameter.data, self.parameter.grad, self.grad_host
         leaving = [(self.copies.out(here, self.host, self.mark), here)]
-        if grad is None:
-            host = None
-        elif grad_changed or self._grad() != self._seen:
-            if host is None or not is_plain(grad) or not alike(grad, host):
-                host = home_of(grad, self.copies)
-            else:
-                leaving.append((self.copies.out(grad, host, self.mark), grad))
+        if grad_changed and grad is not None and host is not None:
+            leaving.append((self.copies.out(grad, host, self.mark), grad))
         place(self.parameter, self.host, host)
         return leaving
-
-    def _grad(self) -> tuple[int, int]:
-        grad = self.parameter.grad
-        return (0, 0) if grad is None else (id(grad), grad._version)
 
 
 def home_of(grad: Tensor, copies: Copies) -> Tensor:
