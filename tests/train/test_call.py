@@ -171,6 +171,63 @@ def test_autocast_follows_the_work() -> None:
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
 
 
+def test_in_lockstep_the_result_is_the_same() -> None:
+    """Skips over one and over several stages may wait as long as what goes beside them takes."""
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield ps.stash("near", x)
+            yield ps.stash("far", 2 * x)
+            return x
+
+    class Takes(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def forward(self, x: Tensor) -> Any:
+            return x + (yield ps.pop(self.name))
+
+    torch.manual_seed(0)
+    keeps = ps.skippable(stash=["near", "far"])(Keeps)()
+    near, far = (ps.skippable(pop=[name])(Takes)(name) for name in ("near", "far"))
+    model = nn.Sequential(keeps, nn.Linear(4, 4), near, nn.Linear(4, 4), nn.Tanh(), far)
+    expected = plain_step(model, batch(9), batch(9, seed=5), F.mse_loss)
+    with ps.Pipeline(ps.split(model, balance=[1] * 6), F.mse_loss, microbatches=9, lockstep=True) as pipe:
+        F.mse_loss(pipe(batch(9)), batch(9, seed=5)).backward()
+        assert_same(gradients(model), expected.gradients)
+        assert_same(pipe.evaluate(batch(9), batch(9, seed=5)).loss, expected.loss)
+        assert_same(pipe.step(batch(9), batch(9, seed=5)).loss, expected.loss)
+        assert [len(list(pipe.stream([batch(9)] * 3)))] == [3]
+
+
+def test_in_lockstep_a_skip_holds_nobody_up() -> None:
+    """It waits for the stages that it goes past, and its sender must not: here stage 0 is two micro-batches ahead."""
+    third, calls = threading.Event(), iter(range(100))
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            yield ps.stash("far", x)
+            if next(calls) == 2:
+                third.set()
+            return x
+
+    class Takes(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            assert third.wait(20)
+            return x + (yield ps.pop("far"))
+
+    first, last = ps.skippable(stash=["far"])(Keeps)(), ps.skippable(pop=["far"])(Takes)()
+    plan = ps.split(nn.Sequential(first, nn.Identity(), last), balance=[1, 1, 1])
+    with ps.Pipeline(plan, microbatches=4, lockstep=True) as pipe:
+        assert_same(pipe(batch()), 2 * batch())
+
+
+def test_lockstep_is_for_one_stage_per_thread() -> None:
+    with pytest.raises(ps.PlanError, match="one stage each"):
+        pipeline(mlp(), stages=4, schedule="interleaved", lockstep=True)
+
+
 # ── structures ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -391,3 +392,30 @@ def test_the_number_of_torchs_threads_is_left_alone() -> None:
         thread.start()
         thread.join()
     assert found == [before]
+
+
+def test_stages_before_the_one_that_failed_stop_at_their_next_micro_batch() -> None:
+    """Their messages are there already: they must not be worked off."""
+    calls: list[int] = []
+    failed, going = threading.Event(), threading.Event()
+
+    class Count(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            if len(calls) == 2:
+                going.set()
+                failed.wait(10)
+                time.sleep(0.2)  # until the failure has gone round
+            return x
+
+    class Raise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            going.wait(10)
+            failed.set()
+            raise Boom
+
+    model = nn.Sequential(nn.Linear(4, 4), Count(), Raise())
+    with ps.Pipeline(ps.split(model, balance=[1, 1, 1]), microbatches=8, devices="cpu") as pipe:
+        with pytest.raises(Boom):
+            pipe(batch(8))
+        assert len(calls) == 2

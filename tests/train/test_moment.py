@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from tests.support.models import batch, mlp
+from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 
 
 class Asks(nn.Module):
@@ -81,3 +81,37 @@ def test_outside_of_a_pipeline_there_is_none(fails: bool) -> None:
     assert ps.current_microbatch() is None
     assert not ps.is_checkpointing()
     assert not ps.is_recomputing()
+
+
+class Around(nn.Module):
+    """Keeps what its layer makes for a later layer, by micro-batch, or takes it."""
+
+    def __init__(self, kept: dict[Any, Tensor], takes: bool) -> None:
+        super().__init__()
+        self.layer, self.kept, self.takes = nn.Linear(4, 4), kept, takes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.takes:
+            return self.layer(x) * self.kept.pop(ps.current_microbatch())
+        y = torch.tanh(self.layer(x))
+        self.kept[ps.current_microbatch()] = y
+        return 2 * y
+
+
+@pytest.mark.parametrize("balance", [[5], [2, 3], [2, 2, 1], [1, 1, 1, 1, 1], [1, 4]])
+def test_what_layers_pass_around_the_pipeline_by_microbatch_has_its_gradient(balance: list[int]) -> None:
+    """The graph of one stage goes on into that of another, which a plain backward of each stage would not see."""
+    torch.manual_seed(0)
+    kept: dict[Any, Tensor] = {}
+    model = nn.Sequential(nn.Linear(4, 4), Around(kept, False), nn.Linear(4, 4), Around(kept, True), nn.Linear(4, 4))
+    x, plain = batch(10).requires_grad_(), batch(10).requires_grad_()
+    expected = plain_step(model, plain, batch(10, seed=5), F.mse_loss)
+    with ps.Pipeline(ps.split(model, balance=balance), microbatches=4, devices="cpu") as pipe:
+        loss = F.mse_loss(pipe(x), batch(10, seed=5))
+        loss.backward(retain_graph=True)
+        assert_same(gradients(model), expected.gradients)
+        assert_same(x.grad, plain.grad)
+        pipe.zero_grad()
+        loss.backward()
+        assert_same(gradients(model), expected.gradients)
+    assert not kept

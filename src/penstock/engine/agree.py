@@ -50,6 +50,7 @@ class Announcement:
     state: Ambient
     sizes: tuple[int, ...]
     kinds: tuple[int, ...]  # the kind of each micro-batch: those of one kind have the same shapes
+    apart: bool = False  # the loss is made outside of the pipeline: backwards come when all forwards are over
     targets_from: int | None = None  # the rank that brings the targets; None: nobody was given any
     crossing: dict[Edge, list[MessageMeta]] = field(default_factory=dict)  # per kind
     gradients: dict[Edge, list[list[bool]]] = field(default_factory=dict)  # which of it gets a gradient, per kind
@@ -92,14 +93,20 @@ class Agreement:
     # ── the first rank ───────────────────────────────────────────────────────────────────────────────────────
 
     def announce(
-        self, training: bool, state: Ambient, sizes: tuple[int, ...], messages: Sequence[Message], targets: bool
+        self,
+        training: bool,
+        state: Ambient,
+        sizes: tuple[int, ...],
+        messages: Sequence[Message],
+        targets: bool,
+        apart: bool = False,
     ) -> Announcement:
         """Tell the others what comes; ``targets``: whether this rank was given any."""
         if not sizes:
             self._tell([EMPTY, 0])
             return Announcement(-1, training, state, (), ())
         metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
-        key = (training, state, sizes, tuple(metas), () if self.dynamic else self._modes(), targets)
+        key = (training, apart, state, sizes, tuple(metas), () if self.dynamic else self._modes(), targets)
         if key in self.numbers:
             number = self.numbers[key]
             self._tell([KNOWN, number])
@@ -110,7 +117,7 @@ class Agreement:
             if meta not in distinct:
                 distinct.append(meta)
             kinds.append(distinct.index(meta))
-        announced = Announcement(self.count, training, state, sizes, tuple(kinds))
+        announced = Announcement(self.count, training, state, sizes, tuple(kinds), apart)
         self.count += 1
         self._tell([NEW, announced.number])
         for rank in self._others():
@@ -137,7 +144,9 @@ class Agreement:
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
-    def hear(self, training: bool, state: Ambient, inputs: Any, targets: bool) -> Announcement:
+    def hear(
+        self, training: bool, state: Ambient, inputs: Any, targets: bool, apart: bool = False
+    ) -> Announcement:
         """Wait for the first rank's word. It is given what this rank has of the inputs, if it asks for them."""
         first = self.placement[0]
         code, number = (int(x) for x in self.control.take_row(first, 2))
@@ -152,8 +161,11 @@ class Agreement:
         if code == EMPTY:
             return Announcement(-1, training, state, (), ())
         announced = self.control.take(first) if code == NEW else self.heard[number]
-        if announced.training != training:
-            there, here = ("a step", "a call") if announced.training else ("a call", "a step")
+        if (announced.training, announced.apart) != (training, apart):
+            there, here = (
+                "a forward" if outside else "a step" if trains else "a call"
+                for trains, outside in ((announced.training, announced.apart), (training, apart))
+            )
             raise PlanError(f"the first rank runs {there} of the pipeline, but this rank runs {here}")
         if announced.state != state:
             raise PlanError(f"the first rank runs under {announced.state}, but this rank under {state}")

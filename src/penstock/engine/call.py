@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from penstock.engine.batchnorm import committing
 from penstock.engine.context import ambient, surround
 from penstock.engine.local import Job, LocalCrew, Work
-from penstock.engine.message import Message
+from penstock.engine.message import Message, share_out
 from penstock.engine.microbatch import join
 from penstock.engine.replay import Replay
 from penstock.engine.runner import Ends
@@ -24,7 +24,22 @@ from penstock.engine.tree import Spec, unflatten
 from penstock.schedule.lower import lower
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Flight", "call"]
+__all__ = ["Flight", "Flying", "call", "in_modes"]
+
+
+class Flying(Protocol):
+    """A mini-batch whose forward is run when it is called, and whose backward when autograd gets there."""
+
+    count: int  # of micro-batches
+    parameters: list[nn.Parameter]  # those that autograd is to give their gradients to
+    settlement: Settlement
+    template: tuple[list[Any], Spec]
+
+    def forward(self, inputs: list[Message]) -> list[Message]: ...
+
+    def backward(
+        self, seeds: Sequence[Sequence[Tensor | None]]
+    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]: ...
 
 
 class Flight:
@@ -62,13 +77,14 @@ class Flight:
         self.wide = wide  # gradients of half precision are summed in float32; autograd rounds the sum
         self.over = False
         self.keep = False
+        self.around = False  # layers may have passed values around the pipeline, by micro-batch
         self.template: tuple[list[Any], Spec] = ([], None)
 
     def forward(self, inputs: list[Message]) -> list[Message]:
         ends = Ends(inputs, outputs=[None] * self.count)
         with self.crew.lock, committing(self.crew.norms):
             self.crew.head.begin(self.sizes, None, None)
-            self.crew.run(self._job(0, ends), grad=True, occasion=self.occasion)
+            self.around = self.crew.run(self._job(0, ends), grad=True, occasion=self.occasion)
             self.settlement = self.crew.head.settlement
         assert ends.outputs is not None
         return [message for message in ends.outputs if message is not None]
@@ -84,11 +100,16 @@ class Flight:
             )
         self.keep = torch._C._autograd._get_current_graph_task_keep_graph()
         sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.of_stage}
+        detours = _Detours(self.slots, self.parameters) if self.around else None
 
         def work(stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot) -> None:
-            wanted = self.of_stage[stage.index]
             mine = sums[stage.index]
-            for parameter, grad in zip(wanted, stage.gradients(grads, slot, wanted, self.keep), strict=True):
+            if detours is None:
+                wanted = self.of_stage[stage.index]
+                found = stage.gradients(grads, slot, wanted, self.keep)
+            else:
+                wanted, found = detours.gradients(stage, grads, slot)
+            for parameter, grad in zip(wanted, found, strict=True):
                 if grad is not None:
                     if self.wide and grad.dtype.itemsize < 4:
                         grad = grad.float()
@@ -96,7 +117,7 @@ class Flight:
 
         grads: list[Sequence[Tensor | None]] = [()] * self.count
         ends = Ends(seed=seeds.__getitem__, grads=grads)
-        with self.crew.lock, _silent_hooks(self.parameters), _in_modes(self.modes):
+        with self.crew.lock, _silent_hooks(self.parameters), in_modes(self.modes):
             if self.crew.on_gpu:
                 self._backward_here(ends, work)
             else:
@@ -126,7 +147,43 @@ class Flight:
         self.crew.compile([actions], self.count, self.slots, ends, work, together=True).runners[0].run()
 
     def _job(self, half: int, ends: Ends, work: Work = StageEngine.backward) -> Job:
-        return self.crew.compile(self.halves[half], self.count, self.slots, ends, work)
+        lockstep = self.crew.lockstep and half == 0
+        return self.crew.compile(self.halves[half], self.count, self.slots, ends, work, lockstep=lockstep)
+
+
+class _Detours:
+    """Gradients of values that layers passed around the pipeline, as ``current_microbatch`` allows them to.
+
+    The graph of a stage then goes on into those of stages before it. What is found there is added to their own: it
+    comes first, for a micro-batch goes back up the stages in order.
+    """
+
+    def __init__(self, slots: Mapping[tuple[int, int], Slot], parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.slots = {
+            id(slot): [other for (s, j), other in slots.items() if j == k and s < stage]
+            for (stage, k), slot in slots.items()
+        }
+        self.found: dict[int, Tensor] = {}  # by the input that it is the gradient of
+
+    def gradients(
+        self, stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot
+    ) -> tuple[list[nn.Parameter], Sequence[Tensor | None]]:
+        """Like the stage's own, but of all parameters, which come with them."""
+        entries = [leaf for other in self.slots[id(slot)] for leaf in other.inputs]
+        found = stage.gradients(grads, slot, (*self.parameters, *entries), True)
+        for leaf, grad in zip(entries, found[len(self.parameters) :], strict=True):
+            self._add(leaf, grad)
+        for leaf, grad in zip(slot.inputs, slot.grads, strict=True):
+            self._add(leaf, grad)
+        slot.grads = [self.found.pop(id(leaf), None) for leaf in slot.inputs]
+        if slot.shares:
+            slot.rows = share_out(slot.grads, slot.shares)
+        return self.parameters, found[: len(self.parameters)]
+
+    def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.found[id(leaf)] = grad if id(leaf) not in self.found else self.found[id(leaf)] + grad
 
 
 @contextmanager
@@ -144,7 +201,7 @@ def _silent_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+def in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
     """Modules in train or eval mode as they were."""
     now = [(module, module.training) for module, mode in modes if module.training != mode]
     for module, _ in now:
@@ -156,7 +213,7 @@ def _in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
             module.training = mode
 
 
-def call(flight: Flight, inputs: list[Message]) -> Any:
+def call(flight: Flying, inputs: list[Message]) -> Any:
     """Run the flight's forward and return its joined output, as part of the caller's autograd graph."""
     wanted = inputs[0].wants
     tensors = [message.leaves[i] for message in inputs for i in wanted]
@@ -174,7 +231,7 @@ class _Call(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, flight: Flying, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = flight.forward([message.detached() for message in inputs])
         leaves, spec, wants, _ = outputs[0]
         joined: list[Any] = [join([message.leaves[i] for message in outputs]) for i in range(len(leaves))]
@@ -183,7 +240,6 @@ class _Call(torch.autograd.Function):
         ctx.flight = flight
         ctx.want = [places.index(i) for i in wants]
         ctx.shapes = [[message.leaves[i].shape for message in outputs] for i in wants]
-        ctx.inputs = [len(inputs), len(inputs[0].wants)]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(joined[i] for i in places if i not in wants))
         return tuple(joined[i] for i in places)
@@ -191,7 +247,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        flight: Flight = ctx.flight
+        flight: Flying = ctx.flight
         columns = [_scatter(grads[i], shapes) for i, shapes in zip(ctx.want, ctx.shapes, strict=True)]
         seeds = [[column[k] for column in columns] for k in range(flight.count)]
         input_grads, parameter_grads = flight.backward(seeds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,9 @@ class Around:
         self.open.pop().__exit__(*error)
 
 
-def surround(stages: Iterable[StageEngine], state: Ambient, microbatches: int, occasion: str) -> None:
+def surround(
+    stages: Iterable[StageEngine], state: Ambient, microbatches: int, occasion: str
+) -> Sequence[MicroBatch]:
     """Let the stages' forwards run in the caller's state, on so many micro-batches; ``occasion`` names the run."""
     moments = [MicroBatch(k) for k in range(microbatches)]
     for stage in stages:
@@ -60,9 +62,9 @@ def surround(stages: Iterable[StageEngine], state: Ambient, microbatches: int, o
         if stage.randomness is not None:
             stage.randomness.moment = occasion
         stage.around = Around(state) if state else None
-        mode = (state, stage.module.training)
-        if stage.mode != mode:  # the same object while nothing changes: it is compared by identity
-            stage.mode = mode
+        mode = (state, *[part.training for part in stage.parts])
+        stage.mode = stage.modes.setdefault(mode, mode)  # one object for each: it is compared by identity
+    return moments
 
 
 class Occasions:

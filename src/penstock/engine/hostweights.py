@@ -43,7 +43,8 @@ __all__ = ["HostWeights", "host_weights"]
 class Flight(Protocol):
     """A call whose backward may still come."""
 
-    over: bool
+    @property
+    def over(self) -> bool: ...
 
 
 def host_weights(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> HostWeights | None:

@@ -73,11 +73,12 @@ class Jobs:
         self._loaded: Recent[Hashable, bool] = Recent(KINDS)
         self._jobs: Recent[Hashable, Job] = Recent(16)  # fewer: what is compiled is larger than what is known
         self._first: Job | None = None  # that of a first step, run once
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, bool], Program] = {}
 
     def of(self, announced: Announcement) -> Job:
         """The job for an announced kind of mini-batch."""
-        kind: Hashable = (len(announced.sizes), announced.training) if self.dynamic else announced.number
+        number, count = announced.number, len(announced.sizes)
+        kind: Hashable = (count, announced.training, announced.apart) if self.dynamic else number
         first = kind not in self._loaded
         self._loaded[kind] = True
         if first and self.quiet is not self.wires:
@@ -89,7 +90,7 @@ class Jobs:
         return self._jobs[kind]
 
     def _compile(self, announced: Announcement, wires: Wires) -> Job:
-        program = self._program(len(announced.sizes), announced.training)
+        program = self._program(len(announced.sizes), announced.training, announced.apart)
         forward, backward = self._lanes(announced, wires)
         head = self.stages[max(self.stages)].head
         ends = Ends(seed=None if head is None else head.seed)
@@ -98,11 +99,13 @@ class Jobs:
         lanes = (*forward.values(), *backward.values())
         return Job(compile_program(program.instructions, wiring), ends, lanes)
 
-    def _program(self, count: int, training: bool) -> Program:
-        if (count, training) not in self._programs:
-            schedule = self.source.training(count) if training else self.source.forward_only(count)
-            self._programs[count, training] = lower(schedule, self.edges, described=self.dynamic)[self.rank]
-        return self._programs[count, training]
+    def _program(self, count: int, training: bool, apart: bool) -> Program:
+        key = (count, training, apart)
+        if key not in self._programs:
+            source = self.source
+            make = source.fill_drain if apart else source.training if training else source.forward_only
+            self._programs[key] = lower(make(count), self.edges, described=self.dynamic)[self.rank]
+        return self._programs[key]
 
     def _lanes(self, announced: Announcement, wires: Wires) -> tuple[dict[Edge, Lane], dict[Edge, Lane]]:
         count = len(announced.sizes)

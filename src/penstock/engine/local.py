@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.batchnorm import committing, norms_of
-from penstock.engine.channel.local import LocalLane
+from penstock.engine.channel.local import LocalLane, LockstepLane
 from penstock.engine.context import Ambient, Occasions, ambient, surround
 from penstock.engine.head import Head
 from penstock.engine.idle import Waited
@@ -29,6 +29,7 @@ from penstock.engine.stuck import Limits
 from penstock.engine.ties import LocalTies
 from penstock.engine.workers import Workers
 from penstock.errors import PlanError
+from penstock.schedule.flow import Edge
 from penstock.schedule.lower import lower
 from penstock.schedule.program import Instruction
 from penstock.schedule.schedule import Schedule
@@ -65,8 +66,10 @@ class LocalCrew:
         source: ScheduleSource,
         copies: Sequence[Sequence[nn.Parameter]] = (),
         limits: Limits | None = None,
+        lockstep: bool = False,
     ) -> None:
         placement = source.placement
+        self.lockstep = lockstep
         self.source = source
         self.stages = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
@@ -137,7 +140,9 @@ class LocalCrew:
             programs = lower(schedule, self.edges)
             slots = {key: slot for program in programs for key, slot in make_slots(program, self.stages).items()}
             orders = [program.instructions for program in programs]
-            job = self.compile(orders, schedule.num_microbatches, slots, Ends())
+            job = self.compile(
+                orders, schedule.num_microbatches, slots, Ends(), lockstep=self.lockstep and not schedule.trains
+            )
             self._jobs[id(schedule)] = (schedule, job)
             while len(self._jobs) > 8:  # batches of ever new sizes must not pile up compiled jobs
                 self._jobs.popitem(last=False)
@@ -152,12 +157,21 @@ class LocalCrew:
         ends: Ends,
         work: Work = StageEngine.backward,
         together: bool = False,
+        lockstep: bool = False,
     ) -> Job:
-        """Bind one order per rank; or, ``together``, one order for the stages of all ranks."""
+        """Bind one order per rank; or, ``together``, one order for the stages of all ranks.
+
+        In ``lockstep`` a stage goes on when what it sent is taken.
+        """
         device = {index: stage.device for index, stage in self.stages.items()}
         waits = tuple(Waited() for _ in orders)
         waited = {s: waits[0 if together else self.placement[s]] for s in self.stages}
-        forward = {(a, b): LocalLane(microbatches, device[a], device[b], waited[b]) for a, b in self.edges}
+        forward: dict[Edge, LocalLane] = {}
+        for a, b in self.edges:
+            if lockstep:  # a skip over several stages may wait for as long as the activations beside it take to come
+                forward[a, b] = LockstepLane(microbatches, device[a], device[b], waited[b], waited[a], room=b - a - 1)
+            else:
+                forward[a, b] = LocalLane(microbatches, device[a], device[b], waited[b])
         backward = {(b, a): LocalLane(microbatches, device[b], device[a], waited[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
@@ -165,12 +179,13 @@ class LocalCrew:
             runners.append(compile_program(order, Wiring(own, slots, forward, backward, ends, work=work)))
         return Job(tuple(runners), (*forward.values(), *backward.values()), ends, microbatches, waits)
 
-    def run(self, job: Job, *, grad: bool, occasion: str, state: Ambient | None = None) -> None:
+    def run(self, job: Job, *, grad: bool, occasion: str, state: Ambient | None = None) -> bool:
         """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left.
 
-        Forwards run in ``state``, the caller's unless it is given.
+        Forwards run in ``state``, the caller's unless it is given. Returned is whether a layer has asked which
+        micro-batch it works on.
         """
-        surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
+        moments = surround(self.stages.values(), state or ambient(), job.microbatches, occasion)
         start = perf_counter()
         try:
             self.workers.run(self.tasks(job, grad=grad), job.cancel, self.patience(job).look)
@@ -184,6 +199,7 @@ class LocalCrew:
                 stage.moments = ()
         seconds = perf_counter() - start
         self.bubble = None if self.on_gpu else 1 - sum(waited.busy for waited in job.waits) / (seconds * len(job.waits))
+        return any(moment.known for moment in moments)
 
     def tasks(self, job: Job, *, grad: bool) -> list[Callable[[], None]]:
         """What each worker does for a job: run its program in the caller's streams and grad mode."""

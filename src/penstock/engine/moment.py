@@ -14,10 +14,11 @@ __all__ = ["MicroBatch", "current_microbatch", "here", "is_checkpointing", "is_r
 class MicroBatch:
     """One micro-batch of one step. It is gone when the step is over: a key for what layers keep by micro-batch."""
 
-    __slots__ = ("__weakref__", "index")
+    __slots__ = ("__weakref__", "index", "known")
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.known = False  # whether a layer has asked for it, and may have passed values on under this key
 
     def __repr__(self) -> str:
         return f"MicroBatch({self.index})"
@@ -35,6 +36,8 @@ here = _Here()
 
 def current_microbatch() -> MicroBatch | None:
     """The micro-batch that this thread's stage works on; None outside of a pipeline."""
+    if here.microbatch is not None:
+        here.microbatch.known = True
     return here.microbatch
 
 

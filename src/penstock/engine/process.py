@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,21 @@ from torch import Tensor, nn
 from penstock.engine.agree import Agreement, Announcement, Refused
 from penstock.engine.batchnorm import committing, norms_of
 from penstock.engine.channel.control import Control
-from penstock.engine.channel.group import Group, open_group, speaks_nccl
-from penstock.engine.channel.process import ChannelError, Wire
+from penstock.engine.channel.group import speaks_nccl
+from penstock.engine.channel.process import ChannelError
+from penstock.engine.connections import Connections, Place
 from penstock.engine.context import Occasions, ambient, surround
-from penstock.engine.doing import LOSS, NEXT, SUMS
+from penstock.engine.doing import NEXT, SUMS
 from penstock.engine.head import Head
 from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
-from penstock.engine.jobs import Jobs, Wires
+from penstock.engine.jobs import Jobs
 from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.message import Message
-from penstock.engine.outcome import Outcome, send_back
+from penstock.engine.outcome import Outcome, send_back, share_loss
 from penstock.engine.outputs import Outputs
+from penstock.engine.parting import UNFINISHED, Parting
 from penstock.engine.reduce import Reducer
-from penstock.engine.replicas import Replicas
 from penstock.engine.running import RunningStatistics
 from penstock.engine.stage import StageEngine
 from penstock.engine.ties import ProcessTies
@@ -42,18 +43,6 @@ from penstock.split.plan import Plan
 __all__ = ["ProcessCrew"]
 
 _OR_ELSEWHERE = ", or on another rank of its pipeline, which sends them there: no rank was given any"
-
-
-class Place(Protocol):
-    """Where this process stands: what the crew needs to know of a mesh."""
-
-    rank: int  # in the world
-    data_rank: int
-    pipe_rank: int
-    tensor_rank: int
-    device: torch.device
-
-    def ranks(self, dimension: str) -> Sequence[int]: ...
 
 
 class ProcessCrew:
@@ -81,24 +70,24 @@ class ProcessCrew:
         self.ended: PipelineError | None = None
         self.waited = Waited()
         self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
-        self._groups: list[Group] = []
-        self.watch, self.doing, self.bulletin = meeting.watch, meeting.watch.doing, meeting.watch.bulletin
+        self.parting: Parting | None = None  # a mini-batch whose backward is still to come
+        self.watch, self.doing = meeting.watch, meeting.watch.doing
         self.doing.homes = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
-        self._name = f"pipeline {place.data_rank}.{place.tensor_rank}"
         meeting.compare(facts_of(plan, source, options))
         self.watch.limit(options["stuck_after"], options["timeout"])
-        control = self._new_group("control", range(len(self.ranks)), torch.device("cpu"))
+        self.connections = connections = Connections(place, self.watch, self.waited)
+        control = connections.group("control", range(len(self.ranks)), torch.device("cpu"))
         self.control = Control(control, self.ranks, self.doing)
         self.control.waited = self.waited
-        self.replicas = self._meet("data", place)
-        self.twins = self._meet("tensor", place)
-        wires = self._open_channels("", self.device)
-        quiet = self._open_channels("quiet ", torch.device("cpu")) if speaks_nccl(self.device) else wires
+        self.replicas, self.twins = connections.twins("data"), connections.twins("tensor")
+        wires = quiet = connections.wires(self.edges, self.placement, "", self.device)
+        if speaks_nccl(self.device):
+            quiet = connections.wires(self.edges, self.placement, "quiet ", torch.device("cpu"))
         dynamic = bool(options["dynamic"])
         self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, self._new_group, self.device, self.doing)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, connections.group, self.device, self.doing)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
@@ -114,8 +103,8 @@ class ProcessCrew:
                 self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
-            if self._head is not None:
-                self._head.replicas = self.replicas
+            if self.head is not None:
+                self.head.replicas = self.replicas
         self.doing.phase = NEXT
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -133,7 +122,7 @@ class ProcessCrew:
 
     def _timed(self, work: Callable[[], Outcome]) -> Outcome:
         self.waited.seconds, start = 0.0, perf_counter()
-        outcome: Outcome = self._guarded(work)
+        outcome: Outcome = self.guarded(work)
         self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
 
@@ -144,8 +133,8 @@ class ProcessCrew:
         return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        announced, messages = self._announce(value, targets, training=True)
-        sizes, head = announced.sizes, self._head
+        announced, messages = self.announce(value, targets, training=True)
+        sizes, head = announced.sizes, self.head
         targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
             if targets is None and head.rule.wants_targets and sizes:
@@ -153,36 +142,36 @@ class ProcessCrew:
                 how = " in each step: this one has none" if announced.targets_from == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")
             head.begin(sizes, cut_targets(targets, sizes, self.device), outputs, training=True)
-        with self._committing(training=True):
+        with self.committing(training=True):
             if self.reducer is not None:
                 self.reducer.begin()
-            self._gather()
+            self.gather_shards()
             with self.ties.reducing():
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
                     self.reducer.finish()
-            loss, factor, samples = self._share_loss()
+            loss, factor, samples = share_loss(head, self.control, self.last_rank, self.device)
             if grads:
                 send_back(messages, grads, factor)
         return Outcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
-        announced, messages = self._announce(value, targets, training=False)
-        sizes, head = announced.sizes, self._head
+        announced, messages = self.announce(value, targets, training=False)
+        sizes, head = announced.sizes, self.head
         if not sizes and wants_loss and self.agreement.anyone(targets is not None):
             targets = ()
         targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
             head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
-        with self._committing(training=False):
-            self._gather()
+        with self.committing(training=False):
+            self.gather_shards()
             self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
             for sharded in self.sharded:
                 sharded.release()
-            loss, _, samples = self._share_loss()
+            loss, _, samples = share_loss(head, self.control, self.last_rank, self.device)
         return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
 
-    def _gather(self) -> None:
+    def gather_shards(self) -> None:
         """Before a run: put stages that are sharded over the replicas together."""
         if self.sharded and self.replicas is not None:
             self.replicas.sum([1.0])  # a replica that has failed is noticed here; within FSDP it would be waited for
@@ -190,7 +179,7 @@ class ProcessCrew:
             sharded.gather()
 
     @contextmanager
-    def _committing(self, *, training: bool) -> Iterator[None]:
+    def committing(self, *, training: bool) -> Iterator[None]:
         """Statistics of BatchNorm layers, committed if all goes well; in a step, those of all replicas."""
         statistics = self.statistics if training else None
         if statistics is not None:
@@ -200,21 +189,25 @@ class ProcessCrew:
         if statistics is not None:
             statistics.commit()
 
-    def _announce(self, value: Any, targets: Any, *, training: bool) -> tuple[Announcement, list[Message]]:
+    def announce(
+        self, value: Any, targets: Any, *, training: bool, apart: bool = False
+    ) -> tuple[Announcement, list[Message]]:
+        """Agree with the other ranks on what comes: its kind, and on the first rank its micro-batches."""
         self.doing.phase = NEXT
         given = targets is not None
         if self.rank != self.first_rank:
-            return self.agreement.hear(training, ambient(), value, given), []
+            return self.agreement.hear(training, ambient(), value, given, apart), []
         try:
             value = self.agreement.fetch() if value is None else value
             if value is None:
                 where = f"rank {self.ranks[self.rank]}, which has the first stage"
                 raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
-            sizes, messages = cut(value, self.source.microbatches, self.device, empty=self.replicas is not None)
+            empty = self.replicas is not None and not apart
+            sizes, messages = cut(value, self.source.microbatches, self.device, empty=empty)
         except PlanError as error:
             self.agreement.refuse(str(error))
             raise Refused(str(error)) from error
-        return self.agreement.announce(training, ambient(), sizes, messages, given), messages
+        return self.agreement.announce(training, ambient(), sizes, messages, given, apart), messages
 
     def _feed(
         self, announced: Announcement, messages: Sequence[Message], *, grad: bool
@@ -240,71 +233,9 @@ class ProcessCrew:
         grads, ends.inputs, ends.grads = ends.grads, [], None
         return grads
 
-    def _share_loss(self) -> tuple[Tensor | None, float | None, int]:
-        """The loss, the factor and the samples that the rank with the head knows of, on all ranks."""
-        self.doing.phase = LOSS
-        if self._head is None:
-            there, loss, factor, wide, samples = self.control.take_row(self.last_rank, 5)
-            dtype = torch.float64 if wide else torch.float32
-            value = torch.tensor(loss, dtype=dtype, device=self.device) if there else None
-            return value, factor or None, int(samples)
-        value, factor_here = self._head.finish()
-        batch = self._head.batch
-        if value is None:
-            row = [0.0, 0.0, 0.0, 0.0, batch]
-        else:
-            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), batch]
-        for rank in range(len(self.ranks)):
-            if rank != self.rank:
-                self.control.send_row(rank, row)
-        return value, factor_here, batch
-
     @property
-    def _head(self) -> Head | None:
+    def head(self) -> Head | None:
         return self.stages[self.plan.num_stages - 1].head if self.rank == self.last_rank else None
-
-    # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _new_group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
-        with self.doing.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
-            group = open_group(self.watch.lines, f"{self._name} {name}", ranks, self.rank, device or self.device)
-        self._groups.append(group)
-        return group
-
-    def _meet(self, dimension: str, place: Place) -> Replicas | None:
-        """This rank's twins along a dimension of the mesh, if it has any."""
-        ranks = place.ranks(dimension)
-        if len(ranks) == 1:
-            return None
-        others = {"data": place.data_rank, "pipe": place.pipe_rank, "tensor": place.tensor_rank}
-        del others[dimension]
-        name = f"{dimension} of {others}"
-        with self.doing.waiting([r for r in ranks if r != place.rank], "to connect with"):
-            numbers = open_group(self.watch.lines, name, ranks, place.rank, torch.device("cpu"))
-            groups = [numbers]
-            if speaks_nccl(self.device):
-                groups.append(open_group(self.watch.lines, f"{name} on GPUs", ranks, place.rank, self.device))
-        self._groups += groups
-        met = Replicas(ranks, place.rank, numbers, groups[-1], self.doing)
-        met.control.waited = self.waited
-        return met
-
-    def _open_channels(self, prefix: str, device: torch.device) -> Wires:
-        """A group of two for every direction and lane in which this rank sends or receives."""
-        wanted = set()
-        for src, dst in self.edges:
-            a, b = self.placement[src], self.placement[dst]
-            if a != b:
-                wanted |= {(a, b, "F"), (b, a, "B")}
-        wires = {}
-        for a, b, lane in sorted(wanted):  # both ends make their groups in the same order
-            if self.rank in (a, b):
-                peer = self.ranks[b if self.rank == a else a]
-                group = self._new_group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Wire(group, peer, self.device, self.waited)
-                with self.doing.waiting([peer], "to connect with"):
-                    wires[a, b, lane].connect(sender=self.rank == a)
-        return wires
 
     # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -317,43 +248,40 @@ class ProcessCrew:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
-        found: list[Any] = self._guarded(lambda: self.control.gather(value))
+        found: list[Any] = self.guarded(lambda: self.control.gather(value))
         return found
 
     def agree(self, number: float) -> float:
         """The largest of all ranks' numbers, over pipelines and replicas, on all of them."""
         for control in (self.control, *(r.control for r in (self.replicas, self.twins) if r is not None)):
-            number = max(self._guarded(partial(control.gather, number)))
+            number = max(self.guarded(partial(control.gather, number)))
         return number
 
     # ── failing and ending ───────────────────────────────────────────────────────────────────────────────────
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def guarded(self, work: Callable[[], Any], part_of: Parting | None = None) -> Any:
+        """Do what other ranks take part in: a failure reaches them all."""
         if self.ended is not None:
             raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
         try:
             with self.watch:
+                if self.parting is not part_of:
+                    raise PlanError(UNFINISHED)
                 result = work()
                 self.control.settle()
             return result
         except Refused as refused:
             error = PlanError(str(refused))
             if self.replicas is not None:  # which wait for this one's part
-                self._stop(self.bulletin.failed(error, None, None, None).error(), error)
+                self._stop(self.watch.explain(error), error)
             raise error from None
         except Stopped as stopped:
             self._stop(stopped.cause.error(), stopped.__cause__)
-        except ChannelError as error:
-            self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:
-            if self.watch.interrupted and self.watch.cause is not None:
-                self._stop(self.watch.cause.error(), error)
-            at = self.doing.runner.current if self.doing.runner is not None else None
-            place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
-            cause = self.bulletin.failed(error, *place).error()
-            if isinstance(error, Exception):
-                self._stop(cause, error)
-            self.ended = cause
+            ended = self.watch.explain(error)
+            if isinstance(error, Exception) or self.watch.interrupted:
+                self._stop(ended, error)
+            self.ended = ended
             self.close()
             raise
 
@@ -366,7 +294,7 @@ class ProcessCrew:
 
     @property
     def closed(self) -> bool:
-        return not self._groups and self.ended is None
+        return self.connections.closed and self.ended is None
 
     def leave(self, error: BaseException | None) -> None:
         """Close because the program leaves the pipeline, by an error or without one, which the others learn of."""
@@ -375,7 +303,7 @@ class ProcessCrew:
 
     def close(self) -> None:
         """Leave the channels. Ranks that still wait for this one learn of it at once."""
-        if not self._groups:
+        if self.connections.closed:
             return
         self.watch.stop()
         self.jobs.close()
@@ -387,13 +315,9 @@ class ProcessCrew:
         self.ties.close()
         if self.reducer is not None:  # sums may be under way
             self.reducer.begin()
-        if self._head is not None:
-            self._head.clear()
+        if self.head is not None:
+            self.head.clear()
         for replicas in (self.replicas, self.twins):
             if replicas is not None:
                 replicas.close()
-        for group in self._groups:
-            if group.name() == "nccl":
-                group.abort()
-        del group
-        self._groups.clear()  # gloo closes its connections with its last reference
+        self.connections.close()

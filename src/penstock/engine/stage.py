@@ -95,14 +95,13 @@ class StageEngine:
         gives: int = 1,
     ) -> None:
         self.index = index
-        self.module = module
-        self.device = device
-        self.head = head
-        self.takes = takes
-        self.gives = gives
+        self.module, self.device, self.head = module, device, head
+        self.takes, self.gives = takes, gives
         self.moments: Sequence[MicroBatch] = ()  # what ``current_microbatch`` answers inside the module
         self.around: AbstractContextManager[Any] | None = None  # entered for each forward
-        self.mode: object = None  # what the forward may depend on: training or not, autocast
+        self.parts = list(module.modules())
+        self.mode: object = None  # what the forward may depend on: which modules are in training, autocast
+        self.modes: dict[object, object] = {}  # all that there were
         self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
         self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to

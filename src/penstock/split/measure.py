@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from penstock.split.weights import LayerCost, Measurement, tensor_bytes
 __all__ = ["measure"]
 
 REPEATS = 5  # at least, for a median that two disturbances do not decide
+LONG = 0.05  # seconds: a layer that takes longer than that twice is not repeated further, disturbances are shorter
 
 
 def measure(line: Line, sample: Any, *, timeout: float = 1.0, device: str | torch.device | None = None) -> Measurement:
@@ -185,7 +187,7 @@ def _timed(
     """The medians of the seconds that forward and backward take."""
     forward, backward = list[float](), list[float]()
     until = time.perf_counter() + budget
-    while len(forward) < REPEATS or time.perf_counter() < until:
+    while time.perf_counter() < until or not _settled(forward, backward):
         inputs = _fresh(values)
         began = _now(devices)
         output = stage(*inputs)
@@ -198,6 +200,11 @@ def _timed(
         backward.append(_now(devices) - began if roots else 0.0)
         _clear(members)
     return statistics.median(forward), statistics.median(backward)
+
+
+def _settled(forward: Sequence[float], backward: Sequence[float]) -> bool:
+    """Whether a layer was run often enough for a median."""
+    return len(forward) >= REPEATS or (len(forward) >= 2 and min(map(add, forward, backward)) > LONG)
 
 
 def _now(devices: set[torch.device]) -> float:

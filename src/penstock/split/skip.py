@@ -22,19 +22,28 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from torch import nn
 
 from penstock.errors import PenstockError, PlanError
 
-__all__ = ["Key", "Namespace", "SkipUseError", "Skippable", "holding", "pop", "skippable", "stash"]
+__all__ = ["Key", "Namespace", "SkipUseError", "Skippable", "held", "holding", "pop", "skippable", "stash"]
 
 M = TypeVar("M", bound=nn.Module)
+Fault = Literal["stash not declared", "pop not declared", "left to stash", "left to pop", "not stashed"]
 
 
 class SkipUseError(PenstockError, RuntimeError):
-    """A layer stashes or pops other values than it declared, or one that is not there."""
+    """A layer stashes or pops other values than it declared, or one that is not there.
+
+    Attributes say what it did wrong, and with which names, where that can be said.
+    """
+
+    def __init__(self, message: str, fault: Fault | None = None, names: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.fault = fault
+        self.names = tuple(names)
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,11 @@ class _Here(threading.local):
 
 
 _here = _Here()
+
+
+def held() -> dict[Key, Any]:
+    """The values that are stashed and not yet popped, in this thread."""
+    return _here.values
 
 
 @contextmanager
@@ -169,7 +183,11 @@ def _driven(forward: Callable[..., Any]) -> Callable[..., Any]:
                 raise
         left = [f"{verb} {_list(todo[kind])}" for kind, verb in ((Stash, "stash"), (Pop, "pop")) if todo[kind]]
         if left:
-            raise SkipUseError(f"{_kind(self)} declares to {' and to '.join(left)}, but its forward ended without")
+            raise SkipUseError(
+                f"{_kind(self)} declares to {' and to '.join(left)}, but its forward ended without",
+                "left to stash" if todo[Stash] else "left to pop",
+                todo[Stash] or todo[Pop],
+            )
         return result
 
     driven._skip_forward = forward  # type: ignore[attr-defined]
@@ -205,7 +223,11 @@ def _done(layer: Skippable, asked: Any, todo: Mapping[type, dict[str, None]]) ->
         declared = layer._skip_stash if kind is Stash else layer._skip_pop
         if name in declared:
             raise SkipUseError(f"{_kind(layer)} has {done} '{name}' already: a value is {done} once")
-        raise SkipUseError(f"{_kind(layer)} does not declare to {verb} '{name}': say @skippable({verb}=['{name}', …])")
+        raise SkipUseError(
+            f"{_kind(layer)} does not declare to {verb} '{name}': say @skippable({verb}=['{name}', …])",
+            "stash not declared" if kind is Stash else "pop not declared",
+            [name],
+        )
     key = (layer._skip_namespaces.get(name), name)
     if isinstance(asked, Stash):
         _here.values[key] = asked.value
@@ -214,7 +236,9 @@ def _done(layer: Skippable, asked: Any, todo: Mapping[type, dict[str, None]]) ->
         answer = _here.values.pop(key)
     else:
         isolated = " in its namespace" if key[0] is not None else ""
-        raise SkipUseError(f"{_kind(layer)} pops '{name}', but no layer before it has stashed that{isolated}")
+        raise SkipUseError(
+            f"{_kind(layer)} pops '{name}', but no layer before it has stashed that{isolated}", "not stashed", [name]
+        )
     del todo[kind][name]
     return answer
 

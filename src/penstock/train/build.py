@@ -72,6 +72,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     )
     _refuse_shared_statistics(plan, source.placement)
     device_of = _devices(plan, options, mesh, source)
+    if options.lockstep:
+        _check_lockstep(options, mesh, source, device_of)
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
     placed = plan.placed(source.placement, device_of)
     modules = {s: plan.stage_module(s) for s in own}
@@ -111,7 +113,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     if mesh is None:
         joined = source if weights is None else source.taking_turns(_joined(source, device_of, weights))
         limits = Limits(options.stuck_after, options.timeout)
-        return Built(placed, source, modules, own_name, LocalCrew(placed, stages, joined, copies, limits))
+        local = LocalCrew(placed, stages, joined, copies, limits, options.lockstep)
+        return Built(placed, source, modules, own_name, local)
     assert meeting is not None
     crew = ProcessCrew(placed, stages, source, copies, mesh, meeting, shared)
     return Built(placed, source, modules, own_name, crew)
@@ -124,6 +127,19 @@ def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSo
     wanted = marked_devices(plan, source) if options.devices is None else options.devices
     of_rank = assign(wanted, source.ranks)
     return [of_rank[rank] for rank in source.placement]
+
+
+def _check_lockstep(
+    options: Options, mesh: Mesh | None, source: ScheduleSource, devices: Sequence[torch.device]
+) -> None:
+    if mesh is not None or len(set(source.placement)) < len(devices):
+        raise PlanError("lockstep=True is for threads of this process that have one stage each")
+    gpus = [device for device in devices if device.type == "cuda"]
+    if options.offload is not None and options.offload.weights and len(set(gpus)) < len(gpus):
+        raise PlanError(
+            "lockstep=True is for threads that have one stage each, but with Offload(weights=True) one thread has all "
+            "stages of a GPU: leave one of them out, or give every stage a GPU of its own"
+        )
 
 
 def _refuse_sharded(modules: Mapping[int, nn.Module]) -> None:

@@ -32,14 +32,14 @@ class Mesh:
     The dimensions are ``data``, ``pipe`` and ``tensor``, in this order or any other: neighbours along the last one are
     neighbours in the world. One that is not named has size 1, and ``-1`` takes what the others leave of the world;
     where ``pipe`` is not named, it does. Uses the process group that there is, or starts one as ``penstock.init``
-    does; ``group`` is for some of its processes alone.
+    does; ``group``, a process group or a list of ranks, is for some of its processes alone.
     """
 
     def __init__(
         self,
         *,
         device: torch.device | str | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Sequence[int] | None = None,
         **sizes: int,
     ) -> None:
         for name in sizes:
@@ -47,9 +47,11 @@ class Mesh:
         made = not started()
         if made:
             init(device)
-        if group is not None and not isinstance(group, dist.ProcessGroup):  # what torch gives to those outside of it
+        if group is None:
+            group = range(dist.get_world_size())
+        elif not isinstance(group, (dist.ProcessGroup, Sequence)):  # what torch gives to those outside of it
             raise PlanError(f"rank {dist.get_rank()} is not in the group that was given: only its members have a mesh")
-        world = tuple(dist.get_process_group_ranks(group) if group is not None else range(dist.get_world_size()))
+        world = tuple(group if isinstance(group, Sequence) else dist.get_process_group_ranks(group))
         self._place(_resolve(sizes, len(world)), world)
         self._settle(device_of_process(device, made))
         self._device_mesh: DeviceMesh | None = None

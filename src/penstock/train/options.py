@@ -41,6 +41,7 @@ class Options:
     offload: Offload | None
     accumulate: str | None
     batchnorm: str
+    lockstep: bool
     dynamic: bool
     parallelize: Parallelize | None
     stuck_after: float | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from penstock.engine.local import LocalCrew
 from penstock.engine.meeting import Meeting
 from penstock.engine.outcome import Outcome
 from penstock.engine.outputs import Outputs, every_of
+from penstock.engine.parting import part
 from penstock.engine.process import ProcessCrew
 from penstock.engine.stream import stream
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
 from penstock.split.plan import Plan
-from penstock.train.aside import Aside
+from penstock.train.aside import Aside, adding
 from penstock.train.build import build
 from penstock.train.devices import Devices
 from penstock.train.materialise import Init
@@ -71,9 +72,10 @@ class Pipeline(Members):
     the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
     ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
     ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
-    precision's gradients in single, ``offload`` keeps on the host what waits. ``dynamic=True`` is for stages whose
-    outputs' shapes, structure or values depend on the data: between processes every message then describes itself.
-    docs/training.md tells more.
+    precision's gradients in single, ``offload`` keeps on the host what waits. With ``lockstep`` a stage starts its next
+    forward when its last output is taken, so that outputs do not pile up before a slow stage; steps have a schedule for
+    that, calls and evaluations do not. ``dynamic=True`` is for stages whose outputs' shapes, structure or values depend
+    on the data: between processes every message then describes itself. docs/training.md tells more.
 
     ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
     weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
@@ -99,6 +101,7 @@ class Pipeline(Members):
         accumulate: str | None = None,
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
+        lockstep: bool = False,
         dynamic: bool = False,
         parallelize: Parallelize | None = None,
         stuck_after: float | None = 60.0,
@@ -119,6 +122,7 @@ class Pipeline(Members):
             accumulate=accumulate,
             batchnorm=batchnorm,
             offload=offload,
+            lockstep=lockstep,
             dynamic=dynamic,
             parallelize=parallelize,
             stuck_after=stuck_after,
@@ -237,7 +241,9 @@ class Pipeline(Members):
             with self._at_work():
                 return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
         if isinstance(self._crew, ProcessCrew):
-            raise PlanError("under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step()")
+            raise PlanError(
+                "under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step(), or forward()"
+            )
         sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         wide = self._wide is not None
@@ -245,6 +251,25 @@ class Pipeline(Members):
         if self._crew.weights is not None:
             self._crew.weights.stay(flight)
         return call(flight, messages)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs in autograd's graph, for a loss that is made outside: in one process as ``pipe(x)``.
+
+        Under a mesh all ranks call it. The rank of the last stage gets the outputs, and must call backward on a loss
+        of them before it does anything else with the pipeline; the others wait for that, and get None. Gradients are
+        added to ``.grad``, and summed over replicas: their losses count as parts of one sum.
+        """
+        if not isinstance(self._crew, ProcessCrew) or not torch.is_grad_enabled():
+            return self(*args, **kwargs)
+        self._check_open()
+        value = self._line.arguments(args, kwargs) if args or kwargs else None
+        return part(self._crew, value, self._adding())
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
+        """Around the backward of a loss that is made outside; replicas sum what it adds, and not what was there."""
+        with nullcontext() if self._wide is None else self._wide, adding(self.parameters(), apart=self._replicated):
+            yield
 
     @property
     def has_first_stage(self) -> bool:

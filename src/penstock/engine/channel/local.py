@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.idle import Waited
 from penstock.engine.message import Message
 
-__all__ = ["Cancelled", "LocalLane"]
+__all__ = ["Cancelled", "LocalLane", "LockstepLane"]
 
 
 class Cancelled(Exception):
@@ -27,23 +27,20 @@ class LocalLane:
         self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
         self._landed: dict[int, Any] = {}
         self._move = None if src == dst else _Mover(src, dst)
+        self._cancelled = False
 
     def send(self, microbatch: int, leaves: Any) -> None:
         if self._move is not None:
             leaves = self._move(leaves)
         self._cells[microbatch].put(leaves)
+        if self._cancelled:
+            raise Cancelled
 
     def land(self, microbatch: int) -> None:
         """Wait for the message of one micro-batch."""
-        cell = self._cells[microbatch]
-        if cell.empty():
-            start = perf_counter()
-            message = cell.get()
-            self._waited.seconds += perf_counter() - start
-        else:
-            message = cell.get()
-        if isinstance(message, Cancelled):
-            raise message
+        message = _next(self._cells[microbatch], self._waited)
+        if self._cancelled:
+            raise Cancelled
         self._landed[microbatch] = message
 
     def take(self, microbatch: int) -> Any:
@@ -55,9 +52,53 @@ class LocalLane:
         return message
 
     def cancel(self) -> None:
-        """Wake whoever waits here, now or later."""
+        """Wake whoever waits here, and stop whoever comes later, even for a message that is there."""
+        self._cancelled = True
         for cell in self._cells:
-            cell.put(Cancelled())
+            cell.put(None)
+
+
+class LockstepLane(LocalLane):
+    """A lane whose sender goes on when no more than ``room`` messages wait for somebody who is ready to take them."""
+
+    def __init__(
+        self,
+        microbatches: int,
+        src: torch.device,
+        dst: torch.device,
+        waited: Waited,
+        sender_waited: Waited,
+        room: int,
+    ) -> None:
+        super().__init__(microbatches, src, dst, waited)
+        self._sender_waited = sender_waited
+        self._ready: SimpleQueue[None] = SimpleQueue()
+        for _ in range(room):
+            self._ready.put(None)
+
+    def land(self, microbatch: int) -> None:
+        self._ready.put(None)
+        super().land(microbatch)
+
+    def taken(self) -> None:
+        """Wait until the sender may go on."""
+        _next(self._ready, self._sender_waited)
+        if self._cancelled:
+            raise Cancelled
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._ready.put(None)
+
+
+def _next(queue: SimpleQueue[Any], waited: Waited) -> Any:
+    """What comes out of a queue. The clock is read where it has to be waited for."""
+    if not queue.empty():
+        return queue.get()
+    start = perf_counter()
+    found = queue.get()
+    waited.seconds += perf_counter() - start
+    return found
 
 
 class _Mover:

@@ -1,0 +1,5 @@
+"""As in torchgpipe."""
+
+from penstock.compat.torchgpipe.balance import balance_by_size, balance_by_time, balance_cost
+
+__all__ = ["balance_by_size", "balance_by_time", "balance_cost"]

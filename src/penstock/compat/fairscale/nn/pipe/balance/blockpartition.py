@@ -1,0 +1,5 @@
+"""As in torchgpipe."""
+
+from penstock.compat.torchgpipe.balance.blockpartition import solve
+
+__all__ = ["solve"]

@@ -1,0 +1,19 @@
+"""As in torchgpipe."""
+
+from penstock.compat.torchgpipe.checkpoint import (
+    Checkpointing,
+    checkpoint,
+    enable_checkpointing,
+    enable_recomputing,
+    is_checkpointing,
+    is_recomputing,
+)
+
+__all__ = [
+    "Checkpointing",
+    "checkpoint",
+    "enable_checkpointing",
+    "enable_recomputing",
+    "is_checkpointing",
+    "is_recomputing",
+]

@@ -1,0 +1,5 @@
+"""As in torchgpipe."""
+
+from penstock.compat.torchgpipe.skip.namespace import Namespace
+
+__all__ = ["Namespace"]

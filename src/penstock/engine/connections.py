@@ -1,0 +1,97 @@
+"""How a rank is connected with the others: all groups of processes that it is in, and what is built on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from penstock.engine.channel.group import Group, open_group, speaks_nccl
+from penstock.engine.channel.process import Wire
+from penstock.engine.idle import Waited
+from penstock.engine.jobs import Wires
+from penstock.engine.replicas import Replicas
+from penstock.engine.watch import Watch
+from penstock.schedule.flow import Edge
+
+__all__ = ["Connections", "Place"]
+
+
+class Place(Protocol):
+    """Where this process stands: what the engine needs to know of a mesh."""
+
+    rank: int  # in the world
+    data_rank: int
+    pipe_rank: int
+    tensor_rank: int
+    device: torch.device
+
+    def ranks(self, dimension: str) -> Sequence[int]: ...
+
+
+class Connections:
+    """The groups of one rank. Ranks must open those that they share in the same order."""
+
+    def __init__(self, place: Place, watch: Watch, waited: Waited) -> None:
+        self.place = place
+        self.rank, self.ranks = place.pipe_rank, place.ranks("pipe")
+        self.lines, self.doing = watch.lines, watch.doing
+        self.waited = waited  # told how long this rank has to wait
+        self.groups: list[Group] = []
+
+    def group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
+        """A group of this pipeline's ranks; for tensors of this rank's device, if no other is given."""
+        name = f"pipeline {self.place.data_rank}.{self.place.tensor_rank} {name}"
+        with self.doing.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
+            group = open_group(self.lines, name, ranks, self.rank, device or self.place.device)
+        self.groups.append(group)
+        return group
+
+    def twins(self, dimension: str) -> Replicas | None:
+        """This rank's twins along a dimension of the mesh, if it has any."""
+        place = self.place
+        ranks = place.ranks(dimension)
+        if len(ranks) == 1:
+            return None
+        others = {"data": place.data_rank, "pipe": place.pipe_rank, "tensor": place.tensor_rank}
+        del others[dimension]
+        name = f"{dimension} of {others}"
+        with self.doing.waiting([r for r in ranks if r != place.rank], "to connect with"):
+            numbers = open_group(self.lines, name, ranks, place.rank, torch.device("cpu"))
+            groups = [numbers]
+            if speaks_nccl(place.device):
+                groups.append(open_group(self.lines, f"{name} on GPUs", ranks, place.rank, place.device))
+        self.groups += groups
+        met = Replicas(ranks, place.rank, numbers, groups[-1], self.doing)
+        met.control.waited = self.waited
+        return met
+
+    def wires(self, edges: Sequence[Edge], placement: Sequence[int], prefix: str, device: torch.device) -> Wires:
+        """A group of two for every direction and lane in which this rank sends or receives."""
+        wanted = set()
+        for src, dst in edges:
+            a, b = placement[src], placement[dst]
+            if a != b:
+                wanted |= {(a, b, "F"), (b, a, "B")}
+        wires = {}
+        for a, b, lane in sorted(wanted):  # both ends make their groups in the same order
+            if self.rank in (a, b):
+                peer = self.ranks[b if self.rank == a else a]
+                group = self.group(f"{prefix}{a}>{b}{lane}", (a, b), device)
+                wires[a, b, lane] = Wire(group, peer, self.place.device, self.waited)
+                with self.doing.waiting([peer], "to connect with"):
+                    wires[a, b, lane].connect(sender=self.rank == a)
+        return wires
+
+    @property
+    def closed(self) -> bool:
+        return not self.groups
+
+    def close(self) -> None:
+        """Leave all groups; whoever else refers to one has let go of it before."""
+        for group in self.groups:
+            if group.name() == "nccl":
+                group.abort()
+        del group
+        self.groups.clear()  # gloo closes its connections with its last reference

@@ -1,0 +1,110 @@
+"""Programs that import torchgpipe, fairscale or poptorch, and get Penstock."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import penstock as ps
+from penstock import compat
+from penstock.compat import alias
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    names = {name for system in compat.SYSTEMS.values() for name in system}
+    before = dict(sys.modules)
+    yield
+    for name in set(sys.modules) - set(before):
+        if name.split(".")[0] in names:
+            del sys.modules[name]
+
+
+def test_every_module_of_a_system_is_ours_under_its_old_name() -> None:
+    compat.install(*compat.SYSTEMS)
+    for name in (
+        *("torchgpipe", "torchgpipe.gpipe", "torchgpipe.skip.layout", "torchgpipe.balance.profile"),
+        *("torchgpipe_balancing", "fairscale.nn.pipe.async_pipe", "fairscale.nn.model_parallel.initialize"),
+        *("poptorch", "poptorch.optim", "poptorch.options"),
+    ):
+        assert importlib.import_module(name) is importlib.import_module(f"penstock.compat.{name}")
+    compat.install("torchgpipe")  # once more is harmless
+
+
+def test_every_submodule_is_there_so_that_none_is_imported_twice() -> None:
+    compat.install(*compat.SYSTEMS)
+    folder = Path(compat.__file__).parent
+    for system in compat.SYSTEMS:
+        for path in (folder / system).rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            assert sys.modules[name] is sys.modules[f"penstock.compat.{name}"]
+
+
+def test_unknown_systems_and_real_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ps.PlanError, match="no compat module for 'torchgpip': did you mean 'torchgpipe'"):
+        compat.install("torchgpip")
+    with pytest.raises(ps.PlanError, match="for 'deepspeed': there are torchgpipe, fairscale, poptorch"):
+        compat.install("deepspeed")
+    monkeypatch.setitem(sys.modules, "fairscale", ModuleType("fairscale"))
+    with pytest.raises(ps.PlanError, match=r"fairscale is imported already.*before anything imports it"):
+        compat.install("torchgpipe", "fairscale")
+    assert "torchgpipe" not in sys.modules  # all or nothing
+
+
+PROGRAM = """
+import subprocess, sys
+import torchgpipe.skip
+from torchgpipe import GPipe
+from torchgpipe_balancing import balance_by_time
+import fairscale
+assert GPipe.__module__ == "penstock.compat.torchgpipe.gpipe"
+assert fairscale.nn.Pipe.__module__ == "penstock.compat.fairscale.nn.pipe.pipe"
+if __name__ == "__main__":
+    print(sys.argv[1:])
+    if "child" in sys.argv:
+        code = "from torchgpipe.skip.layout import SkipLayout; print(SkipLayout.__module__)"
+        print(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the program, to be run in this process."""
+    (tmp_path / "aliased_program.py").write_text(PROGRAM)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    kept = [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(kept))
+    return tmp_path
+
+
+def test_a_program_and_the_processes_that_it_starts_find_ours(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert alias.main(["torchgpipe", "fairscale", "--", "aliased_program.py", "child"]) == 0
+    assert capsys.readouterr().out.split() == ["['child']", "penstock.compat.torchgpipe.skip.layout"]
+
+
+def test_modules_and_code_run_as_well(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert alias.main(["torchgpipe", "fairscale", "--", "-m", "aliased_program", "a", "--", "b"]) == 0
+    assert alias.main(["torchgpipe", "--", "-c", "import torchgpipe, sys; print(sys.argv)", "x"]) == 0
+    assert capsys.readouterr().out.split("\n")[:2] == ["['a', '--', 'b']", "['-c', 'x']"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["torchgpipe"], ["torchgpipe", "--"], ["--", "x.py"], ["torchgpipe", "--", "-m"]]
+)
+def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert alias.main(arguments) == 2
+    assert "usage: python -m penstock.compat.alias" in capsys.readouterr().err
+
+
+def test_a_wrong_name_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert alias.main(["nothing", "--", "x.py"]) == 2
+    assert "no compat module for 'nothing'" in capsys.readouterr().err

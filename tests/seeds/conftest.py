@@ -1,0 +1,18 @@
+"""Where the documents' programs run: on the CPU, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of device that a program finds; on the CPU, as on a machine without a GPU."""
+    kind: str = request.param
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    if kind == "cpu":
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return kind
