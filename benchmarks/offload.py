@@ -1,9 +1,10 @@
 """Offloading on one GPU: the memory that it saves, the time that it costs, and how much of the host link it uses.
 
-A transformer in bfloat16 is trained with AdamW in 16 micro-batches by a fill-drain schedule of 4 ranks on one device,
-where every activation waits: with nothing offloaded, with activations, with the optimizer's state, and with both. Each
-variant is built, measured and closed alone. The losses of all steps must agree; whether they are the same to the bit is
-shown. (Attention's backward on a GPU may add in any order: two runs of one variant may differ, too.)
+A transformer in bfloat16 is trained with AdamW by a fill-drain schedule of several ranks on one device, where every
+activation waits: with nothing offloaded, with activations, with the optimizer's state, with both, with weights, and
+with all. One model has many activations and four stages; the other has many weights, and sixteen stages. Each variant
+is built, measured and closed alone. The losses of all steps must agree; whether they are the same to the bit is shown.
+(Attention's backward on a GPU may add in any order: two runs of one variant may differ, too.)
 
     peak GiB        most that was allocated in a step with its update, beyond nothing: weights are in it
     over nothing    seconds of step and update, over those of the variant that offloads nothing
@@ -31,18 +32,21 @@ import penstock as ps
 from benchmarks.report import check, table
 from benchmarks.transformer import Block
 from penstock.engine.hostcopy import CudaCopies
-from penstock.train.offload import HostState
+from penstock.train.hoststate import HostState
 
 __all__ = ["run", "show"]
 
 GIB = 2**30
-RANKS = 4
 VARIANTS: dict[str, ps.Offload | None] = {
     "nothing": None,
     "activations": ps.Offload(optimizer=False),
     "optimizer": ps.Offload(activations=False),
     "both": ps.Offload(),
+    "weights": ps.Offload(optimizer=False, activations=False, weights=True),
+    "all": ps.Offload(weights=True),
 }
+MANY_ACTIVATIONS = ("nothing", "activations", "optimizer", "both")  # with weights too, 128 GiB of host memory are short
+MANY_WEIGHTS = ("nothing", "optimizer", "weights", "all")
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,14 @@ class Size:
     tokens: int
     microbatches: int
     steps: int
+    ranks: int = 4
     vocabulary: int = 256
 
 
 FULL = Size(blocks=24, dim=2048, sequences=4, tokens=1024, microbatches=16, steps=6)
+WIDE = Size(blocks=8, dim=4096, sequences=1, tokens=1024, microbatches=8, steps=2, ranks=8)
 QUICK = Size(blocks=8, dim=512, sequences=2, tokens=256, microbatches=8, steps=2)
+QUICK_WIDE = Size(blocks=8, dim=512, sequences=1, tokens=64, microbatches=4, steps=2, ranks=8)
 
 
 def run(quick: bool = False) -> dict[str, Any]:
@@ -65,7 +72,20 @@ def run(quick: bool = False) -> dict[str, Any]:
         return {"rows": [], "targets": [], "skipped": "no CUDA device"}
     device = torch.device("cuda", 0)
     link = bandwidth(device, 64 if quick else 1024)
-    rows = [measure(name, QUICK if quick else FULL, device, link) for name in VARIANTS]
+    rows, targets = [], []
+    many, wide = (QUICK, QUICK_WIDE) if quick else (FULL, WIDE)
+    for size, names in ((many, MANY_ACTIVATIONS), (wide, MANY_WEIGHTS)):
+        found = [measure(name, size, device, link) for name in names]
+        compare(found)
+        rows += found
+        for row in found[1:]:
+            what = f"{row['model']}, {row['offloads']}: peak over nothing"
+            targets.append(check(what, row["peak over nothing"], most=0.99))
+    return {"rows": rows, "targets": [] if quick else targets, "link": link, "gpu": torch.cuda.get_device_name(device)}
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Each variant of a model beside the first, which offloads nothing."""
     base = rows[0]
     for row in rows:
         row["over nothing"] = row["seconds"] / base["seconds"]
@@ -73,8 +93,6 @@ def run(quick: bool = False) -> dict[str, Any]:
         row["same bits"] = row["losses"] == base["losses"]
         if any(abs(a - b) > 0.01 * abs(b) for a, b in zip(row["losses"], base["losses"], strict=True)):
             raise AssertionError(f"offloading {row['offloads']} changed the losses: {row['losses']}, {base['losses']}")
-    targets = [check(f"{row['offloads']}: peak over nothing", row["peak over nothing"], most=0.99) for row in rows[1:]]
-    return {"rows": rows, "targets": [] if quick else targets, "link": link, "gpu": torch.cuda.get_device_name(device)}
 
 
 def measure(name: str, size: Size, device: torch.device, link: dict[str, float]) -> dict[str, Any]:
@@ -100,6 +118,7 @@ def measure(name: str, size: Size, device: torch.device, link: dict[str, float])
     seconds = median(times[1:])
     on_link = moved[-1] / link["both ways GiB/s"]
     return {
+        "model": f"{size.blocks} x {size.dim}",
         "offloads": name,
         "seconds": seconds,
         "peak GiB": max(peaks[1:]),
@@ -117,17 +136,26 @@ def measure(name: str, size: Size, device: torch.device, link: dict[str, float])
 def trainer(offload: ps.Offload | None, size: Size, device: torch.device) -> Iterator[tuple[Any, Any, Any]]:
     """A pipeline, its optimizer, and a function that says how many bytes they have moved so far."""
     torch.manual_seed(0)
-    blocks = [Block(size.dim, max(1, size.dim // 64)) for _ in range(size.blocks)]
-    layers = [nn.Embedding(size.vocabulary, size.dim), *blocks, nn.Linear(size.dim, size.vocabulary)]
-    plan = ps.split(nn.Sequential(*layers).to(device, torch.bfloat16), stages=RANKS)
+    with device:
+        blocks = [Block(size.dim, max(1, size.dim // 64)).bfloat16() for _ in range(size.blocks)]
+        layers = [nn.Embedding(size.vocabulary, size.dim), *blocks, nn.Linear(size.dim, size.vocabulary)]
+    plan = ps.split(nn.Sequential(*layers).bfloat16(), stages=size.ranks)
     options: dict[str, Any] = {"microbatches": size.microbatches, "schedule": "gpipe", "outputs": None}
-    with ps.Pipeline(plan, loss_fn, devices=[str(device)] * RANKS, offload=offload, **options) as pipe:
+    with ps.Pipeline(plan, loss_fn, devices=[str(device)] * size.ranks, offload=offload, **options) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
         copies = [stage.offload.copies for stage in pipe._crew.stages.values() if stage.offload is not None]
-        if offload is not None and offload.optimizer:
+        weights = pipe._crew.weights
+        if weights is not None:
+            copies += weights.copies.values()
+        if offload is not None and (offload.optimizer or offload.weights):
             of_state = CudaCopies(device)
             copies.append(of_state)
-            HostState(optimizer, offload.bucket_bytes, lambda tensor: of_state if tensor.is_cuda else None)
+            goes = offload.optimizer
+
+            def copies_for(tensor: Tensor) -> CudaCopies | None:
+                return of_state if goes and tensor.is_cuda else None
+
+            HostState(optimizer, offload.bucket_bytes, copies_for, weights=weights)
         yield pipe, optimizer, lambda: sum(each.bytes_out + each.bytes_back for each in copies)
 
 
@@ -173,7 +201,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"skipped: {result['skipped']}: this benchmark needs one, and has measured nothing")
         return
     print(f"{result['gpu']}: " + ", ".join(f"{name} {value:.1f}" for name, value in result["link"].items()))
-    table("offloading on one GPU, 4 ranks, fill-drain, bfloat16, AdamW", result["rows"])
+    table("offloading on one GPU, fill-drain, bfloat16, AdamW", result["rows"])
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +14,17 @@ from torch import Tensor, nn
 import penstock.compat.poptorch as poptorch
 
 WIDTH = 4
+
+
+@pytest.fixture(autouse=True)
+def plainly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On the CPU, unless a test is for a GPU; and in one thread: on so few samples others are no help."""
+    if "cuda" not in request.keywords:
+        monkeypatch.setattr("penstock.compat.poptorch.running.device_of_ipu", lambda ipu: torch.device("cpu"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Net(nn.Module):

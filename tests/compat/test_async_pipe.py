@@ -183,6 +183,30 @@ def test_errors_are_fairscales(three: Ranks) -> None:
     three.check(wrong)
 
 
+class Positive(nn.Module):
+    """The samples whose sum is positive: how many that are, nobody knows before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x.sum(1) > 0] if x.detach().sum().item() else x
+
+
+def by_value(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Positive(), nn.Linear(4, 4))
+    expected = torch.cat([copy.deepcopy(model)(part) for part in batch().split(2)])
+    pipe = AsyncPipe(model, [1, 1, 1], group=everyone(), chunks=4)
+    output = pipe(batch())
+    if pipe.final_stage:
+        assert_same(output.detach(), expected.detach())
+        output.sum().backward()
+    assert pipe.pipeline is not None
+    pipe.pipeline.close()
+
+
+def test_layers_may_depend_on_values(three: Ranks) -> None:
+    three.check(by_value)
+
+
 class Boom(Exception):
     pass
 

@@ -52,6 +52,8 @@ def test_inputs_are_not_moved() -> None:
     pipe = Pipe(mlp(), [7], devices=["cpu"])
     with pytest.raises(RuntimeError, match=r"on meta, but the first partition on cpu.*pipe\.devices\[0\]"):
         pipe(batch().to("meta"))
+    with pytest.raises(RuntimeError, match="does not move inputs"):
+        pipe((batch(), (batch().to("meta"),)))
 
 
 def test_its_words_are_its_own() -> None:

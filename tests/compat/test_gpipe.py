@@ -411,6 +411,18 @@ def test_any_number_of_samples_is_legal() -> None:
     assert_same(model[0].weight.grad, torch.zeros(4, 4))
 
 
+def test_tuples_may_stand_in_tuples() -> None:
+    """torchgpipe lets them in, and fails."""
+    swaps = nn.Sequential(*(Fn(lambda pair: ((pair[1],), pair[0][0])) for _ in range(2)))
+    model = on_cpu(swaps, chunks=3, checkpoint="always")
+    for samples in (8, 0):
+        value = ((batch(samples).requires_grad_(),), batch(samples, seed=5))
+        output = model(value)
+        assert_same(output, value)
+        output[0][0].sum().backward()
+        assert_same(value[0][0].grad, torch.ones(samples, 4))
+
+
 def test_tuples_whose_tensors_disagree_on_the_number_of_samples_are_refused() -> None:
     """torchgpipe drops what is too much: of 8 and 4 samples, 4 come out."""
     with pytest.raises(ps.PlanError, match="disagree on the batch size"):

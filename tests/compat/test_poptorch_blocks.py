@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,17 +13,9 @@ import penstock as ps
 import penstock.compat.poptorch as poptorch
 from penstock.compat.poptorch import staging
 from tests.compat.poptorch_models import Net, data, made, options
+from tests.compat.poptorch_models import plainly as plainly
 
 X = data(4)[0]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Operators on few samples: threads that wait for each other are no help."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Base(nn.Module):
@@ -263,6 +254,20 @@ def test_a_forward_with_blocks_that_cannot_be_traced_is_an_error_at_the_users_li
             return self.b(x) if x.sum() > 0 else x
 
     with pytest.raises(ps.PlanError, match=r"test_poptorch_blocks.py:\d+.*cannot be traced here"):
+        stages(Choosing())
+
+
+def test_blocks_of_a_method_are_not_passed_over_where_the_forward_cannot_be_traced() -> None:
+    class Choosing(Base):
+        def start(self, x: Tensor) -> Tensor:
+            with poptorch.Block("B1", 0):
+                return self.a(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.start(x)
+            return self.b(x) if x.sum() > 0 else x
+
+    with pytest.raises(ps.PlanError, match="cannot be traced here"):
         stages(Choosing())
 
 

@@ -51,7 +51,7 @@ def end_soon() -> bool:
         {"mode": Mode.Async},
         {"mode": Mode.Async, "async_options": {"buffer_size": 1, "early_preload": True, "load_indefinitely": False}},
         {"mode": Mode.AsyncRebatched},
-        {"mode": Mode.AsyncRebatched, "rebatched_worker_size": 5},
+        {"mode": Mode.AsyncRebatched, "rebatched_worker_size": 11},
         {"mode": Mode.AsyncRebatched, "rebatched_worker_size": 5, "num_workers": 2},
         {"mode": Mode.Async, "num_workers": 16},
         {"num_workers": 1},
@@ -61,6 +61,7 @@ def end_soon() -> bool:
 def test_batches_are_those_of_a_call(how: dict[str, Any], drop_last: bool) -> None:
     loader = poptorch.DataLoader(options(), dataset(), batch_size=2, drop_last=drop_last, **how)
     assert loader.combinedBatchSize == 12
+    assert loader.options.device_iterations == 2
     assert isinstance(loader, torch.utils.data.DataLoader)
     sizes = [12, 12, 12, 12] + [2] * (not drop_last)
     assert len(loader) == len(sizes)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import penstock.compat.poptorch as poptorch
 from tests.compat.poptorch_models import STAGES, Net, Plain, assert_same_state, data, made, options, plain_call, twins
+from tests.compat.poptorch_models import plainly as plainly
 from tests.support.models import penstock_threads, threads_end
 
 
@@ -194,13 +195,14 @@ def test_constants_of_an_optimizer_stay_as_they_are() -> None:
         optimizer.variable_attrs.markAsConstant("speed")
 
 
+@pytest.mark.parametrize("norm", [None, 0.05], ids=["as they are", "clipped"])
 @pytest.mark.parametrize("scaling", ["loss_scaling", "automatic"])
-def test_the_loss_scale_does_not_show_and_gradients_are_clipped(scaling: str) -> None:
+def test_the_loss_scale_does_not_show_and_gradients_are_clipped(scaling: str, norm: float | None) -> None:
     ours, plain = twins(Plain)
     opts = options(accumulation=2)
     extra: dict[str, Any] = {"loss_scaling": 128.0} if scaling == "loss_scaling" else {}
     opts.Training.setAutomaticLossScaling(scaling == "automatic")
-    optimizer = poptorch.optim.SGD(ours.parameters(), lr=0.1, max_grad_norm=0.05, **extra)
+    optimizer = poptorch.optim.SGD(ours.parameters(), lr=0.1, max_grad_norm=norm, **extra)
     expected = torch.optim.SGD(plain.parameters(), lr=0.1)
     with poptorch.trainingModel(ours, opts, optimizer) as model:
         for call in range(3):
@@ -209,7 +211,7 @@ def test_the_loss_scale_does_not_show_and_gradients_are_clipped(scaling: str) ->
             expected.zero_grad()
             losses = [plain(x, y)[1] for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True)]
             (sum(losses) / 2).backward()
-            nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            nn.utils.clip_grad_norm_(plain.parameters(), norm or 1e9)
             expected.step()
             torch.testing.assert_close(loss, losses[-1].detach())
             if "loss_scaling" in extra:
@@ -249,6 +251,7 @@ def test_a_model_is_saved_with_all_that_it_needs_to_go_on(tmp_path: Path, traini
         torch.testing.assert_close(copied.model.state_dict(), ours.state_dict())
     else:
         model = poptorch.inferenceModel(ours.eval(), options(STAGES, iterations=7))
+        ours.train()  # which is not the wrapped model's mode
         model.compileAndExport(file, x)
         copied = poptorch.load(file, lambda opts: opts.outputMode(poptorch.OutputMode.Final))
         torch.testing.assert_close(copied(x), model(x)[-2:])
@@ -333,6 +336,16 @@ def test_inference_has_no_gradient_accumulation() -> None:
 def test_wrong_use_is_one_clear_error(make: Any, message: str) -> None:
     with pytest.raises(poptorch.Error, match=message):
         make()
+
+
+def test_gradients_that_are_there_already_are_no_part_of_a_call() -> None:
+    ours, plain = twins(Plain)
+    for parameter in ours.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with poptorch.trainingModel(ours) as model:
+        model(*data(4))
+    plain_call(plain, torch.optim.SGD(plain.parameters(), lr=0.01), data(4))
+    assert_same_state(ours, plain)
 
 
 def test_a_failure_in_the_model_leaves_it_able_to_go_on() -> None:

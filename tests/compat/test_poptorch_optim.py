@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 import penstock.compat.poptorch as poptorch
+from tests.compat.poptorch_models import plainly as plainly
 
 STEPS = 4
 

@@ -14,6 +14,7 @@ from torch import nn
 import penstock as ps
 import penstock.compat.poptorch as poptorch
 from tests.compat.poptorch_models import STAGES, Net, data, made
+from tests.compat.poptorch_models import plainly as plainly
 
 
 def test_settings_are_chained_and_read() -> None:

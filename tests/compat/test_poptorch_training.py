@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,16 +21,7 @@ from tests.compat.poptorch_models import (
     plain_call,
     twins,
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Operators on few samples: threads that wait for each other are no help."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
+from tests.compat.poptorch_models import plainly as plainly
 
 STRATEGIES = {
     "pipelined": (Net, STAGES),
@@ -66,6 +56,8 @@ def test_calls_update_as_a_plain_loop(strategy: str) -> None:
             assert loss.dim() == 0
             assert_same_state(ours, plain)  # BatchNorm's statistics too
         assert all(parameter.grad is None for parameter in ours.parameters())
+        assert model._pipe is not None
+        assert model._pipe.schedule.name == ("sharded" if "sharded" in strategy else "1f1b")
 
 
 @pytest.mark.parametrize("mean", [True, False], ids=["Mean", "Sum"])

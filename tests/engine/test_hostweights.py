@@ -248,6 +248,17 @@ def test_memory_that_others_use_stays() -> None:
     assert torch.equal(modules[1].get_buffer("seen"), seen)
 
 
+def test_a_tie_beside_one_that_stays() -> None:
+    """The second stage must not take for movable what the first one found shared with a buffer."""
+    torch.manual_seed(0)
+    free, stuck = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+    modules: dict[int, nn.Module] = {s: nn.Sequential(Tied(free), Tied(stuck)) for s in range(2)}
+    modules[0].register_buffer("seen", stuck.data)
+    weights = check_runs(modules)
+    assert stuck not in weights._of
+    assert free in weights._of
+
+
 def test_sparse_gradients() -> None:
     class Look(nn.Module):
         def __init__(self) -> None:
@@ -306,6 +317,23 @@ def test_a_change_that_leaves_no_trace_is_found() -> None:
         with weights.at_work():
             mine = run(modules, weights, x)
         check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
+
+
+def test_a_change_that_comes_late() -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.runs, self.codes = 0, nn.Parameter(torch.randn(8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            if self.runs > 3:
+                with torch.no_grad():
+                    self.codes.mul_(0.9)
+            return x * self.codes.clone()
+
+    torch.manual_seed(0)
+    check_runs({s: Later() for s in range(4)})
 
 
 def test_weights_that_nobody_changes_are_not_copied_out() -> None:

@@ -233,6 +233,7 @@ def test_everything_comes_back_before_the_backward_asks_last_saved_first() -> No
     assert copies.log == ["out"] * 3 + ["wait"] * 3 + ["back"] * 3
     last = copies.queues[1][0][0]  # the source of the first copy back
     assert isinstance(last, Tensor)
+    copies._show(3)
     assert torch.equal(last.view(torch.float32).view_as(out), out.detach())
     out.sum().backward()
     assert copies.log[9:] == ["wait"] * 3

@@ -146,7 +146,7 @@ def test_a_timeout_is_a_cause_that_names_the_last_rank_of_the_chain() -> None:
     assert cause is not None
     error = cause.error()
     assert (error.rank, error.stage, error.microbatch, error.action) == (0, 0, 1, "0F1")
-    assert "action 0F1: Timeout: rank 1 waits: longer than timeout=30 s" in str(error)
+    assert "action 0F1: timed out: rank 1 waits: longer than timeout=30 s" in str(error)
     assert "On rank 0:\nthe stack" in str(error)
 
 

@@ -82,7 +82,7 @@ def train(
     options = {"microbatches": 3, "mesh": mesh, "parallelize": how, **(options or {})}
     with ps.Pipeline(plan, nn.CrossEntropyLoss(ignore_index=0), **options) as pipe:
         trainable = [p for p in pipe.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=0.01) if trainable else None
+        optimizer = torch.optim.AdamW(trainable, lr=0.01, foreach=False) if trainable else None
         reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01)
         for step in range(3):
             x, y = batch(step, sum(shards), torch.float64)

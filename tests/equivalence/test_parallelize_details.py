@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from tests.equivalence.ways import (
     fsdp_nested,
     tensor_parallel,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Gone, Ranks, run_ranks
 
 
 def some_unused(rank: int, how: Callable[..., Any]) -> None:
@@ -333,6 +334,25 @@ def broken(rank: int, how: Callable[..., Any]) -> tuple[str, bool]:
         if not hasattr(parameter, "full_tensor"):
             check_equal(parameter.detach(), expected[name].detach(), name)
     return str(caught.value), all(hasattr(p, "full_tensor") for p in pipe.parameters())
+
+
+def killed(rank: int) -> str:
+    """The last process ends between steps; its neighbour is in a collective of torch's then."""
+    options: dict[str, Any] = {"mesh": ps.Mesh(**TENSOR), "microbatches": 2, "parallelize": tensor_parallel}
+    pipe = ps.Pipeline(ps.split(blocks(), stages=2), F.cross_entropy, **options)
+    pipe.step(*batch(0, 8))
+    if rank == 3:
+        os._exit(0)
+    with pytest.raises(ps.PipelineError) as caught:
+        pipe.step(*batch(0, 8))
+    return str(caught.value)
+
+
+def test_a_killed_process_is_named() -> None:
+    *others, last = run_ranks(killed, 4, timeout=120.0)
+    assert isinstance(last, Gone)
+    for message in others:
+        assert "rank 3: its process is gone" in message, message
 
 
 @pytest.mark.parametrize(("how", "in_parts"), [(ddp, False), (fsdp, True)])

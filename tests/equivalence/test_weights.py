@@ -80,6 +80,41 @@ def test_processes(two: Ranks, schedule: str, recompute: str, moves: bool) -> No
     two.check(in_rank, schedule, recompute, moves)
 
 
+def as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
+    """Two replicas of a pipeline, each with all stages: their gradients are summed on the host."""
+    torch.set_num_threads(1)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        made = late_weights(patch)
+        patch.setattr("penstock.engine.reduce.BUCKET", bucket)
+        for offload in (ALL, None):
+            plan, mesh = ps.split(model(), stages=stages), ps.Mesh(data=2, pipe=1)
+            options: dict[str, Any] = {"schedule": schedule, "microbatches": 2, "mesh": mesh, "offload": offload}
+            with ps.Pipeline(plan, F.mse_loss, **options) as pipe:
+                optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+                if offload is not None:
+                    pipe.offload_optimizer(optimizer)
+                record = []
+                for step in range(3):
+                    # At last, one of them has nothing.
+                    mine = slice(rank * 5, 5 + rank * 7) if step < 2 else slice(0, 12 * rank)
+                    record.append(pipe.step(X[mine] + step, Y[mine]).loss)
+                    record += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+                    record.append(pipe.clip_grad_norm_(0.05))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append([*record, *(tensor.clone() for tensor in pipe.state_dict().values())])
+    assert made[0].late.bytes_back > 0
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("bucket", [1, 1 << 20], ids=["one by one", "together"])
+@pytest.mark.parametrize(("schedule", "stages"), [("looped_bfs", 8), ("interleaved", 8), ("zbv", 2), ("dualpipev", 2)])
+def test_replicas(two: Ranks, schedule: str, stages: int, bucket: int) -> None:
+    two.check(as_replicas, schedule, stages, bucket)
+
+
 # ── with stand-ins on the CPU: everything moves ──────────────────────────────────────────────────────────────────
 
 
@@ -313,6 +348,8 @@ def fill(stage: nn.Module) -> None:
     for part in stage.modules():
         if isinstance(part, (nn.Linear, nn.BatchNorm1d)):
             part.reset_parameters()
+        if isinstance(part, nn.Linear):
+            part.bias.data.fill_(0.1)
 
 
 CASES: dict[str, dict[str, Any]] = {

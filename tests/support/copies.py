@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 
@@ -16,7 +17,8 @@ Mark = tuple["LateCopies", int, int]  # whose, stream, number of the copy on it
 class LateCopies:
     """Every copy waits in its stream until someone waits for its mark, or for that of a later one.
 
-    It holds neither its source nor its target: memory that is let go before the copy was waited for is found out.
+    It holds neither its source nor its target: memory that is let go before the copy was waited for is found out. What
+    was copied out is seen on the host when the host has waited (``finish``), and by a copy back that comes after it.
     """
 
     def __init__(self) -> None:
@@ -27,6 +29,8 @@ class LateCopies:
         self.made = 0
         self.most_here = 0  # bytes of targets on the device, at most
         self._abandoned: list[Tensor] = []
+        self._unseen: list[tuple[int, Tensor, Tensor]] = []  # number of the copy out, its target, its value
+        _all.add(self)
         self._targets: list[weakref.ref[Tensor]] = []
 
     def host(self, like: Tensor) -> Tensor:
@@ -67,6 +71,9 @@ class LateCopies:
     def finish(self, mark: Mark) -> None:
         self.log.append("finish")
         self._run(mark)
+        owner, stream, end = mark
+        if stream == 0:
+            owner._show(end)
 
     def abandon(self, target: Tensor) -> None:
         self.log.append("abandon")
@@ -90,7 +97,36 @@ class LateCopies:
             assert isinstance(target, Tensor), "device memory was let go before the copy back had landed"
             for memory in (source, target):
                 assert memory.untyped_storage().nbytes() >= memory.nbytes, "its memory was freed before the copy"
-            # A copy of a stream's is seen by version counters when it is started, not when it is done.
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
-                target.copy_(source)
+            for copies in list(_all):  # what comes before this copy in the host's memory, whoever has put it there
+                copies._show(memory=_storage(target if stream == 0 else source))
+            if stream == 0:
+                with _lock:
+                    self._unseen.append((number, target, source.detach().clone()))
+            else:
+                _write(target, source)
             self.queues[stream][number] = ()
+
+    def _show(self, end: int = 0, memory: int | None = None) -> None:
+        """Let the host see what was copied out before ``end``, or to this memory."""
+        with _lock:  # stages have copies of their own, and threads
+            left = []
+            for number, target, value in self._unseen:
+                if number < end or _storage(target) == memory:
+                    _write(target, value)
+                else:
+                    left.append((number, target, value))
+            self._unseen = left
+
+
+_all: weakref.WeakSet[LateCopies] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def _write(target: Tensor, value: Tensor) -> None:
+    # A copy of a stream's is seen by version counters when it is started, not when it is done.
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+        target.copy_(value)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

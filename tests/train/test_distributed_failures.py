@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.engine import meeting
 from tests.support.faults import hit_in_backward
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import Gone, Ranks, run_ranks
@@ -386,6 +387,11 @@ def test_a_shape_that_does_not_fit_the_next_stage_names_it(two: Ranks) -> None:
 
 
 def different(rank: int, what: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        return differ(rank, what, patch)
+
+
+def differ(rank: int, what: str, patch: pytest.MonkeyPatch) -> str:
     options: dict[str, Any] = {}
     model = mlp()
     if what == "schedule" and rank == 1:
@@ -394,6 +400,11 @@ def different(rank: int, what: str) -> str:
         options["microbatches"] = 5
     if what == "plan" and rank == 1:
         model = mlp(width=6)
+    if what == "seed" and rank == 1:
+        options["seed"] = 3
+    if what in ("penstock", "torch"):
+        module = meeting if what == "penstock" else torch
+        patch.setattr(module, "__version__", f"2.{rank == 1}")
     try:
         pipeline(model, **options)
     except ps.PlanError as error:
@@ -401,7 +412,7 @@ def different(rank: int, what: str) -> str:
     raise AssertionError("the pipeline was built")
 
 
-@pytest.mark.parametrize("what", ["schedule", "micro-batches", "plan"])
+@pytest.mark.parametrize("what", ["schedule", "micro-batches", "plan", "seed", "penstock", "torch"])
 def test_ranks_with_different_pipelines_are_told_who_differs(three: Ranks, what: str) -> None:
     for text in three.check(different, what, timeout=15):
         assert what in text

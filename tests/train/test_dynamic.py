@@ -141,16 +141,16 @@ class Slow(nn.Module):
 
 
 def ahead(rank: int) -> list[bool]:
-    """For each output that is taken: whether its header had been read by then."""
+    """For each output that lands: whether its header had been read by then."""
     found: list[bool] = []
-    take = dynamic.DynamicLane.take
+    land = dynamic.DynamicLane.land
 
-    def note(lane: dynamic.DynamicLane, microbatch: int) -> Any:
+    def note(lane: dynamic.DynamicLane, microbatch: int) -> None:
         found.append(microbatch in lane.under_way)
-        return take(lane, microbatch)
+        land(lane, microbatch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic.DynamicLane, "take", note)
+        patch.setattr(dynamic.DynamicLane, "land", note)
         with pipeline(nn.Sequential(nn.Linear(4, 4), Slow())) as pipe:
             pipe.evaluate(batch())
     return found

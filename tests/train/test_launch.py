@@ -123,8 +123,20 @@ def plain_losses() -> list[float]:
 # Under SLURM ------------------------------------------------------------------------------------------------
 
 
+LATE = """
+import time
+if mesh.rank == 1:
+    time.sleep(1.5)
+    dist.distributed_c10d._get_default_store().check(["late"])
+"""
+
+
 def test_slurm(script: Path) -> None:
-    """Two tasks as srun would start them. The job's number is a free port's, so that no other test meets them there."""
+    """Two tasks as srun would start them. The job's number is a free port's, so that no other test meets them there.
+
+    The store lives in rank 0, which must not end before rank 1 is done with it.
+    """
+    script.write_text(WHO + LATE)
     port = 12_000 + free_port() % 20_000
     step = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(port - 12_000), "SLURM_JOB_NODELIST": "localhost"}
     tasks = [

@@ -124,7 +124,7 @@ def logged() -> Iterator[list[str]]:
 
 
 def fails_while_another_computes(rank: int) -> Told:
-    """The last rank fails on its second micro-batch, while the first one is in its own second for two minutes."""
+    """The last rank fails in its first micro-batch, while the first one is in its second for two minutes."""
     with leaving_nothing():
         busy = Busy(LONG)
         pipe = pipeline(layered(at0=busy, at2=Late()))
@@ -277,6 +277,36 @@ def test_a_killed_process_is_named_by_those_who_compute(at: int) -> None:
         assert mine.rank == at
         assert "gone" in mine.text
         assert mine.seconds < 3 + SOON
+
+
+class Asks(nn.Module):
+    """An identity that talks with another rank by itself, as the parts of a layer do that is spread over ranks."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            dist.recv(torch.zeros(1), self.rank)
+        return x
+
+
+def killed_in_a_collective(rank: int) -> Told:
+    pipe = pipeline(layered(at0=Asks(2)))
+    if rank == 2:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return failing_step(pipe)
+
+
+def test_a_killed_process_is_named_where_a_stage_waits_for_it_by_itself() -> None:
+    """The stage fails with an error of torch's, which is not the cause."""
+    told = run_ranks(killed_in_a_collective, 3, timeout=60)
+    assert isinstance(told.pop(2), Gone)
+    for mine in told:
+        assert isinstance(mine, Told), mine
+        assert "rank 2: its process is gone" in mine.text
+        assert mine.action is None
 
 
 def fork(work: Callable[[], object]) -> int:
@@ -444,10 +474,32 @@ def times_out(rank: int) -> tuple[Told, float]:
 def test_a_timeout_stops_everybody_and_shows_where_the_one_hangs(three: Ranks) -> None:
     for told, seconds in three.check(times_out, timeout=60):
         assert (told.rank, told.stage, told.microbatch, told.action) == (1, 1, 1, "1F1")
-        assert re.search(r"Timeout: rank \d waits for \dRECV_..? from rank 1, which has been in 1F1 for", told.text)
+        assert re.search(r"timed out: rank \d waits for \dRECV_..? from rank 1, which has been in 1F1 for", told.text)
         assert "longer than timeout=3 s" in told.text
         assert "time.sleep(self.seconds)" in told.text
         assert seconds < LONG / 2
+
+
+def times_out_elsewhere(rank: int) -> tuple[Told, list[str]]:
+    """The one that the others wait for is not in a step: its next one fails."""
+    with leaving_nothing(), logged() as lines:
+        pipe = pipeline(mlp(), stuck_after=None, timeout=2.0)
+        pipe.step(batch(), batch())
+        if rank == 0:
+            time.sleep(6)
+        return failing_step(pipe), lines
+
+
+def test_a_rank_outside_of_a_step_may_be_the_one_that_is_too_late(three: Ranks) -> None:
+    told = three.check(times_out_elsewhere, timeout=60)
+    for mine, _ in told:
+        assert mine.rank == 0
+        assert re.search(
+            r"rank 0: timed out: rank \d waits for word of the next mini-batch from rank 0, which is not in a step: "
+            r"its last one ended \d s ago \(at test_watch\.py:\d+, in times_out_elsewhere\): longer than timeout=2 s",
+            mine.text,
+        )
+    assert [len(lines) for _, lines in told] == [1, 0, 0]  # it says so itself when it is found
 
 
 def hangs_for_good(rank: int, errors: str) -> str:
@@ -466,7 +518,7 @@ def test_a_process_that_nothing_interrupts_says_so_and_ends(tmp_path: Path) -> N
     assert isinstance(gone, Gone)
     assert "exit code 1" in str(gone)
     for text in told:
-        assert "Timeout" in text
+        assert "timed out" in text
     errors = (tmp_path / "errors").read_text()
     assert re.search(r"rank 1 has been in 1F1 for \d+ s.*, and ends, because the pipeline has stopped", errors)
     assert "time.sleep(self.seconds)" in errors
@@ -529,7 +581,7 @@ def test_a_timeout_ends_the_wait_for_threads(how: str) -> None:
     """The thread that hangs cannot be ended; it ends with what it does."""
     pipe = local(5.0, timeout=1.0)
     run = {"step": lambda: pipe.step(batch(), batch()), "stream": lambda: list(pipe.stream([batch()] * 3))}
-    with pytest.raises(ps.PipelineError, match=r"Timeout: rank [02] waits") as caught:
+    with pytest.raises(ps.PipelineError, match=r"timed out: rank [02] waits") as caught:
         run[how]()
     assert (caught.value.rank, caught.value.action) == (1, "1F1")
     assert "time.sleep(self.seconds)" in str(caught.value)

@@ -35,7 +35,7 @@ class Cargo:
         self.device = device
         self.copies = copies
         self.changes = False  # forwards have been seen to change them without a trace
-        self._here = self._grads_here = False
+        self._here = False
         self._looked_in: set[Hashable] = set()  # modes
         self._versions: list[int] = []
         self._coming: list[tuple[Mark, object]] = []  # and what must live until then
@@ -77,7 +77,6 @@ class Cargo:
             give_grad(parameter, there)
             self._grads[parameter] = host
         self._start_back(pairs)
-        self._grads_here = True
 
     def arrive(self) -> None:
         """What the device does from now on may use what has come."""
@@ -106,8 +105,6 @@ class Cargo:
 
     def grads_go(self) -> None:
         """Start the gradients on their way to the host."""
-        self.arrive()
-        self._grads_here = False
         pairs = []
         for parameter in self.parameters:
             grad, host = parameter.grad, self._grads.pop(parameter, None)
@@ -133,22 +130,23 @@ class Cargo:
         self._leaving.clear()
 
     def land(self) -> None:
-        """The end of a run, however it ended: the parameters are the host's, and their gradients, all copied."""
+        """The end of a run: the parameters are the host's, and their gradients, all copied.
+
+        A run that failed has not let all of it go. Its gradients are no sums of anything: what the host has stays.
+        """
         try:
             if self._here:
                 self.go()
-            if self._grads_here:
-                self.grads_go()
             self.release()
             for mark in self._last.values():  # what is on the host may be read and changed from now on
                 self.copies.finish(mark)
         finally:
             for parameter, host, _ in self.members.values():
                 grad = self._grads.pop(parameter, parameter.grad)
-                if grad is not None and grad.device != host.device:  # it did not get so far, or a forward has made it
+                if grad is not None and grad.device != host.device:
                     grad = home_of(grad, self.copies)
                 place(parameter, host, grad)
-            self._here = self._grads_here = False
+            self._here = False
             self._coming, self._leaving, self._last = [], [], {}
 
     # ── outside of runs ──────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +158,7 @@ class Cargo:
         self.grads_come()
         self.arrive()
         self._grads.clear()
-        self._here = self._grads_here = False
+        self._here = False
 
     def go_home(self) -> None:
         """Wherever parameters are, and whatever they have become: they and their gradients are on the host."""

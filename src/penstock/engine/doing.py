@@ -6,6 +6,7 @@ The watch's thread looks at them from time to time; what looks the same twice ha
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import threading
@@ -22,8 +23,8 @@ from penstock.schedule.program import Instruction
 
 __all__ = ["BUILD", "EXCHANGE", "LOSS", "NEXT", "SUMS", "Doing", "Look", "Phase", "Progress", "named"]
 
-_OURS = tuple(str(Path(place).resolve()) for place in (Path(__file__).parents[1], Path(torch.__file__).parent))
-_PYTHON = str(Path(sysconfig.get_path("stdlib")).resolve())
+_OURS = tuple(f"{folder.resolve()}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_PYTHON = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
 
 
 @dataclass

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.engine.channel.process import ChannelError
 from penstock.errors import PipelineError
 
-__all__ = ["DEAD", "LEFT", "Bulletin", "Cause", "launcher_keeps_store", "store_gone"]
+__all__ = ["DEAD", "LEFT", "Bulletin", "Cause", "broke_off", "launcher_keeps_store", "store_gone"]
 
 PATIENCE = 4.0  # seconds to wait for the cause when a channel broke
 DEAD = "its process is gone without a word (killed, or out of memory?)"
@@ -134,6 +135,11 @@ class Bulletin:
             return self.read() or cause
         except RuntimeError:
             return cause
+
+
+def broke_off(error: BaseException) -> bool:
+    """Whether this is how torch says, in a collective that a stage has of its own, that another process is gone."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def launcher_keeps_store() -> bool:

@@ -43,8 +43,7 @@ __all__ = ["HostWeights", "host_weights"]
 class Flight(Protocol):
     """A call whose backward may still come."""
 
-    @property
-    def over(self) -> bool: ...
+    over: bool
 
 
 def host_weights(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> HostWeights | None:

@@ -46,7 +46,7 @@ class FakeStage:
         fakes: dict[int, Any] = {}
         with self.mode:
             for tensor in (*parameters.values(), *buffers.values()):
-                fake = self._fake(tensor.detach())
+                fake = self.mode.from_tensor(tensor.detach())
                 real = isinstance(tensor, nn.Parameter)
                 fakes.setdefault(id(tensor), nn.Parameter(fake, tensor.requires_grad) if real else fake)
         self.parts: list[tuple[nn.Module, nn.Module]] = []
@@ -76,11 +76,6 @@ class FakeStage:
                 if parameter is not None and real is not None:
                     parameter.requires_grad_(real.requires_grad)
         return self
-
-    def _fake(self, tensor: Tensor) -> Any:
-        if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes():  # a weight that is on the host now
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return self.mode.from_tensor(tensor)
 
 
 class Propagation:

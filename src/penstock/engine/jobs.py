@@ -77,8 +77,9 @@ class Jobs:
 
     def of(self, announced: Announcement) -> Job:
         """The job for an announced kind of mini-batch."""
-        number, count = announced.number, len(announced.sizes)
-        kind: Hashable = (count, announced.training, announced.apart) if self.dynamic else number
+        kind: Hashable = announced.number
+        if self.dynamic:
+            kind = (len(announced.sizes), announced.training, announced.apart)
         first = kind not in self._loaded
         self._loaded[kind] = True
         if first and self.quiet is not self.wires:
@@ -94,7 +95,9 @@ class Jobs:
         forward, backward = self._lanes(announced, wires)
         head = self.stages[max(self.stages)].head
         ends = Ends(seed=None if head is None else head.seed)
-        reduce = None if self.reducer is None else self.reducer.ready
+        # Gradients of weights that live on the host leave the device when their visit ends, sums under way or not.
+        moving = any(stage.weights is not None for stage in self.stages.values())
+        reduce = None if self.reducer is None or moving else self.reducer.ready
         wiring = Wiring(self.stages, make_slots(program, self.stages), forward, backward, ends, reduce)
         lanes = (*forward.values(), *backward.values())
         return Job(compile_program(program.instructions, wiring), ends, lanes)

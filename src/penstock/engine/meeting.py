@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -96,12 +97,13 @@ class Meeting:
 def facts_of(plan: Plan, source: ScheduleSource, options: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same on every rank."""
     schedule = source.training(source.microbatches)
-    stages = [(stage.layers, stage.parameters) for stage in plan.stages]
+    what = (plan.stages, plan.edges, plan.ties)
     return {
         "penstock": __version__,
         "torch": torch.__version__,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "micro-batches": source.microbatches,
-        "plan": f"{plan.num_stages} stages ({_digest(str(stages))})",
+        "plan": f"{plan.num_stages} stages ({_digest(str(what))})",
         "schedule": f"{schedule.name} ({_digest(str(schedule))})",
         **{name: repr(value) for name, value in options.items()},
     }

@@ -46,8 +46,6 @@ def part(crew: ProcessCrew, value: Any, adding: AbstractContextManager[Any]) -> 
     state = ambient()
     announced, messages = crew.guarded(lambda: crew.announce(value, None, training=True, apart=True))
     crew.parting = parting = Parting(crew, announced, state, adding)
-    if crew.weights is not None:
-        crew.weights.stay(parting)
     if crew.head is not None:
         return call(parting, messages or [_NOTHING])
     parting.forward(messages)
@@ -77,11 +75,6 @@ class Parting:
         self.settlement = Settlement(())
         self.template: tuple[list[Any], Spec] = ([], None)
 
-    @property
-    def over(self) -> bool:
-        """Whether no backward is to come any more."""
-        return self.crew.parting is not self
-
     def forward(self, inputs: list[Message]) -> list[Message]:
         """Run this rank's forwards; its outputs, where it has the last stage."""
         return self.crew.guarded(lambda: self._forward(inputs), self)  # type: ignore[no-any-return]
@@ -90,7 +83,7 @@ class Parting:
         self, seeds: Sequence[Sequence[Tensor | None]]
     ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
         """Run this rank's backwards; the gradients of the inputs, where it has the first stage."""
-        if self.over:
+        if self.crew.parting is not self:
             raise RuntimeError("Trying to backward through the pipeline a second time: under a mesh, call it again")
         return self.crew.guarded(lambda: self._backward(seeds), self), {}
 
@@ -101,6 +94,8 @@ class Parting:
             self.ends.outputs = [None] * self.count
         self.ends.inputs = [message.alone() for message in inputs]
         with crew.committing(training=True):
+            if crew.reducer is not None:
+                crew.reducer.begin()
             crew.gather_shards()
             self._run(self.halves[0], grad=True)
         outputs = [message for message in self.ends.outputs or () if message is not None]
@@ -115,13 +110,10 @@ class Parting:
         crew, ends = self.crew, self.ends
         ends.seed = seeds.__getitem__
         ends.grads = [()] * self.count
-        with self.adding, in_modes(self.modes):
+        with self.adding, in_modes(self.modes), crew.ties.reducing():
+            self._run(self.halves[1], grad=False)
             if crew.reducer is not None:
-                crew.reducer.begin()
-            with crew.ties.reducing():
-                self._run(self.halves[1], grad=False)
-                if crew.reducer is not None:
-                    crew.reducer.finish()
+                crew.reducer.finish()
         grads, ends.grads, ends.seed = ends.grads, None, None
         crew.parting = None
         return grads

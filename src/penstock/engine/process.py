@@ -68,26 +68,29 @@ class ProcessCrew:
         self.placement = source.placement
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.ended: PipelineError | None = None
+        self.parting: Parting | None = None  # a mini-batch whose backward is still to come
         self.waited = Waited()
         self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
-        self.parting: Parting | None = None  # a mini-batch whose backward is still to come
         self.watch, self.doing = meeting.watch, meeting.watch.doing
         self.doing.homes = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         meeting.compare(facts_of(plan, source, options))
         self.watch.limit(options["stuck_after"], options["timeout"])
-        self.connections = connections = Connections(place, self.watch, self.waited)
-        control = connections.group("control", range(len(self.ranks)), torch.device("cpu"))
-        self.control = Control(control, self.ranks, self.doing)
+        self.connections = Connections(place, self.watch, self.waited)
+        host = torch.device("cpu")
+        self.control = Control(self.connections.group("control", range(len(self.ranks)), host), self.ranks, self.doing)
         self.control.waited = self.waited
-        self.replicas, self.twins = connections.twins("data"), connections.twins("tensor")
-        wires = quiet = connections.wires(self.edges, self.placement, "", self.device)
+        self.replicas = self.connections.twins("data")
+        self.twins = self.connections.twins("tensor")
+        wires = self.connections.wires(self.edges, self.placement, "", self.device)
+        quiet = wires
         if speaks_nccl(self.device):
-            quiet = connections.wires(self.edges, self.placement, "quiet ", torch.device("cpu"))
+            quiet = self.connections.wires(self.edges, self.placement, "quiet ", host)
         dynamic = bool(options["dynamic"])
         self.jobs = Jobs(self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic)
         self.agreement = Agreement(self.control, self.rank, self.placement, self.stages, plan, dynamic)
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, connections.group, self.device, self.doing)
+        new_group = self.connections.group
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, new_group, self.device, self.doing)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.occasions = Occasions()
         self.norms = norms_of(self.stages)
@@ -215,6 +218,8 @@ class ProcessCrew:
         """Run the program; the gradients of the inputs, where the first stage is."""
         occasion = self.occasions.next(training=grad)
         if not announced.sizes:
+            if self.weights is not None:
+                self.weights.land()
             return None
         job = self.jobs.of(announced)
         ends = job.ends

@@ -3,9 +3,10 @@
     rank 1   … 3W7  REDUCE 3 ─▶ 1B6  1B7  REDUCE 1 ─▶ end of the step: all sums are waited for
                     └ on its way while the rank's other stages work
 
-Small gradients go together in buckets. A large one is summed where it is. Which parameters got a gradient is summed as
-well: one that got none in any replica has none afterwards, as in the plain model. Of a parameter in parts (DTensor),
-replicas have the same part: it is what is summed. What ``fully_shard`` has parted over the replicas it reduces itself.
+Small gradients go together in buckets. A large one is summed where it is. Those of weights that live on the host are
+summed there, when the run is over. Which parameters got a gradient is summed as well: one that got none in any replica
+has none afterwards, as in the plain model. Of a parameter in parts (DTensor), replicas have the same part: it is what
+is summed. What ``fully_shard`` has parted over the replicas it reduces itself.
 """
 
 from __future__ import annotations

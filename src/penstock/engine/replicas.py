@@ -31,7 +31,6 @@ class Replicas:
 
     def __init__(self, ranks: Sequence[int], rank: int, numbers: Group, group: Group, doing: Doing) -> None:
         """``ranks`` are the twins' in the world; ``numbers`` is their group on the CPU, ``group`` on their device."""
-        self.index = list(ranks).index(rank)
         self.count = len(ranks)
         self.control = Control(numbers, ranks, doing)
         self.doing = doing

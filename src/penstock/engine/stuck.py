@@ -15,7 +15,7 @@ from penstock.engine.failure import Cause
 
 __all__ = ["TIMEOUT", "Chain", "Judge", "Limits", "follow"]
 
-TIMEOUT = "Timeout"  # the kind of a cause
+TIMEOUT = "timed out"  # the kind of a cause, which no exception can have
 
 logger = logging.getLogger("penstock")
 

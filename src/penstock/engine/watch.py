@@ -11,6 +11,7 @@ Five times a second it looks
 
 A rank that a timeout finds in a call of the pipeline, and that does not come out of it within five seconds, because it
 hangs in code that nothing interrupts, says so on stderr with its Python stack, and its process ends with exit code 1.
+One that is in no call is not touched: its next call fails.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from penstock.engine.channel.beacon import Beacon, Lifeline
 from penstock.engine.channel.process import ChannelError
 from penstock.engine.channel.sever import Lines, StoreLine
 from penstock.engine.doing import Doing, Look
-from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, launcher_keeps_store, store_gone
+from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, broke_off, launcher_keeps_store, store_gone
 from penstock.engine.gossip import Gossip
 from penstock.engine.stuck import TIMEOUT, Judge, Limits, follow
 from penstock.errors import PipelineError
@@ -121,8 +122,9 @@ class Watch:
         """What has ended a call, as all ranks raise it; the others learn of it here, if it is this rank's failure."""
         if isinstance(error, ChannelError):
             return self.bulletin.lost(error).error()
-        if self.interrupted and self.cause is not None:
-            return self.cause.error()
+        known = self.cause if self.interrupted else self.bulletin.ask() if broke_off(error) else None
+        if known is not None:
+            return known.error()
         at = self.doing.runner.current if self.doing.runner is not None else None
         place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
         return self.bulletin.failed(error, *place).error()
@@ -161,7 +163,7 @@ class Watch:
         spoke = self.bulletin.spoke
         if spoke is None or self.rank != 0 or launcher_keeps_store():
             return
-        while time.monotonic() < spoke + LINGER and not self.bulletin.all_left():
+        while time.monotonic() < spoke + LINGER and not self._line.gone and not self.bulletin.all_left():
             time.sleep(0.02)
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────
@@ -190,6 +192,8 @@ class Watch:
             if cause is None:
                 return
             self.cause, self._halted = cause, now
+            if cause.kind == TIMEOUT and cause.rank == self.rank:
+                logger.error("%s", cause.error())
         if self.doing.inside or look.kind != "idle":
             self.lines.cut()
         if self.doing.inside:
@@ -257,6 +261,6 @@ class Watch:
         if self.doing.thread != main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
         with self._lock:
-            if self.doing.inside:
+            if self.doing.inside and hasattr(signal, "pthread_kill"):
                 self.interrupted = True
                 signal.pthread_kill(main, signal.SIGINT)

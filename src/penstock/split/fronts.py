@@ -52,8 +52,10 @@ def line_of(
             return trunk_line(model, None)
     try:
         return trace_line(model, stages=stages, cuts=cuts, sample=None if sample is None else call_of(sample))
-    except CannotTrace:
-        if stages != 1 or cuts is not None or mentions_marks(model) or begun(model):
+    except CannotTrace as error:
+        if stages != 1 or cuts is not None or error.marked or mentions_marks(model) or begun(model):
+            raise
+        if type(model).forward is nn.Module.forward:  # a list of modules, which nobody can call
             raise
     return WholeLine(model)
 

@@ -113,8 +113,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     if mesh is None:
         joined = source if weights is None else source.taking_turns(_joined(source, device_of, weights))
         limits = Limits(options.stuck_after, options.timeout)
-        local = LocalCrew(placed, stages, joined, copies, limits, options.lockstep)
-        return Built(placed, source, modules, own_name, local)
+        crew_here = LocalCrew(placed, stages, joined, copies, limits, options.lockstep)
+        return Built(placed, source, modules, own_name, crew_here)
     assert meeting is not None
     crew = ProcessCrew(placed, stages, source, copies, mesh, meeting, shared)
     return Built(placed, source, modules, own_name, crew)

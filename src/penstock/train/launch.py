@@ -7,7 +7,9 @@ import json
 import os
 import socket
 import sys
+import time
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TextIO
 
@@ -22,6 +24,8 @@ from penstock.train.slurm import is_slurm, variables
 __all__ = ["device_of_process", "init", "launched", "say", "speaks", "started"]
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_FAREWELL = 10.0  # seconds that rank 0 waits at its end for the others, where they need it
 
 _threads = torch.get_num_threads()  # what it is unless somebody chooses
 
@@ -77,7 +81,7 @@ def device_of_process(device: torch.device | str | None, made: bool) -> torch.de
     """The device that was asked for, or this process's own; ``made``: the group is for GPUs, where there are any."""
     if device is not None:
         return _device_here(device)
-    if _group is not None and _group() is not None and _group() is dist.group.WORLD:
+    if _ours():
         assert _device is not None
         return _device
     # Who started gloo alone means the CPU.
@@ -169,6 +173,8 @@ def _join(device: torch.device, backend: str | None, patience: timedelta | None)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=patience, device_id=bound
         )
+        if "gloo" in backend:
+            dist.all_reduce(torch.zeros(1))  # so that nobody ends before the others have come
     except dist.DistError as error:
         raise PipelineError(
             f"rank {rank} of {world} could not join the others at {os.environ['MASTER_ADDR']}:"
@@ -198,6 +204,26 @@ def _gpu(device: torch.device) -> str | None:
 
 def _leave() -> None:
     """Leave the group at the end of the program, without waiting for others where it ends by a failure."""
-    failed = getattr(sys, "last_value", None) is not None
-    if not failed and _group is not None and _group() is not None and _group() is dist.group.WORLD:
-        dist.destroy_process_group()
+    if getattr(sys, "last_value", None) is not None or not _ours():
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        _see_others_out()
+    dist.destroy_process_group()
+
+
+def _see_others_out() -> None:
+    """The store lives in rank 0: it stays a moment longer than those who may still look there."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError):
+        if rank != 0:
+            store.set(f"penstock/left/{_joined}/{rank}", "")
+        others = [f"penstock/left/{_joined}/{r}" for r in range(1, world)]
+        end = time.monotonic() + _FAREWELL
+        while rank == 0 and others and not store.check(others) and time.monotonic() < end:
+            time.sleep(0.005)
+
+
+def _ours() -> bool:
+    """Whether the process group that there is was made by ``init``."""
+    return _group is not None and _group() is not None and _group() is dist.group.WORLD

@@ -49,7 +49,7 @@ class Mesh:
             init(device)
         if group is None:
             group = range(dist.get_world_size())
-        elif not isinstance(group, (dist.ProcessGroup, Sequence)):  # what torch gives to those outside of it
+        if not isinstance(group, (dist.ProcessGroup, Sequence)):  # what torch gives to those outside of it
             raise PlanError(f"rank {dist.get_rank()} is not in the group that was given: only its members have a mesh")
         world = tuple(group if isinstance(group, Sequence) else dist.get_process_group_ranks(group))
         self._place(_resolve(sizes, len(world)), world)

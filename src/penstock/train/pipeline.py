@@ -72,14 +72,17 @@ class Pipeline(Members):
     the last micro-batch (``"except_last"``), or ``"never"``; for all stages, or ``{0: "always"}`` for some. With
     ``seed``, random numbers depend on it, the step, the micro-batch and the layer, and on nothing else.
     ``batchnorm="deferred"`` commits the running statistics of the whole mini-batch, ``accumulate="fp32"`` sums half
-    precision's gradients in single, ``offload`` keeps on the host what waits. With ``lockstep`` a stage starts its next
-    forward when its last output is taken, so that outputs do not pile up before a slow stage; steps have a schedule for
-    that, calls and evaluations do not. ``dynamic=True`` is for stages whose outputs' shapes, structure or values depend
-    on the data: between processes every message then describes itself. docs/training.md tells more.
+    precision's gradients in single, ``offload`` keeps on the host what waits. ``dynamic=True`` is for stages whose
+    outputs' shapes, structure or values depend on the data: between processes every message then describes itself.
+    With ``lockstep`` a stage starts its next forward when its last output is taken, so that in calls and evaluations
+    outputs do not pile up before a slow stage. docs/training.md tells more.
 
     ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the first replica's
     weights, to make a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module of it: it returns that, or
     None where it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are what they work over.
+
+    A rank that waits for another one in one place logs why after ``stuck_after`` seconds, and gives up after
+    ``timeout``: then all ranks stop, and a process that hangs in a step ends. None is never.
     """
 
     def __init__(
@@ -101,11 +104,11 @@ class Pipeline(Members):
         accumulate: str | None = None,
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
-        lockstep: bool = False,
         dynamic: bool = False,
         parallelize: Parallelize | None = None,
         stuck_after: float | None = 60.0,
         timeout: float | None = 1800.0,
+        lockstep: bool = False,
     ) -> None:
         options = Options(
             loss_fn=loss_fn,
@@ -122,11 +125,11 @@ class Pipeline(Members):
             accumulate=accumulate,
             batchnorm=batchnorm,
             offload=offload,
-            lockstep=lockstep,
             dynamic=dynamic,
             parallelize=parallelize,
             stuck_after=stuck_after,
             timeout=timeout,
+            lockstep=lockstep,
         )
         meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
@@ -262,6 +265,8 @@ class Pipeline(Members):
         if not isinstance(self._crew, ProcessCrew) or not torch.is_grad_enabled():
             return self(*args, **kwargs)
         self._check_open()
+        if self._crew.weights is not None:
+            raise PlanError("under a mesh pipe.forward(x) does without Offload(weights=True): use step()")
         value = self._line.arguments(args, kwargs) if args or kwargs else None
         return part(self._crew, value, self._adding())
 

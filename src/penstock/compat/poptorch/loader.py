@@ -50,6 +50,7 @@ class DataLoader(data.DataLoader[Any]):
         if not isinstance(options, Options):
             raise Error(f"poptorch.DataLoader takes a poptorch.Options first, got {type(options).__name__}")
         options._freeze()
+        self._options = options
         self._parts: int = (
             options.device_iterations * options.replication_factor * options.Training.gradient_accumulation
         )
@@ -64,7 +65,7 @@ class DataLoader(data.DataLoader[Any]):
         else:
             require(not rebatches, "a batch_sampler makes the batches: AsyncRebatched would make others of them")
             self._combined = getattr(batch_sampler, "batch_size", None)
-        workers = min(num_workers, len(os.sched_getaffinity(0)))
+        workers = min(num_workers, _cpus())
         settings: dict[str, Any] = {"num_workers": workers, **kwargs}
         if workers:
             settings["persistent_workers"] = ahead if persistent_workers is None else persistent_workers
@@ -85,6 +86,11 @@ class DataLoader(data.DataLoader[Any]):
         if ahead:
             rebatched = {"rebatched_size": self._combined, "drop_last": drop_last} if rebatches else {}
             self._accessor = AsynchronousDataAccessor(_Plain(self), **{**(async_options or {}), **rebatched})
+
+    @property
+    def options(self) -> Options:
+        """The options, frozen."""
+        return self._options
 
     @property
     def combinedBatchSize(self) -> int | None:
@@ -111,6 +117,10 @@ class DataLoader(data.DataLoader[Any]):
         if self._accessor is not None:
             self._accessor.terminate()
         self._iterator = None
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Plain:

@@ -93,8 +93,8 @@ def _blocks(model: nn.Module, strategy: Strategy, call: Call) -> Blocks | None:
     """The blocks of a model; None where it has none, also where that cannot be seen because it cannot be traced."""
     try:
         line = marked_line(model, sample=call)
-    except PlanError:
-        if not mentions_marks(model) and begun(model) is None:
+    except PlanError as error:
+        if not getattr(error, "marked", False) and not mentions_marks(model) and begun(model) is None:
             return None
         blocks = _blocks_of_trunk(model)
         if blocks is None:

@@ -19,6 +19,7 @@ from penstock.compat.torchgpipe.marks import show_recomputed
 from penstock.compat.torchgpipe.microbatch import TensorOrTensors
 from penstock.compat.torchgpipe.skip.skippable import verify_skippables
 from penstock.engine import moment
+from penstock.engine.tree import flatten, unflatten
 from penstock.split import split
 from penstock.train.pipeline import Pipeline
 
@@ -114,9 +115,8 @@ class GPipe(nn.Module):
     def _alone(self, value: TensorOrTensors) -> TensorOrTensors:
         """A mini-batch without samples, of which no micro-batches can be made."""
         for partition, device in zip(self.partitions, self.devices, strict=True):
-            batch = microbatch.Batch(value)
-            batch[:] = [tensor.to(device) for tensor in batch]
-            value = partition(batch.tensor_or_tensors)
+            leaves, spec = flatten(value)
+            value = partition(unflatten([leaf.to(device) for leaf in leaves], spec))
         return value
 
     def _pipeline(self) -> Pipeline:

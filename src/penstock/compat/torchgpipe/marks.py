@@ -23,7 +23,7 @@ def show_recomputed(output: TensorOrTensors, count: int) -> TensorOrTensors:
     """The output, with a mark in its graph for each of ``count`` micro-batches."""
     batch = Batch(output)
     for i, tensor in enumerate(batch):
-        if tensor.requires_grad:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:  # and no tuple in a tuple
             for _ in range(count):
                 mark = Recompute.apply(get_phony(tensor.device, requires_grad=True))  # type: ignore[no-untyped-call]
                 tensor = join(tensor, Checkpoint.apply(mark))  # type: ignore[no-untyped-call]

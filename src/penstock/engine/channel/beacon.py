@@ -68,4 +68,5 @@ def _put_out() -> None:
             beacon.close()
 
 
-os.register_at_fork(after_in_child=_put_out)
+if hasattr(os, "register_at_fork"):  # where there are forks
+    os.register_at_fork(after_in_child=_put_out)

@@ -44,6 +44,7 @@ class StoreLine:
         for sock, _, there in _sockets():
             if there is not None and there[1] == port and _Ends.of(sock) in made:
                 self._sock = sock.dup()
+                break
 
     @property
     def gone(self) -> bool:
@@ -132,13 +133,12 @@ def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
         return
     for name in names:
         try:
-            copy = os.dup(int(name))
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue  # left alone: to close the copy of a file would give up the locks on it
+            copy = socket.socket(fileno=os.dup(int(name)))
         except OSError:
             continue  # closed since
-        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
-            os.close(copy)
-            continue
-        with socket.socket(fileno=copy) as sock:
+        with copy as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 yield sock, *_ends(sock)
 

@@ -19,6 +19,8 @@ __all__ = ["CannotTrace", "cannot_trace", "mentions_marks"]
 class CannotTrace(PlanError):
     """A forward that cannot be traced, at least not for this kind of call."""
 
+    marked = False  # whether it was seen to have marks
+
 
 REMEDY = (
     "mark the cuts elsewhere, move this part into a module of its own without cuts inside, or, if the model threads a "

@@ -103,7 +103,9 @@ class SegmentTracer(Marking, fx.Tracer):
             except PlanError:
                 raise
             except Exception as error:
-                raise cannot_trace(self.model, error, call) from error
+                failure = cannot_trace(self.model, error, call)
+                failure.marked = self.met > 0
+                raise failure from error
             self.result.graph = self.graph
             self.result.expanded.add("")
             self.result.entered = self.result.expanded | self._leading()
@@ -196,6 +198,7 @@ class SegmentTracer(Marking, fx.Tracer):
         except Exception as error:
             failure = cannot_trace(m, error, None, path)
             if self.met != met or mentions_marks(m):
+                failure.marked = True
                 raise failure from error
         else:
             if self.met != met:

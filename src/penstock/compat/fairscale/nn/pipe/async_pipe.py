@@ -92,9 +92,7 @@ class AsyncPipe(nn.Module):
         if rank >= len(self.balance):
             warnings.warn("More ranks than partitions, some ranks unused", stacklevel=2)
             return
-        whole = _partitioned(module, self.balance)
-        if deferred_batch_norm:
-            whole[rank] = DeferredBatchNorm.convert_deferred_batch_norm(build(whole[rank]), chunks)
+        whole = _partitioned(module, self.balance, chunks if deferred_batch_norm else None)
         self._deferred = deferred_batch_norm
         self._whole = [whole]  # in a list: what other ranks have is no part of this module
         mine = build(whole[rank])
@@ -138,6 +136,7 @@ class AsyncPipe(nn.Module):
                 mesh=Mesh(pipe=len(ranks), group=ranks, device=device),
                 recompute=self.checkpoint,
                 batchnorm="deferred" if self._deferred else "microbatch",
+                dynamic=True,  # any layers may be here, and other ranks know nothing of them
             )
             self._built = how
         return self.pipeline
@@ -179,16 +178,16 @@ def _verify(module: nn.Sequential | list[Layer], balance: list[int]) -> None:
         raise ValueError(f"all balance numbers must be positive integer (balance: {balance})")
 
 
-def _partitioned(module: nn.Sequential | list[Layer], balance: list[int]) -> nn.Sequential:
-    """The partitions of the whole model, with layers that are still to be made."""
+def _partitioned(module: nn.Sequential | list[Layer], balance: list[int], deferred: int | None) -> nn.Sequential:
+    """The partitions of the whole model, with layers that are still to be made; ``deferred``: for so many chunks."""
     named = module.named_children() if isinstance(module, nn.Sequential) else enumerate(module)
-    layers = ((str(name), _layer(layer)) for name, layer in named)
+    layers = ((str(name), _layer(layer, deferred)) for name, layer in named)
     return nn.Sequential(*(nn.Sequential(OrderedDict(islice(layers, count))) for count in balance))
 
 
-def _layer(layer: Any) -> nn.Module:
+def _layer(layer: Any, deferred: int | None) -> nn.Module:
     if isinstance(layer, nn.Module):
-        return layer
+        return layer if deferred is None else DeferredBatchNorm.convert_deferred_batch_norm(layer, deferred)
     if callable(layer):
-        return Lazy(layer)
+        return Lazy(layer if deferred is None else lambda: _layer(layer(), deferred))
     raise TypeError(f"layer must be nn.Module or callable, is {type(layer)}")

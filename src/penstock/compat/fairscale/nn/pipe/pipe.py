@@ -8,7 +8,8 @@ from torch import nn
 
 from penstock.compat.torchgpipe.gpipe import GPipe, verify_children
 from penstock.compat.torchgpipe.gpipe import verify_children as verify_module
-from penstock.compat.torchgpipe.microbatch import Batch, TensorOrTensors, check
+from penstock.compat.torchgpipe.microbatch import TensorOrTensors, check
+from penstock.engine.tree import flatten
 
 __all__ = ["Pipe", "recommend_auto_balance", "verify_module"]
 
@@ -24,7 +25,7 @@ class Pipe(GPipe):
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """The module's output for a mini-batch, a tensor or a tuple of tensors: joined, on the last device."""
         check(input)
-        for tensor in Batch(input) if self.devices else ():
+        for tensor in flatten(input)[0] if self.devices else ():
             here = self.devices[0]
             if tensor.device.type != here.type or here.index not in (None, tensor.device.index):
                 raise RuntimeError(

@@ -1,0 +1,95 @@
+"""A main thread that computes for a failed pipeline is interrupted in the call, and never after it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from penstock.engine.failure import Cause
+from penstock.engine.watch import Stopped, Watch
+
+CAUSE = Cause(3, "Boom", "on purpose")
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    """One whose thread has ended: what it would do is done here."""
+    watch = Watch(dist.HashStore(), (0,), 0)
+    watch._stopping.set()
+    watch._thread.join()
+    yield watch
+    watch.stop()
+
+
+def interrupt(watch: Watch, after: float) -> threading.Thread:
+    def run() -> None:
+        time.sleep(after)
+        watch.cause = CAUSE
+        watch._interrupt()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_sleep_in_a_call_ends(watch: Watch) -> None:
+    thread = interrupt(watch, 0.1)
+    start = time.monotonic()
+    with pytest.raises(Stopped) as caught, watch:
+        time.sleep(60)
+    thread.join()
+    assert caught.value.cause is CAUSE
+    assert time.monotonic() - start < 30
+
+
+def test_who_has_a_handler_of_his_own_is_not_interrupted(watch: Watch) -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+    signal.signal(signal.SIGINT, lambda *args: seen.append(args))
+    try:
+        thread = interrupt(watch, 0.0)
+        with pytest.raises(Stopped), watch:  # by the cause that is known by now
+            time.sleep(0.3)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not seen
+    assert not watch.interrupted
+
+
+def test_a_call_that_begins_after_the_failure_ends_at_once(watch: Watch) -> None:
+    watch.cause = CAUSE
+    with pytest.raises(Stopped), watch:
+        raise AssertionError("not reached")
+
+
+def test_ctrl_c_of_the_user_is_the_users(watch: Watch) -> None:
+    with pytest.raises(KeyboardInterrupt), watch:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_never_comes_after_the_call(watch: Watch) -> None:
+    """Calls of some milliseconds, each interrupted some milliseconds after its begin, before or behind its end."""
+    chance = random.Random(0)
+    stopped = 0
+    for _ in range(300):
+        watch.interrupted, watch.cause = False, None
+        thread = interrupt(watch, chance.random() * 0.004)
+        end = time.perf_counter() + chance.random() * 0.004
+        try:
+            with watch:
+                while time.perf_counter() < end:
+                    pass
+        except Stopped:
+            stopped += 1
+        except KeyboardInterrupt:  # as it may come when the call is being left
+            assert watch.interrupted
+            stopped += 1
+        thread.join()
+        time.sleep(0.0005)  # where a late one would come
+    assert 0 < stopped < 300
