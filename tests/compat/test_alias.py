@@ -1,4 +1,4 @@
-"""Programs that import torchgpipe or fairscale, and get Penstock."""
+"""Programs that import torchgpipe, fairscale or poptorch, and get Penstock."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_every_module_of_a_system_is_ours_under_its_old_name() -> None:
-    compat.install("torchgpipe", "fairscale")
+    compat.install(*compat.SYSTEMS)
     for name in (
         *("torchgpipe", "torchgpipe.gpipe", "torchgpipe.skip.layout", "torchgpipe.balance.profile"),
         *("torchgpipe_balancing", "fairscale.nn.pipe.async_pipe", "fairscale.nn.model_parallel.initialize"),
+        *("poptorch", "poptorch.optim", "poptorch.options"),
     ):
         assert importlib.import_module(name) is importlib.import_module(f"penstock.compat.{name}")
     compat.install("torchgpipe")  # once more is harmless

@@ -226,3 +226,73 @@ def replicas(rank: int) -> None:
 
 def test_replicas_sum_their_gradients(four: Ranks) -> None:
     four.check(replicas)
+
+
+def accumulated(rank: int, parallel: bool) -> None:
+    """A second backward adds to the sums over the replicas; and a step after it finds the parameters as they were."""
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+        return fully_shard(stage, mesh=mesh["data"])
+
+    model = mlp()
+    plain = copy.deepcopy(model)
+    x, y = batch(8), batch(8, seed=5)
+    how = {"parallelize": shard} if parallel else {}
+    plan, mesh = ps.split(model, stages=2), ps.Mesh(data=2, pipe=2)
+    with ps.Pipeline(plan, F.mse_loss, microbatches=2, mesh=mesh, **how) as pipe:
+        half = slice(0, 4) if rank < 2 else slice(4, 8)
+        for scale in (1.0, 3.0):
+            (scale * F.mse_loss(plain(x), y)).backward()
+            output = pipe.forward(x[half])
+            if output is not None:
+                (scale * F.mse_loss(output, y[half]) / 2).backward()
+        F.mse_loss(plain(x), y).backward()
+        pipe.step(x[half], y[half])
+        expected = gradients(plain)
+        for name, parameter in pipe.named_parameters():
+            grad = parameter.grad
+            assert grad is not None
+            assert_same(grad.full_tensor() if parallel else grad, expected[name])
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_replicas_sum_what_a_backward_adds_and_not_what_was_there(four: Ranks, parallel: bool) -> None:
+    four.check(accumulated, parallel)
+
+
+class Positive(nn.Module):
+    """As many rows as there are positive values: nobody can tell before."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x[x[:, 0] > 0]
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return self.weight * pair[0] + pair[1].sum()
+
+
+def described(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Positive(), Adds())
+    plain = copy.deepcopy(model)
+    x, y = batch(8), batch(8, seed=5)
+    plan = ps.split(model, balance=[2, 1])
+    with ps.Pipeline(plan, F.mse_loss, microbatches=4, mesh=ps.Mesh(), dynamic=True) as pipe:
+        for _ in range(2):  # steps and forwards of as many micro-batches have programs of their own
+            pipe.step(x, y)
+            output = pipe.forward(x)
+            if output is not None:
+                F.mse_loss(output, y).backward()
+            for _ in range(2):
+                F.mse_loss(torch.cat([plain(part) for part in x.split(2)]), y).backward()
+            own_gradients(pipe, gradients(plain))
+
+
+def test_messages_may_describe_themselves(two: Ranks) -> None:
+    two.check(described)

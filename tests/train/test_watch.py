@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine import process
+from penstock.engine import connections, process
 from tests.support.models import batch, mlp, penstock_threads, threads_end
 from tests.support.ranks import Gone, Ranks, run_ranks
 from tests.support.traces import Belongings
@@ -378,9 +378,9 @@ def dies_building(rank: int, at: int, when: int) -> tuple[str, float]:
             die()
         return real_open(*args)
 
-    real_open = process.open_group
+    real_open = connections.open_group
     if rank == at and when:
-        process.open_group = open_group
+        connections.open_group = open_group
     elif rank == at:
         process.Meeting.compare = lambda *args: die()
     def build_and_run() -> None:
@@ -588,6 +588,13 @@ def test_threads_that_wait_for_long_are_reported_too(caplog: pytest.LogCaptureFi
     for waits in ("rank 0 waits for 0RECV_B0", "rank 2 waits for 2RECV_F1"):
         says = rf"{waits} from rank 1, which has been in 1F1 for \d s \(at test_watch\.py:\d+, in forward\)"
         assert any(re.fullmatch(says, line) for line in caplog.messages), caplog.messages
+
+
+def test_in_lockstep_a_thread_waits_until_its_messages_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "penstock"), local(3.0, stuck_after=0.8, lockstep=True) as pipe:
+        pipe.evaluate(batch(), batch())
+    says = r"rank 0 waits until 0SEND_F2 is taken by rank 1, which has been in 1F1 for \d s .*"
+    assert any(re.fullmatch(says, line) for line in caplog.messages), caplog.messages
 
 
 @pytest.mark.parametrize("how", ["step", "stream"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.batchnorm import committing, norms_of
-from penstock.engine.channel.local import LocalLane
+from penstock.engine.channel.local import LocalLane, LockstepLane
 from penstock.engine.context import Ambient, Occasions, ambient, surround
 from penstock.engine.head import Head
 from penstock.engine.idle import Waited
@@ -29,6 +29,7 @@ from penstock.engine.stuck import Limits
 from penstock.engine.ties import LocalTies
 from penstock.engine.workers import Workers
 from penstock.errors import PlanError
+from penstock.schedule.flow import Edge
 from penstock.schedule.lower import lower
 from penstock.schedule.program import Instruction
 from penstock.schedule.schedule import Schedule
@@ -165,12 +166,12 @@ class LocalCrew:
         device = {index: stage.device for index, stage in self.stages.items()}
         waits = tuple(Waited() for _ in orders)
         waited = {s: waits[0 if together else self.placement[s]] for s in self.stages}
-        # A skip over several stages may wait for as long as the activations beside it take to come there.
-        room = {(a, b): b - a - 1 if lockstep else None for a, b in self.edges}
-        forward = {
-            (a, b): LocalLane(microbatches, device[a], device[b], waited[b], room[a, b], waited[a])
-            for a, b in self.edges
-        }
+        forward: dict[Edge, LocalLane] = {}
+        for a, b in self.edges:
+            if lockstep:  # a skip over several stages may wait for as long as the activations beside it take to come
+                forward[a, b] = LockstepLane(microbatches, device[a], device[b], waited[b], waited[a], room=b - a - 1)
+            else:
+                forward[a, b] = LocalLane(microbatches, device[a], device[b], waited[b])
         backward = {(b, a): LocalLane(microbatches, device[b], device[a], waited[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.channel.control import Control
+from penstock.engine.doing import LOSS
+from penstock.engine.head import Head
 from penstock.engine.message import Message
 
-__all__ = ["Outcome", "send_back"]
+__all__ = ["Outcome", "send_back", "share_loss"]
 
 
 @dataclass(frozen=True)
@@ -40,3 +43,24 @@ def send_back(
     ]
     if pairs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+
+
+def share_loss(
+    head: Head | None, control: Control, last: int, device: torch.device
+) -> tuple[Tensor | None, float | None, int]:
+    """The loss, the factor and the samples that the ``last`` rank, which has the head, knows of, on all ranks."""
+    control.doing.phase = LOSS
+    if head is None:
+        there, loss, factor, wide, samples = control.take_row(last, 5)
+        dtype = torch.float64 if wide else torch.float32
+        value = torch.tensor(loss, dtype=dtype, device=device) if there else None
+        return value, factor or None, int(samples)
+    value, factor_here = head.finish()
+    if value is None:
+        row = [0.0, 0.0, 0.0, 0.0, head.batch]
+    else:
+        row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), head.batch]
+    for rank in range(len(control.ranks)):
+        if rank != last:
+            control.send_row(rank, row)
+    return value, factor_here, head.batch

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.agree import Announcement
-from penstock.engine.call import in_modes
-from penstock.engine.context import Ambient, surround
+from penstock.engine.call import call, in_modes
+from penstock.engine.context import Ambient, ambient, surround
 from penstock.engine.doing import SUMS
 from penstock.engine.message import Message
+from penstock.engine.outcome import send_back
 from penstock.engine.settle import Settlement
 from penstock.engine.tree import Spec
 
@@ -27,23 +28,44 @@ if TYPE_CHECKING:
     from penstock.engine.process import ProcessCrew
     from penstock.engine.runner import Runner
 
-__all__ = ["NOTHING", "Parting"]
+__all__ = ["UNFINISHED", "Parting", "part"]
 
-NOTHING = Message([], None, ())
-"""The inputs on a rank that has none."""
+UNFINISHED = (
+    "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call backward on a loss of it "
+    "before anything else, or call the pipeline under torch.no_grad()"
+)
+_NOTHING = Message([], None, ())  # the inputs on a rank that has none
+
+
+def part(crew: ProcessCrew, value: Any, adding: AbstractContextManager[Any]) -> Any:
+    """The outputs of one mini-batch, on the rank of the last stage, in autograd's graph.
+
+    The other ranks wait for the backward, which that rank is to call. Gradients are added to ``.grad``, within
+    ``adding``.
+    """
+    state = ambient()
+    announced, messages = crew.guarded(lambda: crew.announce(value, None, training=True, apart=True))
+    crew.parting = parting = Parting(crew, announced, state, adding)
+    if crew.head is not None:
+        return call(parting, messages or [_NOTHING])
+    parting.forward(messages)
+    grads, _ = parting.backward(())
+    if messages:
+        send_back(messages, grads, None)
+    return None
 
 
 class Parting:
     """One such mini-batch on one rank: see ``Flying``."""
 
     def __init__(
-        self, crew: ProcessCrew, announced: Announcement, state: Ambient, rounding: AbstractContextManager[Any]
+        self, crew: ProcessCrew, announced: Announcement, state: Ambient, adding: AbstractContextManager[Any]
     ) -> None:
         self.crew = crew
         self.sizes = announced.sizes
         self.count = len(announced.sizes)
         self.state = state
-        self.rounding = rounding
+        self.adding = adding
         self.ends = (job := crew.jobs.of(announced)).ends
         self.halves = job.runner.halves()
         self.occasion = crew.occasions.next(training=False)
@@ -88,7 +110,7 @@ class Parting:
         crew, ends = self.crew, self.ends
         ends.seed = seeds.__getitem__
         ends.grads = [()] * self.count
-        with self.rounding, in_modes(self.modes), crew.ties.reducing():
+        with self.adding, in_modes(self.modes), crew.ties.reducing():
             self._run(self.halves[1], grad=False)
             if crew.reducer is not None:
                 crew.reducer.finish()

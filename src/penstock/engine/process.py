@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn
@@ -15,23 +15,21 @@ from torch import Tensor, nn
 
 from penstock.engine.agree import Agreement, Announcement, Refused
 from penstock.engine.batchnorm import committing, norms_of
-from penstock.engine.call import call
 from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import speaks_nccl
 from penstock.engine.channel.process import ChannelError
 from penstock.engine.connections import Connections, Place
 from penstock.engine.context import Occasions, ambient, surround
-from penstock.engine.doing import LOSS, NEXT, SUMS
-from penstock.engine.failure import broke_off
+from penstock.engine.doing import NEXT, SUMS
 from penstock.engine.head import Head
 from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.jobs import Jobs
 from penstock.engine.meeting import Meeting, facts_of
 from penstock.engine.message import Message
-from penstock.engine.outcome import Outcome, send_back
+from penstock.engine.outcome import Outcome, send_back, share_loss
 from penstock.engine.outputs import Outputs
-from penstock.engine.parting import NOTHING, Parting
+from penstock.engine.parting import UNFINISHED, Parting
 from penstock.engine.reduce import Reducer
 from penstock.engine.running import RunningStatistics
 from penstock.engine.stage import StageEngine
@@ -73,7 +71,7 @@ class ProcessCrew:
         self.parting: Parting | None = None  # a mini-batch whose backward is still to come
         self.waited = Waited()
         self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
-        self.watch, self.doing, self.bulletin = meeting.watch, meeting.watch.doing, meeting.watch.bulletin
+        self.watch, self.doing = meeting.watch, meeting.watch.doing
         self.doing.homes = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         meeting.compare(facts_of(plan, source, options))
@@ -131,23 +129,6 @@ class ProcessCrew:
         self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
 
-    def forward(self, value: Any, rounding: AbstractContextManager[Any]) -> Any:
-        """The outputs of one mini-batch, on the rank of the last stage, in autograd's graph.
-
-        The other ranks wait for the backward, which that rank is to call. Gradients are added to ``.grad``, within
-        ``rounding``.
-        """
-        state = ambient()
-        announced, messages = self.guarded(lambda: self._announce(value, None, training=True, apart=True))
-        self.parting = parting = Parting(self, announced, state, rounding)
-        if self.head is not None:
-            return call(parting, messages or [NOTHING])
-        parting.forward(messages)
-        grads, _ = parting.backward(())
-        if messages:
-            send_back(messages, grads, None)
-        return None
-
     def everywhere(self, outputs: Any) -> Any:
         """The last rank's outputs, on every rank."""
         there = self.gather(outputs)[self.last_rank]
@@ -155,7 +136,7 @@ class ProcessCrew:
         return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        announced, messages = self._announce(value, targets, training=True)
+        announced, messages = self.announce(value, targets, training=True)
         sizes, head = announced.sizes, self.head
         targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
@@ -172,13 +153,13 @@ class ProcessCrew:
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
                     self.reducer.finish()
-            loss, factor, samples = self._share_loss()
+            loss, factor, samples = share_loss(head, self.control, self.last_rank, self.device)
             if grads:
                 send_back(messages, grads, factor)
         return Outcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
-        announced, messages = self._announce(value, targets, training=False)
+        announced, messages = self.announce(value, targets, training=False)
         sizes, head = announced.sizes, self.head
         if not sizes and wants_loss and self.agreement.anyone(targets is not None):
             targets = ()
@@ -190,7 +171,7 @@ class ProcessCrew:
             self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
             for sharded in self.sharded:
                 sharded.release()
-            loss, _, samples = self._share_loss()
+            loss, _, samples = share_loss(head, self.control, self.last_rank, self.device)
         return Outcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
 
     def gather_shards(self) -> None:
@@ -211,9 +192,10 @@ class ProcessCrew:
         if statistics is not None:
             statistics.commit()
 
-    def _announce(
+    def announce(
         self, value: Any, targets: Any, *, training: bool, apart: bool = False
     ) -> tuple[Announcement, list[Message]]:
+        """Agree with the other ranks on what comes: its kind, and on the first rank its micro-batches."""
         self.doing.phase = NEXT
         given = targets is not None
         if self.rank != self.first_rank:
@@ -256,25 +238,6 @@ class ProcessCrew:
         grads, ends.inputs, ends.grads = ends.grads, [], None
         return grads
 
-    def _share_loss(self) -> tuple[Tensor | None, float | None, int]:
-        """The loss, the factor and the samples that the rank with the head knows of, on all ranks."""
-        self.doing.phase = LOSS
-        if self.head is None:
-            there, loss, factor, wide, samples = self.control.take_row(self.last_rank, 5)
-            dtype = torch.float64 if wide else torch.float32
-            value = torch.tensor(loss, dtype=dtype, device=self.device) if there else None
-            return value, factor or None, int(samples)
-        value, factor_here = self.head.finish()
-        batch = self.head.batch
-        if value is None:
-            row = [0.0, 0.0, 0.0, 0.0, batch]
-        else:
-            row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), batch]
-        for rank in range(len(self.ranks)):
-            if rank != self.rank:
-                self.control.send_row(rank, row)
-        return value, factor_here, batch
-
     @property
     def head(self) -> Head | None:
         return self.stages[self.plan.num_stages - 1].head if self.rank == self.last_rank else None
@@ -308,32 +271,22 @@ class ProcessCrew:
         try:
             with self.watch:
                 if self.parting is not part_of:
-                    raise PlanError(
-                        "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call "
-                        "backward on a loss of it before anything else, or call the pipeline under torch.no_grad()"
-                    )
+                    raise PlanError(UNFINISHED)
                 result = work()
                 self.control.settle()
             return result
         except Refused as refused:
             error = PlanError(str(refused))
             if self.replicas is not None:  # which wait for this one's part
-                self._stop(self.bulletin.failed(error, None, None, None).error(), error)
+                self._stop(self.watch.explain(error), error)
             raise error from None
         except Stopped as stopped:
             self._stop(stopped.cause.error(), stopped.__cause__)
-        except ChannelError as error:
-            self._stop(self.bulletin.lost(error).error(), error)
         except BaseException as error:
-            known = self.watch.cause if self.watch.interrupted else self.bulletin.ask() if broke_off(error) else None
-            if known is not None:
-                self._stop(known.error(), error)
-            at = self.doing.runner.current if self.doing.runner is not None else None
-            place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
-            cause = self.bulletin.failed(error, *place).error()
-            if isinstance(error, Exception):
-                self._stop(cause, error)
-            self.ended = cause
+            ended = self.watch.explain(error)
+            if isinstance(error, Exception) or self.watch.interrupted:
+                self._stop(ended, error)
+            self.ended = ended
             self.close()
             raise
 

@@ -15,7 +15,7 @@ from penstock.engine.offload import returns
 from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.program import Instruction
 
-__all__ = ["Ends", "Lane", "PostedLane", "Runner", "Wiring", "compile_program"]
+__all__ = ["Ends", "HeldLane", "Lane", "PostedLane", "Runner", "Wiring", "compile_program"]
 
 Call = Callable[[], None]
 
@@ -42,6 +42,13 @@ class PostedLane(Lane, Protocol):
     def sent(self, microbatch: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class HeldLane(Lane, Protocol):
+    """A lane within a process whose sender waits until what it sent, or enough of that, is taken."""
+
+    def taken(self) -> None: ...
 
 
 @dataclass
@@ -83,7 +90,10 @@ class Runner:
 
     def halves(self) -> tuple[Runner, Runner]:
         """What comes before the first backward, and what comes from there on."""
-        at = next(i for i, instruction in enumerate(self.instructions) if instruction.kind in ("R", "B"))
+        kinds = [instruction.kind for instruction in self.instructions]
+        at = next(i for i, kind in enumerate(kinds) if kind in ("R", "B"))
+        while at and kinds[at - 1] == "RECV_B":  # what the backward waits for
+            at -= 1
         parts = slice(at), slice(at, None)
         first, second = (Runner(self.calls[part], self.instructions[part]) for part in parts)
         return first, second
@@ -114,6 +124,7 @@ def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runn
             *((call, instruction) for call in _go(instruction, away, wiring)),
             *_wait(instruction, wiring),
             *((call, instruction) for call in _bind(instruction, wiring)),
+            *_hold(instruction, wiring),
         ):
             calls.append(call)
             done.append(of)
@@ -143,6 +154,12 @@ def _wait(instruction: Instruction, wiring: Wiring) -> list[tuple[Call, Instruct
         for (src, dst), lane in sorted(lanes.items(), key=lambda pair: pair[0])
         if dst == stage and src not in wiring.stages
     ]
+
+
+def _hold(instruction: Instruction, wiring: Wiring) -> list[tuple[Call, Instruction]]:
+    """The wait until a message is taken, where a lane asks for it."""
+    lane = wiring.forward[instruction.stage, instruction.peer] if instruction.kind == "SEND_F" else None
+    return [(lane.taken, instruction._replace(kind="SENT_F"))] if isinstance(lane, HeldLane) else []
 
 
 def _bind(instruction: Instruction, wiring: Wiring) -> list[Call]:

@@ -30,11 +30,13 @@ from typing import Any
 
 from penstock.engine import farewell
 from penstock.engine.channel.beacon import Beacon, Lifeline
+from penstock.engine.channel.process import ChannelError
 from penstock.engine.channel.sever import Lines, StoreLine
 from penstock.engine.doing import Doing, Look
-from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, launcher_keeps_store, store_gone
+from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, broke_off, launcher_keeps_store, store_gone
 from penstock.engine.gossip import Gossip
 from penstock.engine.stuck import TIMEOUT, Judge, Limits, follow
+from penstock.errors import PipelineError
 
 __all__ = ["Stopped", "Watch"]
 
@@ -115,6 +117,17 @@ class Watch:
             time.sleep(0.1)  # where the interrupt comes at the latest
         if self.cause is not None and (self.interrupted or error is None or isinstance(error, Exception)):
             raise Stopped(self.cause) from error
+
+    def explain(self, error: BaseException) -> PipelineError:
+        """What has ended a call, as all ranks raise it; the others learn of it here, if it is this rank's failure."""
+        if isinstance(error, ChannelError):
+            return self.bulletin.lost(error).error()
+        known = self.cause if self.interrupted else self.bulletin.ask() if broke_off(error) else None
+        if known is not None:
+            return known.error()
+        at = self.doing.runner.current if self.doing.runner is not None else None
+        place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
+        return self.bulletin.failed(error, *place).error()
 
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────
 

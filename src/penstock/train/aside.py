@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-__all__ = ["Aside"]
+__all__ = ["Aside", "adding"]
 
 
 class Aside:
@@ -37,3 +38,15 @@ class Aside:
                 parameter.grad.mul_(factor)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+
+@contextmanager
+def adding(parameters: Iterable[nn.Parameter], *, apart: bool) -> Iterator[None]:
+    """Around a backward that adds to ``.grad``; one that fails leaves none where there were none."""
+    aside = Aside(parameters, apart=apart)
+    try:
+        yield
+    except BaseException:
+        aside.give_back()
+        raise
+    aside.add_back(None)

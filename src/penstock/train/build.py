@@ -70,10 +70,10 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         places=None if named is None else len(named),
         recompute=options.recompute,
     )
-    if options.lockstep and (mesh is not None or len(set(source.placement)) < plan.num_stages):
-        raise PlanError("lockstep=True is for threads of this process that have one stage each")
     _refuse_shared_statistics(plan, source.placement)
     device_of = _devices(plan, options, mesh, source)
+    if options.lockstep:
+        _check_lockstep(options, mesh, source, device_of)
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
     placed = plan.placed(source.placement, device_of)
     modules = {s: plan.stage_module(s) for s in own}
@@ -127,6 +127,19 @@ def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSo
     wanted = marked_devices(plan, source) if options.devices is None else options.devices
     of_rank = assign(wanted, source.ranks)
     return [of_rank[rank] for rank in source.placement]
+
+
+def _check_lockstep(
+    options: Options, mesh: Mesh | None, source: ScheduleSource, devices: Sequence[torch.device]
+) -> None:
+    if mesh is not None or len(set(source.placement)) < len(devices):
+        raise PlanError("lockstep=True is for threads of this process that have one stage each")
+    gpus = [device for device in devices if device.type == "cuda"]
+    if options.offload is not None and options.offload.weights and len(set(gpus)) < len(gpus):
+        raise PlanError(
+            "lockstep=True is for threads that have one stage each, but with Offload(weights=True) one thread has all "
+            "stages of a GPU: leave one of them out, or give every stage a GPU of its own"
+        )
 
 
 def _refuse_sharded(modules: Mapping[int, nn.Module]) -> None:

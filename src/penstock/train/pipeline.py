@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from penstock.engine.local import LocalCrew
 from penstock.engine.meeting import Meeting
 from penstock.engine.outcome import Outcome
 from penstock.engine.outputs import Outputs, every_of
+from penstock.engine.parting import part
 from penstock.engine.process import ProcessCrew
 from penstock.engine.stream import stream
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
 from penstock.split.plan import Plan
-from penstock.train.aside import Aside
+from penstock.train.aside import Aside, adding
 from penstock.train.build import build
 from penstock.train.devices import Devices
 from penstock.train.materialise import Init
@@ -267,7 +268,13 @@ class Pipeline(Members):
         if self._crew.weights is not None:
             raise PlanError("under a mesh pipe.forward(x) does without Offload(weights=True): use step()")
         value = self._line.arguments(args, kwargs) if args or kwargs else None
-        return self._crew.forward(value, nullcontext() if self._wide is None else self._wide)
+        return part(self._crew, value, self._adding())
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
+        """Around the backward of a loss that is made outside; replicas sum what it adds, and not what was there."""
+        with nullcontext() if self._wide is None else self._wide, adding(self.parameters(), apart=self._replicated):
+            yield
 
     @property
     def has_first_stage(self) -> bool:

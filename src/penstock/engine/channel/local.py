@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.idle import Waited
 from penstock.engine.message import Message
 
-__all__ = ["Cancelled", "LocalLane"]
+__all__ = ["Cancelled", "LocalLane", "LockstepLane"]
 
 
 class Cancelled(Exception):
@@ -20,52 +20,25 @@ class Cancelled(Exception):
 
 
 class LocalLane:
-    """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right.
+    """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right."""
 
-    With ``room``, a sender goes on when no more messages than that wait for somebody who is ready to take them.
-    """
-
-    def __init__(
-        self,
-        microbatches: int,
-        src: torch.device,
-        dst: torch.device,
-        waited: Waited | None = None,
-        room: int | None = None,
-        sender: Waited | None = None,
-    ) -> None:
+    def __init__(self, microbatches: int, src: torch.device, dst: torch.device, waited: Waited | None = None) -> None:
         self._waited = waited or Waited()  # told how long the rank that takes has to wait
-        self._sender = sender or Waited()  # and the one that sends
         self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
         self._landed: dict[int, Any] = {}
         self._move = None if src == dst else _Mover(src, dst)
-        self._ready: SimpleQueue[None] | None = None if room is None else SimpleQueue()
-        for _ in range(room or 0):
-            self._ready.put(None)  # type: ignore[union-attr]
         self._cancelled = False
 
     def send(self, microbatch: int, leaves: Any) -> None:
         if self._move is not None:
             leaves = self._move(leaves)
         self._cells[microbatch].put(leaves)
-        if self._ready is not None:
-            start = perf_counter()
-            self._ready.get()
-            self._sender.seconds += perf_counter() - start
         if self._cancelled:
             raise Cancelled
 
     def land(self, microbatch: int) -> None:
         """Wait for the message of one micro-batch."""
-        if self._ready is not None:
-            self._ready.put(None)
-        cell = self._cells[microbatch]
-        if cell.empty():
-            start = perf_counter()
-            message = cell.get()
-            self._waited.seconds += perf_counter() - start
-        else:
-            message = cell.get()
+        message = _next(self._cells[microbatch], self._waited)
         if self._cancelled:
             raise Cancelled
         self._landed[microbatch] = message
@@ -83,8 +56,49 @@ class LocalLane:
         self._cancelled = True
         for cell in self._cells:
             cell.put(None)
-        if self._ready is not None:
+
+
+class LockstepLane(LocalLane):
+    """A lane whose sender goes on when no more than ``room`` messages wait for somebody who is ready to take them."""
+
+    def __init__(
+        self,
+        microbatches: int,
+        src: torch.device,
+        dst: torch.device,
+        waited: Waited,
+        sender_waited: Waited,
+        room: int,
+    ) -> None:
+        super().__init__(microbatches, src, dst, waited)
+        self._sender_waited = sender_waited
+        self._ready: SimpleQueue[None] = SimpleQueue()
+        for _ in range(room):
             self._ready.put(None)
+
+    def land(self, microbatch: int) -> None:
+        self._ready.put(None)
+        super().land(microbatch)
+
+    def taken(self) -> None:
+        """Wait until the sender may go on."""
+        _next(self._ready, self._sender_waited)
+        if self._cancelled:
+            raise Cancelled
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._ready.put(None)
+
+
+def _next(queue: SimpleQueue[Any], waited: Waited) -> Any:
+    """What comes out of a queue. The clock is read where it has to be waited for."""
+    if not queue.empty():
+        return queue.get()
+    start = perf_counter()
+    found = queue.get()
+    waited.seconds += perf_counter() - start
+    return found
 
 
 class _Mover:
