@@ -190,7 +190,7 @@ def test_the_parts_of_a_call_outside_of_its_program() -> None:
     doing.phase = LOSS
     with doing.waiting([4, 6]):
         assert str(doing.look()[1]) == "waits for the loss from ranks 4, 6"
-    doing.leave()
+    doing.inside = 0
     assert str(doing.look()[1]).startswith("is not in a step: its last one ended")
 
 
@@ -201,7 +201,7 @@ def test_the_same_place_in_another_step_is_another_place() -> None:
     for _ in range(2):
         doing.enter()
         keys += [doing.look()[0], doing.look()[0]]
-        doing.leave()
+        doing.inside = 0
     assert keys[0] == keys[1]
     assert keys[2] == keys[3] != keys[0]
 

@@ -111,9 +111,6 @@ class Doing:
         self.calls += 1
         self.inside += 1
 
-    def leave(self) -> None:
-        self.inside -= 1
-
     @contextmanager
     def waiting(self, ranks: Sequence[int], how: str | None = None) -> Iterator[None]:
         """While this rank waits for others, by their ranks in the world; ``how`` is as in "for the loss from"."""

@@ -111,10 +111,14 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._lock:
-            self.doing.leave()
-        if self.interrupted:
-            time.sleep(0.1)  # where the interrupt comes at the latest
+        outside = self.doing.inside - 1
+        try:
+            with self._lock:  # no interrupt is sent from here on
+                self.doing.inside = outside
+            if self.interrupted:
+                time.sleep(0.1)  # where the one that was sent comes at the latest
+        finally:
+            self.doing.inside = outside  # it may have come while the lock was waited for
         if self.cause is not None and (self.interrupted or error is None or isinstance(error, Exception)):
             raise Stopped(self.cause) from error
 
@@ -136,6 +140,7 @@ class Watch:
         if self._ended or os.getpid() != self._pid:
             return
         self._ended = True
+        self.doing.inside = 0
         farewell.forget(self)
         if not self._line.gone:
             self.bulletin.leave()
