@@ -54,7 +54,7 @@ def test_generated_models_in_threads(case: Case) -> None:
 
 
 def test_generated_models_over_two_processes(two_ranks: Ranks) -> None:
-    @settings(max_examples=30, deadline=None, derandomize=True)
+    @settings(max_examples=60, deadline=None, derandomize=True)
     @given(case=cases(ranks=(2,)))
     def run(case: Case) -> None:
         two_ranks.check(case)
@@ -63,7 +63,7 @@ def test_generated_models_over_two_processes(two_ranks: Ranks) -> None:
 
 
 def test_generated_models_over_four_processes(four_ranks: Ranks) -> None:
-    @settings(max_examples=12, deadline=None, derandomize=True)
+    @settings(max_examples=25, deadline=None, derandomize=True)
     @given(case=cases(ranks=(4,)))
     def run(case: Case) -> None:
         four_ranks.check(case)

@@ -38,7 +38,7 @@ def test_generated_webs_in_threads(case: WebCase) -> None:
 
 
 def test_generated_webs_over_two_processes(two_ranks: Ranks) -> None:
-    @settings(max_examples=15, deadline=None, derandomize=True)
+    @settings(max_examples=30, deadline=None, derandomize=True)
     @given(case=webs(ranks=(2,)))
     def run(case: WebCase) -> None:
         two_ranks.check(case)
