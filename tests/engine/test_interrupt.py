@@ -20,7 +20,7 @@ CAUSE = Cause(3, "Boom", "on purpose")
 @pytest.fixture
 def watch() -> Iterator[Watch]:
     """One whose thread has ended: what it would do is done here."""
-    watch = Watch(dist.HashStore(), (0,), 0)
+    watch = Watch(dist.HashStore(), "corner", (0,), 0)
     watch._stopping.set()
     watch._thread.join()
     yield watch

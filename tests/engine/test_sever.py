@@ -37,7 +37,7 @@ def make(store: Any) -> Iterator[Callable[[], Lines]]:
     made: list[Lines] = []
 
     def one() -> Lines:
-        made.append(Lines(store))
+        made.append(Lines(store, "corner"))
         return made[-1]
 
     yield one
@@ -137,11 +137,39 @@ def test_lines_that_are_closed_leave_no_socket(make: Callable[[], Lines]) -> Non
 
 def test_a_store_that_is_gone_is_noticed_without_asking_it() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    line = StoreLine(dist.PrefixStore("a", dist.PrefixStore("b", server)))
+    line = StoreLine(dist.PrefixStore("a", dist.PrefixStore("b", server)), "corner")
     line.store.set("key", "value")
     assert not line.gone
     line.cut()
     assert line.gone
+    line.close()
+
+
+def test_a_line_that_ended_well_serves_again_and_one_that_was_cut_does_not(store: Any) -> None:
+    first, second = StoreLine(store, "first"), StoreLine(store, "second")
+    connections = [line._connection for line in (first, second)]
+    assert connections[0] is not connections[1]
+    first.store.set("key", "of the first")
+    second.cut()
+    first.close(keep=True)
+    second.close(keep=True)
+    third, fourth = StoreLine(store, "third"), StoreLine(store, "fourth")
+    assert third._connection is connections[0]
+    assert fourth._connection is not connections[1]
+    assert not third.store.check(["key"])  # which has another name before it
+    fourth.store.set("key", "of the fourth")
+    third.close()
+    assert StoreLine(store, "fifth")._connection not in connections
+    fourth.close()
+
+
+def test_lines_to_another_store_are_not_taken(store: Any) -> None:
+    StoreLine(store, "here").close(keep=True)
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    line = StoreLine(other, "here")
+    line.store.set("key", "value")
+    assert other.check(["here/key"])
+    assert not store.check(["here/key"])
     line.close()
 
 

@@ -39,10 +39,11 @@ class Meeting:
         self.rank = self.ranks.index(rank)
         _meetings[self.ranks] += 1
         name = f"penstock/{_digest(str(self.ranks))}/{_meetings[self.ranks]}"
-        self.store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d._get_default_store()
+        self.store = PrefixStore(name, store)
         self.patience = patience  # seconds to wait for ranks that have not come
         self.met = False  # whether all have
-        self.watch = Watch(self.store, self.ranks, rank)
+        self.watch = Watch(store, name, self.ranks, rank)
         self._times = 0
 
     def cancel(self, error: BaseException) -> None:

@@ -28,6 +28,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
 from penstock.engine import farewell
 from penstock.engine.channel.beacon import Beacon, Lifeline
 from penstock.engine.channel.process import ChannelError
@@ -59,23 +61,24 @@ class Stopped(Exception):
 class Watch:
     """Looks after one rank of a pipeline. As a context it is around every call: ``with watch: …``."""
 
-    def __init__(self, store: Any, ranks: Sequence[int], rank: int) -> None:
-        """``ranks`` are those of the mesh in the world, ``rank`` is this one's; ``store`` is the pipeline's."""
+    def __init__(self, store: Any, name: str, ranks: Sequence[int], rank: int) -> None:
+        """``ranks`` are those of the mesh in the world, ``rank`` is this one's; ``name`` is the pipeline's."""
         self.rank = rank
         self.doing = Doing()
-        self.lines = Lines(store)
-        self.bulletin = Bulletin(store, ranks, rank)
+        self.lines = Lines(store, name)
+        corner = PrefixStore(name, store)
+        self.bulletin = Bulletin(corner, ranks, rank)
         self.cause: Cause | None = None
         self.interrupted = False
         self._pid = os.getpid()
-        self._line = StoreLine(store)
+        self._line = StoreLine(store, name)
         self._board = Bulletin(self._line.store, ranks, rank)
         self._limits = Limits()
         self._judge = Judge(self._limits)
         self._gossip = Gossip(self._line.store, rank, self._limits)
         self._beacon = None if self.lines.address is None else Beacon(self.lines.address[0])
         beacon = None if self._beacon is None else self._beacon.address
-        store.set(f"address/{rank}", json.dumps({"gloo": self.lines.address, "beacon": beacon}))
+        corner.set(f"address/{rank}", json.dumps({"gloo": self.lines.address, "beacon": beacon}))
         place = list(ranks).index(rank)
         self._next: int | None = ranks[(place + 1) % len(ranks)] if len(ranks) > 1 else None
         self._lifeline: Lifeline | None = None
@@ -148,10 +151,13 @@ class Watch:
         self._stopping.set()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
-        for end in (self._beacon, self._lifeline, self.lines, self._line):
+        for end in (self._beacon, self._lifeline):
             if end is not None:
                 end.close()
         del self._board, self._gossip  # a connection is closed with the last reference to its store
+        well = self.cause is None and not self._thread.is_alive()
+        self.lines.close(keep=well)
+        self._line.close(keep=well)
         self.doing.runner = None
 
     def part(self, error: BaseException | None) -> None:

@@ -22,8 +22,10 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 __all__ = ["Address", "Lines", "StoreLine"]
 
@@ -33,9 +35,46 @@ _making = threading.Lock()  # what is new since a look before is ours
 
 
 class StoreLine:
-    """The store, over a connection of its own."""
+    """The store, over a connection that nobody else uses meanwhile.
+
+    A connection is kept for the next pipeline. To make one is not always fast: torch asks for the name of the other
+    end, and a name server that does not know it may take seconds to say so.
+    """
+
+    def __init__(self, store: Any, name: str) -> None:
+        """``name`` is before all keys that are written and read here."""
+        self._of = store
+        idle = _idle.setdefault(store, [])
+        found = idle.pop() if idle else None
+        usable = found is not None and found.pid == os.getpid() and not found.gone
+        self._connection: _Connection | None = found if usable else _Connection(store)
+        assert self._connection is not None
+        self.store: Any = PrefixStore(name, self._connection.store)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the store's process is; to be asked while the connection is idle.
+
+        And before each use: a store that finds out by itself writes pages of complaints.
+        """
+        return self._connection is None or self._connection.gone
+
+    def cut(self) -> None:
+        if self._connection is not None:
+            self._connection.cut()
+
+    def close(self, *, keep: bool = False) -> None:
+        """Let go of the connection; ``keep`` it if nothing has failed and nobody is in a call of the store."""
+        if keep and self._connection is not None and not self._connection.gone:
+            _idle.setdefault(self._of, []).append(self._connection)
+        self._connection = self._of = self.store = None
+
+
+class _Connection:
+    """A connection to the store and, where the system shows it, its socket."""
 
     def __init__(self, store: Any) -> None:
+        self.pid = os.getpid()
         self.store, made = _opened(store.clone)
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
@@ -44,14 +83,11 @@ class StoreLine:
         for sock, _, there in _sockets():
             if there is not None and there[1] == port and _Ends.of(sock) in made:
                 self._sock = sock.dup()
+                finalize(self, self._sock.close)
                 break
 
     @property
     def gone(self) -> bool:
-        """Whether the store's process is; to be asked while the connection is idle.
-
-        And before each use: a store that finds out by itself writes pages of complaints.
-        """
         if self._sock is None:
             return False
         try:
@@ -65,21 +101,19 @@ class StoreLine:
         if self._sock is not None:
             _shut_down(self._sock)
 
-    def close(self) -> None:
-        self.store = None
-        if self._sock is not None:
-            self._sock.close()
+
+_idle: WeakKeyDictionary[Any, list[_Connection]] = WeakKeyDictionary()  # connections to a store that nobody uses
 
 
 class Lines:
     """A pipeline's own gloo device and store connection, and the NCCL groups made with them."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, name: str) -> None:
         self.device: Any
         self.device, made = _opened(dist.ProcessGroupGloo.create_default_device)
         self.own = {ends.here for ends in made if ends.listens}
         self.theirs: set[Address] = set()  # where the peers' devices listen
-        self._line = StoreLine(store)
+        self._line = StoreLine(store, name)
         self.store = self._line.store
         self.timeout = timedelta(minutes=30)  # of groups, from the connecting on
         self.nccl: list[Any] = []
@@ -99,11 +133,12 @@ class Lines:
         for group in groups:
             group.abort()
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = False) -> None:
         """Let go of them; gloo closes its connections with the last reference to their groups."""
+        keep = keep and not self.nccl  # whose threads may still use the store
         self.nccl.clear()
         self.device = self.store = None
-        self._line.close()
+        self._line.close(keep=keep)
 
 
 class _Ends(NamedTuple):
