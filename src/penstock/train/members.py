@@ -52,14 +52,15 @@ class Members:
     def move(self, device: torch.device | str | None = None) -> None:
         """Move the parameters and buffers of the stages to ``device``; without one, back to the stages' own devices.
 
-        They must be there for a step. The model's parameters are the stages', so it moves with them.
+        They must be there for a step. The model's parameters are the stages', so it moves with them. Weights that live
+        on the host (``Offload(weights=True)``) stay there.
         """
         self._check_open()
-        if self._crew.weights is not None:
-            raise PlanError("with Offload(weights=True) weights come and go by themselves: they cannot be moved")
+        stay = set() if self._crew.weights is None else set(map(id, self._crew.weights.at_home()))
         for stage, module in self._modules.items():
+            there = torch.device(self._crew.stages[stage].device if device is None else device)
             share_buffers(self._model, module)
-            module.to(self._crew.stages[stage].device if device is None else device)
+            module._apply(lambda tensor, there=there: tensor if id(tensor) in stay else tensor.to(there))  # type: ignore[no-untyped-call]
             share_buffers(module, self._model)
 
     def align_ties(self) -> None:
