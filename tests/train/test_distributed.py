@@ -538,6 +538,9 @@ def clipped(rank: int, norm_type: float, max_norm: float, nothing_on: int) -> fl
     expected = gradients(plain)
     with pipeline(model) as pipe:
         pipe.step(batch(), batch(seed=5))
+        before = gradients(pipe.named_parameters())
+        assert_same(pipe.grad_norm(norm_type), norm)
+        assert_same(gradients(pipe.named_parameters()), before)
         found = pipe.clip_grad_norm_(max_norm, norm_type)
         assert_same(found, norm)
         own = gradients(pipe.named_parameters())
