@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -43,6 +44,11 @@ class Members:
         """The parameters that live in this process, each once."""
         for _, parameter in self.named_parameters():
             yield parameter
+
+    @property
+    def stage_modules(self) -> Mapping[int, nn.Module]:
+        """The stages that live in this process, by number."""
+        return MappingProxyType(self._modules)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as an optimizer's ``zero_grad``."""
