@@ -21,16 +21,18 @@ STEPS = 3  # at each depth
 
 
 def batches(kind: str, depth: int) -> list[dict[str, Any]]:
-    make = tokens if kind == "words" else data
+    make = data if kind == "tower" else tokens
     return [make(6, depth * STEPS + step) for step in range(STEPS)]
 
 
 def model_of(kind: str) -> tuple[nn.Module, dict[str, Any]]:
-    return (Words(), {"shared_weights": TIES}) if kind == "words" else (Tower(), {})
+    if kind == "words":
+        return Words(), {"shared_weights": TIES}
+    return plain_of(kind), {}
 
 
 def plain_of(kind: str) -> nn.Module:
-    return tied(Words()) if kind == "words" else Tower()
+    return Tower() if kind == "tower" else tied(Words())
 
 
 def groups(model: nn.Module) -> torch.optim.Optimizer:
@@ -90,6 +92,7 @@ def _load(model: Varuna, store: str, depth: int) -> None:
     [
         *(("tower", way) for way in ("whole", "tempdir", "late", "fp16")),
         *(("words", way) for way in ("whole", "shard")),
+        ("one parameter", "shard"),
     ],
 )
 def test_another_depth_goes_on_where_one_has_stopped(four: Ranks, tmp_path: Path, kind: str, way: str) -> None:

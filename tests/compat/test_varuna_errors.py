@@ -75,6 +75,8 @@ def wrong(rank: int) -> None:
 
     with pytest.raises(RuntimeError, match=f"rank {rank} is not in stage_to_rank_map '7;8;9;'"):
         Varuna(Tower(), "7;8;9;", batch, 10, 3, device="cpu")
+    with pytest.raises(ps.PlanError, match=r"stage_to_rank_map is '0;1;2;3;', but the world has 3 ranks"):
+        Varuna(Tower(), "0;1;2;3;", batch, 10, 3, device="cpu")
     with pytest.raises(ps.PlanError, match="Linear has no CutPoint: it cannot be cut into 3 stages"):
         Varuna(nn.Linear(2, 2), "0;1;2;", (torch.ones(1, 2),), 10, 3, device="cpu")
     with pytest.raises(ps.PlanError, match="3 stages asked for, but the model has only 2"):

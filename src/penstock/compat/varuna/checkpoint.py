@@ -133,7 +133,8 @@ def options_of(optimizer: Optimizer | None) -> list[dict[str, Any]] | None:
     """The options of the optimizer's groups."""
     if optimizer is None:
         return None
-    return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
+    skipped = ("params", "param_names")
+    return [{k: _plain(v) for k, v in group.items() if k not in skipped} for group in optimizer.param_groups]
 
 
 def restore(optimizer: Optimizer, names: Mapping[int, str], loaded: Loaded) -> None:
@@ -161,7 +162,14 @@ def _keys(optimizer: Optimizer) -> list[int]:
 
 
 def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {key: _plain(value) for key, value in state.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Tensors on the host, and numbers as Python's own: NumPy's would not be read back."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return value.item() if callable(getattr(value, "item", None)) else value
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from penstock.compat.varuna.utils import StageToRankMap, get_this_rank_config_va
 from penstock.errors import PipelineError, PlanError
 from penstock.split import split
 from penstock.split.cutpoint import cut_points
-from penstock.train.aside import adding
+from penstock.train.aside import Aside
 from penstock.train.launch import init, started
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
@@ -62,6 +63,9 @@ class Varuna(nn.Module):
             init(where)
         self.rank = dist.get_rank()
         self.stage, self.rank_within_stage = get_this_rank_config_varuna(stage_to_rank_map, self.rank)
+        world = dist.get_world_size()
+        if max(map(max, self.stage_to_rank_map.values())) >= world:
+            raise PlanError(f"stage_to_rank_map is {stage_to_rank_map!r}, but the world has {world} ranks")
         self.local_rank = self.rank if local_rank == -1 else local_rank
         self.partitions, self.data_depth = len(self.stage_to_rank_map), len(self.stage_to_rank_map[0])
         self.data_parallel = self.data_depth > 1
@@ -97,6 +101,7 @@ class Varuna(nn.Module):
         own = list(self.pipeline.parameters())
         self._gradients = SGD(own, lr=0.0) if own else None
         self._copies: ThreadPoolExecutor | None = None
+        self._copying: Future[None] | None = None
         self._loaded: checkpoint.Loaded | None = None  # what an optimizer that comes later goes on from
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,25 +133,37 @@ class Varuna(nn.Module):
         """Forward and backward of a mini-batch: its loss, whether gradients overflowed, and their norm.
 
         All three are the same on every rank. ``inputs`` are this replica's share, the same on all of its ranks; a
-        tensor of one sample goes to every micro-batch. Gradients are added to those that are there.
+        tensor of one sample goes to every micro-batch. Gradients are added to those that are there; where they overflow
+        they are dropped, and have no norm (nan).
         """
         value = arguments_of(inputs)
-        if not self.fp16:
-            overflow, loss = False, self.pipeline.step(value).loss
+        loss, overflow = self._half(value) if self.fp16 else (self.pipeline.step(value).loss, False)
+        if overflow:
+            norm = math.nan
+        elif clip_grad_max_norm is None:
+            norm = float(self.pipeline.grad_norm())
         else:
-            if self._scaler is None:
-                raise PlanError("with fp16=True the loss is scaled: call set_optimizer(optimizer) before step")
-            with adding(self.pipeline.parameters(), apart=True):
-                with torch.autocast(self.device.type, torch.float16):
-                    loss = self.pipeline.step(value).loss
-                self._scaler.unscale_(self._gradients)
-                overflow = self._scaler.update()
-        if clip_grad_max_norm is None or overflow:
-            norm = self.pipeline.grad_norm()
-        else:
-            norm = self.pipeline.clip_grad_norm_(clip_grad_max_norm)
+            norm = float(self.pipeline.clip_grad_norm_(clip_grad_max_norm))
         self.iteration += 1
-        return float(loss), overflow, float(norm)
+        return float(loss), overflow, norm
+
+    def _half(self, value: Any) -> tuple[Tensor, bool]:
+        """A step in half precision, and whether its gradients are not finite: then they are dropped."""
+        if self._scaler is None:
+            raise PlanError("with fp16=True the loss is scaled: call set_optimizer(optimizer) before step")
+        aside = Aside(self.pipeline.parameters(), apart=True)
+        overflow = True
+        try:
+            with torch.autocast(self.device.type, torch.float16):
+                loss: Tensor = self.pipeline.step(value).loss
+            self._scaler.unscale_(self._gradients)
+            overflow = self._scaler.update()
+        finally:
+            if overflow:
+                aside.give_back()
+            else:
+                aside.add_back(None)
+        return loss, overflow
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
         """The loss of a mini-batch of any size, without gradients; the same on every rank."""
@@ -173,6 +190,8 @@ class Varuna(nn.Module):
         a part.
         """
         step = self.iteration if step is None else step
+        if self._copying is not None:
+            wait([self._copying])  # it may be of the same step
         folder = checkpoint.folder_of(global_store, step)
         first = self.stage == 0 and self.rank_within_stage == 0
         self._together(lambda: checkpoint.begin(folder) if first else None, f"begin {folder}")
@@ -195,10 +214,12 @@ class Varuna(nn.Module):
         if tempdir is None:
             self._together(lambda: checkpoint.write(folder, files, self.rank), f"write {folder}")
             return None
+        there: list[Path] = []
+        self._together(lambda: there.append(checkpoint.write_aside(tempdir, files)), f"write to {tempdir}")
         if self._copies is None:
             self._copies = ThreadPoolExecutor(1, thread_name_prefix="penstock checkpoint")
-        there = checkpoint.write_aside(tempdir, files)
-        return self._copies.submit(checkpoint.copy, there, folder, self.rank, bool(files))
+        self._copying = self._copies.submit(checkpoint.copy, there[0], folder, self.rank, bool(files))
+        return self._copying
 
     def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:
         """Go on from a checkpoint of any depth: parameters, buffers, the optimizer's state and the loss scale.
@@ -228,7 +249,8 @@ class Varuna(nn.Module):
 
     def _names(self) -> dict[int, str]:
         """The names under which this rank's parameters are saved, by identity."""
-        return {id(parameter): self._cuts.saved_as[name] for name, parameter in self.pipeline.named_parameters()}
+        saved_as = self._cuts.saved_as
+        return {id(p): saved_as[name] for name, p in self.pipeline.named_parameters() if name in saved_as}
 
     def _together(self, work: Callable[[], None], what: str) -> None:
         """Do it on every rank, or, where it fails on any, raise an error on all."""
