@@ -52,12 +52,12 @@ def sample_of(get_batch_fn: Any, dry_run_input: Any) -> Any:
 
 
 def arguments_of(inputs: Any) -> dict[str, Any]:
-    """The keyword arguments of the model; tensors of one sample among larger ones go to every micro-batch."""
+    """The keyword arguments of the model; tensors of one sample among others go to every micro-batch."""
     if not isinstance(inputs, Mapping):
         raise PlanError(f"inputs must be a dict of the model's keyword arguments, got {type(inputs).__name__}")
     leaves, spec = flatten(dict(inputs))
     sizes = {i: leaf.shape[0] for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
-    if max(sizes.values(), default=1) > 1:
+    if any(size != 1 for size in sizes.values()):
         leaves = [Repeated(leaf) if sizes.get(i) == 1 else leaf for i, leaf in enumerate(leaves)]
     arguments: dict[str, Any] = unflatten(leaves, spec)
     return arguments

@@ -234,6 +234,7 @@ class Varuna(nn.Module):
         )
         (self._loaded,) = found
         self.pipeline.load_state_dict(self._loaded.state)
+        self._loaded.state.clear()
         self.iteration = iteration
         if self.optimizer is not None:
             self._resume()
