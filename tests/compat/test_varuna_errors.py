@@ -145,6 +145,36 @@ def test_the_ways_to_say_how_a_model_is_called_and_losses_in_tuples(three: Ranks
     three.check(keywords)
 
 
+class Breaks(nn.Module):
+    """Fails from the second forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.runs and torch.is_grad_enabled():
+            raise ValueError("the last stage is broken")
+        return x
+
+
+def broken(rank: int) -> None:
+    model, breaks = Tower(), Breaks()
+    model.head = nn.Sequential(model.head, breaks)
+    made = Varuna(model, "1;2;0;", data(), 10, 3, device="cpu")
+    with made.pipeline:
+        made.step(data())
+        breaks.runs = True
+        made.step(data())
+
+
+def test_an_exception_behind_the_cut_reaches_every_rank(three: Ranks) -> None:
+    for error in three.run(broken):
+        assert isinstance(error, ps.PipelineError)
+        assert (error.rank, error.stage) == (0, 2)
+        assert "ValueError: the last stage is broken" in str(error)
+
+
 def renamed(rank: int) -> None:
     install("varuna")
     import varuna  # type: ignore[import-not-found]

@@ -19,20 +19,19 @@ WIDTH = 6
 class Tower(nn.Module):
     """Blocks with a cut point after each, in a list or, as in Varuna's document, in a plain one; then the loss."""
 
-    def __init__(self, cuts: int = 7, plain_list: bool = False, norm: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, cuts: int = 7, plain_list: bool = False, norm: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(cuts))
         points = [CutPoint() for _ in range(cuts)]
         self.cutpoints = points if plain_list else nn.ModuleList(points)
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
-        self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.norm(x)
         for block, point in zip(self.blocks, self.cutpoints, strict=True):
-            x = point(self.dropout(torch.tanh(block(x))))
+            x = point(torch.tanh(block(x)))
         if mask is not None:
             x = x * mask
         return F.cross_entropy(self.head(x), labels)

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m varuna.run_varuna", description=__doc__.partition(":")[2].strip())
+    told = "Run a training script on all GPUs of this machine, with Penstock's launcher."
+    parser = argparse.ArgumentParser(prog="python -m varuna.run_varuna", description=told)
     add = parser.add_argument
     add("--machine_list", help="a file with the machines, one to a line; here this machine alone")
     add("--manager_ip", help="for morphing")

@@ -100,7 +100,7 @@ class Varuna(nn.Module):
         # What the scaler divides are all gradients of this rank, whatever the program's optimizer has.
         own = list(self.pipeline.parameters())
         self._gradients = SGD(own, lr=0.0) if own else None
-        self._copies: ThreadPoolExecutor | None = None
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="penstock checkpoint")  # has no thread until it is used
         self._copying: Future[None] | None = None
         self._loaded: checkpoint.Loaded | None = None  # what an optimizer that comes later goes on from
 
@@ -118,15 +118,14 @@ class Varuna(nn.Module):
         The scale begins at ``init_loss_scale``, grows while gradients are finite and falls, not below
         ``min_loss_scale``, where they are not; or it is the number ``loss_scale``.
         """
-        constant = None if loss_scale == "dynamic" else loss_scale
-        if isinstance(constant, (str, bool)) or not isinstance(constant, (int, float, type(None))):
-            raise PlanError(f"loss_scale must be 'dynamic' or a number, got {loss_scale!r}")
-        self.optimizer, self._constant = optimizer, constant is not None
-        if self.fp16 and constant is None:
-            self._scaler = GradScaler(self.pipeline, init_scale=init_loss_scale, min_scale=min_loss_scale)
-        elif self.fp16:
-            scale = float(constant or 0.0)  # 0.0 is refused
-            self._scaler = GradScaler(self.pipeline, init_scale=scale, min_scale=scale, growth_interval=_NEVER)
+        numbers: dict[str, Any] = {"init_scale": init_loss_scale, "min_scale": min_loss_scale}
+        if loss_scale != "dynamic":
+            if not isinstance(loss_scale, (int, float)) or isinstance(loss_scale, bool):
+                raise PlanError(f"loss_scale must be 'dynamic' or a number, got {loss_scale!r}")
+            numbers = {"init_scale": loss_scale, "min_scale": loss_scale, "growth_interval": _NEVER}
+        self.optimizer, self._constant = optimizer, loss_scale != "dynamic"
+        if self.fp16:
+            self._scaler = GradScaler(self.pipeline, **numbers)
         self._resume()
 
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool, float]:
@@ -216,8 +215,6 @@ class Varuna(nn.Module):
             return None
         there: list[Path] = []
         self._together(lambda: there.append(checkpoint.write_aside(tempdir, files)), f"write to {tempdir}")
-        if self._copies is None:
-            self._copies = ThreadPoolExecutor(1, thread_name_prefix="penstock checkpoint")
         self._copying = self._copies.submit(checkpoint.copy, there[0], folder, self.rank, bool(files))
         return self._copying
 
