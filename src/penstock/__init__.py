@@ -1,6 +1,7 @@
 """Penstock: PyTorch models trained as pipelines of stages."""
 
 from penstock.engine.keep import keep as keep
+from penstock.engine.microbatch import Repeated as Repeated
 from penstock.engine.moment import current_microbatch as current_microbatch
 from penstock.engine.moment import is_checkpointing as is_checkpointing
 from penstock.engine.moment import is_recomputing as is_recomputing

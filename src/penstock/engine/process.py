@@ -206,7 +206,7 @@ class ProcessCrew:
                 where = f"rank {self.ranks[self.rank]}, which has the first stage"
                 raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
             empty = self.replicas is not None and not apart
-            sizes, messages = cut(value, self.source.microbatches, self.device, empty=empty)
+            sizes, messages = cut(value, self.source.count, self.device, empty=empty)
         except PlanError as error:
             self.agreement.refuse(str(error))
             raise Refused(str(error)) from error
