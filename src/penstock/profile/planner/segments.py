@@ -1,0 +1,70 @@
+"""What a run of layers takes on a device: the time of a micro-batch, and the bytes that stay or are in flight."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from penstock.profile.costs import LayerCosts, ModelCosts
+
+__all__ = ["Segments"]
+
+
+class Segments:
+    """Sums over layers ``i`` to ``j``, not included. What several of them share counts once."""
+
+    def __init__(self, costs: ModelCosts) -> None:
+        self.costs, self.n = costs, len(costs.layers)
+        layers = costs.layers
+        self._work = _sums(layer.work for layer in layers)
+        self._static = _sums(_stays(layer) for layer in layers)
+        self._activation = _sums(layer.activation for layer in layers)
+        factor = _share(layers)
+        self._ties = [(sorted(set(tie.layers)), tie.bytes * factor) for tie in costs.shared]
+        self._twice = sorted((max(a, b), min(a, b), size) for a, b, size in costs.kept_together)
+        self.transfer = self._transfers()
+
+    def work(self, i: int, j: int) -> float:
+        """Seconds of forward and backward."""
+        return self._work[j] - self._work[i]
+
+    def static(self, i: int, j: int) -> float:
+        """Bytes of parameters, gradients, states of the optimizer and buffers."""
+        bytes_ = self._static[j] - self._static[i]
+        for layers, size in self._ties:
+            inside = bisect_right(layers, j - 1) - bisect_right(layers, i - 1)
+            bytes_ -= size * max(0, inside - 1)
+        return bytes_
+
+    def activation(self, i: int, j: int) -> float:
+        """Bytes that the backward of one micro-batch needs."""
+        bytes_ = self._activation[j] - self._activation[i]
+        for last, first, size in self._twice:
+            if last >= j:
+                break
+            if first >= i:
+                bytes_ -= size
+        return bytes_
+
+    def _transfers(self) -> list[float]:
+        """For a cut before each layer, the seconds for which what crosses it keeps a channel busy."""
+        cuts = [0.0] * (self.n + 1)
+        for crossing in self.costs.crossings:
+            for cut in range(crossing.src + 1, crossing.dst + 1):
+                cuts[cut] += crossing.bytes / self.costs.link.bandwidth
+        return cuts
+
+
+def _sums(numbers: Iterable[float]) -> list[float]:
+    return [0.0, *accumulate(numbers)]
+
+
+def _stays(layer: LayerCosts) -> float:
+    return layer.parameters + layer.gradients + layer.optimizer + layer.buffers
+
+
+def _share(layers: Sequence[LayerCosts]) -> float:
+    """How many times their own size parameters take with gradients and states."""
+    own = sum(layer.parameters for layer in layers)
+    return sum(_stays(layer) - layer.buffers for layer in layers) / own if own else 1.0
