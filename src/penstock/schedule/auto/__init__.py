@@ -40,18 +40,18 @@ def auto(
     The answer keeps the cap and is never slower than a fixed schedule on the same placement that keeps it too. Its
     figures are those of ``simulate``.
 
-    How much is searched depends on the size of the problem and on ``seconds``; the same arguments give the same
-    answer, unless the machine is so slow or busy that the search is cut off after that time. The fixed schedules are
-    looked at even then.
+    How much is searched depends on the size of the problem and on ``seconds``, a core's time for the search; the same
+    arguments give the same answer, unless the core is so slow that the search is cut off when that time is up. The
+    fixed schedules are looked at even then.
     """
     if not 0 <= seconds < math.inf:
         raise ScheduleError(f"seconds={seconds}: expected how long to search, from 0")
-    deadline = time.monotonic() + seconds
+    begin = time.thread_time()
     problem, edges = make_problem(costs, placement, m, cap, edges)
     floor = lower_bound(problem)
     goal = floor * (1 + SLACK)
 
-    orders = search(problem, goal, seconds, Random(seed), lambda: time.monotonic() >= deadline)
+    orders = search(problem, goal, seconds, Random(seed), lambda: time.thread_time() - begin)
     if orders[0][0] > goal or problem.contended:
         known = [to_words(problem, schedule) for schedule in fixed_schedules(problem)]
         orders += [(evaluate(problem, words), words) for words in known if fits_all(problem, words)]

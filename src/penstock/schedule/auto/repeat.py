@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 
+from penstock.schedule.auto.anneal import Plan
 from penstock.schedule.auto.fill import fill
-from penstock.schedule.auto.problem import Problem, Words
+from penstock.schedule.auto.problem import SLACK, Problem, Words
 
 __all__ = ["few", "repeat"]
 
@@ -24,32 +24,32 @@ def few(problem: Problem) -> int:
     return m if m < 4 * ranks else 3 * ranks + m % ranks
 
 
-def repeat(
-    problem: Problem, skeleton: Words, overrun: Sequence[float], m: int, expired: Callable[[], bool]
-) -> tuple[float, Words] | None:
-    """The skeleton, made for ``m`` micro-batches, for all of the problem's, and its makespan.
+def repeat(problem: Problem, plan: Plan, m: int) -> Plan | None:
+    """The plan, made for ``m`` micro-batches, for all of the problem's.
 
-    Kernels of 1, 2, 4 … p micro-batches are tried, at several places: the one that adds the least time is taken.
+    Kernels of 1, 2, 4 … p micro-batches are tried, at several places, with one turn of p more: the one that adds the
+    least time is taken, or the first that adds no more than the busiest rank's work.
     """
+    ranks = problem.num_ranks
     more = problem.m - m
-    lengths = [q for q in range(1, problem.num_ranks + 1) if more % q == 0 and problem.num_ranks % q == 0]
-    trial = problem.with_m(m + problem.num_ranks)
+    trial = problem.with_m(m + ranks)
+    hoped = (plan.makespan + ranks * max(problem.work)) * (1 + SLACK)
     tried: list[tuple[float, int, int]] = []
-    for length in lengths:
-        for begin in sorted({m // 2, m // 3, 2 * m // 5, 3 * m // 5}):
-            longer = _stretch(problem, skeleton, begin, length, problem.num_ranks // length)
+    for length in (q for q in range(1, ranks + 1) if ranks % q == 0):
+        for begin in (m // 2, 2 * m // 5, m // 3, 3 * m // 5):
+            longer = _stretch(problem, plan.skeleton, begin, length, ranks // length)
             if longer is not None:
-                tried.append((fill(trial, longer, overrun), length, begin))
-        if expired() and tried:
+                tried.append((fill(trial, longer, plan.overrun), length, begin))
+                if tried[-1][0] <= hoped:
+                    break
+        if tried and min(tried)[0] <= hoped:
             break
     for time, length, begin in sorted(tried)[:2]:
-        if time == math.inf:
-            break
-        longer = _stretch(problem, skeleton, begin, length, more // length)
-        assert longer is not None
-        makespan = fill(problem, longer, overrun)
-        if makespan < math.inf:
-            return makespan, longer
+        longer = _stretch(problem, plan.skeleton, begin, length, more // length)
+        if time < math.inf and longer is not None:
+            makespan = fill(problem, longer, plan.overrun)
+            if makespan < math.inf:
+                return Plan(makespan, longer, plan.overrun)
     return None
 
 

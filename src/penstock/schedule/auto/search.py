@@ -13,6 +13,7 @@ from penstock.schedule.auto.policies import draw, plain, vary
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 from penstock.schedule.auto.repeat import few, repeat
 from penstock.schedule.auto.seeds import one_at_a_time, skeletons, to_skeleton
+from penstock.schedule.auto.words import evaluate
 
 __all__ = ["first_order", "search"]
 
@@ -36,17 +37,22 @@ def first_order(problem: Problem) -> Words:
 
 
 def search(
-    problem: Problem, goal: float, seconds: float, random: Random, expired: Callable[[], bool]
+    problem: Problem, goal: float, seconds: float, random: Random, spent: Callable[[], float]
 ) -> list[tuple[float, Words]]:
     """The best orders found, with their makespans, best first. ``goal`` is a makespan that ends the search."""
     small = problem.with_m(few(problem))
+    share = 1.0 if small.m == problem.m else 0.7  # carrying over to more micro-batches takes its time, too
+
+    def expired() -> bool:
+        return spent() >= share * seconds
+
     # A makespan of the small problem that would make one of the goal, as every rank would have to be busy.
     small_goal = (goal - (problem.m - small.m) * max(problem.work)) * (1 + SLACK)
     letters = 3 * small.num_stages * small.m
-    effort = seconds * _LETTERS_PER_SECOND / letters
+    effort = share * seconds * _LETTERS_PER_SECOND / letters
     pool = _Pool(small, random)
     pool.offer(one_at_a_time(small))
-    for skeleton in skeletons(small):
+    for skeleton in skeletons(small, families=int(effort / 60)):
         pool.offer(skeleton)
         if pool.best <= small_goal or expired():
             break
@@ -54,12 +60,15 @@ def search(
         if pool.best <= small_goal or expired():
             break
         pool.try_policy(number)
-    plans = pool.pick(_TRACKS)
+    plans = pool.pick(_TRACKS if pool.best > small_goal else 1)
     steps = int((1 - _FOR_POLICIES) * effort / len(plans))
-    plans = [anneal(small, plan, steps, random, small_goal, expired) for plan in plans]
+    for i, plan in enumerate(plans):
+        plans[i] = anneal(small, plan, steps, random, small_goal, expired)
+        if plans[i].makespan <= small_goal:
+            break
     plans.sort(key=lambda plan: plan.makespan)
     if small.m < problem.m:
-        return _for_all(problem, small.m, plans, pool, expired)
+        return _for_all(problem, small.m, plans, pool, lambda: spent() >= seconds)
     return [_order(problem, plan) for plan in plans]
 
 
@@ -118,18 +127,19 @@ def _for_all(
 ) -> list[tuple[float, Words]]:
     """Plans for ``m`` micro-batches, and the best policies, carried over to all micro-batches of the problem."""
     found: list[tuple[float, Words]] = []
-    others = [plan for plan in pool.pick(4) if plan.makespan > plans[0].makespan]
-    for plan in [*plans, *others]:
-        longer = repeat(problem, plan.skeleton, plan.overrun, m, expired)
+    hoped = plans[0].makespan + (problem.m - m) * max(problem.work)
+    for plan in [*plans, *pool.pick(4)]:
+        longer = repeat(problem, plan, m)
         if longer is not None:
-            found.append(_order(problem, Plan(longer[0], longer[1], plan.overrun)))
-        if found and expired():
+            found.append(_order(problem, longer))
+        if found and (expired() or longer and longer.makespan <= hoped * (1 + SLACK)):
             break
     for _, _, policy in pool.policies[:1]:
-        if not found or not expired():
+        if not found or not expired() and min(found)[0] > hoped * (1 + SLACK):
             makespan, words = list_schedule(problem, policy)
             if makespan < math.inf:
                 found.append((makespan, words))
     if not found:
-        found.append((math.inf, first_order(problem)))
+        words = first_order(problem)
+        found.append((evaluate(problem, words), words))
     return sorted(found, key=lambda entry: entry[0])

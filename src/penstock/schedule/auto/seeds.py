@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 from penstock.schedule.placement import loop, vee
@@ -70,17 +71,17 @@ def one_at_a_time(problem: Problem) -> Words:
     return [[*stages, *(backs[s] for s in reversed(stages))] * problem.m for stages in problem.local]
 
 
-def skeletons(problem: Problem) -> Iterator[Words]:
-    """Orders to begin with, those that are known and their relatives."""
+def skeletons(problem: Problem, families: int) -> Iterator[Words]:
+    """Orders to begin with: those that are known, and up to so many relatives of them."""
     for schedule in fixed_schedules(problem):
         words = to_words(problem, schedule)
         yield words
         yield to_skeleton(problem, words)
     ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
     if problem.placement == loop(ranks, per_rank):
-        yield from _alternating(problem, per_rank)
+        yield from islice(_alternating(problem, per_rank), max(4, families))
     if problem.placement == vee(ranks):
-        yield from _travelling(problem)
+        yield from islice(_travelling(problem), max(4, families))
 
 
 def _alternating(problem: Problem, per_rank: int) -> Iterator[Words]:
@@ -89,7 +90,7 @@ def _alternating(problem: Problem, per_rank: int) -> Iterator[Words]:
     size = ranks if per_rank > 1 else 1
     groups = [range(first, min(m, first + size)) for first in range(0, m, size)]
     deepest = (per_rank - 1) * ranks
-    for slope in (0, 1, 2):
+    for slope in (1, 2, 0):
         for base in range(deepest + 1, deepest + ranks * (1 if slope else 2) + 1, max(1, ranks // 8)):
             words: Words = []
             for rank, stages in enumerate(problem.local):
