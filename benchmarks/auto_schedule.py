@@ -1,8 +1,8 @@
 """(i) The automatic schedule against the best orders known, the fixed schedules, and the clock.
 
 The scenarios are those of ``../shared/peers/scenarios.json``: costs of each stage for 4 and 8 ranks, a hop's latency,
-what fixed schedules take there, and the best orders known for one stage per rank, two in a loop and two in a V, at 1F1B's
-memory and at parts of it. To them come the first scenarios' costs on 16 ranks, for which no best order is known.
+what fixed schedules take there, and the best orders known for one stage per rank, two in a loop and two in a V, at
+1F1B's memory and at parts of it. To them come the first scenarios' costs on 16 ranks, for which no best order is known.
 
 Times of the search are seconds of a core (``thread_time``): other jobs on the machine do not count.
 """

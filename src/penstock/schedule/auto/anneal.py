@@ -65,7 +65,7 @@ def anneal(
 
 
 def _path(problem: Problem, plan: Plan) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-    """The critical path as (rank, position in the skeleton; -1 for a W in a gap), and its blocks (rank, first, last)."""
+    """The critical path: (rank, position in the skeleton; -1 for a W in a gap). Its blocks: (rank, first, last)."""
     _, words, places = filled(problem, plan.skeleton, plan.overrun)
     path = [(rank, places[rank][at]) for rank, at in critical(problem, words)]
     blocks: list[tuple[int, int, int]] = []

@@ -9,13 +9,14 @@ All micro-batches are alike, so within a class they come in their order and a wo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.errors import ScheduleError
 from penstock.schedule.costs import Costs
-from penstock.schedule.flow import Edge, edges_of, neighbours
+from penstock.schedule.flow import Edge, edges_of
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["SLACK", "Problem", "Words", "make_problem"]
@@ -147,8 +148,9 @@ def _caps(problem: Problem, cap: float | Sequence[float] | None) -> tuple[float,
         return (_like_1f1b(problem),) * ranks
     caps = (float(cap),) * ranks if isinstance(cap, int | float) else tuple(map(float, cap))
     if len(caps) != ranks:
-        raise ScheduleError(f"cap has {len(caps)} numbers, the placement has {ranks} ranks: give one number, or {ranks}")
-    return caps
+        raise ScheduleError(f"cap has {len(caps)} numbers, there are {ranks} ranks: give one number, or {ranks}")
+    most = (problem.m * kept for kept in problem.least)  # of all micro-batches: what no limit comes to
+    return tuple(every if cap == math.inf else cap for cap, every in zip(caps, most, strict=True))
 
 
 def _like_1f1b(problem: Problem) -> float:
@@ -159,7 +161,7 @@ def _like_1f1b(problem: Problem) -> float:
 
 
 def _check_room(problem: Problem) -> None:
-    """Every rank has room for one micro-batch in all its stages. There is no order without it, and one with it."""
+    """Every rank has room for one micro-batch in all its stages: in a chain of stages, no order does with less."""
     short = [
         (need - cap, rank)
         for rank, (need, cap) in enumerate(zip(problem.least, problem.cap, strict=True))
@@ -167,7 +169,7 @@ def _check_room(problem: Problem) -> None:
     ]
     if not short:
         return
-    lack, rank = max(short)
+    lack, rank = max(short, key=lambda entry: entry[0])
     each = ", ".join(f"{need:.4g}" for need in problem.least)
     raise ScheduleError(
         f"no order fits: rank {rank} keeps at least {problem.least[rank]:.4g} (one micro-batch in stages "

@@ -98,7 +98,8 @@ class _Pool:
         if number == 0:
             policy = plain(self.problem)
         elif number % 2 and self.policies:
-            policy = vary(self.problem, self.policies[int(self.random.random() ** 2 * len(self.policies))][2], self.random)
+            _, _, good = self.policies[int(self.random.random() ** 2 * len(self.policies))]
+            policy = vary(self.problem, good, self.random)
         else:
             policy = draw(self.problem, self.random)
         makespan, words = list_schedule(self.problem, policy)
@@ -132,10 +133,10 @@ def _for_all(
         longer = repeat(problem, plan, m)
         if longer is not None:
             found.append(_order(problem, longer))
-        if found and (expired() or longer and longer.makespan <= hoped * (1 + SLACK)):
+        if found and (expired() or (longer and longer.makespan <= hoped * (1 + SLACK))):
             break
     for _, _, policy in pool.policies[:1]:
-        if not found or not expired() and min(found)[0] > hoped * (1 + SLACK):
+        if not found or (not expired() and min(found)[0] > hoped * (1 + SLACK)):
             makespan, words = list_schedule(problem, policy)
             if makespan < math.inf:
                 found.append((makespan, words))

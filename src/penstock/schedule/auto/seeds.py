@@ -67,8 +67,10 @@ def to_skeleton(problem: Problem, words: Words) -> Words:
 def one_at_a_time(problem: Problem) -> Words:
     """Each micro-batch through all stages and back before the next: slow, and never short of memory."""
     count = problem.num_stages
-    backs = [2 * count + s if problem.fuses[s] else count + s for s in range(count)]
-    return [[*stages, *(backs[s] for s in reversed(stages))] * problem.m for stages in problem.local]
+    backs = [(2 * count + s,) if problem.fuses[s] else (count + s, 3 * count + s) for s in range(count)]
+    return [
+        [*stages, *(letter for s in reversed(stages) for letter in backs[s])] * problem.m for stages in problem.local
+    ]
 
 
 def skeletons(problem: Problem, families: int) -> Iterator[Words]:
