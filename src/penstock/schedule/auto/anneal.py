@@ -1,0 +1,141 @@
+"""Improve a skeleton by small changes where they count: at the blocks of its critical path.
+
+A block is a run of consecutive work of one rank on the path that decides the makespan. To shorten the path, work of
+a block must leave it at one of its ends; whatever else is tried keeps the search from getting stuck.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from penstock.schedule.auto.fill import fill, filled
+from penstock.schedule.auto.problem import SLACK, Problem, Words
+from penstock.schedule.auto.words import critical
+
+__all__ = ["Plan", "anneal"]
+
+_WARMTH = 0.0015
+"""The temperature at the beginning, as a fraction of the makespan."""
+
+_NEAR = (0, 0, 0, 1, 2, 3)
+"""How far beyond the end of its block work is moved."""
+
+
+@dataclass
+class Plan:
+    """A skeleton, by rank how far a W may stand out of a gap, and the makespan that comes of them."""
+
+    makespan: float
+    skeleton: Words
+    overrun: list[float]
+
+
+def anneal(
+    problem: Problem, plan: Plan, steps: int, random: Random, goal: float, expired: Callable[[], bool]
+) -> Plan:
+    """The best plan found in so many steps; sooner where the goal is reached or time is up."""
+    now = Plan(plan.makespan, list(plan.skeleton), list(plan.overrun))
+    best = plan
+    path: list[tuple[int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
+    for step in range(steps):
+        if best.makespan <= goal or (step % 16 == 0 and expired()):
+            break
+        if not path:
+            path, blocks = _path(problem, now)
+        rank, word, overrun = _change(problem, now, path, blocks, random)
+        old = now.skeleton[rank], now.overrun[rank]
+        if (word, overrun) == old:
+            continue
+        now.skeleton[rank], now.overrun[rank] = word, overrun
+        temperature = _WARMTH * best.makespan * (1 - step / steps)
+        limit = now.makespan - temperature * math.log(1.0 - random.random()) + SLACK
+        makespan = fill(problem, now.skeleton, now.overrun, limit)
+        if makespan > limit:
+            now.skeleton[rank], now.overrun[rank] = old
+            continue
+        now.makespan = makespan
+        path = []
+        if makespan < best.makespan * (1 - SLACK):
+            best = Plan(makespan, list(now.skeleton), list(now.overrun))
+    return best
+
+
+def _path(problem: Problem, plan: Plan) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+    """The critical path: (rank, position in the skeleton; -1 for a W in a gap). Its blocks: (rank, first, last)."""
+    _, words, places = filled(problem, plan.skeleton, plan.overrun)
+    path = [(rank, places[rank][at]) for rank, at in critical(problem, words)]
+    blocks: list[tuple[int, int, int]] = []
+    before = -1
+    for rank, at in path:
+        if at >= 0:
+            if rank == before and blocks and blocks[-1][0] == rank:
+                blocks[-1] = (rank, at, blocks[-1][2])
+            else:
+                blocks.append((rank, at, at))
+        before = rank
+    return path, blocks
+
+
+def _change(
+    problem: Problem, plan: Plan, path: list[tuple[int, int]], blocks: list[tuple[int, int, int]], random: Random
+) -> tuple[int, list[int], float]:
+    """A rank with a new word or overrun; the old ones where the dice fall so."""
+    dice = random.random()
+    if dice < 0.06 or not blocks:
+        rank, _ = random.choice(path)
+        if dice < 0.03:
+            return rank, plan.skeleton[rank], random.choice((0.0, 0.2, 0.4, 0.6, 0.8, 1.0))
+        return rank, _deadline(problem, rank, plan.skeleton[rank], random), plan.overrun[rank]
+    rank, first, last = random.choice(blocks)
+    word = plan.skeleton[rank]
+    at = random.randint(first, last)
+    if dice > 0.8:
+        return rank, _swap_all(problem, word, at, random), plan.overrun[rank]
+    count, stage = problem.num_stages, word[at] % problem.num_stages
+    if count <= word[at] < 3 * count and problem.fuses[stage] and dice < 0.2:
+        return rank, [*word[:at], 3 * count + 2 * stage - word[at], *word[at + 1 :]], plan.overrun[rank]
+    if dice > 0.66:
+        to = at + random.randint(-40, 40)
+    elif random.random() < 0.5:
+        to = first - random.choice(_NEAR)
+    else:
+        to = last + random.choice(_NEAR)
+    if to == at:
+        to = at + random.choice((-1, 1))
+    to = max(0, min(len(word) - 1, to))
+    moved = word[:at] + word[at + 1 :]
+    moved.insert(to, word[at])
+    return rank, moved, plan.overrun[rank]
+
+
+def _deadline(problem: Problem, rank: int, word: list[int], random: Random) -> list[int]:
+    """One deadline of a W more, or one less."""
+    weights = 3 * problem.num_stages
+    at = random.randrange(len(word))
+    there = [i for i, letter in enumerate(word) if letter >= weights]
+    if there and random.random() < 0.5:
+        out = random.choice(there)
+        return word[:out] + word[out + 1 :]
+    return [*word[:at], weights + random.choice(problem.local[rank]), *word[at:]]
+
+
+def _swap_all(problem: Problem, word: list[int], at: int, random: Random) -> list[int]:
+    """Two neighbours change places, and so does the same pair wherever it stands in a part of the word."""
+    to = at + random.choice((-1, 1))
+    if not 0 <= to < len(word):
+        return word
+    pair = [word[min(at, to)], word[max(at, to)]]
+    begin = 0 if random.random() < 0.5 else random.randrange(len(word))
+    end = len(word) if random.random() < 0.5 else random.randrange(len(word))
+    swapped = list(word)
+    i = begin
+    while i < end - 1:
+        if swapped[i : i + 2] == pair:
+            swapped[i : i + 2] = pair[1], pair[0]
+            i += 1
+        i += 1
+    return swapped

@@ -1,0 +1,64 @@
+"""A time that no order can beat: what a rank must wait, work and leave to others, and what its memory allows."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.schedule.auto.problem import SLACK, Problem
+
+__all__ = ["lower_bound"]
+
+
+def lower_bound(problem: Problem) -> float:
+    """The largest of four bounds, for each rank where it applies.
+
+    - one micro-batch goes through all stages and back;
+    - a rank waits for its first input, then does all its work;
+    - a rank waits for its first input, does all but the W that others' waits can hide, and the rest of the
+      pipeline goes on from its last gradient to the end;
+    - a rank waits for its first input, and then what it keeps, over time, is at most its cap: each micro-batch
+      stays at a stage at least as long as the way from there to the end and back takes (Little's law).
+    """
+    count, m, times = problem.num_stages, problem.m, problem.durations
+    forward, backward = times[:count], times[count : 2 * count]
+    weights = times[3 * count :]
+    rest = [min(times[2 * count + s], backward[s] + weights[s]) for s in range(count)]
+    # A gradient leaves after I, or after a B that is shorter; from its start on, a backward takes all of ``rest``.
+    leaves = [min(backward[s], times[2 * count + s]) for s in range(count)]
+    head = [0.0] * count  # until the stage's first input
+    for src, dst, time in sorted(problem.arcs, key=lambda arc: arc[1]):
+        head[dst] = max(head[dst], head[src] + forward[src] + time)
+    away = [0.0] * count  # from the end of F to the start of the backward, at least
+    for src, dst, time in sorted(problem.arcs, key=lambda arc: -arc[0]):
+        away[src] = max(away[src], time + forward[dst] + away[dst] + leaves[dst] + time)
+    tail = [0.0] * count  # from the moment the gradient leaves to the end of all work of that micro-batch elsewhere
+    for src, dst, time in sorted(problem.arcs, key=lambda arc: arc[1]):
+        tail[dst] = max(tail[dst], time + max(rest[src], leaves[src] + tail[src]))
+    found = max(head[s] + forward[s] + away[s] + max(rest[s], leaves[s] + tail[s]) for s in range(count))
+    for rank, stages in enumerate(problem.local):
+        begin = min(head[s] for s in stages)
+        moving = sum(forward[s] + leaves[s] for s in stages)
+        found = max(
+            found,
+            begin + m * problem.work[rank],
+            begin + m * moving + min(max(rest[s] - leaves[s], tail[s]) for s in stages),
+        )
+        stays = [
+            problem.activation[s]
+            * (forward[s] + away[s] + min(times[2 * count + s], backward[s] + problem.keep * weights[s]))
+            for s in stages
+        ]
+        cap = _usable(problem, rank)
+        if 0 < cap < math.inf:
+            found = max(found, begin + m * sum(stays) / cap)
+    return found
+
+
+def _usable(problem: Problem, rank: int) -> float:
+    """The most of its cap that a rank can fill: where its stages keep the same, a multiple of that."""
+    cap = problem.cap[rank] * (1 + SLACK)
+    sizes = {problem.activation[s] for s in problem.local[rank]} - {0.0}
+    if len(sizes) == 1 and problem.keep == 1:
+        (size,) = sizes
+        return min(cap, math.floor(cap / size) * size)
+    return cap
