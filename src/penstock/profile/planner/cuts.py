@@ -26,7 +26,7 @@ from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Cuts, Ranks, bottleneck, fits
 from penstock.schedule.placement import loop, vee
 
-__all__ = ["Ranks", "cut", "placement_of"]
+__all__ = ["LOOP_LAYERS", "cut", "evened", "placement_of"]
 
 LOOP_LAYERS = 48
 _CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
@@ -50,7 +50,7 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cuts | None:
         return _exact(segments, ranks, there_and_back)
     if v == 2 and n <= LOOP_LAYERS:
         return _exact(segments, ranks, twice_round)
-    return _moved(segments, ranks, placement_of(shape, p, v))
+    return evened(segments, ranks, shape, v)
 
 
 Search = Callable[[Segments, Ranks, float], Cuts | None]
@@ -116,9 +116,12 @@ def _straight(segments: Segments, ranks: Ranks, below: float) -> Cuts | None:
 # ── any number of runs ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _moved(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts | None:
-    """Cuts that no move of one or of two neighbouring cuts by a layer makes better."""
+def evened(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cuts | None:
+    """Even stages, moved until no move of up to three neighbouring cuts by a layer lets the busiest rank have less."""
+    placement = placement_of(shape, len(ranks), v)
     n, stages = segments.n, len(placement)
+    if stages > n:
+        return None
     share = segments.work(0, n) / stages
     cuts, at = list[int](), 0
     for stage in range(stages - 1):
