@@ -14,3 +14,10 @@ def three() -> Iterator[Ranks]:
     crew = Ranks(3)
     yield crew
     crew.stop()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Ranks]:
+    crew = Ranks(4)
+    yield crew
+    crew.stop()
