@@ -106,7 +106,7 @@ class NativeScalerPP:
 
     def __call__(
         self,
-        loss: Tensor | None,
+        loss: Any,
         optimizer: Optimizer | None,
         clip_grad: float | None = None,
         parameters: Iterable[Tensor] | None = None,
@@ -118,7 +118,7 @@ class NativeScalerPP:
         A loss that has a graph is scaled and gets its backward first; that of ``forward_backward`` has had it.
         Without ``need_update`` there is nothing else: gradients are to be added up.
         """
-        if loss is not None and loss.requires_grad:
+        if isinstance(loss, Tensor) and loss.requires_grad:
             self._scaler.scale(loss).backward(create_graph=create_graph)
         if not need_update:
             return None
