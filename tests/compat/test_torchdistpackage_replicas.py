@@ -78,6 +78,39 @@ def test_gradients_are_reduced_once_after_all_micro_batches(four: Ranks, kind: s
     four.check(replicas, kind)
 
 
+class Sided(nn.Module):
+    """Layers of which one is used by the second replica alone, and one by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.second, self.never = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, replica: int) -> Tensor:
+        x = self.always(x)
+        return self.second(x) if replica else x  # type: ignore[no-any-return]
+
+
+def one_sided(rank: int) -> None:
+    tpc.setup_process_groups([("data", 2), ("pipe", 2)])
+    stage, plain = Sided(), [Sided(), Sided()]
+    wrapped = DistributedDataParallel(stage, process_group=tpc.get_group("data"), find_unused_parameters=True)
+    first, replica = tpc.is_first_in_pipeline_group(), tpc.get_dp_rank()
+
+    def fwd_fn(x: Tensor) -> Any:
+        return wrapped(x, replica) if first else wrapped(x, replica).sum()
+
+    forward_backward(None, fwd_fn, None, [batch(4)] if first else [], 2)
+    for r in range(2):
+        (plain[1](plain[0](batch(4), r), r).sum() / 2).backward()
+    assert_same(gradients(stage), gradients(plain[tpc.get_pp_rank()]))
+    assert stage.never.weight.grad is None
+
+
+def test_parameters_that_some_replicas_do_not_use(four: Ranks) -> None:
+    four.check(one_sided)
+
+
 def naive(rank: int) -> None:
     """Without a pipeline, too."""
     tpc.setup_process_groups([("data", 4)])

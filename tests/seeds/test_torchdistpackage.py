@@ -6,6 +6,7 @@ The document's ``.cuda()`` and ``torch.cuda.amp.autocast(…)`` are written for 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,11 +179,10 @@ def programs(rank: int, where: str, wrapper: str, own_bwd_fn: bool) -> None:
     torch.manual_seed(0)
     whole = ResNet().to(where)
     plain = copy.deepcopy(whole)
-    group = tpc.get_group("data")
-    model = partitioned(whole, NaiveDDP if wrapper == "NaiveDDP" else lambda m: DistributedDataParallel(m, process_group=group))
-    mine = dict(whole.named_parameters())
+    ddp = partial(DistributedDataParallel, process_group=tpc.get_group("data"))
+    model = partitioned(whole, NaiveDDP if wrapper == "NaiveDDP" else ddp)
     owned = {id(p) for p in model.parameters()}
-    mine = {name: p for name, p in mine.items() if id(p) in owned}
+    mine = {name: p for name, p in whole.named_parameters() if id(p) in owned}
     assert 0 < len(mine) < len(list(plain.parameters()))
     model.backward = lambda output: output.backward()
     model.backward_grad = lambda output, grad: output.backward(grad)
