@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,33 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import penstock as ps
 from penstock.compat.torchdistpackage import forward_backward, forward_eval, partition_uniform, tpc
 from penstock.engine.microbatch import sizes_of
 from penstock.schedule.registry import build
+from tests.compat.torchdistpackage_lines import line, own_inputs, summed
 from tests.support.models import assert_same, batch, gradients, labels, mlp
-from tests.support.ranks import Gone, Ranks, run_ranks
+from tests.support.ranks import Ranks
 
 SAMPLES = (10, 3, 8, 1)
-
-
-def line(n: int) -> int:
-    """One pipeline of all ranks; this rank's place in it."""
-    tpc.setup_process_groups([("pipe", n)])
-    return tpc.get_pp_rank()
-
-
-def own_inputs(x: Any, y: Any) -> list[Any]:
-    return [x] if tpc.is_first_in_pipeline_group() else [y] if tpc.is_last_in_pipeline_group() else []
-
-
-def summed(model: nn.Module, x: Tensor, y: Tensor, m: int, loss_fn: Callable[..., Tensor] = F.mse_loss) -> Tensor:
-    """The gradients of the micro-batches' losses, undivided, are added to the plain model's; the last of the losses."""
-    sizes = list(sizes_of(len(x), m))
-    for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
-        loss = loss_fn(model(part), target)
-        loss.backward()
-    return loss.detach()
 
 
 # ── training and evaluation ──────────────────────────────────────────────────────────────────────────────────────
@@ -231,9 +208,7 @@ def frozen(rank: int) -> None:
         seen.append(grad)
         torch.autograd.backward(output, grad)
 
-    forward_backward(
-        None, lambda v: layer(v).sum() if at == 2 else layer(v), bwd_fn, [batch(4)] if at == 0 else [], 2
-    )
+    forward_backward(None, lambda v: layer(v).sum() if at == 2 else layer(v), bwd_fn, [batch(4)] if at == 0 else [], 2)
     assert seen == ([None, None] if at == 2 else [])
     assert (layer.weight.grad is not None) == (at == 2)
 
@@ -301,93 +276,3 @@ def mixed(rank: int) -> None:
 
 def test_inputs_of_other_kinds(three: Ranks) -> None:
     three.check(mixed)
-
-
-# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Broken(Exception):
-    pass
-
-
-def fails(rank: int, where: int, kind: str) -> None:
-    at = line(3)
-    layer, count = nn.Linear(4, 4), [0]
-
-    def fwd_fn(value: Any) -> Any:
-        count[0] += 1
-        if kind == "forward" and at == where and count[0] == 3:
-            raise Broken("this stage") from KeyError("a detail")
-        output = layer(value)
-        return output.sum() if at == 2 else output
-
-    def bwd_fn(output: Any, grad: Any) -> None:
-        if kind == "backward" and at == where:
-            raise Broken("this stage")
-        torch.autograd.backward(output, grad)
-
-    inputs = [batch(8)] if at == 0 else []
-    before = time.monotonic()
-    if at == where:
-        with pytest.raises(Broken, match="this stage"):
-            forward_backward(None, fwd_fn, bwd_fn, inputs, 4)
-    else:
-        with pytest.raises(ps.PipelineError, match=rf"rank {where}(.|\n)*Broken: this stage") as raised:
-            forward_backward(None, fwd_fn, bwd_fn, inputs, 4)
-        assert raised.value.rank == where
-    assert time.monotonic() - before < 30
-    layer.zero_grad()
-    kind = "none"
-    forward_backward(None, fwd_fn, bwd_fn, inputs, 4)
-    assert layer.weight.grad is not None
-
-
-@pytest.mark.parametrize(("where", "kind"), [(0, "forward"), (1, "forward"), (2, "backward"), (1, "backward")])
-def test_a_failure_reaches_all_ranks_and_the_next_call_works(three: Ranks, where: int, kind: str) -> None:
-    three.check(fails, where, kind)
-
-
-def is_killed(rank: int) -> None:
-    at = line(3)
-
-    def fwd_fn(value: Any) -> Any:
-        if at == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return value
-
-    forward_backward(None, fwd_fn, None, [batch(8)] if at == 0 else [], 4, forward_only=True)
-
-
-def test_a_rank_that_is_killed_is_named() -> None:
-    first, second, third = run_ranks(is_killed, 3)
-    assert isinstance(second, Gone)
-    for error in (first, third):
-        assert isinstance(error, ps.PipelineError)
-        assert error.rank == 1
-
-
-def differs(rank: int) -> None:
-    at = line(3)
-
-    def run(own: Any, m: int = 4) -> Any:
-        return forward_backward(None, lambda v: v[0] if isinstance(v, list) else v, None, own, m, forward_only=True)
-
-    cases = [
-        (own_inputs(batch(8), batch(6)), 4, r"into 4 micro-batches alike: rank 0 has 8 samples; rank 2 has 6 samples"),
-        (own_inputs(batch(8), batch(3)), 4, r"rank 0 has 8 samples; rank 2 has 3 samples"),
-        (own_inputs(batch(8), batch(8)), 4 + at, r"microbatches is 4 on rank 0, 5 on rank 1, 6 on rank 2"),
-        (own_inputs(batch(0), batch(8)), 4, r"rank 0: input 0 is empty"),
-        (own_inputs((batch(2), batch(3)), batch(8)), 4, r"rank 0: the tensors of the input 0 disagree on"),
-        (own_inputs(batch(8), batch(8)), 0, r"micro-batches must be a whole number from 1, got 0"),
-    ]
-    for own, m, message in cases:
-        with pytest.raises(ps.PlanError, match=message):
-            run(own, m)
-        assert run(own_inputs(batch(8), batch(8))).shape == (2, 4)  # nothing has begun, and nothing has ended
-    loss = [lambda v: v, lambda v: v, lambda v: {"loss": v.sum()}][at]
-    with pytest.raises(ps.PipelineError, match="the last rank's forward gave a dict: without a backward function"):
-        forward_backward(None, loss, None, [batch(8)] if at == 0 else [], 4)
-
-
-def test_ranks_that_are_called_differently_learn_of_it(three: Ranks) -> None:
-    three.check(differs)

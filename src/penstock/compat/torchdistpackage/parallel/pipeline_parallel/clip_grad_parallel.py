@@ -84,9 +84,9 @@ def _fingerprint(grad: Tensor | None) -> tuple[Any, ...] | None:
 class NativeScalerPP:
     """A loss scale for float16 in a pipeline: all ranks step or none, and all have the same scale.
 
-        scaler = NativeScalerPP()
-        loss = forward_backward(optimizer, fwd_fn, scaler.bwd_fn, inputs, …)
-        scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+    scaler = NativeScalerPP()
+    loss = forward_backward(optimizer, fwd_fn, scaler.bwd_fn, inputs, …)
+    scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
     """
 
     state_dict_key = "amp_scaler"
