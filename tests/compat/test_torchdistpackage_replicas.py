@@ -1,4 +1,4 @@
-"""TorchDistPackage beside a pipeline: replicas, norms over model ranks, and a loss scale that all share."""
+"""TorchDistPackage beside a pipeline: replicas, and a loss scale that all share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import penstock as ps
 from penstock.compat.torchdistpackage import (
     NaiveDDP,
     NativeScalerPP,
-    clip_grad_norm_,
     forward_backward,
     partition_uniform,
     test_comm,
@@ -111,6 +110,24 @@ def test_parameters_that_some_replicas_do_not_use(four: Ranks) -> None:
     four.check(one_sided)
 
 
+def buffers(rank: int) -> None:
+    """DDP makes buffers equal in the first forward after a reduction, in every call."""
+    tpc.setup_process_groups([("data", 2), ("pipe", 2)])
+    norm = nn.BatchNorm1d(4, momentum=0.0)  # its statistics stay as they are set
+    wrapped = DistributedDataParallel(norm, process_group=tpc.get_group("data"))
+    first = tpc.is_first_in_pipeline_group()
+    for call in range(2):
+        norm.running_mean.fill_(10 * call + rank)  # type: ignore[union-attr, operator]
+        forward_backward(
+            None, lambda x: wrapped(x) if first else wrapped(x).sum(), None, [batch(8)] if first else [], 2
+        )
+        assert_same(norm.running_mean, torch.full((4,), 10.0 * call + tpc.get_pp_rank()))
+
+
+def test_buffers_of_wrapped_stages(four: Ranks) -> None:
+    four.check(buffers)
+
+
 def naive(rank: int) -> None:
     """Without a pipeline, too."""
     tpc.setup_process_groups([("data", 4)])
@@ -133,77 +150,6 @@ def naive(rank: int) -> None:
 
 def test_naive_ddp_alone(four: Ranks) -> None:
     four.check(naive)
-
-
-# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Halves(nn.Module):
-    """A layer whose weight is in two parts, on two tensor ranks, and whose bias both have."""
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(bias)
-
-
-def norms(rank: int, norm_type: float) -> None:
-    tpc.setup_process_groups([("pipe", 2), ("tensor", 2)])
-    torch.manual_seed(0)
-    whole = [torch.randn(2, 4, 4) for _ in range(2)], [torch.randn(4) for _ in range(2)]
-    stage, half = tpc.get_pp_rank(), tpc.get_tp_rank()
-    layer = Halves(torch.zeros(2, 4), torch.zeros(4))
-    layer.weight.grad, layer.bias.grad = whole[0][stage][0].chunk(2)[half].clone(), whole[1][stage].clone()
-    plain = [nn.Parameter(torch.zeros_like(t)) for t in (whole[0][0][0], whole[0][1][0], *whole[1])]
-    for parameter, grad in zip(plain, (whole[0][0][0], whole[0][1][0], *whole[1]), strict=True):
-        parameter.grad = grad.clone()
-    expected = nn.utils.clip_grad_norm_(plain, 1.0, norm_type)
-    found = clip_grad_norm_(layer.parameters(), 1.0, norm_type)
-    assert_same(found, expected)
-    assert_same(layer.weight.grad, plain[stage].grad.chunk(2)[half])  # type: ignore[union-attr]
-    assert_same(layer.bias.grad, plain[2 + stage].grad)
-    if stage == 0:  # a rank without gradients takes part
-        layer.zero_grad()
-    assert_same(clip_grad_norm_(iter(layer.parameters()), 100.0, norm_type), _norm(plain[1::2], norm_type))
-    if stage == 1 and half == 0:
-        layer.weight.grad[0, 0] = math.inf  # type: ignore[index]
-    with pytest.raises(RuntimeError, match=r"of the gradients is inf, so they cannot be clipped"):
-        clip_grad_norm_(layer.parameters(), 1.0, norm_type, error_if_nonfinite=True)
-
-
-def _norm(parameters: list[nn.Parameter], norm_type: float) -> Tensor:
-    flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-    return torch.linalg.vector_norm(flat, norm_type)
-
-
-@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
-def test_the_norm_is_that_of_the_whole_model(four: Ranks, norm_type: float) -> None:
-    """The original added up norms of ranks."""
-    four.check(norms, norm_type)
-
-
-def distributed_tensors(rank: int) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    tpc.setup_process_groups([("pipe", 2), ("tensor", 2)])
-    stage = tpc.get_pp_rank()
-    mesh = DeviceMesh.from_group(tpc.get_group("tensor"), "cpu", tpc.get_ranks_in_group("tensor"))
-    grads = [torch.randn(4, 4, generator=torch.Generator().manual_seed(s)) for s in range(4)]
-    plain = nn.Parameter(torch.zeros(4, 4))
-    parameters = [plain]
-    plain.grad = grads[stage].clone()
-    for placement in (Shard(0), Replicate()):
-        parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [placement]))
-        parameter.grad = distribute_tensor(grads[2 + stage].clone(), mesh, [placement])
-        parameters.append(parameter)
-    expected = torch.stack([*grads, *grads[2:]]).norm()
-    assert_same(clip_grad_norm_(parameters, 1.0), expected)
-    assert_same(parameters[1].grad.full_tensor(), grads[2 + stage] / expected)  # type: ignore[union-attr]
-
-
-def test_the_norm_with_distributed_tensors(four: Ranks) -> None:
-    four.check(distributed_tensors)
 
 
 # ── the loss scale ───────────────────────────────────────────────────────────────────────────────────────────────

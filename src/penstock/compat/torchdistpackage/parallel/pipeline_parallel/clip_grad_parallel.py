@@ -28,7 +28,7 @@ def clip_grad_norm_(
     """Scale gradients so that their norm over all model ranks is at most ``max_norm``; the norm before.
 
     All model ranks call it, those without gradients, too. A parameter whose gradient is the same on all tensor ranks
-    counts once; of others, each rank has a part.
+    counts once; of others, each tensor rank has a part.
     """
     own: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     alike = _alike(own) if _parted("tensor") else set()
@@ -58,10 +58,10 @@ def _over(mode: str, total: Tensor, largest: bool) -> Tensor:
 
 
 def _alike(parameters: list[nn.Parameter]) -> set[int]:
-    """Those whose gradients are the same on all tensor ranks, by identity.
+    """Those whose gradients are the same on all tensor ranks but for rounding, by identity.
 
-    They are told by two numbers each, the norm and a sum with signs that do not repeat: parts of one parameter may have
-    one of them in common, but not both.
+    They are told by two numbers each, the norm and a sum with weights that do not repeat: parts of one parameter may
+    have the first in common, but hardly the second.
     """
     plain = [p for p in parameters if not is_sharded(p)]
     told = [_fingerprint(p.grad) for p in plain]
@@ -70,15 +70,20 @@ def _alike(parameters: list[nn.Parameter]) -> set[int]:
     if any(len(theirs) != len(told) for theirs in everyone):
         return set()
     rows = zip(*everyone, strict=True)
-    return {id(p) for p, row in zip(plain, rows, strict=True) if all(print_ == row[0] for print_ in row)}
+    return {id(p) for p, row in zip(plain, rows, strict=True) if all(_close(row[0], other) for other in row)}
 
 
-def _fingerprint(grad: Tensor | None) -> tuple[Any, ...] | None:
+def _fingerprint(grad: Tensor | None) -> tuple[tuple[int, ...], float, float]:
     if grad is None:
-        return None
+        return (), 0.0, 0.0
     flat = (grad.to_dense() if grad.is_sparse else grad).detach().flatten().to(torch.float64)
     waves = torch.cos(torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device))
     return tuple(grad.shape), float(flat.norm()), float(flat @ waves)
+
+
+def _close(one: tuple[tuple[int, ...], float, float], other: tuple[tuple[int, ...], float, float]) -> bool:
+    most = 1e-4 * one[1]
+    return one[0] == other[0] and abs(one[1] - other[1]) <= most and abs(one[2] - other[2]) <= most
 
 
 class NativeScalerPP:
