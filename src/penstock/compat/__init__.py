@@ -25,6 +25,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "fairscale": ("fairscale",),
     "poptorch": ("poptorch",),
     "varuna": ("varuna",),
+    "torchdistpackage": ("torchdistpackage",),
 }
 """The names that each system's users import. The module of that name in here takes their place."""
 

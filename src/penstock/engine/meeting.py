@@ -25,7 +25,7 @@ from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 from penstock.version import __version__
 
-__all__ = ["Meeting", "facts_of"]
+__all__ = ["Meeting", "facts_of", "versions"]
 
 _meetings: Counter[tuple[int, ...]] = Counter()  # how many pipelines this process has begun to build, by their ranks
 
@@ -95,14 +95,21 @@ class Meeting:
             pause = min(2 * pause, 0.05)
 
 
+def versions() -> dict[str, str]:
+    """The programs that ranks must have alike: messages are of their own kind."""
+    return {
+        "penstock": __version__,
+        "torch": torch.__version__,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
+
+
 def facts_of(plan: Plan, source: ScheduleSource, options: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same on every rank."""
     schedule = source.training(source.microbatches)
     what = (plan.stages, plan.edges, plan.ties)
     return {
-        "penstock": __version__,
-        "torch": torch.__version__,
-        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        **versions(),
         "micro-batches": source.microbatches,
         "plan": f"{plan.num_stages} stages ({_digest(str(what))})",
         "schedule": f"{schedule.name} ({_digest(str(schedule))})",

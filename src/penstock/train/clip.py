@@ -23,13 +23,15 @@ def grad_norm(
     counted_here: Callable[[nn.Parameter], bool] = lambda parameter: True,
     reduce: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
     device_of: DeviceOf = lambda parameter: None,
+    reduce_plain: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
 ) -> Tensor:
     """The norm of the gradients, the same on every rank.
 
     ``counted_here`` says which of this rank's parameters it counts (a tie counts once); ``reduce(x, largest)`` gives
     the sum, or the largest, of ``x`` over the ranks. Ranks without gradients take part. Of parameters in parts, all
     processes that have parts of them take part, too: their norms are those of the whole. Where ``device_of`` names a
-    device, the norm of a gradient is computed there: sums on the host would be rounded otherwise.
+    device, the norm of a gradient is computed there: sums on the host would be rounded otherwise. ``reduce_plain`` is
+    for processes that have parts of parameters which do not say so, and goes before: parameters that do are whole then.
     """
     everyone = list(parameters)
     parameters = [p for p in everyone if p.grad is not None]
@@ -39,6 +41,7 @@ def grad_norm(
     largest = math.isinf(norm_type)
     counted = [p for p in everyone if counted_here(p)]
     plain = _partial([p for p in counted if not is_sharded(p)], norm_type, home, device_of)
+    plain = reduce_plain(plain, largest)
     both = torch.stack([plain, *_over_shards([p for p in counted if is_sharded(p)], norm_type, home)])
     total = reduce(both.max() if largest else both.sum(), largest)
     if not largest:
