@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from penstock.compat.torchdistpackage.dist.process_topo import tpc
 from penstock.engine.shards import is_sharded
-from penstock.train.clip import clip_grad_norm
+from penstock.train.clip import clip_grad_norm, grad_norm
 from penstock.train.scaler import GradScaler
 
 __all__ = ["NativeScalerPP", "clip_grad_norm_"]
@@ -33,15 +33,15 @@ def clip_grad_norm_(
     own: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     alike = _alike(own) if _parted("tensor") else set()
     first = not _parted("tensor") or tpc.is_first_in_tensor_group()
-    return clip_grad_norm(
+    total = grad_norm(
         own,
-        float(max_norm),
         norm_type,
-        error_if_nonfinite,
         counted_here=lambda parameter: first or id(parameter) not in alike,
         reduce=partial(_over, "pipe"),
         reduce_plain=partial(_over, "tensor"),
     )
+    clip_grad_norm(own, total, float(max_norm), norm_type, error_if_nonfinite)
+    return total
 
 
 def _parted(mode: str) -> bool:
