@@ -1,0 +1,115 @@
+"""The ways in which a mini-batch can be trained on so many devices, and what each takes. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+from penstock.profile.costs import Link
+from penstock.profile.planner.times import Cuts
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Candidate", "Cluster", "Lost", "Way", "ways"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices, in the order in which ranks take them: replica by replica."""
+
+    speed: tuple[float, ...]
+    memory: tuple[float, ...]
+    link: Link | None = None  # between replicas; None: as between the ranks of a pipeline
+
+    @classmethod
+    def alike(cls, devices: int, memory: float = inf, link: Link | None = None) -> Cluster:
+        return cls((1.0,) * devices, (memory,) * devices, link)
+
+    def __len__(self) -> int:
+        return len(self.speed)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How many replicas, ranks and stages a rank there are, and how the mini-batch is cut."""
+
+    data: int
+    pipe: int
+    shape: str  # "straight", "loop" or "v"
+    v: int
+    samples: int  # of a micro-batch
+    microbatches: int  # of each replica
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        stages = {"straight": "", "loop": f" × {self.v} looped", "v": " × 2 on a V"}[self.shape]
+        parts = [f"{self.data} × " if self.data > 1 else "", f"{self.pipe} rank{'s' * (self.pipe > 1)}{stages}"]
+        parts.append(f", {self.microbatches} micro-batches of {self.samples}")
+        return "".join(parts) + (", recomputed" if self.recompute else "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way, thought through: its cuts, its order, and what it will take."""
+
+    way: Way
+    cuts: Cuts
+    schedule: Schedule
+    seconds: float  # of a step
+    floor: float  # no order of these stages takes less
+    memory: tuple[float, ...]  # of each rank at its peak
+    bubble: float
+
+    @property
+    def gap(self) -> float:
+        """How far above the floor."""
+        return self.seconds / self.floor - 1 if self.floor else 0.0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A way that was not chosen, and why."""
+
+    way: Way
+    reason: str
+    seconds: float | None = None
+    memory: float | None = None
+
+
+def ways(
+    batch: int,
+    devices: int,
+    layers: int,
+    *,
+    data: int | None = None,
+    pipe: int | None = None,
+    microbatches: int | None = None,
+    recompute: tuple[bool, ...] = (False,),
+) -> Iterator[Way]:
+    """All ways worth a look; ``data``, ``pipe`` and ``microbatches`` are said, or free."""
+    for replicas in _divisors(devices) if data is None else [data]:
+        ranks = devices // replicas if pipe is None else pipe
+        if replicas * ranks > devices or ranks > layers or replicas > batch:
+            continue
+        share = -(-batch // replicas)
+        for samples in _sizes(share, microbatches):
+            count = -(-share // samples)
+            for shape, v in (("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)):
+                if ranks * v <= layers and (ranks > 1 or v == 1):
+                    for again in recompute:
+                        yield Way(replicas, ranks, shape, v, samples, count, again)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _sizes(share: int, microbatches: int | None) -> list[int]:
+    """Sizes of micro-batches, from large to small: those that divide the share, or its halves."""
+    if microbatches is not None:
+        return [-(-share // microbatches)]
+    sizes, size = list[int](), share
+    while size >= 1:
+        sizes.append(size)
+        size = -(-size // 2) if size > 1 else 0
+    return sizes
