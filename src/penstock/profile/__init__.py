@@ -1,0 +1,1 @@
+"""Costs, plans and traces: what a pipeline will take, and what it took."""
