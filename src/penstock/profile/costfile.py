@@ -76,11 +76,15 @@ def _model(data: Mapping[str, Any]) -> ModelCosts:
     given = {(crossing.src, crossing.dst) for crossing in crossings}
     for i, (row, layer) in enumerate(zip(rows, layers, strict=True)):
         if "output" in row and (i, i + 1) in given:
-            raise PlanError(f"layer {layer.name!r} has an output, and there is a crossing to the next layer: say it once")
+            raise PlanError(
+                f"layer {layer.name!r} has an output, and there is a crossing to the next layer: say it once"
+            )
         if "output" in row and i < len(rows) - 1:
             crossings.append(Crossing(i, i + 1, row["output"]))
         elif "output" not in row and i < len(rows) - 1 and (i, i + 1) not in given:
-            raise PlanError(f"layer {layer.name!r} has no output: give the bytes that go to the next layer, 0 if none do")
+            raise PlanError(
+                f"layer {layer.name!r} has no output: give the bytes that go to the next layer, 0 if none do"
+            )
     shared = []
     for one in _list(data.get("shared", []), "shared"):
         _check_keys(one, ("layers", "bytes"), "shared")
@@ -217,4 +221,13 @@ def _output(outputs: Mapping[int, float], layer: int) -> dict[str, float]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, default=float, allow_nan=False)
+    return json.dumps(_tidy(value), allow_nan=False)
+
+
+def _tidy(value: Any) -> Any:
+    """Whole numbers without a point."""
+    if isinstance(value, dict):
+        return {key: _tidy(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_tidy(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -13,9 +13,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import PlanError
-from penstock.profile.costs import TIMES, Crossing, LayerCosts, ModelCosts, _check_samples
+from penstock.profile.costs import TIMES, Crossing, LayerCosts, Link, ModelCosts, _check_samples
 
 __all__ = ["Profile"]
 
@@ -42,7 +43,7 @@ class Profile:
                 raise PlanError(f"{where} have other layers: a profile is of one model")
             for one, two in zip(first.layers, other.layers, strict=True):
                 if any(getattr(one, what) != getattr(two, what) for what in FIXED):
-                    raise PlanError(f"{where} differ in the parameters of layer {one.name!r}: a profile is of one model")
+                    raise PlanError(f"{where} differ in the parameters of layer {one.name!r}: it is another model")
             if [(c.src, c.dst) for c in other.crossings] != [(c.src, c.dst) for c in first.crossings]:
                 raise PlanError(f"{where} have other crossings: a profile is of one model")
 
@@ -78,7 +79,9 @@ class Profile:
 
     def _layer(self, index: int, samples: int) -> LayerCosts:
         rows = [costs.layers[index] for costs in self.sizes]
-        found = {what: self._line([getattr(row, what) for row in rows], samples) for what in (*TIMES, "activation")}
+        found: dict[str, Any] = {
+            what: self._line([getattr(row, what) for row in rows], samples) for what in (*TIMES, "activation")
+        }
         whole = [row.full_backward for row in rows]
         backward = None if all(row.backward is None for row in rows) else self._line(whole, samples)
         return replace(rows[0], backward=backward, **found)
@@ -95,6 +98,10 @@ class Profile:
         known = [{(a, b): size for a, b, size in costs.kept_together} for costs in self.sizes]
         pairs = sorted(set().union(*known))
         return tuple((a, b, self._line([sizes.get((a, b), 0.0) for sizes in known], samples)) for a, b in pairs)
+
+    def over(self, link: Link) -> Profile:
+        """The same costs with another link between devices."""
+        return Profile(tuple(replace(costs, link=link) for costs in self.sizes))
 
     def to_json(self) -> str:
         from penstock.profile.costfile import write
