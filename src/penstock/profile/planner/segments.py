@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from penstock.profile.costs import LayerCosts, ModelCosts
+from penstock.profile.costs import Crossing, LayerCosts, ModelCosts
 
-__all__ = ["Segments"]
+__all__ = ["Segments", "values_of"]
 
 
 class Segments:
@@ -56,12 +56,26 @@ class Segments:
         return bytes_
 
     def _crossings(self) -> list[float]:
-        """For a cut before each layer, the bytes that cross it."""
+        """For a cut before each layer, the bytes that cross it; a value that several layers behind it get, once."""
+        reach: dict[tuple[int, int], tuple[int, float]] = {}
+        for number, (src, dst, key, size) in enumerate(values_of(self.costs.crossings)):
+            whose = (src, -1 - number if key is None else key)
+            reach[whose] = max(dst, reach.get(whose, (0, 0.0))[0]), size
         cuts = [0.0] * (self.n + 1)
-        for crossing in self.costs.crossings:
-            for cut in range(crossing.src + 1, crossing.dst + 1):
-                cuts[cut] += crossing.bytes
+        for (src, _), (dst, size) in reach.items():
+            for cut in range(src + 1, dst + 1):
+                cuts[cut] += size
         return cuts
+
+
+def values_of(crossings: Sequence[Crossing]) -> Iterator[tuple[int, int, int | None, float]]:
+    """What crosses: from which layer, to which one, its number where it has one, and its bytes."""
+    for crossing in crossings:
+        if crossing.values:
+            for key, size in crossing.values:
+                yield crossing.src, crossing.dst, key, size
+        else:
+            yield crossing.src, crossing.dst, None, crossing.bytes
 
 
 def _sums(numbers: Iterable[float]) -> list[float]:

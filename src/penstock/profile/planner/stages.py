@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from penstock.profile.planner.segments import Segments
+from penstock.profile.planner.segments import Segments, values_of
 from penstock.profile.planner.times import Cuts, Ranks
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
@@ -25,10 +25,12 @@ def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts
             for rank, (i, j) in zip(placement, runs, strict=True)
         )
 
+    again = ["recompute"] if segments.recomputed else []
     return Costs(
         f=of("forward"),
-        i=of("input_gradient", "recompute") if segments.recomputed else of("input_gradient"),
+        i=of("input_gradient", *again),
         w=of("weight_gradient"),
+        b=of("full_backward", *again),
         r=of("recompute"),
         latency=link.latency,
         bandwidth=link.bandwidth,
@@ -41,10 +43,12 @@ def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
     """What goes from one stage to another: bytes. Every stage has an edge to the next, if only with nothing in it."""
     stage_of = [stage for stage, (i, j) in enumerate(pairwise((0, *cuts))) for _ in range(i, j)]
     edges: dict[Edge, float] = defaultdict(float, dict.fromkeys(pairwise(range(len(cuts))), 0.0))
-    for crossing in segments.costs.crossings:
-        src, dst = stage_of[crossing.src], stage_of[crossing.dst]
-        if src != dst:
-            edges[src, dst] += crossing.bytes
+    sent = set()
+    for layer, to, key, size in values_of(segments.costs.crossings):
+        src, dst = stage_of[layer], stage_of[to]
+        if src != dst and (key is None or (layer, key, dst) not in sent):
+            sent.add((layer, key, dst))
+            edges[src, dst] += size
     return dict(sorted(edges.items()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -10,7 +10,7 @@ from penstock.profile.costs import Link
 from penstock.profile.planner.times import Cuts
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Candidate", "Cluster", "Lost", "Way", "ways"]
+__all__ = ["Candidate", "Cluster", "Lost", "Way", "grids_of", "ways"]
 
 
 @dataclass(frozen=True)
@@ -78,38 +78,38 @@ class Lost:
 
 def ways(
     batch: int,
-    devices: int,
+    grids: Iterable[tuple[int, int]],
     layers: int,
     *,
-    data: int | None = None,
-    pipe: int | None = None,
     microbatches: int | None = None,
+    largest: int | None = None,
     recompute: tuple[bool, ...] = (False,),
-) -> Iterator[Way]:
-    """All ways worth a look; ``data``, ``pipe`` and ``microbatches`` are said, or free."""
-    for replicas in _divisors(devices) if data is None else [data]:
-        ranks = devices // replicas if pipe is None else pipe
-        if replicas * ranks > devices or ranks > layers or replicas > batch:
+) -> list[Way]:
+    """All ways worth a look. ``grids``: numbers of replicas and of ranks; ``largest``: samples of a micro-batch."""
+    found = []
+    for data, pipe in grids:
+        if pipe > layers or data > batch:
             continue
-        share = -(-batch // replicas)
-        for samples in _sizes(share, microbatches):
-            count = -(-share // samples)
+        share = -(-batch // data)
+        for samples in _sizes(share, microbatches, largest):
             for shape, v in (("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)):
-                if ranks * v <= layers and (ranks > 1 or v == 1):
+                if pipe * v <= layers and (pipe > 1 or v == 1):
                     for again in recompute:
-                        yield Way(replicas, ranks, shape, v, samples, count, again)
+                        found.append(Way(data, pipe, shape, v, samples, -(-share // samples), again))
+    return found
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def grids_of(devices: int) -> list[tuple[int, int]]:
+    """All numbers of replicas and ranks that use all devices."""
+    return [(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
 
 
-def _sizes(share: int, microbatches: int | None) -> list[int]:
-    """Sizes of micro-batches, from large to small: those that divide the share, or its halves."""
+def _sizes(share: int, microbatches: int | None, largest: int | None) -> list[int]:
+    """Sizes of micro-batches, from large to small: a share and its halves."""
     if microbatches is not None:
         return [-(-share // microbatches)]
-    sizes, size = list[int](), share
-    while size >= 1:
+    sizes, size = [share], share
+    while size > 1:
+        size = -(-size // 2)
         sizes.append(size)
-        size = -(-size // 2) if size > 1 else 0
-    return sizes
+    return [size for size in sizes if largest is None or size <= largest] or sizes[-1:]
