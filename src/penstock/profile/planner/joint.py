@@ -63,7 +63,7 @@ def joint(
 
     quick = min(QUICK, seconds / 40)
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
-    for cuts in _beginnings(segments, ranks, m, shape, v):
+    for cuts in _beginnings(segments, ranks, m, shape, v, exact=moves):
         search.try_(cuts, quick)
     if search.best is None:
         return None
@@ -124,14 +124,18 @@ class _Search:
         return max(head + self.m * each for head, each in zip(comes, work, strict=True))
 
 
-def _beginnings(segments: Segments, ranks: Ranks, m: int, shape: str, v: int) -> Iterator[Cuts]:
-    """Cuts to start from: for many micro-batches in flight, and for few."""
+def _beginnings(segments: Segments, ranks: Ranks, m: int, shape: str, v: int, *, exact: bool) -> Iterator[Cuts]:
+    """Cuts to start from: for many micro-batches in flight, and for few. ``exact`` ones take longer to find."""
     p = len(ranks)
     for in_flight in sorted({min(m, p), min(m, max(1, p // 2)), 1}):
         such = Ranks(ranks.speed, ranks.memory, tuple(float(in_flight) for _ in range(p)))
-        for cuts in (evened(segments, such, shape, v), cut(segments, such, shape, v)):
-            if cuts is not None:
-                yield cuts
+        even = evened(segments, such, shape, v)
+        if even is not None:
+            yield even
+        if exact or even is None:
+            found = cut(segments, such, shape, v)
+            if found is not None:
+                yield found
 
 
 def _neighbours(cuts: Cuts) -> Iterator[Cuts]:

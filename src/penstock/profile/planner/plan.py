@@ -44,6 +44,7 @@ def plan(
     *,
     devices: int | Sequence[str | torch.device] | None = None,
     mesh: Mesh | None = None,
+    replicas: bool = False,
     memory: Any = None,
     batch: int | None = None,
     microbatches: int | None = None,
@@ -65,11 +66,13 @@ def plan(
     ``sample`` is what the model is called with, of as many samples as the largest micro-batch may have; its layers are
     measured on it, unless ``costs`` are given. ``batch`` is the mini-batch, by default as large as the sample.
 
-    ``devices`` are those of this process, of which a pipeline of threads takes some or all; or under ``mesh`` there is
-    a process for each rank, and they are as many as the mesh says: the first process measures and plans, and all get
-    its answer. ``memory`` is what a device has (a number of bytes, ``"16GiB"``, or one for each); by default what a GPU
-    has, and no limit on a CPU, where a rank then keeps no more activations than the fullest rank of 1F1B. ``speeds``
-    tells how fast devices are that are not alike.
+    ``devices`` are those of this process, of which a pipeline of threads takes some or all. With ``replicas`` they are
+    as many processes of a run to come, and how many replicas of the pipeline they make is searched too. Under ``mesh``
+    there is a process for each rank already: the first one measures and plans, and all get its answer.
+
+    ``memory`` is what a device has (a number of bytes, ``"16GiB"``, or one for each); by default what a GPU has, and no
+    limit on a CPU, where a rank then keeps no more activations than the fullest rank of 1F1B. ``speeds`` tells how fast
+    devices are that are not alike.
 
     ``recompute`` is looked into where memory is limited, or as it says. ``cuts`` and ``blocks`` say where the model may
     be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the loss is measured too.
@@ -97,7 +100,7 @@ def plan(
         answer = plan_costs(
             profile,
             batch=whole,
-            grids=[(mesh.data, mesh.pipe)] if mesh is not None else [(1, p) for p in range(1, count + 1)],
+            grids=_grids(count, mesh, replicas),
             memory=_memory(memory, places, mesh, count),
             microbatches=microbatches,
             largest=samples if costs is None else None,
@@ -110,6 +113,13 @@ def plan(
         return replace(answer, layers=line.layers, plan=plan_of(line, answer.groups), devices=where)
 
     return work() if mesh is None else _together(mesh, work, model)
+
+
+def _grids(devices: int, mesh: Mesh | None, replicas: bool) -> list[tuple[int, int]]:
+    """Numbers of replicas and ranks."""
+    if mesh is not None:
+        return [(mesh.data, mesh.pipe)]
+    return grids_of(devices) if replicas else [(1, ranks) for ranks in range(1, devices + 1)]
 
 
 def plan_costs(
@@ -147,7 +157,10 @@ def plan_costs(
     found = ways(batch, fits, len(layers), microbatches=microbatches, largest=largest, recompute=again)
     if not found:
         raise PlanError(f"a mini-batch of {batch} samples cannot be divided among {min(d for d, _ in fits)} replicas")
-    answer = search(profile.at, found, Cluster(speed, limits, link), seconds=seconds, seed=seed, report=report)
+    cluster = Cluster(speed, limits, link)
+    answer = search(
+        lambda way: profile.at(way.samples), found, cluster, seconds=seconds, seed=seed, report=report
+    )
     return Planned(answer.best, answer.others, tuple(layers))
 
 

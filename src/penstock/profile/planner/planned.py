@@ -22,6 +22,7 @@ __all__ = ["Planned"]
 
 FORMAT = 1
 SHOWN = 8  # of those that lost
+RANKS = 12
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Planned:
             f"{best.way}",
             f"a step of {time_of(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
             "",
-            *table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3}),
+            *_shortened(table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3})),
         ]
         if self.others:
             rows = [
@@ -150,6 +151,12 @@ class Planned:
         if plan is not None and model is not None:
             plan = plan.attach(model)
         return cls(best, others, layers, plan, devices)
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """A table's head, and of many rows the first and the last."""
+    rows = lines[2:]
+    return lines if len(rows) <= RANKS else [*lines[: RANKS + 1], f"… {len(rows) - RANKS} more …", lines[-1]]
 
 
 def _run(layers: Sequence[str]) -> str:

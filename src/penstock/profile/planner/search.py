@@ -19,7 +19,7 @@ from penstock.profile.planner.cuts import evened, placement_of
 from penstock.profile.planner.joint import Joint, joint
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.stages import stage_costs, static_bytes
-from penstock.profile.planner.times import Cuts, Ranks, bottleneck
+from penstock.profile.planner.times import Ranks
 from penstock.profile.planner.ways import Candidate, Cluster, Lost, Way
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.simulate import simulate
@@ -40,7 +40,7 @@ class Answer:
 
 
 def search(
-    costs_at: Callable[[int], ModelCosts],
+    costs_of: Callable[[Way], ModelCosts],
     ways: Sequence[Way],
     cluster: Cluster,
     *,
@@ -48,14 +48,14 @@ def search(
     seed: int = 0,
     report: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """Look at all ``ways``, for about ``seconds`` of a core; ``costs_at(n)`` is for micro-batches of ``n`` samples."""
+    """Look at all ``ways``, for about ``seconds`` of a core; ``costs_of(way)`` is for its micro-batches."""
     begin = time.thread_time()
-    models: dict[tuple[int, bool], Segments] = {}
+    models: dict[tuple[int, int, bool], Segments] = {}
     looks = []
     for way in ways:
-        key = way.samples, way.recompute
+        key = way.samples, way.tensor, way.recompute
         if key not in models:
-            models[key] = Segments(costs_at(way.samples), recomputed=way.recompute)
+            models[key] = Segments(costs_of(way), recomputed=way.recompute)
         looks.append(_Look(way, models[key], cluster))
     looks.sort(key=lambda look: look.estimate)
     lost = [Lost(look.way, look.reason, None, look.needs) for look in looks if look.reason]
@@ -64,23 +64,23 @@ def search(
     for look in looks:
         if look.reason:
             continue
-        late = len(found) >= LOOKED_AT or (found and time.thread_time() - begin > 0.6 * seconds)
+        late = len(found) >= LOOKED_AT or (len(found) > 3 and time.thread_time() - begin > seconds)
         if look.floor >= fastest:
             lost.append(Lost(look.way, f"at least {look.floor / fastest - 1:.1%} slower", look.floor))
         elif late:
             lost.append(Lost(look.way, "less promising", look.estimate))
         else:
             report(str(look.way))
-            candidate = look.think(min(1.0, 0.5 * seconds / LOOKED_AT), seed, moves=False)
+            candidate = look.think(0.3 * seconds / LOOKED_AT, seed, moves=False)
             if candidate is None:
-                lost.append(Lost(look.way, "no order keeps the memory", None, look.needs))
+                lost.append(Lost(look.way, look.reason, None, look.needs))
             else:
                 found.append((look, candidate))
                 fastest = min(fastest, candidate.seconds)
     if not found:
         raise PlanError(_nothing_fits(looks))
     found.sort(key=lambda pair: pair[1].seconds)
-    left = max(0.5, seconds - (time.thread_time() - begin))
+    left = max(0.3 * seconds, seconds - (time.thread_time() - begin))
     for number, (look, candidate) in enumerate(found[:REFINED]):
         if look.floor < fastest:
             report(f"{look.way}, refined")
@@ -112,18 +112,16 @@ class _Look:
         self.placement = placement_of(way.shape, p, way.v)
         self.reason = ""
         self.needs: float | None = None
-        free = replace(self.ranks, memory=(inf,) * p)
-        cuts = evened(segments, free, way.shape, way.v)
-        assert cuts is not None  # with as many layers as stages there are always cuts
-        if min(self.ranks.memory) < inf and evened(segments, self.ranks, way.shape, way.v) is None:
-            self._misses(cuts)
-        speed = self.ranks.speed
-        largest = max(layer.work for layer in segments.costs.layers) / max(speed)
-        self.floor = way.microbatches * max(segments.work(0, segments.n) / sum(speed), largest)
-        forward = sum(layer.forward for layer in segments.costs.layers) / max(speed)
+        n, speed, layers = segments.n, self.ranks.speed, segments.costs.layers
+        share, held = segments.work(0, n) / sum(speed), segments.static(0, n) + segments.activation(0, n)
+        if held > sum(self.ranks.memory):
+            self._misses(held / p)
+        self.floor = way.microbatches * max(share, max(layer.work for layer in layers) / max(speed))
+        uneven = max(layer.work for layer in layers) / max(speed) / 2 / way.v if p > 1 else 0.0  # in the mean, a half
+        forward = sum(layer.forward for layer in layers) / max(speed)
         fill = forward * (1 - 1 / p) / way.v + (p - 1) * segments.costs.link.latency
-        busiest = way.microbatches * bottleneck(segments, free, self.placement, cuts)
-        self.estimate = busiest + fill + max(self._summing(cuts))
+        gradients = sum(layer.gradients for layer in layers) / p
+        self.estimate = max(self.floor, way.microbatches * (share + uneven)) + fill + self._summing([gradients])[0]
 
     def think(self, seconds: float, seed: int, *, moves: bool) -> Candidate | None:
         """Cut and order it; None if nothing keeps the memory."""
@@ -132,6 +130,13 @@ class _Look:
             self.segments, self.ranks, way.microbatches, shape=way.shape, v=way.v, seconds=seconds, moves=moves,
             seed=seed,
         )  # fmt: skip
+        if found is None and not self.reason:
+            free = evened(self.segments, replace(self.ranks, memory=(inf,) * way.pipe), way.shape, way.v)
+            assert free is not None  # with as many layers as stages there are always cuts
+            held = list(static_bytes(self.segments, self.placement, free, way.pipe))
+            for rank, (i, j) in zip(self.placement, pairwise((0, *free)), strict=True):
+                held[rank] += self.segments.activation(i, j)
+            self._misses(max(held))
         return None if found is None else self._candidate(found)
 
     def _candidate(self, found: Joint) -> Candidate:
@@ -142,27 +147,23 @@ class _Look:
             costs = stage_costs(plain, self.ranks, self.placement, found.cuts)
             schedule = with_recompute(schedule, ["always"] * len(found.cuts))
         simulation = simulate(schedule, costs, edges)
-        summing = self._summing(found.cuts)
+        sizes = [0.0] * self.way.pipe
+        for rank, (i, j) in zip(self.placement, pairwise((0, *found.cuts)), strict=True):
+            sizes[rank] += sum(layer.gradients for layer in self.segments.costs.layers[i:j])
+        summing = self._summing(sizes)
         done = max(ends[-1] + sums for ends, sums in zip(simulation.ends, summing, strict=True))
         floor = min(done, found.found.floor)
         return Candidate(self.way, found.cuts, schedule, done, floor, found.memory, simulation.bubble)
 
-    def _summing(self, cuts: Cuts) -> list[float]:
-        """For each rank, the seconds in which its gradients are summed over the replicas, in a ring."""
-        d, sizes = self.way.data, [0.0] * self.way.pipe
-        for rank, (i, j) in zip(self.placement, pairwise((0, *cuts)), strict=True):
-            sizes[rank] += sum(layer.gradients for layer in self.segments.costs.layers[i:j])
-        if d == 1:
-            return [0.0] * len(sizes)
-        return [2 * (d - 1) * (size / d / self.between.bandwidth + self.between.latency) for size in sizes]
+    def _summing(self, sizes: Sequence[float]) -> list[float]:
+        """The seconds in which ranks' gradients, of so many bytes, are summed over the replicas, in a ring."""
+        d, link = self.way.data, self.between
+        return [2 * (d - 1) * (size / d / link.bandwidth + link.latency) for size in sizes]
 
-    def _misses(self, cuts: Cuts) -> None:
-        held = static_bytes(self.segments, self.placement, cuts, self.way.pipe)
-        for rank, (i, j) in zip(self.placement, pairwise((0, *cuts)), strict=True):
-            held = (*held[:rank], held[rank] + self.segments.activation(i, j), *held[rank + 1 :])
-        self.needs = most = max(held)
-        limit = self.ranks.memory[held.index(most)]
-        self.reason = f"needs {readable(most)} on a device that has {readable(limit)}"
+    def _misses(self, needs: float) -> None:
+        self.needs, limit = needs, max(self.ranks.memory)
+        more = f"needs {readable(needs)} on a device that has {readable(limit)}"
+        self.reason = more if needs > limit else "no order keeps the memory"
 
 
 def _nothing_fits(looks: Sequence[_Look]) -> str:

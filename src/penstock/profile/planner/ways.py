@@ -40,11 +40,14 @@ class Way:
     samples: int  # of a micro-batch
     microbatches: int  # of each replica
     recompute: bool = False
+    tensor: int = 1  # devices that share each layer: a rank is a group of so many
 
     def __str__(self) -> str:
         stages = {"straight": "", "loop": f" × {self.v} looped", "v": " × 2 on a V"}[self.shape]
         parts = [f"{self.data} × " if self.data > 1 else "", f"{self.pipe} rank{'s' * (self.pipe > 1)}{stages}"]
         parts.append(f", {self.microbatches} micro-batches of {self.samples}")
+        if self.tensor > 1:
+            parts.append(f", {self.tensor} devices each")
         return "".join(parts) + (", recomputed" if self.recompute else "")
 
 
@@ -84,6 +87,7 @@ def ways(
     microbatches: int | None = None,
     largest: int | None = None,
     recompute: tuple[bool, ...] = (False,),
+    tensor: int = 1,
 ) -> list[Way]:
     """All ways worth a look. ``grids``: numbers of replicas and of ranks; ``largest``: samples of a micro-batch."""
     found = []
@@ -95,7 +99,7 @@ def ways(
             for shape, v in (("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)):
                 if pipe * v <= layers and (pipe > 1 or v == 1):
                     for again in recompute:
-                        found.append(Way(data, pipe, shape, v, samples, -(-share // samples), again))
+                        found.append(Way(data, pipe, shape, v, samples, -(-share // samples), again, tensor))
     return found
 
 
