@@ -46,6 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--recompute", choices=("yes", "no"), help="whether to recompute (default: where memory asks for it)")
     add("--threads", action="store_true", help="a pipeline of threads, without replicas, on up to so many devices")
     add("--seconds", type=float, default=10.0, metavar="S", help="how long to search (default 10)")
+    add("--measure", type=float, default=5.0, metavar="S", help="how long to measure (default 5)")
     add("--save", metavar="FILE", help="write the plan as JSON: ps.Planned.load(FILE, model) reads it")
     parser.set_defaults(usage_error=parser.error)
 
@@ -121,7 +122,7 @@ def _measured(args: argparse.Namespace) -> Planned:
         raise PlanError(f"{args.model} gives a model and no sample to measure it on: give --sample, or --costs")
     return plan(
         model, sample, devices=args.devices, replicas=not args.threads, memory=args.memory, batch=args.batch,
-        costs=args.costs, **_options(args),
+        costs=args.costs, measure_seconds=args.measure, **_options(args),
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class Way:
     def __str__(self) -> str:
         stages = {"straight": "", "loop": f" × {self.v} looped", "v": " × 2 on a V"}[self.shape]
         parts = [f"{self.data} × " if self.data > 1 else "", f"{self.pipe} rank{'s' * (self.pipe > 1)}{stages}"]
-        parts.append(f", {self.microbatches} micro-batches of {self.samples}")
+        parts.append(f", {self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of {self.samples}")
         if self.tensor > 1:
             parts.append(f", {self.tensor} devices each")
         return "".join(parts) + (", recomputed" if self.recompute else "")
