@@ -32,6 +32,8 @@ class Policy:
     """A W may delay what arrives meanwhile by this fraction of itself."""
     look: float = 0.0
     """Work waits for what has an earlier wish if that arrives within this fraction of the work."""
+    pace: float = 0.0
+    """The least time between two micro-batches, or groups of them, that enter the pipeline, for each of them."""
     quota: tuple[float, ...] | None = None
     """By rank: what it may keep when it takes up a forward while others of that stage are in flight."""
     relieve: bool = True
@@ -48,6 +50,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> 
     wishes, period, group, step = policy.wishes, policy.period, policy.group, policy.step
     overrun, look, relieve = policy.overrun, policy.look, policy.relieve
     round_ = group * period
+    round_pace = group * policy.pace
     incoming: list[list[list[float]]] = [[] for _ in range(2 * count)]
     outgoing: list[list[tuple[list[float], float, int]]] = [[] for _ in range(2 * count)]
     for src, dst, time in problem.arcs:
@@ -57,6 +60,10 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> 
         outgoing[src].append((forth, time, placement[dst]))
         incoming[count + src].append(back)
         outgoing[count + dst].append((back, time, placement[src]))
+    entries = [k // group * round_pace for k in range(m)]
+    for s in range(count):
+        if policy.pace and not incoming[s]:
+            incoming[s].append(entries)
     room = [cap * (1 + SLACK) for cap in problem.cap]
     quota = [cap * (1 + SLACK) for cap in policy.quota] if policy.quota else room
     reserve = [0.0] * count  # room for the later stages of the rank: without it, no micro-batch might ever end

@@ -14,14 +14,16 @@ from penstock.schedule.auto.problem import SLACK, Problem, Words
 
 __all__ = ["few", "repeat"]
 
+_SMALL = 1024
+"""Stages times micro-batches."""
+
 
 def few(problem: Problem) -> int:
-    """So many micro-batches that warm-up, drain and some turns of the steady state fit in: no more than 4p.
-
-    What is left out is a multiple of p, for kernels of any length that divides it.
+    """All where they are a small problem; else as many as have room for warm-up, drain and some turns of the steady
+    state, less than 4p. What is left out is a multiple of p, for kernels of any length that divides it.
     """
     ranks, m = problem.num_ranks, problem.m
-    return m if m < 4 * ranks else 3 * ranks + m % ranks
+    return m if m < 4 * ranks or problem.num_stages * m <= _SMALL else 3 * ranks + m % ranks
 
 
 def repeat(problem: Problem, plan: Plan, m: int) -> Plan | None:

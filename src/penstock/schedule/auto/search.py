@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from penstock.schedule.auto.anneal import Plan, anneal
-from penstock.schedule.auto.fill import fill, filled
+from penstock.schedule.auto.fill import Record, fill
 from penstock.schedule.auto.lists import Policy, list_schedule
 from penstock.schedule.auto.policies import draw, plain, vary
 from penstock.schedule.auto.problem import SLACK, Problem, Words
@@ -26,6 +26,9 @@ _POLICY_COST = 6.0
 
 _TRACKS = 2
 """So many different plans are annealed."""
+
+_WORTH = 1.1
+"""A plan that takes so much longer than the best is dropped."""
 
 _OVERRUNS = (0.0, 0.5)
 
@@ -86,7 +89,7 @@ class _Pool:
         makespans = []
         for part in _OVERRUNS:
             overrun = [part] * self.problem.num_ranks
-            makespan = fill(self.problem, skeleton, overrun)
+            makespan = fill(self.problem, skeleton, overrun, limit=self.best * _WORTH)
             if makespan < math.inf:
                 self.plans.append(Plan(makespan, skeleton, overrun))
             makespans.append(makespan)
@@ -119,8 +122,8 @@ class _Pool:
 
 
 def _order(problem: Problem, plan: Plan) -> tuple[float, Words]:
-    makespan, words, _ = filled(problem, plan.skeleton, plan.overrun)
-    return makespan, words
+    record = Record(problem.num_ranks, every=sum(map(len, plan.skeleton)) + 1)
+    return fill(problem, plan.skeleton, plan.overrun, record=record), record.words
 
 
 def _for_all(
