@@ -17,14 +17,17 @@ from penstock.schedule.auto.words import critical
 
 __all__ = ["Plan", "anneal"]
 
-_WARMTH = 0.0015
-"""The temperature at the beginning, as a fraction of the makespan."""
+_WARMTH = 0.2
+"""The temperature at the beginning, as a fraction of what an action takes."""
 
 _STALE = 4
 """After so many changes that gain nothing, the path is looked at again; until then it is about right."""
 
 _CHECKPOINTS = 12
 """A change is tried from the last of so many points, in the order of things, that it leaves alone."""
+
+_SINGLE = 0.6
+"""How often a change is one of one rank; else it is two at once, which may be good only together."""
 
 _NEAR = (0, 0, 0, 1, 2, 3)
 """How far beyond the end of its block work is moved."""
@@ -46,28 +49,37 @@ def anneal(
     now = Plan(plan.makespan, list(plan.skeleton), list(plan.overrun))
     best = plan
     stale = _STALE
+    warmth = _WARMTH * sum(problem.durations) / len(problem.durations)
     for step in range(steps):
         if best.makespan <= goal or (step % 16 == 0 and expired()):
             break
         if stale >= _STALE:
             path, blocks, checkpoints = _path(problem, now)
             stale = 0
-        rank, word, overrun = _change(problem, now, path, blocks, random)
-        old = now.skeleton[rank], now.overrun[rank]
-        if (word, overrun) == old:
+        old: dict[int, tuple[list[int], float]] = {}
+        for _ in range(1 if random.random() < _SINGLE else 2):
+            rank, word, overrun = _change(problem, now, path, blocks, random)
+            if (word, overrun) != (now.skeleton[rank], now.overrun[rank]):
+                old.setdefault(rank, (now.skeleton[rank], now.overrun[rank]))
+                now.skeleton[rank], now.overrun[rank] = word, overrun
+        if not old:
             continue
-        same = _common(word, old[0]) if overrun == old[1] else 0
-        begin = next((point for point in reversed(checkpoints) if point.position[rank] <= same), None)
-        if begin is not None and rank not in begin.waiting:
-            begin = begin._replace(waiting=[*begin.waiting, rank])  # what it waited for may not be next any more
-        now.skeleton[rank], now.overrun[rank] = word, overrun
-        temperature = _WARMTH * best.makespan * (1 - step / steps)
+        same = {
+            rank: _common(word, now.skeleton[rank]) if overrun == now.overrun[rank] else 0
+            for rank, (word, overrun) in old.items()
+        }
+        checks = (point for point in reversed(checkpoints) if all(point.position[r] <= at for r, at in same.items()))
+        begin = next(checks, None)
+        if begin is not None:  # what the ranks waited for may not be next any more
+            begin = begin._replace(waiting=[*begin.waiting, *(rank for rank in old if rank not in begin.waiting)])
+        temperature = warmth * (1 - step / steps)
         limit = now.makespan - temperature * math.log(1.0 - random.random()) + SLACK
         makespan = fill(problem, now.skeleton, now.overrun, limit, resume=begin)
         if makespan > limit:
-            now.skeleton[rank], now.overrun[rank] = old
+            for rank, (word, overrun) in old.items():
+                now.skeleton[rank], now.overrun[rank] = word, overrun
             continue
-        checkpoints = [point for point in checkpoints if point.position[rank] <= same]
+        checkpoints = [point for point in checkpoints if all(point.position[r] <= at for r, at in same.items())]
         stale += 1 if makespan >= now.makespan else _STALE
         now.makespan = makespan
         if makespan < best.makespan * (1 - SLACK):
