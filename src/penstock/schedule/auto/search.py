@@ -21,7 +21,7 @@ _LETTERS_PER_SECOND = 3.2e6
 _OVERHEAD = 300
 """What a core gets through, at least, and what an order costs besides its letters: so much searching is done."""
 
-_FOR_POLICIES = 0.3
+_FOR_POLICIES = 0.45
 """The part of the search that goes to policies; one costs as much as this many letters of an order:"""
 _POLICY_COST = 9.0
 
