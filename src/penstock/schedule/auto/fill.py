@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.schedule.auto.problem import SLACK, Problem, Words
+from penstock.schedule.auto.problem import SLACK, Problem, Words, connect
 
 __all__ = ["Checkpoint", "Record", "fill"]
 
@@ -58,7 +58,7 @@ def fill(
     """
     count = problem.num_stages
     weights = 3 * count
-    durations, placement, takes = problem.durations, problem.placement, problem.takes
+    durations, takes = problem.durations, problem.takes
     ranks = len(skeleton)
     if resume is None:
         resume = Checkpoint(
@@ -76,14 +76,7 @@ def fill(
     else:
         resume = _copy(resume)
     wires, done, position, clock, kept, idle, pending, early, waiting, left = resume
-    incoming: list[list[list[float]]] = [[] for _ in range(2 * count)]
-    outgoing: list[list[tuple[list[float], float, int]]] = [[] for _ in range(2 * count)]
-    for number, (src, dst, time) in enumerate(problem.arcs):
-        forth, back = wires[2 * number], wires[2 * number + 1]
-        incoming[dst].append(forth)
-        outgoing[src].append((forth, time, placement[dst]))
-        incoming[count + src].append(back)
-        outgoing[count + dst].append((back, time, placement[src]))
+    incoming, outgoing = connect(problem, wires)
     room = [cap * (1 + SLACK) for cap in problem.cap]
     # A rank that has idled longer than this cannot be done by the limit.
     patience = [limit - problem.m * work for work in problem.work]
