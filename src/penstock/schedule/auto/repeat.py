@@ -23,7 +23,8 @@ def few(problem: Problem) -> int:
     state, less than 4p. What is left out is a multiple of p, for kernels of any length that divides it.
     """
     ranks, m = problem.num_ranks, problem.m
-    return m if m < 4 * ranks or problem.num_stages * m <= _SMALL else 3 * ranks + m % ranks
+    enough = 3 * ranks + m % ranks
+    return m if m <= enough or problem.num_stages * m <= _SMALL else enough
 
 
 def repeat(problem: Problem, plan: Plan, m: int) -> Plan | None:

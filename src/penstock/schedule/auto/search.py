@@ -55,15 +55,16 @@ def search(
     letters = 3 * small.num_stages * small.m
     effort = share * seconds * _LETTERS_PER_SECOND / (letters + _OVERHEAD)
     pool = _Pool(small, random)
-    pool.offer(one_at_a_time(small))
-    for skeleton in skeletons(small, families=int(effort / 60)):
-        pool.offer(skeleton)
-        if pool.best <= small_goal or expired():
+    for number, skeleton in enumerate(skeletons(small, families=int(effort / 60))):
+        if pool.best <= small_goal or (number >= 2 and expired()):
             break
+        pool.offer(skeleton)
     for number in range(1 + int(_FOR_POLICIES * effort / _POLICY_COST)):
-        if pool.best <= small_goal or expired():
+        if pool.best <= small_goal or (number >= 1 and expired()):
             break
         pool.try_policy(number)
+    if not pool.plans:
+        pool.offer(one_at_a_time(small))
     plans = pool.pick(_ROUNDS[0])
     for tracks in _ROUNDS:
         steps = int((1 - _FOR_POLICIES) * effort / len(_ROUNDS) / tracks)

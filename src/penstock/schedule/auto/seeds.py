@@ -74,16 +74,19 @@ def one_at_a_time(problem: Problem) -> Words:
 
 
 def skeletons(problem: Problem, families: int) -> Iterator[Words]:
-    """Orders to begin with: those that are known, and up to so many relatives of them."""
+    """Orders to begin with: those that are known, and up to so many relatives of them; the likeliest two first."""
+    ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
+    relatives: Iterator[Words] = iter(())
+    if problem.placement == vee(ranks):
+        relatives = _travelling(problem)
+    elif problem.placement == loop(ranks, per_rank):
+        relatives = _alternating(problem, per_rank)
+    yield from islice(relatives, 2)
     for schedule in fixed_schedules(problem):
         words = to_words(problem, schedule)
         yield words
         yield to_skeleton(problem, words)
-    ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
-    if problem.placement == loop(ranks, per_rank):
-        yield from islice(_alternating(problem, per_rank), max(4, families))
-    if problem.placement == vee(ranks):
-        yield from islice(_travelling(problem), max(4, families))
+    yield from islice(relatives, max(2, families))
 
 
 def _alternating(problem: Problem, per_rank: int) -> Iterator[Words]:
