@@ -72,6 +72,7 @@ class ProcessCrew:
         self.parting: Parting | None = None  # a mini-batch whose backward is still to come
         self.waited = Waited()
         self.tape: Tape | None = None  # there while runs are traced
+        self.traces = 0  # how many there have been
         self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self.watch, self.doing = meeting.watch, meeting.watch.doing
         self.doing.homes = [self.ranks[rank] for rank in self.placement]

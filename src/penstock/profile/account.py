@@ -1,0 +1,47 @@
+"""The memory of ranks whose devices do not count it: what is saved for backwards to come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from penstock.profile.steps import Done, Step
+
+__all__ = ["with_memory"]
+
+
+def with_memory(steps: Sequence[Step], saved: Mapping[int, int]) -> tuple[Step, ...]:
+    """Every action with the bytes that its rank keeps after it, where they are not known already.
+
+    A stage keeps ``saved`` bytes of a micro-batch from its forward, or from its recompute if it has one, to the end of
+    its backward. What crosses between stages, and what a recompute keeps of its input, does not count.
+    """
+    kept: dict[int, dict[tuple[int, int], int]] = {}
+    return tuple(
+        replace(
+            step,
+            parts=tuple(
+                replace(part, actions=_counted(step.kind, part.actions, kept.setdefault(part.track, {}), saved))
+                for part in step.parts
+            ),
+        )
+        for step in steps
+    )
+
+
+def _counted(
+    run: str, actions: Sequence[Done], kept: dict[tuple[int, int], int], saved: Mapping[int, int]
+) -> tuple[Done, ...]:
+    if run in ("step", "call"):  # nothing is left of a step before, unless it has failed
+        kept.clear()
+    again = {(d.action.stage, d.action.microbatch) for d in actions if d.action.kind == "R"}
+    found = []
+    for done in actions:
+        stage, kind, microbatch = done.action
+        pair = stage, microbatch
+        if kind == "R" or (kind == "F" and run in ("step", "call") and pair not in again):
+            kept[pair] = saved.get(stage, 0)
+        elif kind in "BW":
+            kept.pop(pair, None)
+        found.append(done if done.memory is not None else replace(done, memory=sum(kept.values())))
+    return tuple(found)

@@ -1,0 +1,173 @@
+"""What is written down of a step: plain data, in seconds on one clock.
+
+    rank 1   ····wait····▕▔▔▔2F0▔▔▔▏send▕  ··wait··▕▔▔▔2B0▔▔▔▏        a Part: what one rank did in a Step
+                          start    end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.schedule.action import Action
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Done", "Part", "Sent", "Span", "Step", "Track", "Wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank waits for a message of another rank's stage, and for nothing else."""
+
+    source: int  # the stage that sends it
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message to another stage, of the same rank or of another one; the times are those of its start."""
+
+    target: int  # the stage that takes it
+    start: float
+    end: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An action, done: what it waited for before, and what it sent then.
+
+    On a GPU the times are those of the device, and ``launched`` is when the host began to launch it; ``memory`` is in
+    bytes, after the action.
+    """
+
+    action: Action
+    start: float
+    end: float
+    launched: float | None = None
+    memory: int | None = None
+    waits: tuple[Wait, ...] = ()
+    sends: tuple[Sent, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the rank waited for what the action takes."""
+        return max(wait.end for wait in self.waits) - min(wait.start for wait in self.waits) if self.waits else 0.0
+
+    def to_row(self) -> list[Any]:
+        waits = [[wait.source, _ns(wait.start), _ns(wait.end)] for wait in self.waits]
+        sends = [[sent.target, _ns(sent.start), _ns(sent.end), sent.bytes] for sent in self.sends]
+        launched = None if self.launched is None else _ns(self.launched)
+        return [str(self.action), _ns(self.start), _ns(self.end), launched, self.memory, waits, sends]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Done:
+        name, start, end, launched, memory, waits, sends = row
+        times = tuple(Wait(int(s), float(a), float(b)) for s, a, b in waits)
+        sent = tuple(Sent(int(t), float(a), float(b), int(n)) for t, a, b, n in sends)
+        return cls(Action.parse(name), float(start), float(end), launched, memory, times, sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank does around its program: it hears of the mini-batch, sums gradients, learns the loss."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank did in a step. ``track`` is its number among the trace's tracks."""
+
+    track: int
+    begin: float
+    end: float
+    actions: tuple[Done, ...]
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which it worked on actions."""
+        return sum(done.seconds for done in self.actions)
+
+    @property
+    def waited(self) -> float:
+        return sum(done.waited for done in self.actions)
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "track": self.track,
+            "begin": _ns(self.begin),
+            "end": _ns(self.end),
+            "actions": [done.to_row() for done in self.actions],
+            "spans": [[span.name, _ns(span.start), _ns(span.end)] for span in self.spans],
+        }
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Part:
+        return cls(
+            int(data["track"]),
+            float(data["begin"]),
+            float(data["end"]),
+            tuple(map(Done.from_row, data["actions"])),
+            tuple(Span(str(name), float(start), float(end)) for name, start, end in data["spans"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One rank of the mesh: a thread, or a process."""
+
+    rank: int  # in the world; of threads, among them
+    replica: int  # the pipeline that it belongs to
+    place: int  # its rank in that pipeline
+    device: str
+    clock_error: float = 0.0  # seconds by which its clock may be off that of the first rank
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One mini-batch: a training step, a forward without gradients, or one half of a call with them."""
+
+    number: int  # in the trace
+    kind: str  # "step", "evaluate", "call" or "backward"
+    parts: tuple[Part, ...]
+    failed: bool = False
+
+    @property
+    def begin(self) -> float:
+        return min(part.begin for part in self.parts)
+
+    @property
+    def end(self) -> float:
+        return max(part.end for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    def of(self, tracks: Iterable[int]) -> list[Part]:
+        """The parts of some tracks that have done anything."""
+        wanted = set(tracks)
+        return [part for part in self.parts if part.track in wanted and part.actions]
+
+    def schedule(self, name: str, placement: Sequence[int], places: Sequence[int], replica: Iterable[int]) -> Schedule:
+        """What the ranks of one replica did, in their order; ``places[t]`` is track t's rank in its pipeline."""
+        orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+        for part in self.of(replica):
+            orders[places[part.track]] = [done.action for done in part.actions]
+        count = max((action.microbatch + 1 for order in orders for action in order), default=0)
+        return Schedule.of(name, placement, orders, count)
+
+
+def _ns(seconds: float) -> float:
+    """Nothing is known of less than a nanosecond."""
+    return round(seconds, 9)

@@ -1,0 +1,66 @@
+"""A trace in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from penstock.errors import PenstockError
+from penstock.profile.measure import middle, typical
+
+if TYPE_CHECKING:
+    from penstock.profile.trace import Trace
+
+__all__ = ["summary"]
+
+
+def summary(trace: Trace) -> str:
+    """How long a step takes, its bubble beside the simulated one, and what each rank does meanwhile."""
+    schedule = trace.schedule
+    head = (
+        f"trace of {len(trace.steps)} step{'s' * (len(trace.steps) != 1)}: {schedule.name}, {schedule.num_stages} "
+        f"stages on {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
+    )
+    if len(trace.replicas) > 1:
+        head += f", {len(trace.replicas)} replicas"
+    lines = [head] + ([] if trace.missing is None else [f"one rank's part only: {trace.missing}"])
+    steps = typical(trace)
+    if not steps:
+        return "\n".join([*lines, "no whole step"])
+    times = [step.seconds for step in steps]
+    lines.append(f"step    {_ms(median(times))} (median of {len(times)}; {_ms(min(times))} to {_ms(max(times))})")
+    lines += [f"bubble  {text}" for text in [_bubble(trace)] if text]
+    cells = [("rank", "device", "stages", "busy", "waits", "other")]
+    for t, track in enumerate(trace.tracks):
+        parts = [part for step in steps for part in step.of([t])]
+        if parts:
+            busy, waits = (middle([getattr(part, name) for part in parts]) or 0.0 for name in ("busy", "waited"))
+            other = middle([part.end - part.begin - part.busy - part.waited for part in parts]) or 0.0
+            stages = " ".join(map(str, schedule.stages_of(track.place)))
+            cells.append((str(track.rank), track.device, stages, _ms(busy), _ms(waits), _ms(max(0.0, other))))
+    return "\n".join([*lines, "", *_columns(cells)])
+
+
+def _bubble(trace: Trace) -> str | None:
+    if trace.bubble is None:
+        return None
+    text = f"{trace.bubble:.1%} measured"
+    try:
+        return f"{text}, {trace.simulation().bubble:.1%} simulated with the median time of each action"
+    except PenstockError:  # one rank's part only, or half of a call
+        return text
+
+
+def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        padded = [c.rjust(w) if i > 2 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "  ".join("─" * width for width in widths))
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
