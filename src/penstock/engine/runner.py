@@ -81,9 +81,9 @@ class Wiring:
 
 
 class Mark(NamedTuple):
-    """What a tape has to know of a call: whether it is an action's work, the wait for a message, or a send."""
+    """What a tape has to know of a call: whether it is an action's work, a send, or a wait."""
 
-    what: str = ""  # "work", "wait", "send" or, for all else, nothing
+    what: str = ""  # "work", "wait" (for a message), "send", "sent" (a wait until a send is over), or anything else
     engine: StageEngine | None = None  # that works
     slot: Slot | None = None  # what it works on
     peer: int = -1  # the stage at the other end, of a wait or send
@@ -103,6 +103,7 @@ class Runner:
         self.instructions = tuple(instructions)
         self.marks = (_REST,) * len(self.calls) if marks is None else tuple(marks)
         self.progress = Progress()
+        self.script: object = None  # the same calls, as the last tape runs them
 
     def run(self) -> None:
         progress = self.progress
@@ -185,7 +186,9 @@ def _wait(instruction: Instruction, wiring: Wiring) -> list[Piece]:
 def _hold(instruction: Instruction, wiring: Wiring) -> list[Piece]:
     """The wait until a message is taken, where a lane asks for it."""
     lane = wiring.forward[instruction.stage, instruction.peer] if instruction.kind == "SEND_F" else None
-    return [(lane.taken, instruction._replace(kind="SENT_F"), _REST)] if isinstance(lane, HeldLane) else []
+    if not isinstance(lane, HeldLane):
+        return []
+    return [(lane.taken, instruction._replace(kind="SENT_F"), Mark("sent", peer=instruction.peer))]
 
 
 def _bind(instruction: Instruction, wiring: Wiring) -> list[Marked]:
@@ -207,7 +210,7 @@ def _bind(instruction: Instruction, wiring: Wiring) -> list[Marked]:
     lane = lanes[(peer, stage) if what == "RECV" else (stage, peer)]
     if not isinstance(lane, PostedLane):
         return []
-    return [(partial(lane.post if what == "RECV" else lane.sent, k), _REST)]
+    return [(partial(lane.post, k), _REST) if what == "RECV" else (partial(lane.sent, k), Mark("sent", peer=peer))]
 
 
 def _bind_forward(stage: int, k: int, wiring: Wiring) -> Call:

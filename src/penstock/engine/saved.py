@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.engine.stage import Slot, StageEngine
@@ -15,11 +16,11 @@ def saved_bytes(slot: Slot, engine: StageEngine) -> int:
     """The bytes of all tensors that a graph keeps for its backward, parameters and buffers apart.
 
     What was packed away by hooks, as checkpoints do it, is not unpacked, and does not count. Neither does what a
-    function of the user's keeps as attributes, nor what the stage's output holds that its graph does not.
+    function of the user's keeps as attributes, nor tensors that are not dense.
     """
-    own = {_place(tensor) for tensor in (*engine.module.parameters(), *engine.module.buffers())}
-    kept = {_place(tensor): _size(tensor) for tensor in slot.inputs}
+    own = {_place(tensor)[0] for tensor in (*engine.module.parameters(), *engine.module.buffers())}
     seen: set[Any] = set()
+    kept: list[Tensor] = list(slot.inputs)
     ahead: list[Any] = [edge.node for edge in slot.roots]
     while ahead:
         node = ahead.pop()
@@ -27,9 +28,16 @@ def saved_bytes(slot: Slot, engine: StageEngine) -> int:
             continue
         seen.add(node)
         ahead += [following for following, _ in node.next_functions]
-        for tensor in _tensors(node):
-            kept[_place(tensor)] = _size(tensor)
-    return sum(size for place, size in kept.items() if place not in own)
+        kept += _tensors(node)
+    sizes: dict[object, dict[int, int]] = {}  # by memory, and where in it
+    room: dict[object, int] = {}
+    for tensor in kept:
+        place, size = _place(tensor)
+        if place not in own:
+            views, at = sizes.setdefault(place, {}), int(tensor.storage_offset())
+            views[at] = max(views.get(at, 0), tensor.nbytes)
+            room[place] = size
+    return sum(min(room[place], sum(views.values())) for place, views in sizes.items())
 
 
 def _tensors(node: Any) -> list[Tensor]:
@@ -39,19 +47,13 @@ def _tensors(node: Any) -> list[Tensor]:
             found = getattr(node, name, None)
             saved += list(found) if isinstance(found, tuple | list) else [found]
     tensors = [getattr(one, "data", None) for one in saved]  # what lies there: nothing is unpacked
-    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.layout is torch.strided]
 
 
-def _place(tensor: Tensor) -> tuple[str, int]:
-    """Tensors that share memory count once."""
+def _place(tensor: Tensor) -> tuple[object, int]:
+    """The memory that a tensor is a view of, and its size: views that overlap count once."""
     try:
-        return str(tensor.device), tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, and other tensors without memory of their own
-        return "", id(tensor)
-
-
-def _size(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return tensor.nbytes
+        memory = tensor.untyped_storage()
+        return (str(tensor.device), memory.data_ptr()), memory.nbytes()
+    except (RuntimeError, NotImplementedError):  # tensors without memory of their own
+        return id(tensor), tensor.nbytes

@@ -1,7 +1,7 @@
 """A tape: what the ranks of this process do, and when, while somebody wants to know.
 
-Without a tape a program runs as it is. With one, the clock is read before each of its calls and after each action, and
-nothing else is done that could be left until later: who waited for whom, and how long, is worked out from that.
+Without a tape a program runs as it is. With one, the clock is read before each of its calls, what is sent is weighed,
+and nothing else is done that could be left until later: who waited for whom, and how long, is worked out from that.
 
 On a GPU the clock says when work was launched. When it was done say two events for each action, which are looked at
 once they have happened: nothing waits for them inside of a step.
@@ -9,42 +9,20 @@ once they have happened: nothing waits for them inside of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch.autograd import profiler
 
 from penstock.engine.devicetime import DeviceTimes
-from penstock.engine.message import Message
 from penstock.engine.runner import Runner
-from penstock.engine.saved import saved_bytes
-from penstock.schedule.program import Instruction
+from penstock.engine.script import Script, Walk
 
-__all__ = ["Run", "Tape", "Walk", "recorded", "spanned", "walking"]
-
-
-class Walk:
-    """One program, walked along: the clock's numbers, and what they belong to."""
-
-    __slots__ = ("ends", "events", "instructions", "memory", "peers", "seconds", "sizes", "starts", "stop", "whats")
-
-    def __init__(self, runner: Runner) -> None:
-        count = len(runner.calls)
-        self.instructions: Sequence[Instruction] = runner.instructions
-        self.whats = [mark.what for mark in runner.marks]
-        self.peers = [mark.peer for mark in runner.marks]
-        self.starts = [0] * count  # before each call
-        self.ends = [0] * count  # after each that is an action's work
-        self.sizes = [0] * count  # bytes, of each send
-        self.memory = [0] * count  # bytes that the device has given away, after an action's work
-        self.stop = 0  # after the last call
-        self.events: dict[int, tuple[torch.device, Any, Any]] = {}  # before and after an action's work, on a GPU
-        self.seconds: dict[int, tuple[torch.device, float, float]] = {}  # when they happened, since the run began
+__all__ = ["Run", "Tape", "recorded", "spanned", "walking"]
 
 
 @dataclass
@@ -116,52 +94,25 @@ class Tape:
         """Do what ``runner.run`` does, and write it down."""
         run = self.now
         assert run is not None
-        walk = Walk(runner)
+        script = self._script(runner)
+        walk = script.walk = Walk(script.lines)
         run.walks.append(walk)
-        if any(mark.engine is not None and mark.engine.device.type == "cuda" for mark in runner.marks):
-            self._walk_device(runner, walk)
-        else:
-            self._walk_host(runner, walk)
-        runner.progress.at = -1
-        walk.stop = self.clock()
-
-    def _walk_host(self, runner: Runner, walk: Walk) -> None:
-        starts, ends, sizes = walk.starts, walk.ends, walk.sizes
-        clock, progress, saved = self.clock, runner.progress, self.saved
-        for progress.at, (call, mark) in enumerate(zip(runner.named(), runner.marks, strict=True)):
-            at = progress.at
-            starts[at] = clock()
-            _, engine, slot, _, cargo = mark
-            if cargo is not None:
-                sizes[at] = _bytes(cargo())
+        stamps, clock, progress = walk.stamps, self.clock, runner.progress
+        for progress.at, call in enumerate(script.calls):
+            stamps[progress.at] = clock()
             call()
-            if engine is not None:
-                ends[at] = clock()
-                if engine.index not in saved and slot is not None and slot.roots:
-                    saved[engine.index] = saved_bytes(slot, engine)
+        stamps[-1] = clock()
+        progress.at = -1
 
-    def _walk_device(self, runner: Runner, walk: Walk) -> None:
-        """The same on a GPU, or on several devices of which one is."""
-        starts, ends, sizes = walk.starts, walk.ends, walk.sizes
-        clock, progress, saved = self.clock, runner.progress, self.saved
-        for progress.at, (call, mark) in enumerate(zip(runner.named(), runner.marks, strict=True)):
-            at = progress.at
-            starts[at] = clock()
-            _, engine, slot, _, cargo = mark
-            if cargo is not None:
-                sizes[at] = _bytes(cargo())
-            if engine is None:
-                call()
-                continue
-            before = self.times.stamp(engine.device)
-            call()
-            after = self.times.stamp(engine.device)
-            ends[at] = clock()
-            if before is not None:
-                walk.events[at] = (engine.device, before, after)
-                walk.memory[at] = self.times.allocated(engine.device)
-            if engine.index not in saved and slot is not None and slot.roots:
-                saved[engine.index] = saved_bytes(slot, engine)
+    def _script(self, runner: Runner) -> Script:
+        """The runner's calls: made for its first walk, for its second, when less is to be found out, and then kept."""
+        script = runner.script
+        known = isinstance(script, Script) and script.saved is self.saved
+        if isinstance(script, Script) and known and not script.curious and not profiler._is_profiler_enabled:
+            return script
+        made = Script(runner, self.clock, self.saved, self.times, curious=not known)
+        runner.script = None if profiler._is_profiler_enabled else made
+        return made
 
     def finish(self) -> None:
         """Nothing more is recorded; on GPUs, wait for what was."""
@@ -195,12 +146,3 @@ def spanned(tape: Tape | None, name: str) -> AbstractContextManager[None]:
 def walking(tape: Tape | None, runner: Runner) -> Callable[[], None]:
     """What runs a program: the runner itself, or a tape that records it."""
     return runner.run if tape is None or tape.now is None else partial(tape.walk, runner)
-
-
-def _bytes(payload: Any) -> int:
-    leaves = payload.leaves if isinstance(payload, Message) else payload
-    total = 0
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            total += leaf.nbytes
-    return total

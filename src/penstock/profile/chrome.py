@@ -78,9 +78,8 @@ def _step(trace: Trace, step: Step) -> list[Event]:
 
 def _action(trace: Trace, step: Step, part: Part, done: Done, where: dict[str, int]) -> list[Event]:
     stage, kind, microbatch = done.action
-    lane = "F" if kind == "F" else "B"
     events = [
-        _slice(f"wait {stage}RECV_{lane}{microbatch}", "wait", wait.start, wait.end, where, source=wait.source)
+        _slice(f"wait for {wait.what}", "wait", wait.start, wait.end, where, stage=wait.peer, before=str(done.action))
         for wait in done.waits
     ]
     about: dict[str, Any] = {

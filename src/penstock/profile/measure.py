@@ -59,7 +59,8 @@ def crossings(trace: Trace, step: Step) -> Iterator[Crossing]:
                     found = takers.get((_lane(done), sent.target, done.action.microbatch))
                     if found is not None:
                         there, taker = found
-                        wait = next((w for w in taker.waits if w.source == done.action.stage), None)
+                        waits = [w for w in taker.waits if w.what == "message" and w.peer == done.action.stage]
+                        wait = waits[0] if waits else None
                         yield Crossing(done, sent, taker, part.track, there.track, wait)
 
 

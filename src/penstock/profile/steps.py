@@ -18,11 +18,12 @@ __all__ = ["Done", "Part", "Sent", "Span", "Step", "Track", "Wait"]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank waits for a message of another rank's stage, and for nothing else."""
+    """A rank waits for another one: for a message, or until one that it sent is over."""
 
-    source: int  # the stage that sends it
+    peer: int  # the stage at the other end
     start: float
     end: float
+    what: str = "message"  # or "sent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,15 @@ class Done:
 
     @property
     def waited(self) -> float:
-        """Seconds that the rank waited for what the action takes."""
-        return max(wait.end for wait in self.waits) - min(wait.start for wait in self.waits) if self.waits else 0.0
+        """Seconds that the rank waited before it; waits for several messages at a time count once."""
+        total, until = 0.0, float("-inf")
+        for wait in sorted(self.waits, key=lambda wait: wait.start):
+            total += max(0.0, wait.end - max(wait.start, until))
+            until = max(until, wait.end)
+        return total
 
     def to_row(self) -> list[Any]:
-        waits = [[wait.source, _ns(wait.start), _ns(wait.end)] for wait in self.waits]
+        waits = [[wait.peer, _ns(wait.start), _ns(wait.end), wait.what] for wait in self.waits]
         sends = [[sent.target, _ns(sent.start), _ns(sent.end), sent.bytes] for sent in self.sends]
         launched = None if self.launched is None else _ns(self.launched)
         return [str(self.action), _ns(self.start), _ns(self.end), launched, self.memory, waits, sends]
@@ -69,14 +74,18 @@ class Done:
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Done:
         name, start, end, launched, memory, waits, sends = row
-        times = tuple(Wait(int(s), float(a), float(b)) for s, a, b in waits)
+        times = tuple(Wait(int(p), float(a), float(b), str(what)) for p, a, b, what in waits)
         sent = tuple(Sent(int(t), float(a), float(b), int(n)) for t, a, b, n in sends)
         return cls(Action.parse(name), float(start), float(end), launched, memory, times, sent)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a rank does around its program: it hears of the mini-batch, sums gradients, learns the loss."""
+    """What a rank does around its actions, by name.
+
+    In ``announce`` it hears of the mini-batch, in ``sends`` it waits until those are over that no action comes after,
+    in ``reduce`` for sums of gradients over replicas, and in ``loss`` for the loss of all.
+    """
 
     name: str
     start: float
@@ -101,6 +110,11 @@ class Part:
     @property
     def waited(self) -> float:
         return sum(done.waited for done in self.actions)
+
+    @property
+    def around(self) -> float:
+        """Seconds before and after its actions of which it is known what they were spent on."""
+        return sum(span.end - span.start for span in self.spans)
 
     def to_data(self) -> dict[str, Any]:
         return {

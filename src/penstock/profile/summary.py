@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
-from penstock.profile.measure import middle, typical
+from penstock.profile.measure import typical
 
 if TYPE_CHECKING:
     from penstock.profile.trace import Trace
@@ -31,14 +31,15 @@ def summary(trace: Trace) -> str:
     times = [step.seconds for step in steps]
     lines.append(f"step    {_ms(median(times))} (median of {len(times)}; {_ms(min(times))} to {_ms(max(times))})")
     lines += [f"bubble  {text}" for text in [_bubble(trace)] if text]
-    cells = [("rank", "device", "stages", "busy", "waits", "other")]
+    cells: list[tuple[str, ...]] = [("rank", "device", "stages", "busy", "waits", "around", "other")]
     for t, track in enumerate(trace.tracks):
         parts = [part for step in steps for part in step.of([t])]
         if parts:
-            busy, waits = (middle([getattr(part, name) for part in parts]) or 0.0 for name in ("busy", "waited"))
-            other = middle([part.end - part.begin - part.busy - part.waited for part in parts]) or 0.0
+            known = [[part.busy, part.waited, part.around] for part in parts]
+            other = [max(0.0, p.end - p.begin - sum(row)) for p, row in zip(parts, known, strict=True)]
+            times = [median(column) for column in (*zip(*known, strict=True), other)]
             stages = " ".join(map(str, schedule.stages_of(track.place)))
-            cells.append((str(track.rank), track.device, stages, _ms(busy), _ms(waits), _ms(max(0.0, other))))
+            cells.append((str(track.rank), track.device, stages, *map(_ms, times)))
     return "\n".join([*lines, "", *_columns(cells)])
 
 

@@ -43,7 +43,7 @@ def rows(trace: Trace) -> list[dict[str, Any]]:
                         "seconds": done.seconds,
                         "launched": done.launched,
                         "waited": done.waited,
-                        "waited_for": waits[0].source if waits else None,  # the stage that it waited for longest
+                        "waited_for": waits[0].peer if waits else None,  # the stage that it waited for longest
                         "sent": sum(sent.bytes for sent in done.sends),
                         "received": received.get(id(done), 0),
                         "memory": done.memory,
