@@ -65,7 +65,7 @@ class Tape:
             self.skip -= 1
             yield
             return
-        if self.now is not None or self.skip or (self.left == 0 if counts else not self.runs):
+        if self.now is not None or (counts and self.left == 0):
             yield
             return
         self._resolve(done=False)

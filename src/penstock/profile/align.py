@@ -46,7 +46,7 @@ class Aligned:
         """Seconds on the first rank's clock."""
         (first, before), (last, after) = self.begin, self.end
         share = (at - first) / (last - first) if last > first else 0.0
-        return (at + before.value + share * (after.value - before.value)) / 1e9
+        return round((at + before.value + share * (after.value - before.value)) / 1e9, 9)
 
     @property
     def error(self) -> float:

@@ -127,9 +127,12 @@ def costs(trace: Trace) -> Costs:
             for done in part.actions:
                 times[done.action.kind, done.action.stage].append(done.seconds)
     stages = range(trace.schedule.num_stages)
+    if not times:
+        raise PlanError(_NOTHING)
     lost = [stage for stage in stages if not times["F", stage]]
     if lost:
-        raise PlanError(_NOTHING if not times else f"this trace has no forward of stages {lost}: {trace.missing}")
+        why = "" if trace.missing is None else f", for it has one rank's part only: {trace.missing}"
+        raise PlanError(f"this trace has no forward of stages {lost}{why}")
     latency, sizes = _edges(trace, steps)
     found = {kind: [_median(times[kind, stage]) for stage in stages] for kind in "FRBIW"}
     halves = [None if b is None else b / 2 for b in found["B"]]

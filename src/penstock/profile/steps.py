@@ -66,16 +66,17 @@ class Done:
         return total
 
     def to_row(self) -> list[Any]:
-        waits = [[wait.peer, _ns(wait.start), _ns(wait.end), wait.what] for wait in self.waits]
-        sends = [[sent.target, _ns(sent.start), _ns(sent.end), sent.bytes] for sent in self.sends]
-        launched = None if self.launched is None else _ns(self.launched)
-        return [str(self.action), _ns(self.start), _ns(self.end), launched, self.memory, waits, sends]
+        waits = [[wait.peer, wait.start, wait.end, wait.what] for wait in self.waits]
+        sends = [[sent.target, sent.start, sent.end, sent.bytes] for sent in self.sends]
+        return [str(self.action), self.start, self.end, self.launched, self.memory, waits, sends]
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> Done:
         name, start, end, launched, memory, waits, sends = row
         times = tuple(Wait(int(p), float(a), float(b), str(what)) for p, a, b, what in waits)
         sent = tuple(Sent(int(t), float(a), float(b), int(n)) for t, a, b, n in sends)
+        launched = None if launched is None else float(launched)
+        memory = None if memory is None else int(memory)
         return cls(Action.parse(name), float(start), float(end), launched, memory, times, sent)
 
 
@@ -119,10 +120,10 @@ class Part:
     def to_data(self) -> dict[str, Any]:
         return {
             "track": self.track,
-            "begin": _ns(self.begin),
-            "end": _ns(self.end),
+            "begin": self.begin,
+            "end": self.end,
             "actions": [done.to_row() for done in self.actions],
-            "spans": [[span.name, _ns(span.start), _ns(span.end)] for span in self.spans],
+            "spans": [[span.name, span.start, span.end] for span in self.spans],
         }
 
     @classmethod
@@ -180,8 +181,3 @@ class Step:
             orders[places[part.track]] = [done.action for done in part.actions]
         count = max((action.microbatch + 1 for order in orders for action in order), default=0)
         return Schedule.of(name, placement, orders, count)
-
-
-def _ns(seconds: float) -> float:
-    """Nothing is known of less than a nanosecond."""
-    return round(seconds, 9)

@@ -19,8 +19,8 @@ def summary(trace: Trace) -> str:
     """How long a step takes, its bubble beside the simulated one, and what each rank does meanwhile."""
     schedule = trace.schedule
     head = (
-        f"trace of {len(trace.steps)} step{'s' * (len(trace.steps) != 1)}: {schedule.name}, {schedule.num_stages} "
-        f"stages on {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
+        f"trace of {_count(len(trace.steps), 'step')}: {schedule.name}, {_count(schedule.num_stages, 'stage')} on "
+        f"{_count(schedule.num_ranks, 'rank')}, {_count(schedule.num_microbatches, 'micro-batch')}"
     )
     if len(trace.replicas) > 1:
         head += f", {len(trace.replicas)} replicas"
@@ -61,6 +61,10 @@ def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
         lines.append("  ".join(padded).rstrip())
     lines.insert(1, "  ".join("─" * width for width in widths))
     return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def _ms(seconds: float) -> str:

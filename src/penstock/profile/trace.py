@@ -142,9 +142,12 @@ class Trace:
             Step(int(s["number"]), s["kind"], tuple(map(Part.from_data, s["parts"])), bool(s["failed"]))
             for s in data["steps"]
         )
-        beyond = {part.track for step in steps for part in step.parts if not 0 <= part.track < len(tracks)}
-        if beyond:
-            raise PlanError(f"the trace has {len(tracks)} tracks, but its steps have parts of track {min(beyond)}")
+        parts = [part for step in steps for part in step.parts]
+        if any(not 0 <= part.track < len(tracks) for part in parts):
+            raise PlanError(f"the trace has {len(tracks)} tracks, but its steps have parts of others")
+        stages = len(given["placement"])
+        if any(done.action.stage >= stages for part in parts for done in part.actions):
+            raise PlanError(f"the trace has {stages} stages, but actions of others")
         return cls(
             Schedule.of(given["name"], given["placement"], orders, given["microbatches"]),
             tuple((int(src), int(dst)) for src, dst in data["edges"]),
