@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,7 +73,9 @@ class Script:
         call()
         if mark.slot.roots and mark.engine.index not in self.saved:
             self.walk.ends[at] = self.clock()
-            self.saved[mark.engine.index] = saved_bytes(mark.slot, mark.engine)
+            self.saved[mark.engine.index] = 0
+            with suppress(Exception):  # tensors of kinds that nobody has thought of must not end a step
+                self.saved[mark.engine.index] = saved_bytes(mark.slot, mark.engine)
 
 
 class Walk:

@@ -9,6 +9,7 @@ once they have happened: nothing waits for them inside of a step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class Tape:
         self.now: Run | None = None  # what is recorded now
         self.saved: dict[int, int] = {}  # bytes that a stage's graph keeps of one micro-batch
         self.times = DeviceTimes(devices, clock)
+        self._pending: deque[tuple[Run, Walk]] = deque()  # whose events have not been looked at
         self.begin = clock()
 
     @contextmanager
@@ -79,6 +81,7 @@ class Tape:
         finally:
             run.end = self.clock()
             self.now = None
+            self._pending.extend((run, walk) for walk in run.walks if walk.events)
             if counts and self.left is not None:
                 self.left -= 1
 
@@ -122,15 +125,15 @@ class Tape:
 
     def _resolve(self, *, done: bool) -> None:
         """Look at events that have happened, and let go of them; all have when it is ``done``."""
-        for run in self.runs:
-            for walk in run.walks:
-                while walk.events:
-                    at, (device, before, after) = next(iter(walk.events.items()))
-                    if not done and not after.query():
-                        return
-                    start, end = self.times.since(device, run.base, before, after)
-                    walk.seconds[at] = (device, start, end)
-                    del walk.events[at]
+        while self._pending:
+            run, walk = self._pending[0]
+            if not done and not all(after.query() for _, _, after in walk.events.values()):
+                return
+            for at, (device, before, after) in walk.events.items():
+                start, end = self.times.since(device, run.base, before, after)
+                walk.seconds[at] = (device, start, end)
+            walk.events.clear()
+            self._pending.popleft()
 
 
 def recorded(tape: Tape | None, kind: str) -> AbstractContextManager[None]:
