@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
+from penstock.engine import runner, script
 from penstock.profile import recording
 from penstock.profile.measure import bubble
 from penstock.schedule import build, simulate
@@ -32,10 +34,11 @@ def orders(step: Any) -> list[list[ps.Action]]:
 
 def check_consistent(trace: ps.Trace) -> None:
     """What holds of every trace."""
-    last = 0.0
+    last = dict.fromkeys(range(len(trace.tracks)), 0.0)
     for step in trace.steps:
-        assert step.begin >= last or step.kind == "backward" or len(trace.tracks) > 1
         for part in step.parts:
+            assert part.begin >= last[part.track]
+            last[part.track] = part.end
             now = part.begin
             for done in part.actions:
                 for wait in done.waits:
@@ -49,7 +52,6 @@ def check_consistent(trace: ps.Trace) -> None:
             assert now <= part.end
             assert part.busy + part.waited <= part.end - part.begin + 1e-9
             assert part.waited == pytest.approx(sum(w.end - w.start for done in part.actions for w in done.waits))
-        last = step.begin
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
@@ -128,6 +130,31 @@ def test_what_a_checkpoint_has_packed_away_is_not_unpacked() -> None:
         pipe.step(batch(4), labels(4))
     assert [layer.runs for layer in layers] == [4, 4], "once for the forward and once for the backward"
     assert trace.saved.keys() == {0, 1}
+
+
+def test_parameters_are_not_what_is_saved() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+    plan = ps.split(model, stages=2)
+    with ps.Pipeline(plan, nn.CrossEntropyLoss(), microbatches=2) as pipe, pipe.trace() as trace:
+        pipe.step(batch(4, 64), labels(4))
+    assert trace.saved[0] == 2 * 64 * 4
+    assert 2 * 64 * 4 <= trace.saved[1] < 64 * 4 * 4, "its weight, which its graph keeps, is as large as the latter"
+
+
+def test_looking_at_a_graph_is_no_part_of_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = [0]
+
+    def slow(slot: object, engine: object) -> int:
+        later[0] += 10**12
+        return 1
+
+    monkeypatch.setattr(script, "saved_bytes", slow)
+    monkeypatch.setattr(recording, "clock", lambda: time.perf_counter_ns() + later[0])
+    with pipeline(1) as pipe, pipe.trace() as trace:
+        pipe.step(batch(), labels())
+    assert later[0] == 10**12
+    assert trace.steps[0].seconds > 1000
+    assert all(done.seconds < 900 for done in trace.steps[0].parts[0].actions)
 
 
 def test_sizes_of_messages() -> None:
@@ -289,7 +316,8 @@ class Fails(nn.Module):
 
 
 def test_a_step_that_fails_in_it() -> None:
-    plan = ps.split(nn.Sequential(nn.Linear(4, 4), Fails(7)), stages=2)
+    layer = Fails(7)
+    plan = ps.split(nn.Sequential(nn.Linear(4, 4), layer), stages=2)
     with ps.Pipeline(plan, nn.CrossEntropyLoss(), microbatches=4, schedule="gpipe") as pipe:
         with pytest.raises(RuntimeError, match="accident"), pipe.trace() as trace:  # noqa: PT012
             pipe.step(batch(), labels())
@@ -299,9 +327,15 @@ def test_a_step_that_fails_in_it() -> None:
         check_consistent(trace)
         assert len(trace.table()) > 16
         assert trace.order == pipe.schedule
+        layer.at = 3
         with pipe.trace() as trace:  # and the pipeline can be traced again
+            with pytest.raises(RuntimeError, match="accident"):
+                pipe.step(batch(), labels())
             pipe.step(batch(), labels())
-        assert len(trace.steps) == 1
+        assert [step.failed for step in trace.steps] == [True, False]
+        memory = [done.memory for done in trace.steps[1].parts[0].actions]
+        assert max(memory) == 4 * trace.saved[0], "nothing is left of the step that failed"  # type: ignore[type-var]
+        assert len(trace.table()) > 16
 
 
 def test_an_error_outside_of_a_step() -> None:
@@ -350,3 +384,21 @@ def test_ranges_of_the_profiler_have_the_actions_names(traced: bool) -> None:
         with pipe.trace() as trace:  # once more, without the profiler
             pipe.step(batch(), labels())
         assert len(trace.steps) == 1
+
+
+def test_ranges_come_and_go_with_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def record(name: str) -> Any:
+        names.append(name)
+        return torch.profiler.record_function(name)
+
+    monkeypatch.setattr(runner, "record_function", record)
+    on_cpu = [torch.profiler.ProfilerActivity.CPU]
+    with pipeline(2, microbatches=2) as pipe, pipe.trace() as trace:
+        for profiled in (False, False, False, True, False, True, False):
+            before = len(names)
+            with torch.profiler.profile(activities=on_cpu) if profiled else nullcontext():
+                pipe.step(batch(), labels())
+            assert (len(names) > before) == profiled
+    assert all(tuple(map(tuple, orders(step))) == pipe.schedule.orders for step in trace.steps)

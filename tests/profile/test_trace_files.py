@@ -71,6 +71,15 @@ def test_an_example_by_hand() -> None:
     ]
 
 
+def test_how_long_a_message_takes_is_known_if_it_is_waited_for() -> None:
+    data = example().to_data()
+    data["steps"][0]["parts"][1]["actions"][0][5] = [[0, 1.25, 1.5, "message"]]  # its rank came when it was under way
+    data["steps"][0]["parts"][0]["actions"][1][5] = [[1, 1.5, 4.5, "sent"]]  # and its rank waited for something else
+    assert ps.Trace.from_data(data).costs().latency == {(0, 1): 0.0}
+    data["steps"][0]["parts"][1]["actions"][0][5] = [[0, 0.75, 1.5, "message"]]
+    assert ps.Trace.from_data(data).costs().latency == {(0, 1): 0.5}
+
+
 def test_json_round_trip(trace: ps.Trace, tmp_path: Path) -> None:
     for one in (trace, example()):
         one.save(tmp_path / "run.json")

@@ -55,6 +55,8 @@ def test_every_rank_has_the_whole(four: Ranks, tmp_path: Path, options: dict[str
     check_chrome(trace, events_of(trace, tmp_path / "run.trace.json"))
     names = [[span.name for span in part.spans] for part in trace.steps[0].parts]
     assert all(row[0] == "announce" and row[-1] == "loss" for row in names)
+    waits = [wait for part in trace.steps[0].parts for done in part.actions for wait in done.waits]
+    assert {wait.what for wait in waits} == {"message", "sent"}
     rows = {row["action"]: row for row in trace.table() if row["step"] == 0}
     assert rows["0F0"]["sent"] == rows["1F0"]["received"] == rows["1B0"]["sent"] == rows["0B0"]["received"] == 32
     assert all(b == 32.0 for b in trace.costs().bytes.values())  # type: ignore[union-attr]
@@ -70,7 +72,7 @@ def test_several_stages_on_a_rank(two: Ranks, schedule: str) -> None:
 
 
 def test_replicas_have_tracks_of_their_own(four: Ranks, tmp_path: Path) -> None:
-    traces = four.check(traced, 2, 2, 0.5, {"schedule": "gpipe"})
+    traces = four.check(traced, 2, 2, 9.0, {"schedule": "gpipe"})
     trace = traces[0]
     assert all(other == trace for other in traces)
     assert [(t.rank, t.replica, t.place) for t in trace.tracks] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
@@ -79,6 +81,8 @@ def test_replicas_have_tracks_of_their_own(four: Ranks, tmp_path: Path) -> None:
     events = events_of(trace, tmp_path / "run.trace.json")
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"replica 0", "replica 1"}
     check_causal(trace)
+    begins = [part.begin for part in trace.steps[0].parts]
+    assert max(begins) - min(begins) < 3.0, "they begin a step together, and their clocks are 9 seconds apart"
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0, -3.0])
@@ -166,6 +170,7 @@ def one_leaves(rank: int, caught: bool) -> Any:
         pipe.step(batch(), labels())
         with pipe.trace() as again:
             pipe.step(batch(), labels())
+            time.sleep(0.3 * rank)
         return trace, again
 
 
