@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,17 @@ def pipeline(stages: int, data: int = 1, **options: Any) -> ps.Pipeline:
 
 
 def traced(rank: int, stages: int, data: int, shift: float, options: dict[str, Any]) -> ps.Trace:
-    """Three steps, of which the last two are recorded; every rank's clock is ``shift`` seconds off the one before."""
+    """Three steps, of which the last two are recorded.
+
+    Every rank's clock is ``shift`` seconds off the one before, and it begins its trace as much earlier, or seems to.
+    """
     before = recording.clock
-    recording.clock = lambda: time.perf_counter_ns() + round(rank * shift * 1e9)
+    early = [-round(rank * shift * 1e9)]
+
+    def clock() -> int:
+        return time.perf_counter_ns() + round(rank * shift * 1e9) + (early.pop() if early else 0)
+
+    recording.clock = clock
     try:
         with pipeline(stages, data, **options) as pipe:
             with pipe.trace(steps=2, skip=1) as trace:
@@ -233,20 +242,19 @@ def test_a_step_that_fails_in_it(two: Ranks) -> None:
 
 
 def one_is_gone(rank: int) -> Any:
-    with pipeline(2) as pipe, pipe.trace() as trace:
+    with contextlib.suppress(ps.PipelineError), pipeline(2) as pipe, pipe.trace() as trace:
         pipe.step(batch(), labels())
         if rank == 1:
-            import os
-
             os._exit(3)
-    return trace
+    return pipe._crew.ended, trace
 
 
 def test_a_rank_that_dies_in_it() -> None:
-    first, second = run_ranks(one_is_gone, 2)
+    (error, trace), second = run_ranks(one_is_gone, 2)
     assert isinstance(second, Gone)
-    assert isinstance(first, ps.PipelineError)
-    assert "rank 1" in str(first)
+    assert "rank 1" in str(error)
+    assert trace.missing == "the others' could not be had"
+    assert len(trace.table()) == 8
 
 
 def closed_in_it(rank: int) -> Any:

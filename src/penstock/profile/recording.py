@@ -98,8 +98,9 @@ class Recording:
             alone = "the pipeline was closed in it"
         if alone is not None:
             self._fill([self._share()], alone)
-            if crew.ended is None and not crew.closed:  # what the others wait for, if they come to its end
-                crew.watch.lines.store.set(self._key(self._here), LEFT)
+            if crew.ended is None and not crew.closed:
+                with contextlib.suppress(RuntimeError):  # a store that is gone has nobody left to tell
+                    crew.watch.lines.store.set(self._key(self._here), LEFT)
             return
         self._fill([self._share()], "the others' could not be had")
         words = crew.guarded(lambda: self._words(OVER))
