@@ -402,3 +402,14 @@ def test_ranges_come_and_go_with_the_profiler(monkeypatch: pytest.MonkeyPatch) -
                 pipe.step(batch(), labels())
             assert (len(names) > before) == profiled
     assert all(tuple(map(tuple, orders(step))) == pipe.schedule.orders for step in trace.steps)
+
+
+def test_in_lockstep_a_rank_waits_until_its_outputs_are_taken() -> None:
+    plan = ps.split(nn.Sequential(nn.Identity(), Sleeper()), balance=[1, 1])
+    with ps.Pipeline(plan, nn.MSELoss(), microbatches=4, lockstep=True) as pipe, pipe.trace() as trace:
+        pipe.evaluate(torch.ones(4, 1))
+    first = trace.steps[0].parts[0]
+    assert [[(wait.what, wait.peer) for wait in done.waits] for done in first.actions[1:]] == [[("sent", 1)]] * 3
+    assert [span.name for span in first.spans] == ["sends"]
+    assert first.waited > UNIT, "it waits for those that sleep"
+    check_consistent(trace)

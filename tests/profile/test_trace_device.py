@@ -127,6 +127,21 @@ def test_events_are_let_go_of_when_they_have_happened(world: World) -> None:
     assert len(tape.runs[0].walks[0].seconds) == 2
 
 
+def test_of_a_device_that_has_failed_the_hosts_times_are_left(world: World) -> None:
+    tape = Tape([GPU], None, 0, world.clock)
+    runner = program(world)
+    for _ in range(2):
+        with tape.run("step"):
+            tape.walk(runner)
+        world.synchronize()
+    tape.forget_devices()
+    for run in tape.runs:
+        (part,) = parts_of(tape, run, lambda at: at / 1e6, (0, 0, 0), {0: 0})
+        assert [done.launched for done in part.actions] == [None, None]
+        assert [done.seconds for done in part.actions] == pytest.approx([0.001, 0.001])
+    tape.finish()
+
+
 def test_a_host_that_is_late_is_not_a_wait(world: World) -> None:
     tape = Tape([GPU], None, 0, world.clock)
     engine: Any = SimpleNamespace(index=0, device=GPU)

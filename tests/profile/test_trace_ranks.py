@@ -269,3 +269,21 @@ def test_a_pipeline_that_is_closed_in_it(two: Ranks) -> None:
     for trace in two.check(closed_in_it):
         assert trace.missing == "the pipeline was closed in it"
         assert len(trace.steps) == 1
+
+
+def in_tensor_parallel(rank: int) -> ps.Trace:
+    plan = ps.split(mlp(2), stages=2)
+    options: dict[str, Any] = {"mesh": ps.Mesh(pipe=2, tensor=2), "parallelize": lambda stage, mesh: None}
+    with ps.Pipeline(plan, nn.CrossEntropyLoss(), microbatches=2, **options) as pipe:
+        with pipe.trace(steps=1, skip=1) as trace:
+            pipe.step(batch(), labels())
+            pipe.step(batch(), labels())
+        return trace
+
+
+def test_ranks_that_share_a_stage(four: Ranks) -> None:
+    traces = four.check(in_tensor_parallel)
+    assert all(other == traces[0] for other in traces)
+    places = [(t.rank, t.replica, t.place) for t in traces[0].tracks]
+    assert places == [(0, 0, 0), (2, 0, 1), (1, 1, 0), (3, 1, 1)]
+    check_causal(traces[0])

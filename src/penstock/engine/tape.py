@@ -123,6 +123,14 @@ class Tape:
         self.times.finish()
         self._resolve(done=True)
 
+    def forget_devices(self) -> None:
+        """Leave what the host's clock says, and nothing of the GPUs'."""
+        self._pending.clear()
+        for run in self.runs:
+            for walk in run.walks:
+                walk.events.clear()
+                walk.seconds.clear()
+
     def _resolve(self, *, done: bool) -> None:
         """Look at events that have happened, and let go of them; all have when it is ``done``."""
         while self._pending:

@@ -86,14 +86,18 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         crew, self.crew.tape = self.crew, None
-        with contextlib.suppress(RuntimeError) if error is not None else contextlib.nullcontext():
-            self.tape.finish()  # a GPU that has failed cannot be asked
+        try:
+            self.tape.finish()
+        except RuntimeError:
+            if error is None:
+                raise
+            self.tape.forget_devices()  # a GPU that has failed cannot be asked
         if not isinstance(crew, ProcessCrew):
             self._fill([self._share()])
             return
         alone = None
         if error is not None:
-            alone = f"rank {self._here} left it by {type(error).__name__}: {error}"
+            alone = f"rank {self._here} left it by {type(error).__name__}: {error}".splitlines()[0]
         elif crew.closed:
             alone = "the pipeline was closed in it"
         if alone is not None:
