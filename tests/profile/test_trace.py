@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.engine import runner, script
-from penstock.profile import recording
-from penstock.profile.measure import bubble
+from penstock.profile.trace import recording
+from penstock.profile.trace.measure import bubble
 from penstock.schedule import build, simulate
 from penstock.schedule.registry import SCHEDULES
 from tests.support.models import batch, gradients, labels, mlp

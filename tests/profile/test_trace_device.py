@@ -14,7 +14,7 @@ from torch import nn
 import penstock as ps
 from penstock.engine.runner import Mark, Runner
 from penstock.engine.tape import Tape
-from penstock.profile.parts import parts_of
+from penstock.profile.trace.parts import parts_of
 from penstock.schedule.program import Instruction
 from tests.profile.test_trace import orders
 from tests.support.models import batch, gradients, labels, mlp

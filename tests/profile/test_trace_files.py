@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.profile.steps import Done, Part, Sent, Step, Track, Wait
+from penstock.profile.trace.steps import Done, Part, Sent, Step, Track, Wait
 from penstock.schedule import build
 from tests.profile.test_trace import pipeline
 from tests.support.models import batch, labels

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.profile import recording
-from penstock.profile.align import Aligned, Offset
-from penstock.profile.measure import crossings
+from penstock.profile.trace import recording
+from penstock.profile.trace.align import Aligned, Offset
+from penstock.profile.trace.measure import crossings
 from tests.profile.test_trace import check_consistent, orders
 from tests.profile.test_trace_files import check_chrome, events_of
 from tests.support.models import batch, gradients, labels, mlp

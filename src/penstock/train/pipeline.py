@@ -37,7 +37,7 @@ from penstock.train.result import StepResult
 from penstock.train.tally import Tally
 
 if TYPE_CHECKING:
-    from penstock.profile.trace import Trace
+    from penstock.profile.trace.trace import Trace
 
 __all__ = ["Pipeline"]
 
@@ -285,7 +285,7 @@ class Pipeline(Members):
         The first ``skip`` are left out. When ``with pipe.trace(steps=3) as trace:`` has ended, ``trace`` tells what was
         recorded: of all ranks, on every one of them. Under a mesh all ranks begin and end the block together.
         """
-        from penstock.profile.recording import Recording
+        from penstock.profile.trace.recording import Recording
 
         self._check_open()
         return Recording(self._crew, self.plan, self.schedule, self.mesh, steps, skip)

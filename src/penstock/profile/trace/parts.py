@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.engine.script import Walk
 from penstock.engine.tape import Run, Tape
-from penstock.profile.steps import Done, Part, Sent, Span, Wait
+from penstock.profile.trace.steps import Done, Part, Sent, Span, Wait
 from penstock.schedule.action import Action
 
 __all__ = ["parts_of"]

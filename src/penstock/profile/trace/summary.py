@@ -7,10 +7,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
-from penstock.profile.measure import typical
+from penstock.profile.trace.measure import typical
 
 if TYPE_CHECKING:
-    from penstock.profile.trace import Trace
+    from penstock.profile.trace.trace import Trace
 
 __all__ = ["summary"]
 

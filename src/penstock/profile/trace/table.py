@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PlanError
-from penstock.profile.measure import crossings
+from penstock.profile.trace.measure import crossings
 
 if TYPE_CHECKING:
-    from penstock.profile.trace import Trace
+    from penstock.profile.trace.trace import Trace
 
 __all__ = ["rows", "write_rows"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.profile import measure
-from penstock.profile.chrome import chrome_trace
-from penstock.profile.steps import Part, Step, Track
-from penstock.profile.summary import summary
-from penstock.profile.table import rows, write_rows
+from penstock.profile.trace import measure
+from penstock.profile.trace.chrome import chrome_trace
+from penstock.profile.trace.steps import Part, Step, Track
+from penstock.profile.trace.summary import summary
+from penstock.profile.trace.table import rows, write_rows
 from penstock.schedule.action import Action
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge

@@ -8,13 +8,13 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import PlanError
-from penstock.profile.steps import Done, Part, Sent, Step, Wait
+from penstock.profile.trace.steps import Done, Part, Sent, Step, Wait
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
 from penstock.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
-    from penstock.profile.trace import Trace
+    from penstock.profile.trace.trace import Trace
 
 __all__ = ["Crossing", "bubble", "costs", "crossings", "middle", "order", "typical"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.profile.measure import Crossing, crossings
-from penstock.profile.steps import Done, Part, Step
+from penstock.profile.trace.measure import Crossing, crossings
+from penstock.profile.trace.steps import Done, Part, Step
 
 if TYPE_CHECKING:
-    from penstock.profile.trace import Trace
+    from penstock.profile.trace.trace import Trace
 
 __all__ = ["chrome_trace"]
 

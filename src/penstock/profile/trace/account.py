@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.profile.steps import Done, Step
+from penstock.profile.trace.steps import Done, Step
 
 __all__ = ["with_memory"]
 

@@ -18,11 +18,11 @@ from penstock.engine.process import ProcessCrew
 from penstock.engine.tape import Tape
 from penstock.engine.watch import Stopped
 from penstock.errors import PlanError
-from penstock.profile.account import with_memory
-from penstock.profile.align import Aligned, Offset, align
-from penstock.profile.parts import parts_of
-from penstock.profile.steps import Part, Step, Track
-from penstock.profile.trace import Trace
+from penstock.profile.trace.account import with_memory
+from penstock.profile.trace.align import Aligned, Offset, align
+from penstock.profile.trace.parts import parts_of
+from penstock.profile.trace.steps import Part, Step, Track
+from penstock.profile.trace.trace import Trace
 from penstock.schedule.schedule import Schedule
 from penstock.split.plan import Plan
 from penstock.train.mesh import Mesh
