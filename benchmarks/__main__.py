@@ -21,6 +21,7 @@ BENCHMARKS = {
     "one_gpu": "several ranks on one GPU, against the plain model",
     "offload": "(h) offloading on one GPU: memory, time and the host link",
     "memory": "(e) what is alive during a step, as the number of micro-batches grows",
+    "auto_schedule": "(i) the automatic schedule: regret, gain, speed",
     "recompute": "(f) memory and time of each recompute mode, against the plain model",
 }
 

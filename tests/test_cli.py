@@ -56,6 +56,18 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         output(capsys, "schedule", name, "-p", "2", "-m", "3")
 
 
+def test_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = output(capsys, "schedule", "auto", "-p", "2", "-m", "4")
+    assert out.startswith("auto: 2 ranks, 2 stages, 4 micro-batches\n")
+    assert out.endswith("makespan 13, floor 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep\n")
+    assert err == ""
+    for shape, stages in (("loop", "0 2"), ("v", "0 3")):
+        options = ["--shape", shape, "--memory", "1.5", "--costs", "w=2"]
+        out, _ = output(capsys, "schedule", "Auto", "-p", "2", "-m", "4", "-v", "2", *options)
+        assert f"   0  {stages} " in out
+        assert "of 1.5 that it may keep" in out
+
+
 # Write and verify -------------------------------------------------------------------------------------------
 
 
@@ -153,6 +165,10 @@ def test_files_that_cannot_be_read_or_written(capsys: pytest.CaptureFixture[str]
         (["schedule", "1f1b", "--costs", "f=1,f=2"], "f is there twice"),
         (["schedule", "1f1b", "--csv", "--text"], "not allowed with argument"),
         (["schedule", "1f1b", "--verify", "file"], "leave out '1f1b'"),
+        (["schedule", "1f1b", "--memory", "2"], "--memory and --shape are for the schedule 'auto'"),
+        (["schedule", "auto", "--memory", "x"], "'x' is not a number above 0"),
+        (["schedule", "auto", "--memory", "0.5"], "no order fits: rank 0 keeps at least 1"),
+        (["schedule", "auto", "--shape", "v", "-v", "3"], "--shape v has 2 stages on each rank, not 3"),
         (["schedule", "1f1b", "--what"], "unrecognized arguments: --what"),
     ],
 )

@@ -1,6 +1,7 @@
 """Penstock: PyTorch models trained as pipelines of stages."""
 
 from penstock.engine.keep import keep as keep
+from penstock.engine.microbatch import Repeated as Repeated
 from penstock.engine.moment import current_microbatch as current_microbatch
 from penstock.engine.moment import is_checkpointing as is_checkpointing
 from penstock.engine.moment import is_recomputing as is_recomputing
@@ -9,6 +10,8 @@ from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
 from penstock.errors import PlanError as PlanError
 from penstock.errors import ScheduleError as ScheduleError
+from penstock.profile.planner.plan import plan as plan
+from penstock.profile.planner.planned import Planned as Planned
 from penstock.profile.trace import Trace as Trace
 from penstock.schedule.action import Action as Action
 from penstock.schedule.schedule import Schedule as Schedule

@@ -9,8 +9,17 @@ import pytest
 from tests.support.ranks import Ranks
 
 
-@pytest.fixture(scope="session")
-def three() -> Iterator[Ranks]:
-    crew = Ranks(3)
+def _crew(n: int) -> Iterator[Ranks]:
+    crew = Ranks(n)
     yield crew
     crew.stop()
+
+
+@pytest.fixture(scope="session")
+def three() -> Iterator[Ranks]:
+    yield from _crew(3)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Ranks]:
+    yield from _crew(4)

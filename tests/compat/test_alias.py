@@ -1,4 +1,4 @@
-"""Programs that import torchgpipe, fairscale or poptorch, and get Penstock."""
+"""Programs that import torchgpipe, fairscale, poptorch, torchdistpackage or varuna, and get Penstock."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ def test_every_module_of_a_system_is_ours_under_its_old_name() -> None:
         *("torchgpipe", "torchgpipe.gpipe", "torchgpipe.skip.layout", "torchgpipe.balance.profile"),
         *("torchgpipe_balancing", "fairscale.nn.pipe.async_pipe", "fairscale.nn.model_parallel.initialize"),
         *("poptorch", "poptorch.optim", "poptorch.options"),
+        *("varuna", "varuna.varuna", "varuna.utils", "varuna.run_varuna"),
+        *("torchdistpackage.dist.process_topo", "torchdistpackage.parallel.pipeline_sched"),
+        "torchdistpackage.parallel.pipeline_parallel.pipeline_sched",
     ):
         assert importlib.import_module(name) is importlib.import_module(f"penstock.compat.{name}")
     compat.install("torchgpipe")  # once more is harmless

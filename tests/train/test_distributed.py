@@ -524,6 +524,52 @@ def loaded(rank: int, state: dict[str, Tensor]) -> Any:
             return pipe.eval()(batch())
 
 
+# ── micro-batches ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        assert mask.shape == (1, 4)
+        return x * mask
+
+
+def by_size(rank: int) -> None:
+    """Inputs that the last rank alone has, with a mask for all samples, in micro-batches of three at most."""
+    torch.manual_seed(0)
+    model, mask = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(1, 4)
+    net = Net(model)
+    expected = F.mse_loss(net(batch(10), mask), batch(10, seed=5))
+    options: dict[str, Any] = {"mesh": ps.Mesh(), "microbatch_size": 3}
+    with ps.Pipeline(ps.split(net, cuts=["layers.1"]), F.mse_loss, **options) as pipe:
+        given = {"x": batch(10), "mask": ps.Repeated(mask)} if rank else None
+        result = pipe.step(given, batch(10, seed=5) if rank else None)
+        assert_same(result.loss, expected.detach())
+        assert result.microbatches == 4
+
+
+class Net(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.masked, self.layers = Masked(), layers
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = self.layers[1](self.layers[0](self.masked(x, mask)))
+        return out
+
+
+def test_repeated_inputs_of_another_rank_and_micro_batches_by_size(two: Ranks) -> None:
+    two.check(by_size)
+
+
+def seeded(rank: int) -> None:
+    with pytest.raises(ps.PlanError, match="with a seed, replicas must know how many micro-batches the others have"):
+        pipeline(mlp(), stages=1, mesh=ps.Mesh(data=2, pipe=1), microbatch_size=3, seed=7)
+
+
+def test_replicas_that_draw_by_a_seed_have_a_number_of_micro_batches(two: Ranks) -> None:
+    two.check(seeded)
+
+
 # ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -538,6 +584,9 @@ def clipped(rank: int, norm_type: float, max_norm: float, nothing_on: int) -> fl
     expected = gradients(plain)
     with pipeline(model) as pipe:
         pipe.step(batch(), batch(seed=5))
+        before = gradients(pipe.named_parameters())
+        assert_same(pipe.grad_norm(norm_type), norm)
+        assert_same(gradients(pipe.named_parameters()), before)
         found = pipe.clip_grad_norm_(max_norm, norm_type)
         assert_same(found, norm)
         own = gradients(pipe.named_parameters())

@@ -274,8 +274,18 @@ def test_calls_out_of_order() -> None:
 def test_unscaling_alone_is_enough_for_an_update() -> None:
     scaler = GradScaler(Alone(), init_scale=8.0)
     scaler.unscale_(sgd(parameter(float("inf"))))
-    scaler.update()
+    assert scaler.update() is True
     assert scaler.get_scale() == 4.0
+    scaler.unscale_(sgd(parameter(1.0)))
+    assert scaler.update() is False
+
+
+def test_the_scale_does_not_fall_below_the_least() -> None:
+    scaler = GradScaler(Alone(), init_scale=8.0, min_scale=3.0)
+    for expected in (4.0, 3.0, 3.0):
+        scaler.unscale_(sgd(parameter(float("inf"))))
+        assert scaler.update() is True
+        assert scaler.get_scale() == expected
 
 
 def test_optimizers_are_held_back_one_by_one_and_the_scale_for_all() -> None:
@@ -326,6 +336,8 @@ def test_a_scaler_that_was_replaced_says_so() -> None:
     [
         ({"init_scale": 0.0}, "positive number"),
         ({"init_scale": 1e39}, "positive number"),
+        ({"min_scale": 0.0}, "min_scale must be a positive number"),
+        ({"init_scale": 2.0, "min_scale": 4.0}, "no more than the scale, 2; got 4"),
         ({"growth_factor": 1.0}, "growth_factor must be more than 1, got 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must be more than 0 and less than 1, got 1"),
         ({"growth_interval": 0}, "growth_interval must be 1 at least, got 0"),

@@ -40,6 +40,24 @@ def test_any_number_of_samples_gives_the_plain_models_step(schedule: str, sample
     assert (result.samples, result.microbatches) == (samples, min(samples, 4))
 
 
+@pytest.mark.parametrize(("samples", "count"), [(1, 1), (3, 1), (4, 2), (9, 3), (10, 4), (16, 6)])
+def test_micro_batches_may_be_cut_by_their_size(samples: int, count: int) -> None:
+    model, x, y = mlp(), batch(samples), batch(samples, seed=5)
+    expected = plain_step(model, x, y, F.mse_loss)
+    with pipeline(model, microbatches=2, microbatch_size=3) as pipe:
+        result = pipe.step(x, y)
+        assert pipe.evaluate(x, y).microbatches == count
+    assert_same(result.loss, expected.loss)
+    assert_same(gradients(model), expected.gradients)
+    assert result.microbatches == count
+
+
+@pytest.mark.parametrize("size", [0, 2.0, True])
+def test_a_size_that_cannot_be(size: Any) -> None:
+    with pytest.raises(ps.ScheduleError, match="microbatch_size must be at least 1 sample, got"):
+        pipeline(mlp(), microbatch_size=size)
+
+
 def test_the_size_may_be_another_one_each_step() -> None:
     model = mlp()
     with pipeline(model) as pipe:
@@ -175,6 +193,43 @@ def test_a_tensor_without_dimensions_goes_to_every_micro_batch() -> None:
     with pipeline(model) as pipe:
         assert_same(pipe.step(value, batch(seed=5)).loss, expected.loss)
     assert_same(gradients(model), expected.gradients)
+
+
+class Masked(nn.Module):
+    """Looks at the whole of a mask of another first dimension than its input's."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        x, mask = value
+        assert mask.shape == (1, 4)
+        return x * mask
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("run", ["step", "call"])
+def test_a_repeated_tensor_goes_whole_to_every_micro_batch(run: str, microbatches: int) -> None:
+    model, mask = nn.Sequential(Masked(), nn.Linear(4, 4)), torch.randn(1, 4, requires_grad=True)
+    plain, plain_mask = copy.deepcopy(model), mask.detach().clone().requires_grad_()
+    loss = F.mse_loss(plain((batch(), plain_mask)), batch(seed=5))
+    loss.backward()
+    with pipeline(model, microbatches=microbatches) as pipe:
+        value = (batch(), ps.Repeated(mask))
+        if run == "step":
+            assert_same(pipe.step((value,), batch(seed=5)).loss, loss.detach())
+        else:
+            F.mse_loss(pipe(value), batch(seed=5)).backward()
+    assert_same(gradients(model), gradients(plain))
+    assert_same(mask.grad, plain_mask.grad)
+
+
+def test_targets_may_be_repeated() -> None:
+    model, mean = mlp(), batch(1)
+    far = nn.MSELoss()
+    expected = plain_step(model, batch(), mean.expand(8, 4), far)
+    with pipeline(model, lambda output, target: far(output, target.expand_as(output)), reduction="mean") as pipe:
+        assert_same(pipe.step(batch(), ps.Repeated(mean)).loss, expected.loss)
+    assert_same(gradients(model), expected.gradients)
+    with pytest.raises(ps.PlanError, match="Repeated takes a tensor, got a int"):
+        ps.Repeated(3)  # type: ignore[arg-type]
 
 
 class Fan(nn.Module):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from penstock.draw import describe, kept, print_schedule, print_text, table
 from penstock.errors import ScheduleError
+from penstock.schedule.auto import Found, auto
+from penstock.schedule.placement import loop, vee
 from penstock.schedule.registry import SCHEDULES, build
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Costs, simulate
@@ -27,12 +29,17 @@ examples:
   penstock schedule 1f1b -p 4 -m 8 --costs comm=0.1  the same, with hops that take time
   penstock schedule interleaved -p 4 -m 8 -v 3 --csv order.csv
                                                      write it, for torch.distributed.pipelining too
+  penstock schedule auto -p 4 -m 8 -v 2 --memory 3 --costs comm=0.1
+                                                     search an order for these costs and memory
   penstock schedule --verify order.csv               check a file: complete, in order, no deadlock
   penstock schedule --list                           all schedules
 """
 
 _MOST = 1_000_000
 """Micro-batches times stages: beyond it, a second or two of thinking become minutes."""
+
+_AUTO = "auto"
+"""Not one of the fixed schedules: its order is a matter of costs and memory, too."""
 
 _COST_NAMES = {
     "f": "forward",
@@ -59,6 +66,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="times of a rank's share of a micro-batch: "
         + ", ".join(f"{name} {meaning}" for name, meaning in _COST_NAMES.items()),
     )
+    parser.add_argument(
+        "--memory",
+        type=_memory,
+        metavar="SHARES",
+        help="with auto: what a rank may keep, in its shares of a micro-batch (default: as much as 1f1b, p)",
+    )
+    parser.add_argument(
+        "--shape", choices=("loop", "v"), help="with auto: stages go round the ranks, or there and back (default loop)"
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="write it as CSV, one row per rank")
     instead.add_argument("--text", nargs="?", const="-", metavar="FILE", help="write it as text")
@@ -77,21 +93,39 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("which schedule? Give its NAME before the options; --list lists all")
     if args.p * args.m * (args.v or 1) > _MOST:
         args.usage_error(f"-p {args.p} -m {args.m} is too much: at most {_MOST:,} micro-batches times stages")
+    note = ""
     try:
-        schedule = build(args.name, args.p, args.m, args.v)
+        if args.name.strip().lower() == _AUTO:
+            found = _search(args)
+            schedule, note = found.schedule, str(found)
+        elif args.memory is not None or args.shape is not None:
+            args.usage_error(f"--memory and --shape are for the schedule {_AUTO!r}: {args.name!r} has its own")
+        else:
+            schedule = build(args.name, args.p, args.m, args.v)
     except ScheduleError as error:
         args.usage_error(str(error))
     for target, write in ((args.csv, to_csv), (args.text, to_text)):
         if target is not None:
             return _write(args, target, write(schedule))
     print_schedule(simulate(schedule, Costs.per_rank(v=schedule.num_stages // schedule.num_ranks, **args.costs)))
+    if note:
+        print(note)
     return 0
+
+
+def _search(args: argparse.Namespace) -> Found:
+    v = args.v or (2 if args.shape == "v" else 1)
+    if args.shape == "v" and v != 2:
+        raise ScheduleError(f"--shape v has 2 stages on each rank, not {v}: leave -v out")
+    placement = vee(args.p) if args.shape == "v" else loop(args.p, v)
+    return auto(Costs.per_rank(v=v, **args.costs), placement, args.m, cap=args.memory)
 
 
 def _list() -> int:
     width = max(map(len, SCHEDULES))
     for name, kind in SCHEDULES.items():
         print(f"{name.ljust(width)}  {kind.description}")
+    print(f"{_AUTO.ljust(width)}  searched: for your costs, memory and placement")
     return 0
 
 
@@ -154,6 +188,16 @@ def _positive(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return number
+
+
+def _memory(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 

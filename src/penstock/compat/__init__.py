@@ -24,6 +24,8 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "torchgpipe": ("torchgpipe", "torchgpipe_balancing"),
     "fairscale": ("fairscale",),
     "poptorch": ("poptorch",),
+    "varuna": ("varuna",),
+    "torchdistpackage": ("torchdistpackage",),
 }
 """The names that each system's users import. The module of that name in here takes their place."""
 

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         if after[0] == "-m":
             sys.argv = after[1:]
             sys.path[0] = os.getcwd()
-            runpy.run_module(after[1], run_name="__main__", alter_sys=True)
+            runpy.run_module(_afresh(after[1]), run_name="__main__", alter_sys=True)
         elif after[0] == "-c":
             sys.argv = ["-c", *after[2:]]
             sys.path[0] = ""
@@ -57,6 +57,15 @@ def main(arguments: Sequence[str]) -> int:
             sys.path[0] = str(Path(after[0]).resolve().parent)
             runpy.run_path(after[0], run_name="__main__")
     return 0
+
+
+def _afresh(module: str) -> str:
+    """The module's name, where it is one of ours its own; it is to run for the first time."""
+    found = sys.modules.get(module)
+    if found is None or hasattr(found, "__path__"):
+        return module
+    del sys.modules[module], sys.modules[found.__name__]
+    return found.__name__
 
 
 def _parted(arguments: list[str]) -> tuple[list[str], bool, list[str]]:

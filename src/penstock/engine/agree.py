@@ -23,6 +23,7 @@ from penstock.engine.context import Ambient
 from penstock.engine.infer import FakeStage, Propagation
 from penstock.engine.message import Message
 from penstock.engine.meta import MessageMeta, meta_of
+from penstock.engine.microbatch import Repeated
 from penstock.engine.recent import Recent
 from penstock.engine.stage import StageEngine
 from penstock.engine.tree import flatten, unflatten
@@ -235,8 +236,14 @@ class Agreement:
 
 def on_host(value: Any) -> Any:
     """A value whose tensors can be sent as they are."""
+
+    def there(leaf: Any) -> Any:
+        if isinstance(leaf, Repeated):
+            return Repeated(there(leaf.tensor))
+        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
     leaves, spec = flatten(value)
-    return unflatten([leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return unflatten([there(leaf) for leaf in leaves], spec)
 
 
 class _Post:

@@ -9,6 +9,7 @@ import torch
 
 from penstock.engine.channel.group import Group, open_group, speaks_nccl
 from penstock.engine.channel.process import Wire
+from penstock.engine.channel.sever import abort
 from penstock.engine.idle import Waited
 from penstock.engine.jobs import Wires
 from penstock.engine.replicas import Replicas
@@ -90,8 +91,5 @@ class Connections:
 
     def close(self) -> None:
         """Leave all groups; whoever else refers to one has let go of it before."""
-        for group in self.groups:
-            if group.name() == "nccl":
-                group.abort()
-        del group
+        abort([group for group in self.groups if group.name() == "nccl"])
         self.groups.clear()  # gloo closes its connections with its last reference

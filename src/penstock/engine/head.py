@@ -16,7 +16,7 @@ from penstock.engine.moment import here
 from penstock.engine.outputs import Collector, Outputs, collector
 from penstock.engine.replicas import Pending, Replicas
 from penstock.engine.settle import Settlement
-from penstock.engine.tree import flatten, unflatten
+from penstock.engine.tree import detached
 from penstock.errors import PlanError
 from penstock.split.counted import Counted
 
@@ -82,7 +82,7 @@ class Head:
         kept = self.collector
         if kept is not None and not here.recomputing and kept.wants(microbatch):
             # In a step, an output of a kind that cannot be joined is there for its loss alone.
-            kept.add(microbatch, _detached(output) if not self.training or can_join(output) else None)
+            kept.add(microbatch, detached(output) if not self.training or can_join(output) else None)
         if not self.wants_loss:
             return output
         if self.rule.call is None:
@@ -195,8 +195,3 @@ class Head:
 def _wide(loss: Tensor) -> Tensor:
     """Losses of half precision are added up in single."""
     return loss.reshape(()).float() if loss.dtype.itemsize < 4 else loss.reshape(())
-
-
-def _detached(output: Any) -> Any:
-    leaves, spec = flatten(output)
-    return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

@@ -210,6 +210,11 @@ class HostWeights:
         cargo = self._at_home(parameter)
         return None if cargo is None else cargo.device
 
+    def at_home(self) -> list[Tensor]:
+        """The parameters that are on the host now, and their gradients."""
+        found = [parameter for parameter in self._of if self._at_home(parameter) is not None]
+        return [*found, *(parameter.grad for parameter in found if parameter.grad is not None)]
+
     def gather(self) -> None:
         """Fetch parameters home that somebody has put elsewhere since the last run."""
         if not self.resident and not self._boarded:

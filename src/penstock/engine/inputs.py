@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.message import Message
-from penstock.engine.microbatch import batch_size, scatter, sizes_of
+from penstock.engine.microbatch import batch_size, moved, scatter, sizes_of
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 
@@ -17,11 +17,12 @@ __all__ = ["cut", "cut_targets"]
 
 
 def cut(
-    value: Any, microbatches: int, device: torch.device, *, empty: bool = False
+    value: Any, count: Callable[[int], int], device: torch.device, *, empty: bool = False
 ) -> tuple[tuple[int, ...], list[Message]]:
     """The sizes of the micro-batches, and their messages on ``device``; tensors stay in the caller's graph.
 
-    ``empty``: a mini-batch may have no samples, and then no micro-batches.
+    ``count`` says how many there are of so many samples. ``empty``: a mini-batch may have no samples, and then no
+    micro-batches.
     """
     if value is None:
         raise PlanError("there are no inputs: pass what the model takes")
@@ -30,13 +31,13 @@ def cut(
         return (), []
     if size == 0:
         raise PlanError("the mini-batch is empty: its tensors have no entries along dimension 0")
-    sizes = sizes_of(1 if size is None else size, microbatches)
+    sizes = sizes_of(size or 1, count(size or 1))
     return sizes, [_message(part, device) for part in scatter(value, sizes)]
 
 
 def _message(value: Any, device: torch.device) -> Message:
     leaves, spec = flatten(value)
-    leaves = [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    leaves = [moved(leaf, device) for leaf in leaves]
     wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return Message(leaves, spec, wants)
 
@@ -49,5 +50,4 @@ def cut_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> lis
     if not sizes:
         return []
     leaves, spec = flatten(targets)
-    moved = [leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return scatter(unflatten(moved, spec), sizes)
+    return scatter(unflatten([moved(leaf, device) for leaf in leaves], spec), sizes)

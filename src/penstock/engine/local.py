@@ -103,7 +103,7 @@ class LocalCrew:
             return self._train(value, targets, outputs)
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
+        sizes, messages = cut(value, self.source.count, self.stages[0].device)
         if targets is None and self.head.rule.wants_targets:
             raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
         parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
@@ -125,7 +125,7 @@ class LocalCrew:
             return self._evaluate(value, targets, outputs, loss)
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
-        sizes, messages = cut(value, self.source.microbatches, self.stages[0].device)
+        sizes, messages = cut(value, self.source.count, self.stages[0].device)
         device = self.stages[len(self.stages) - 1].device
         parts = self.head.targets_of(targets, sizes, device) if wants_loss else None
         job = self.job(self.source.forward_only(len(sizes)))

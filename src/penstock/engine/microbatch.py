@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,30 @@ from torch import Tensor
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 
-__all__ = ["batch_size", "can_join", "join", "scatter", "sizes_of"]
+__all__ = ["Repeated", "batch_size", "can_join", "join", "moved", "scatter", "sizes_of"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """``ps.Repeated(mask)`` among the inputs or targets: a tensor that is not cut, every micro-batch gets all of it."""
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor):
+            raise PlanError(
+                f"Repeated takes a tensor, got a {type(self.tensor).__name__}: what is none goes to every "
+                "micro-batch as it is"
+            )
+
+
+def moved(leaf: Any, device: torch.device) -> Any:
+    """A leaf of the inputs or targets on a device, if it is a tensor."""
+    if isinstance(leaf, Repeated):
+        return Repeated(leaf.tensor.to(device, non_blocking=True))
+    return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
 
 def batch_size(value: Any, what: str) -> int | None:
@@ -35,17 +57,18 @@ def sizes_of(batch: int, microbatches: int) -> tuple[int, ...]:
 
 
 def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """One value per micro-batch. Numbers, None and tensors without dimensions go to every one of them."""
-    if len(sizes) == 1:
-        return [value]
+    """One value per micro-batch. Numbers, None, and tensors that are repeated or have no dimensions go to each."""
     leaves, spec = flatten(value)
-    columns = [
-        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * len(sizes)
-        for leaf in leaves
-    ]
-    if not columns:
+    if not leaves or (len(sizes) == 1 and not any(isinstance(leaf, Repeated) for leaf in leaves)):
         return [value] * len(sizes)
+    columns = [_column(leaf, sizes) for leaf in leaves]
     return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+
+
+def _column(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(leaf, Tensor) and leaf.dim():
+        return torch.split(leaf, list(sizes))
+    return [leaf.tensor if isinstance(leaf, Repeated) else leaf] * len(sizes)
 
 
 def can_join(value: Any) -> bool:

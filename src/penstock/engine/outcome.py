@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.channel.control import Control
+from penstock.engine.channel.group import speaks_nccl
 from penstock.engine.doing import LOSS
 from penstock.engine.head import Head
 from penstock.engine.message import Message
@@ -55,6 +56,10 @@ def share_loss(
         dtype = torch.float64 if wide else torch.float32
         value = torch.tensor(loss, dtype=dtype, device=device) if there else None
         return value, factor or None, int(samples)
+    if speaks_nccl(device):  # the host did not wait for what was received: now it does
+        others = [rank for place, rank in enumerate(control.ranks) if place != last]
+        with control.doing.waiting(others, "for its GPU, and that for what comes from"):
+            torch.cuda.current_stream(device).synchronize()
     value, factor_here = head.finish()
     if value is None:
         row = [0.0, 0.0, 0.0, 0.0, head.batch]

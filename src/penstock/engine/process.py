@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,10 @@ from penstock.engine.agree import Agreement, Announcement, Refused
 from penstock.engine.batchnorm import committing, norms_of
 from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import speaks_nccl
-from penstock.engine.channel.process import ChannelError
 from penstock.engine.connections import Connections, Place
 from penstock.engine.context import Occasions, ambient, surround
 from penstock.engine.doing import NEXT, SUMS
+from penstock.engine.guard import Guarded
 from penstock.engine.head import Head
 from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
@@ -36,8 +35,7 @@ from penstock.engine.stage import StageEngine
 from penstock.engine.tape import Tape, recorded, spanned, walking
 from penstock.engine.ties import ProcessTies
 from penstock.engine.tree import flatten, unflatten
-from penstock.engine.watch import Stopped
-from penstock.errors import PipelineError, PlanError
+from penstock.errors import PlanError
 from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 
@@ -46,7 +44,7 @@ __all__ = ["ProcessCrew"]
 _OR_ELSEWHERE = ", or on another rank of its pipeline, which sends them there: no rank was given any"
 
 
-class ProcessCrew:
+class ProcessCrew(Guarded):
     """This rank's stages, and its channels to the other ranks."""
 
     def __init__(
@@ -68,7 +66,6 @@ class ProcessCrew:
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.placement = source.placement
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
-        self.ended: PipelineError | None = None
         self.parting: Parting | None = None  # a mini-batch whose backward is still to come
         self.waited = Waited()
         self.tape: Tape | None = None  # there while runs are traced
@@ -214,7 +211,7 @@ class ProcessCrew:
                 where = f"rank {self.ranks[self.rank]}, which has the first stage"
                 raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
             empty = self.replicas is not None and not apart
-            sizes, messages = cut(value, self.source.microbatches, self.device, empty=empty)
+            sizes, messages = cut(value, self.source.count, self.device, empty=empty)
         except PlanError as error:
             self.agreement.refuse(str(error))
             raise Refused(str(error)) from error
@@ -274,36 +271,16 @@ class ProcessCrew:
 
     def guarded(self, work: Callable[[], Any], part_of: Parting | None = None) -> Any:
         """Do what other ranks take part in: a failure reaches them all."""
-        if self.ended is not None:
-            raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
-        try:
-            with self.watch:
-                if self.parting is not part_of:
-                    raise PlanError(UNFINISHED)
-                result = work()
-                self.control.settle()
-            return result
-        except Refused as refused:
-            error = PlanError(str(refused))
-            if self.replicas is not None:  # which wait for this one's part
-                self._stop(self.watch.explain(error), error)
-            raise error from None
-        except Stopped as stopped:
-            self._stop(stopped.cause.error(), stopped.__cause__)
-        except BaseException as error:
-            ended = self.watch.explain(error)
-            if isinstance(error, Exception) or self.watch.interrupted:
-                self._stop(ended, error)
-            self.ended = ended
-            self.close()
-            raise
+        return super().guarded(partial(self._in_turn, work, part_of))
 
-    def _stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
-        self.ended = error
-        if isinstance(cause, ChannelError):  # whose frames keep connections open that are to be closed
-            traceback.clear_frames(cause.__traceback__)
-        self.close()
-        raise error from cause
+    def _in_turn(self, work: Callable[[], Any], part_of: Parting | None) -> Any:
+        if self.parting is not part_of:
+            raise PlanError(UNFINISHED)
+        return work()
+
+    def refused(self, error: PlanError) -> None:
+        if self.replicas is not None:  # which wait for this one's part
+            self.stop(self.watch.explain(error), error)
 
     @property
     def closed(self) -> bool:

@@ -77,7 +77,7 @@ class Wiring:
     backward: Mapping[tuple[int, int], Lane]
     ends: Ends
     reduce: Callable[[int], None] | None = None
-    work: Callable[[StageEngine, Sequence[Tensor | None], Slot], None] = StageEngine.backward
+    work: Callable[[StageEngine, Sequence[Tensor | None], Slot], None] | None = None  # None: the stage's own
 
 
 class Mark(NamedTuple):
@@ -223,7 +223,10 @@ def _bind_forward(stage: int, k: int, wiring: Wiring) -> Call:
 
 def _bind_backward(kind: str, stage: int, k: int, wiring: Wiring) -> Call:
     engine, slot = wiring.stages[stage], wiring.slots[stage, k]
-    work = partial(wiring.work, engine) if kind == "B" else engine.input_gradient
+    if kind == "I":
+        work = engine.input_gradient
+    else:
+        work = engine.backward if wiring.work is None else partial(wiring.work, engine)
     lanes = _into(stage, wiring.backward)
     if not lanes:
         return partial(do.turn, work, k, slot, wiring.ends)

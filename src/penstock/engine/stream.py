@@ -62,7 +62,7 @@ def stream(crew: LocalCrew, values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _start(crew: LocalCrew, value: Any) -> _UnderWay:
-    sizes, messages = cut(value, crew.source.microbatches, crew.stages[0].device)
+    sizes, messages = cut(value, crew.source.count, crew.stages[0].device)
     programs = lower(crew.source.forward_only(len(sizes)), crew.edges)
     slots = {(s, k): Slot() for program in programs for s, k in program.slots}
     inputs = [message.detached()._replace(wants=()) for message in messages]

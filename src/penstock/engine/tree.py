@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-__all__ = ["LEAF", "Row", "Spec", "flatten", "unflatten"]
+__all__ = ["LEAF", "Row", "Spec", "detached", "flatten", "unflatten"]
 
 
 @dataclass(frozen=True)
@@ -45,3 +45,9 @@ def unflatten(leaves: list[Any], spec: Spec) -> Any:
     if isinstance(spec, Row):
         return tuple(unflatten(part, own) for part, own in zip(spec.cut(leaves), spec.specs, strict=True))
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+
+def detached(value: Any) -> Any:
+    """The value with its tensors apart from any graph."""
+    leaves, spec = flatten(value)
+    return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

@@ -1,1 +1,1 @@
-"""What a pipeline has done, measured: traces, and what is made of them."""
+"""Costs, plans and traces: what a pipeline will take, and what it took."""

@@ -29,11 +29,20 @@ class ScheduleSource:
         ranks: int | None = None,
         places: int | None = None,
         recompute: Recompute = "never",
+        microbatch_size: int | None = None,
     ) -> None:
-        """``ranks`` is how many there are, and all must have work; ``places`` is how many there may be."""
+        """``ranks`` is how many there are, and all must have work; ``places`` is how many there may be.
+
+        With ``microbatch_size`` it, and not ``microbatches``, says how many a mini-batch has.
+        """
         if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
             raise ScheduleError(f"microbatches must be at least 1, got {microbatches!r}")
+        if microbatch_size is not None and (
+            not isinstance(microbatch_size, int) or isinstance(microbatch_size, bool) or microbatch_size < 1
+        ):
+            raise ScheduleError(f"microbatch_size must be at least 1 sample, got {microbatch_size!r}")
         self.microbatches = microbatches
+        self.microbatch_size = microbatch_size
         self.edges = tuple(edges)
         self.recompute = recompute_modes(recompute, stages)
         self._given: Schedule | None = None
@@ -53,6 +62,10 @@ class ScheduleSource:
         if not trains:
             raise ScheduleError(f"schedule {self.name!r} has no backward, and a training step needs one: try '1f1b'")
         self.placement = self.training(1 if self._given is None else microbatches).placement
+
+    def count(self, samples: int) -> int:
+        """How many micro-batches a mini-batch of so many samples is cut into, if it has as many samples."""
+        return self.microbatches if self.microbatch_size is None else -(-samples // self.microbatch_size)
 
     def recomputes(self, stage: int) -> bool:
         """Whether any forward of a stage is run again."""

@@ -23,7 +23,7 @@ from penstock.schedule.action import Action
 from penstock.schedule.placement import vee
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["v_half", "v_min", "zbv"]
+__all__ = ["travel", "v_half", "v_min", "zbv"]
 
 
 def zbv(p: int, m: int) -> Schedule:
@@ -34,7 +34,7 @@ def zbv(p: int, m: int) -> Schedule:
         rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0F3 0W0 3F2 3I2 0I1 3W2 0W1 3F3 3I3 0I2 3W3 0I3 ...
         rank 1: .   1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 ...
     """
-    return _travel("zbv", p, m, hops=(4, 2, 4, 2), room=2 * p)
+    return travel("zbv", p, m, hops=(4, 2, 4, 2), room=2 * p)
 
 
 def v_half(p: int, m: int) -> Schedule:
@@ -46,7 +46,7 @@ def v_half(p: int, m: int) -> Schedule:
         rank 1: .   1F0 1F1 1F2 4F0 .   .   4I0 4W0 4F1 1I0 1W0 4I1 4W1 4F2 .   1I1 4I2 1W1 4W2 1I2 1W2
         rank 2: .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
     """
-    return _travel("v_half", p, m, hops=(2, 1, 2, 1), room=(p + 2) // 2 * 2)
+    return travel("v_half", p, m, hops=(2, 1, 2, 1), room=(p + 2) // 2 * 2)
 
 
 def v_min(p: int, m: int) -> Schedule:
@@ -59,7 +59,7 @@ def v_min(p: int, m: int) -> Schedule:
         rank 2: .   .   2F0 2F1 .   5F0 .   5F1 .   .   5I0 5W0 5I1 2I0 5W1 2I1 2W0 2W1
         rank 3: .   .   .   3F0 4F0 3F1 4F1 .   .   .   .   4I0 3I0 4I1 3I1 4W0 3W0 4W1 3W1
     """
-    return _travel("v_min", p, m, hops=(1, 1, 1, 1), room=(p + 4) // 3 * 2)
+    return travel("v_min", p, m, hops=(1, 1, 1, 1), room=(p + 4) // 3 * 2)
 
 
 class _Wish(NamedTuple):
@@ -70,7 +70,7 @@ class _Wish(NamedTuple):
     kind: str
 
 
-def _travel(name: str, p: int, m: int, hops: tuple[int, int, int, int], room: int) -> Schedule:
+def travel(name: str, p: int, m: int, hops: tuple[int, int, int, int], room: int) -> Schedule:
     """Micro-batches that hop as told, squeezed; no rank ever holds more than ``room`` activations of a stage."""
     f_out, f_back, i_out, i_back = hops
     # Its two stays on a rank take sum(hops) * (p - 1) + 12 places, W included. What the room allows beyond
@@ -119,9 +119,10 @@ def _squeeze(p: int, m: int, wishes: Sequence[Sequence[_Wish]], room: int, ahead
 
     def choose(r: int) -> Action | None:
         due = sorted((time + 6 * done[kind][s], s, kind) for time, s, kind in wishes[r] if done[kind][s] < m)
-        actions = [Action(s, kind, done[kind][s]) for _, s, kind in due]
-        if actions and ready(actions[0]):
-            return actions[0]
+        actions = (Action(s, kind, done[kind][s]) for _, s, kind in due)
+        wished = next(actions, None)
+        if wished is not None and ready(wished):
+            return wished
         if deferred[r]:
             return deferred[r].popleft()
         early = (a for a in actions if held(r) < ahead[r] or (a.stage, a.kind) != (r, "F"))

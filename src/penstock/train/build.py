@@ -69,7 +69,13 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         ranks=None if mesh is None else mesh.pipe,
         places=None if named is None else len(named),
         recompute=options.recompute,
+        microbatch_size=options.microbatch_size,
     )
+    if options.microbatch_size is not None and options.seed is not None and mesh is not None and mesh.data > 1:
+        raise PlanError(
+            "with a seed, replicas must know how many micro-batches the others have: say microbatches=…, and not "
+            f"microbatch_size={options.microbatch_size}"
+        )
     _refuse_shared_statistics(plan, source.placement)
     device_of = _devices(plan, options, mesh, source)
     if options.lockstep:

@@ -12,26 +12,26 @@ from torch import Tensor, nn
 
 from penstock.engine.shards import is_sharded, local, shard_groups
 
-__all__ = ["clip_grad_norm"]
+__all__ = ["clip_grad_norm", "grad_norm"]
 
 DeviceOf = Callable[[nn.Parameter], torch.device | None]
 
 
-def clip_grad_norm(
+def grad_norm(
     parameters: Iterable[nn.Parameter],
-    max_norm: float,
     norm_type: float,
-    error_if_nonfinite: bool,
     counted_here: Callable[[nn.Parameter], bool] = lambda parameter: True,
     reduce: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
     device_of: DeviceOf = lambda parameter: None,
+    reduce_plain: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
 ) -> Tensor:
-    """Scale gradients so that their norm is at most ``max_norm``; the norm before, the same on every rank.
+    """The norm of the gradients, the same on every rank.
 
     ``counted_here`` says which of this rank's parameters it counts (a tie counts once); ``reduce(x, largest)`` gives
     the sum, or the largest, of ``x`` over the ranks. Ranks without gradients take part. Of parameters in parts, all
     processes that have parts of them take part, too: their norms are those of the whole. Where ``device_of`` names a
-    device, the norm of a gradient is computed there: sums on the host would be rounded otherwise.
+    device, the norm of a gradient is computed there: sums on the host would be rounded otherwise. ``reduce_plain`` is
+    for processes that have parts of parameters which do not say so, and goes before: parameters that do are whole then.
     """
     everyone = list(parameters)
     parameters = [p for p in everyone if p.grad is not None]
@@ -41,10 +41,18 @@ def clip_grad_norm(
     largest = math.isinf(norm_type)
     counted = [p for p in everyone if counted_here(p)]
     plain = _partial([p for p in counted if not is_sharded(p)], norm_type, home, device_of)
+    plain = reduce_plain(plain, largest)
     both = torch.stack([plain, *_over_shards([p for p in counted if is_sharded(p)], norm_type, home)])
     total = reduce(both.max() if largest else both.sum(), largest)
     if not largest:
         total = total.pow(1 / norm_type)
+    return total
+
+
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> None:
+    """Scale gradients, whose norm is ``total``, so that it is at most ``max_norm``."""
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped. Pass "
@@ -52,9 +60,8 @@ def clip_grad_norm(
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
-        assert parameter.grad is not None
-        local(parameter.grad).mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
-    return total
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
 
 
 def _partial(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -13,7 +14,7 @@ from penstock.engine.process import ProcessCrew
 from penstock.engine.shards import whole
 from penstock.errors import PlanError
 from penstock.split.plan import Plan
-from penstock.train.clip import clip_grad_norm
+from penstock.train.clip import clip_grad_norm, grad_norm
 from penstock.train.names import OwnNames
 from penstock.train.state import load_state, share_buffers, state_of
 
@@ -44,6 +45,11 @@ class Members:
         for _, parameter in self.named_parameters():
             yield parameter
 
+    @property
+    def stage_modules(self) -> Mapping[int, nn.Module]:
+        """The stages that live in this process, by number."""
+        return MappingProxyType(self._modules)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as an optimizer's ``zero_grad``."""
         for module in self._modules.values():
@@ -52,14 +58,15 @@ class Members:
     def move(self, device: torch.device | str | None = None) -> None:
         """Move the parameters and buffers of the stages to ``device``; without one, back to the stages' own devices.
 
-        They must be there for a step. The model's parameters are the stages', so it moves with them.
+        They must be there for a step. The model's parameters are the stages', so it moves with them. Weights that live
+        on the host (``Offload(weights=True)``) stay there.
         """
         self._check_open()
-        if self._crew.weights is not None:
-            raise PlanError("with Offload(weights=True) weights come and go by themselves: they cannot be moved")
+        stay = set() if self._crew.weights is None else set(map(id, self._crew.weights.at_home()))
         for stage, module in self._modules.items():
+            there = torch.device(self._crew.stages[stage].device if device is None else device)
             share_buffers(self._model, module)
-            module.to(self._crew.stages[stage].device if device is None else device)
+            module._apply(lambda tensor, there=there: tensor if id(tensor) in stay else tensor.to(there))  # type: ignore[no-untyped-call]
             share_buffers(module, self._model)
 
     def align_ties(self) -> None:
@@ -73,12 +80,18 @@ class Members:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""
+        total = self.grad_norm(norm_type)
+        clip_grad_norm(self.parameters(), total, max_norm, norm_type, error_if_nonfinite)
+        return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of the whole model, on all ranks; a parameter of several stages counts once."""
         self._check_open()
         counts, weights = self._crew.ties.counts, self._crew.weights
         how: dict[str, Any] = {} if weights is None else {"device_of": weights.device_of}
         if isinstance(self._crew, ProcessCrew):
             how["reduce"] = self._crew.reduce
-        return clip_grad_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, counts, **how)
+        return grad_norm(self.parameters(), norm_type, counts, **how)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers under the plain model's own names.

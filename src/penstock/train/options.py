@@ -29,6 +29,7 @@ class Options:
 
     loss_fn: Callable[..., Any] | None
     microbatches: int
+    microbatch_size: int | None
     schedule: str | Schedule | None
     strategy: str
     devices: Devices
@@ -55,7 +56,8 @@ class Options:
     def shared(self) -> dict[str, Any]:
         """What must be the same on every rank, beside the schedule."""
         names = ("seed", "accumulate", "batchnorm", "outputs_everywhere", "dynamic", "stuck_after", "timeout")
-        return {name: getattr(self, name) for name in names} | {"parallelize": self.parallelize is not None}
+        numbers = {name: getattr(self, name) for name in (*names, "microbatch_size")}
+        return {**numbers, "parallelize": self.parallelize is not None}
 
     def check(self) -> None:
         """One clear message for what cannot be, before anything is built."""

@@ -50,7 +50,9 @@ class Pipeline(Members):
     without targets. Without a ``loss_fn`` the model computes its loss.
     ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
     process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
-    ``strategy="sharded"`` sends one micro-batch at a time through all stages, to debug.
+    ``microbatch_size`` cuts by size: into as many micro-batches of at most so many samples as it takes, where
+    ``microbatches`` is the usual number. ``strategy="sharded"`` sends one micro-batch at a time through all stages,
+    to debug.
 
     ``outputs`` says which of the micro-batches' outputs a step keeps: ``"all"``, ``"final"``, ``"sum"``, ``"every:N"``,
     a function of (so_far, output), or None; they are on the last stage's rank, or with ``outputs_everywhere`` on all.
@@ -79,6 +81,7 @@ class Pipeline(Members):
         loss_fn: Callable[..., Any] | None = None,
         *,
         microbatches: int = 1,
+        microbatch_size: int | None = None,
         schedule: str | Schedule | None = None,
         strategy: str = "pipelined",
         devices: Devices = None,
@@ -101,6 +104,7 @@ class Pipeline(Members):
         options = Options(
             loss_fn=loss_fn,
             microbatches=microbatches,
+            microbatch_size=microbatch_size,
             schedule=schedule,
             strategy=strategy,
             devices=devices,
@@ -235,7 +239,7 @@ class Pipeline(Members):
             raise PlanError(
                 "under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step(), or forward()"
             )
-        sizes, messages = cut(value, self._source.microbatches, self._crew.stages[0].device)
+        sizes, messages = cut(value, self._source.count, self._crew.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         wide = self._wide is not None
         flight = Flight(self._crew, self._crew.source.fill_drain(len(sizes)), sizes, trainable, wide)

@@ -42,7 +42,8 @@ class GradScaler:
         scaler.update()
 
     Every rank makes one with the same numbers, and makes the same calls; a rank without parameters has no optimizer,
-    and passes None. Gradients may be accumulated over several steps: the scale changes in ``update`` alone.
+    and passes None. Gradients may be accumulated over several steps: the scale changes in ``update`` alone. It is never
+    lowered below ``min_scale``; without one, a scale that has become too small to be of use is an error.
     """
 
     def __init__(
@@ -53,14 +54,17 @@ class GradScaler:
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
+        min_scale: float | None = None,
         enabled: bool = True,
     ) -> None:
         self._pipe = pipe
+        self._least = min_scale
         self._enabled = enabled
         self._compare("enabled", float(enabled))
         if enabled:
             numbers = init_scale, growth_factor, backoff_factor, growth_interval, 0
             self._take(dict(zip(_NUMBERS, numbers, strict=True)))
+            self._compare("min_scale", 0.0 if min_scale is None else min_scale)
         else:
             pipe.loss_scale = 1.0
         # Of each optimizer, since the last update: what its gradients were found to be here, and whether it stepped.
@@ -118,10 +122,14 @@ class GradScaler:
             )
         return optimizer.step(*args, **kwargs) if optimizer is not None and agreed == _FINITE else None
 
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lower the scale if a step was not done since the last update, raise it after enough that were."""
+    def update(self, new_scale: float | Tensor | None = None) -> bool:
+        """Lower the scale if gradients since the last update were not finite, raise it after enough that were.
+
+        Whether they were not, on any rank; False where the scale is given.
+        """
         if not self._enabled:
-            return
+            return False
+        found = _FINITE
         if new_scale is not None:
             self._take({**self.state_dict(), "scale": float(new_scale)})
         else:
@@ -133,6 +141,7 @@ class GradScaler:
         self._found.clear()
         self._stepped.clear()
         self._agreed.clear()
+        return found > _FINITE
 
     # ── its state ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,7 +168,7 @@ class GradScaler:
 
     def _take(self, state: Mapping[str, Any]) -> None:
         """Take these numbers, if they are sound, and the same on all ranks."""
-        problem = _problem(state)
+        problem = _problem(state, self._least)
         if self._pipe.agree(float(problem is not None)):
             raise PlanError(problem or "GradScaler was given numbers on another rank that cannot be: see its error")
         for name in _NUMBERS:
@@ -179,7 +188,7 @@ class GradScaler:
     def _change(self, found: float) -> None:
         """The scale after an iteration, rounded to float32 as torch keeps it."""
         if found > _FINITE:
-            lower = _single(self._scale * self._backoff_factor)
+            lower = max(_single(self._scale * self._backoff_factor), _single(self._least or 0.0))
             if lower < _LEAST:
                 raise PipelineError(
                     f"gradients are not finite at a scale of {self._scale:g} either: not the scale makes them so, but "
@@ -226,7 +235,7 @@ def _single(number: Any) -> float:
     return float(torch.tensor(float(number), dtype=torch.float32))
 
 
-def _problem(state: Mapping[str, Any]) -> str | None:
+def _problem(state: Mapping[str, Any], least: float | None) -> str | None:
     """What cannot be in a scaler's numbers, if anything."""
     missing = [name for name in _NUMBERS if name not in state]
     if missing:
@@ -237,6 +246,8 @@ def _problem(state: Mapping[str, Any]) -> str | None:
     scale, growth, backoff, interval, _ = (float(state[name]) for name in _NUMBERS)
     if not _LEAST <= _single(scale) < math.inf:
         return f"the scale must be a positive number that float32 holds, as it does its inverse, got {scale:g}"
+    if least is not None and not 0 < least <= scale:
+        return f"min_scale must be a positive number, and no more than the scale, {scale:g}; got {least:g}"
     if not growth > 1:
         return f"growth_factor must be more than 1, got {growth:g}"
     if not 0 < backoff < 1:

@@ -195,8 +195,7 @@ class PoplarExecutor:
         self._attached = self._pipe is not None
 
     def _move(self, device: str | None) -> None:
-        """Weights that are off chip are on the host between calls, and come and go by themselves."""
-        if self._pipe is not None and not self._destroyed and not self._options.TensorLocations.off_chip("weight"):
+        if self._pipe is not None and not self._destroyed:
             self._pipe.move(device)
 
     def state_dict(self) -> dict[str, Tensor]:

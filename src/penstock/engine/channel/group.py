@@ -6,7 +6,9 @@ that a second pipeline over the same ranks would meet what the first one left in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from penstock.engine.channel.sever import Lines
 
 __all__ = ["Group", "open_group", "speaks_nccl"]
+
+_UNHANDLED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
 
 Group = Any  # a backend: ProcessGroupGloo or ProcessGroupNCCL
 
@@ -35,7 +39,8 @@ def open_group(lines: Lines, name: str, ranks: Sequence[int], rank: int, device:
     if speaks_nccl(device):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = lines.timeout
-        group = dist.ProcessGroupNCCL(place, me, len(ranks), options)
+        with _left_to_the_watch():
+            group = dist.ProcessGroupNCCL(place, me, len(ranks), options)
         lines.nccl.append(group)
         return group
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -43,3 +48,22 @@ def open_group(lines: Lines, name: str, ranks: Sequence[int], rank: int, device:
     options._timeout = lines.timeout
     options._threads = 1
     return dist.ProcessGroupGloo(place, me, len(ranks), options)
+
+
+@contextmanager
+def _left_to_the_watch() -> Iterator[None]:
+    """While a group of NCCL is made: what it reads from the environment then.
+
+    By default a group whose peer is gone waits a minute for a dump, and ends its process. Here the watch sees to
+    it that all ranks raise the cause, and programs may catch that.
+    """
+    before = {name: os.environ.get(name) for name in _UNHANDLED}
+    os.environ.update(_UNHANDLED)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -19,7 +19,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, finalize
@@ -27,10 +27,11 @@ from weakref import WeakKeyDictionary, finalize
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-__all__ = ["Address", "Lines", "StoreLine"]
+__all__ = ["Address", "Lines", "StoreLine", "abort"]
 
 T = TypeVar("T")
 Address = tuple[str, int]
+ABORTING = 10.0  # seconds that NCCL has for it, before it is left to itself
 _making = threading.Lock()  # what is new since a look before is ours
 
 
@@ -125,13 +126,12 @@ class Lines:
 
     def cut(self) -> None:
         """Let everything fail that waits for these connections, now or later."""
-        self._line.cut()
         for sock, here, there in _sockets():
             if there is not None and (here in self.own or there in self.theirs):
                 _shut_down(sock)
         groups, self.nccl = self.nccl, []
-        for group in groups:
-            group.abort()
+        abort(groups)
+        self._line.cut()
 
     def close(self, *, keep: bool = False) -> None:
         """Let go of them; gloo closes its connections with the last reference to their groups."""
@@ -139,6 +139,15 @@ class Lines:
         self.nccl.clear()
         self.device = self.store = None
         self._line.close(keep=keep)
+
+
+def abort(groups: Sequence[Any]) -> None:
+    """Abort groups of NCCL, all at once: to free one's memory waits for the device, and so for what others wait for."""
+    threads = [threading.Thread(target=group.abort, name="penstock abort", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ABORTING)
 
 
 class _Ends(NamedTuple):

@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -20,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.compat.fairscale.nn.model_parallel import initialize
+from penstock.compat.own_errors import own_errors
 from penstock.compat.torchgpipe import microbatch
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.microbatch import Batch, TensorOrTensors
-from penstock.engine.channel.process import ChannelError
-from penstock.errors import PenstockError, PipelineError
 from penstock.split import split
 from penstock.split.lazy import Lazy, build
 from penstock.train.mesh import Mesh
@@ -106,7 +104,7 @@ class AsyncPipe(nn.Module):
         microbatch.check(input)
         if self.partition is None:
             return input
-        with self.lock, _own_errors():
+        with self.lock, own_errors():
             pipeline = self._pipeline()
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
                 output: TensorOrTensors = pipeline.forward(input)
@@ -133,7 +131,7 @@ class AsyncPipe(nn.Module):
             self.pipeline = Pipeline(
                 split(whole, balance=[1] * len(whole)),
                 microbatches=self.chunks,
-                mesh=Mesh(pipe=len(ranks), group=ranks, device=device),
+                mesh=Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=device),
                 recompute=self.checkpoint,
                 batchnorm="deferred" if self._deferred else "microbatch",
                 dynamic=True,  # any layers may be here, and other ranks know nothing of them
@@ -151,20 +149,6 @@ class AsyncPipe(nn.Module):
     def __getitem__(self, index: int) -> nn.Module:
         """One of this rank's layers."""
         return list(self)[index]
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """An exception of this rank's own layers comes out as it is; that of another rank as a ``PipelineError``."""
-    try:
-        yield
-    except PipelineError as error:
-        first: BaseException = error
-        while first.__cause__ is not None:
-            first = first.__cause__
-        if error.rank != dist.get_rank() or isinstance(first, (PenstockError, ChannelError)):
-            raise
-        raise first from None
 
 
 def _verify(module: nn.Sequential | list[Layer], balance: list[int]) -> None:

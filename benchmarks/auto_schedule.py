@@ -1,0 +1,184 @@
+"""(i) The automatic schedule against the best orders known, the fixed schedules, and the clock.
+
+The scenarios are those of ``../shared/peers/scenarios.json``: costs of each stage for 4 and 8 ranks, a hop's latency,
+what fixed schedules take there, and the best orders known for one stage per rank, two in a loop and two in a V, at
+1F1B's memory and at parts of it. To them come the first scenarios' costs on 16 ranks, for which no best order is known.
+
+Times of the search are seconds of a core (``thread_time``): other jobs on the machine do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.report import check, table
+from penstock.schedule import Costs, simulate
+from penstock.schedule.auto import auto
+from penstock.schedule.auto.problem import make_problem
+from penstock.schedule.auto.search import first_order
+from penstock.schedule.auto.seeds import fixed_schedules
+from penstock.schedule.placement import loop, vee
+
+__all__ = ["run", "show"]
+
+SCENARIOS = Path(__file__).parents[2] / "shared" / "peers" / "scenarios.json"
+CAPS = ("1.0p", "0.75p", "0.5p")
+SECONDS = 0.8
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """All measurements."""
+    rows = list(_instances(quick))
+    placed = [row for row in rows if "best_known" in row]
+    regrets = {
+        cap: [row["makespan"] / row["best_known"] - 1 for row in placed if row["cap"] == cap] for cap in CAPS
+    }
+    gains = {cap: _gains(rows, cap) for cap in CAPS}
+    worse = [row for row in rows if row["makespan"] > row["fixed_here"] * (1 + 1e-9)]
+    uniform = list(_uniform(quick))
+    speed = list(_speed(quick))
+    large = [row for row in speed if row["m"] == 128]
+    flat = {m: mean(row["seconds"] for row in speed if row["m"] == m) for m in {row["m"] for row in speed}}
+    targets = [
+        check("uniform costs, no latency: largest gap, %", 100 * max(row["gap"] for row in uniform), most=1e-6),
+        check("regret at 1.0p, mean, %", 100 * mean(regrets["1.0p"]), most=0.5),
+        check("regret at 1.0p, largest, %", 100 * max(regrets["1.0p"]), most=2.0),
+        check("gain over the best fixed at 0.75p, mean, %", 100 * mean(gains["0.75p"]), least=5.0),
+        check("gain over the best fixed at 0.5p, mean, %", 100 * mean(gains["0.5p"]), least=5.0),
+        check("orders slower than a fixed schedule under the same cap", len(worse), most=0),
+        check("p=16 m=128, 2 stages per rank: longest search, s", max(row["seconds"] for row in large), most=1.0),
+        check("p=16 m=128: time to the first order, ms", 1e3 * max(row["first"] for row in large), most=100),
+        check("time at m=16p over time at m=4p", flat[256] / flat[64], most=2.0) if not quick else None,
+    ]
+    return {
+        "targets": [target for target in targets if target],
+        "regret": {cap: _spread(values) for cap, values in regrets.items()},
+        "gain": {cap: _spread(values) for cap, values in gains.items()},
+        "uniform": uniform,
+        "speed": speed,
+        "instances": rows,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Tables of ``result``."""
+    table("regret against the best order known for the placement, %", _percent(result["regret"]))
+    table("gain of the best placement over the best fixed schedule that fits, %", _percent(result["gain"]))
+    table("uniform costs, no latency", result["uniform"])
+    table("speed, seconds of a core", result["speed"])
+
+
+def _instances(quick: bool) -> Iterator[dict[str, Any]]:
+    """Every scenario, placement and cap: what ``auto`` finds, what is known, what fixed schedules take."""
+    for scenario in _scenarios(quick):
+        p, m = scenario["p"], scenario["m"]
+        for shape, v, placement in (("v1", 1, loop(p)), ("loop2", 2, loop(p, 2)), ("V", 2, vee(p))):
+            stages = scenario["costs_per_stage"]["1_stage_per_rank" if v == 1 else "2_stages_per_rank"]
+            costs = Costs(
+                f=tuple(stages["F"]),
+                i=tuple(stages["I"]),
+                w=tuple(stages["W"]),
+                latency=scenario["hop_latency"],
+                activation=1 / v,
+            )
+            problem, _ = make_problem(costs, placement, m, None, None)
+            own = [(s.makespan, max(s.peak_memory)) for s in (simulate(f, costs) for f in fixed_schedules(problem))]
+            for cap in CAPS:
+                room = float(cap[:-1]) * p
+                begin = time.thread_time()
+                found = auto(costs, placement, m, cap=room, seconds=SECONDS)
+                row = {
+                    "scenario": scenario["name"],
+                    "p": p,
+                    "m": m,
+                    "placement": shape,
+                    "cap": cap,
+                    "makespan": found.makespan,
+                    "floor": found.floor,
+                    "seconds": time.thread_time() - begin,
+                    "fixed_here": min((t for t, kept in own if kept <= room + 1e-9), default=float("inf")),
+                }
+                if "by_memory_cap" in scenario:
+                    row["best_known"] = scenario["by_memory_cap"][cap][shape]["best_known"]
+                    named = scenario["fixed"].values()
+                    fits = (f["makespan"] for f in named if f["peak_activations"] <= room + 1e-9)
+                    row["fixed_named"] = min(fits, default=float("inf"))
+                yield row
+
+
+def _scenarios(quick: bool) -> Iterator[dict[str, Any]]:
+    """Those of the file; and for each kind of costs there, the same on 16 ranks where that is plain to say."""
+    if not SCENARIOS.exists():
+        raise FileNotFoundError(f"the scenarios are not there: {SCENARIOS}")
+    known = json.loads(SCENARIOS.read_text())["scenarios"]
+    if quick:
+        known = [scenario for scenario in known if (scenario["p"], scenario["m"]) == (4, 8)][:3]
+    yield from known
+    for scenario in [] if quick else known[:7]:
+        yield {
+            "name": scenario["name"],
+            "p": 16,
+            "m": 32,
+            "hop_latency": scenario["hop_latency"],
+            "costs_per_stage": {
+                key: {kind: _widen(times, 16 * len(times) // 4) for kind, times in stages.items()}
+                for key, stages in scenario["costs_per_stage"].items()
+            },
+        }
+
+
+def _widen(times: list[float], count: int) -> list[float]:
+    """More stages: the first and the last as they are, those between like those between."""
+    return [times[0], *([times[1]] * (count - 2)), times[-1]]
+
+
+def _gains(rows: list[dict[str, Any]], cap: str) -> list[float]:
+    """For each instance, how much less time the best placement takes than the best fixed schedule, named or ours."""
+    gains = []
+    for key in dict.fromkeys((row["scenario"], row["p"], row["m"]) for row in rows):
+        same = [row for row in rows if row["cap"] == cap and (row["scenario"], row["p"], row["m"]) == key]
+        fixed = min(min(row["fixed_here"], row.get("fixed_named", float("inf"))) for row in same)
+        gains.append(1 - min(row["makespan"] for row in same) / fixed)
+    return gains
+
+
+def _uniform(quick: bool) -> Iterator[dict[str, Any]]:
+    for p in (2, 4, 8) if quick else (2, 3, 4, 6, 8, 12, 16):
+        for m in (p, 2 * p) if quick else (p, 2 * p, 3 * p + 1, 8 * p):
+            for shape, v, placement in (
+                ("loop", 1, loop(p)), ("loop", 2, loop(p, 2)), ("V", 2, vee(p)), ("loop", 4, loop(p, 4))
+            ):
+                begin = time.thread_time()
+                found = auto(Costs.per_rank(v=v), placement, m, cap=float(p), seconds=SECONDS)
+                took = time.thread_time() - begin
+                row = {"p": p, "m": m, "placement": shape, "v": v, "makespan": found.makespan, "floor": found.floor}
+                yield {**row, "gap": found.gap, "seconds": took}
+
+
+def _speed(quick: bool) -> Iterator[dict[str, Any]]:
+    """16 ranks, two stages each, hops of a tenth: the whole answer, and the first order."""
+    p = 16
+    for m in (128,) if quick else (32, 64, 128, 256):
+        for shape, placement in (("loop", loop(p, 2)), ("V", vee(p))):
+            costs = Costs.per_rank(v=2, comm=0.1)
+            begin = time.thread_time()
+            problem, _ = make_problem(costs, placement, m, None, None)
+            first_order(problem)
+            first = time.thread_time() - begin
+            begin = time.thread_time()
+            found = auto(costs, placement, m, seconds=SECONDS)
+            took = time.thread_time() - begin
+            yield {"p": p, "m": m, "placement": shape, "seconds": took, "first": first, "gap": found.gap}
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"mean": mean(values), "least": min(values), "most": max(values)}
+
+
+def _percent(spreads: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    return [{"cap": cap, **{key: 100 * value for key, value in s.items()}} for cap, s in spreads.items()]

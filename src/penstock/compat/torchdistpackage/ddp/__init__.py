@@ -1,0 +1,5 @@
+"""Replicas of a module."""
+
+from penstock.compat.torchdistpackage.ddp.naive_ddp import NaiveDDP
+
+__all__ = ["NaiveDDP"]

@@ -1,0 +1,123 @@
+"""``python -m varuna.run_varuna``: a training script on all GPUs of this machine, with Penstock's launcher.
+
+    python -m penstock.compat.varuna.run_varuna --gpus_per_node 4 --nstages 2 --batch_size 64 --chunk_size 4 \\
+        --no_morphing train.py --epochs 3
+
+Every process runs ``train.py --rank=… --local_rank=… --stage_to_rank_map="0,2;1,3;" --batch_size=32 --chunk_size=4
+--epochs 3``, where the batch size is that of a replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock import cli
+
+__all__ = ["main"]
+
+_STARTED = "penstock.compat.varuna.started"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the script; its exit code."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    _check(parser, args)
+    os.environ.update(_variables(parser, args.env_file))
+    try:
+        os.chdir(args.code_dir)
+    except OSError as error:
+        parser.error(f"--code_dir {args.code_dir}: {error.strerror}")
+    if not Path(args.training_script).is_file():
+        parser.error(f"there is no file {args.training_script!r} in {args.code_dir!r}")
+    replicas = args.gpus_per_node // args.nstages
+    # Ranks that follow each other are a pipeline: stage 1 has the ranks 1, p + 1, 2p + 1, …
+    stages = (",".join(str(d * args.nstages + s) for d in range(replicas)) for s in range(args.nstages))
+    told = [f"{';'.join(stages)};", str(args.batch_size // replicas), str(args.chunk_size)]
+    script = [args.training_script, *args.training_script_args, *(["--resume"] if args.resume else [])]
+    where = ["--stages", str(args.nstages), "--data", str(replicas)]
+    return cli.main(["run", *where, "-m", _STARTED, *told, *script])
+
+
+def _parser() -> argparse.ArgumentParser:
+    told = "Run a training script on all GPUs of this machine, with Penstock's launcher."
+    parser = argparse.ArgumentParser(prog="python -m varuna.run_varuna", description=told)
+    add = parser.add_argument
+    add("--machine_list", help="a file with the machines, one to a line; here this machine alone")
+    add("--manager_ip", help="for morphing")
+    add("--gpus_per_node", type=int, default=4, help="processes on this machine (default 4)")
+    add("--nstages", type=int, help="stages of the pipeline")
+    add("--batch_size", type=int, required=True, help="samples in a mini-batch, over all replicas")
+    add("--chunk_size", type=int, help="samples in a micro-batch")
+    add("--code_dir", default=".", help="the folder in which the script runs")
+    add("--no_morphing", action="store_true", help="the number of stages stays what it is")
+    add("--env_file", help="a file with variables for the script, NAME=VALUE, one to a line")
+    add("--resume", action="store_true", help="pass --resume to the script")
+    add("training_script", help="what to run")
+    add("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if not args.no_morphing:
+        parser.error("morphing, which changes the number of stages while a job runs, comes later: say --no_morphing")
+    if args.nstages is None or args.chunk_size is None:
+        parser.error("to choose them for you comes later: give --nstages and --chunk_size")
+    for name in ("gpus_per_node", "nstages", "batch_size", "chunk_size"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be 1 at least, got {getattr(args, name)}")
+    if args.gpus_per_node % args.nstages:
+        parser.error(f"--gpus_per_node {args.gpus_per_node} cannot be divided into pipelines of {args.nstages} stages")
+    replicas = args.gpus_per_node // args.nstages
+    if args.batch_size % replicas:
+        parser.error(f"--batch_size {args.batch_size} cannot be divided over {replicas} replicas alike")
+    if args.machine_list is not None:
+        machines = _lines(parser, args.machine_list)
+        if len(machines) != 1 or not _is_here(machines[0]):
+            parser.error(
+                f"--machine_list has {', '.join(machines) or 'nothing'}, which is not this machine alone: on several "
+                "machines start 'penstock run --nnodes …' on each, see docs/many-machines.md"
+            )
+
+
+def _variables(parser: argparse.ArgumentParser, file: str | None) -> dict[str, str]:
+    found = {}
+    for line in _lines(parser, file) if file is not None else ():
+        name, equals, value = line.removeprefix("export ").partition("=")
+        if not equals or not name.strip().isidentifier():
+            parser.error(f"--env_file {file}: {line!r} is not NAME=VALUE")
+        found[name.strip()] = value.strip().strip("'\"")
+    return found
+
+
+def _lines(parser: argparse.ArgumentParser, file: str) -> list[str]:
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        parser.error(f"{file} cannot be read: {error.strerror}")
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _is_here(machine: str) -> bool:
+    """Whether a name or an address is this machine's: it can be listened on."""
+    try:
+        places = socket.getaddrinfo(machine, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in places:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind((address[0], 0))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""An order made to measure: for the costs of each stage, any placement, and what each rank may keep."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from random import Random
+
+from penstock.errors import ScheduleError
+from penstock.schedule.auto.floor import lower_bound
+from penstock.schedule.auto.found import Found, simulated
+from penstock.schedule.auto.problem import SLACK, make_problem
+from penstock.schedule.auto.search import search
+from penstock.schedule.auto.seeds import fixed_schedules, to_words
+from penstock.schedule.auto.words import evaluate, fits_all
+from penstock.schedule.costs import Costs
+from penstock.schedule.flow import Edge
+
+__all__ = ["Found", "auto"]
+
+
+def auto(
+    costs: Costs,
+    placement: Sequence[int],
+    m: int,
+    *,
+    cap: float | Sequence[float] | None = None,
+    edges: Iterable[Edge] | None = None,
+    seconds: float = 0.8,
+    seed: int = 0,
+) -> Found:
+    """A short order for ``m`` micro-batches with stage ``s`` on rank ``placement[s]``, and how good it is.
+
+    ``cap`` is what a rank may keep, one number for all or one for each, in the unit of ``costs.activation``. By
+    default it is, for all ranks, what 1F1B's fullest rank keeps: the r-th of p ranks, counted by their first stages,
+    holds p - r micro-batches (at most m) of all that its stages keep. A cap under which there is no order at all is
+    a ``ScheduleError``.
+
+    The answer keeps the cap and is never slower than a fixed schedule on the same placement that keeps it too. Its
+    figures are those of ``simulate``.
+
+    How much is searched depends on the size of the problem and on ``seconds``, a core's time for the search; the same
+    arguments give the same answer, unless the core is so slow that the search is cut off when that time is up. The
+    fixed schedules are looked at even then.
+    """
+    if not 0 <= seconds < math.inf:
+        raise ScheduleError(f"seconds={seconds}: expected how long to search, from 0")
+    begin = time.thread_time()
+    problem, edges = make_problem(costs, placement, m, cap, edges)
+    floor = lower_bound(problem)
+    goal = floor * (1 + SLACK)
+
+    orders = search(problem, goal, seconds, Random(seed), lambda: time.thread_time() - begin)
+    if orders[0][0] > goal or problem.contended:
+        known = [to_words(problem, schedule) for schedule in fixed_schedules(problem)]
+        orders += [(evaluate(problem, words), words) for words in known if fits_all(problem, words)]
+        orders.sort(key=lambda entry: entry[0])
+    if not problem.contended:
+        del orders[1:]
+    best = min((simulated(problem, words, costs, edges) for _, words in orders), key=lambda found: found.makespan)
+    return Found(best.schedule, best.makespan, min(floor, best.makespan), best.peak_memory, problem.cap)

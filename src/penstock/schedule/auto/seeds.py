@@ -1,0 +1,136 @@
+"""Where the search starts: the fixed schedules, and families of orders that are like them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, product
+
+from penstock.schedule.auto.problem import SLACK, Problem, Words
+from penstock.schedule.placement import loop, vee
+from penstock.schedule.registry import SCHEDULES
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.vshape import travel
+
+__all__ = ["fixed_schedules", "one_at_a_time", "skeletons", "to_skeleton", "to_words"]
+
+_HOPS = (
+    (4, 2, 4, 2),
+    (2, 1, 2, 1),
+    (1, 1, 1, 1),
+    (1, 2, 1, 2),
+    (2, 2, 2, 2),
+    (1, 2, 2, 1),
+    (2, 1, 1, 2),
+    (3, 1, 3, 1),
+    (2, 4, 2, 4),
+    (1, 1, 2, 2),
+    (2, 2, 1, 1),
+    (1, 3, 1, 3),
+    (3, 2, 3, 2),
+)
+"""Ways to travel through a V: places per hop of F out, F back, I out, I back."""
+
+
+def fixed_schedules(problem: Problem) -> Iterator[Schedule]:
+    """All known schedules that train on just this placement."""
+    ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
+    for kind in SCHEDULES.values():
+        if problem.placement not in (loop(ranks, per_rank), vee(ranks)):
+            return
+        if kind.stages_per_rank not in (None, per_rank):
+            continue
+        schedule = kind.make(ranks, problem.m, per_rank) if kind.takes_v else kind.make(ranks, problem.m)
+        if schedule.trains and schedule.placement == problem.placement:
+            yield schedule
+
+
+def to_words(problem: Problem, schedule: Schedule) -> Words:
+    """A schedule's orders as letters; a B is one letter only where that takes less time than I and W."""
+    count = problem.num_stages
+    words: Words = []
+    for order in schedule.orders:
+        word: list[int] = []
+        for stage, kind, _ in order:
+            if kind == "B" and not problem.fuses[stage]:
+                word += (count + stage, 3 * count + stage)
+            else:
+                word.append("FIBW".index(kind) * count + stage)
+        words.append(word)
+    return words
+
+
+def to_skeleton(problem: Problem, words: Words) -> Words:
+    """Without W."""
+    return [[letter for letter in word if letter < 3 * problem.num_stages] for word in words]
+
+
+def one_at_a_time(problem: Problem) -> Words:
+    """Each micro-batch through all stages and back before the next: slow, and never short of memory."""
+    count = problem.num_stages
+    backs = [(2 * count + s,) if problem.fuses[s] else (count + s, 3 * count + s) for s in range(count)]
+    return [
+        [*stages, *(letter for s in reversed(stages) for letter in backs[s])] * problem.m for stages in problem.local
+    ]
+
+
+def skeletons(problem: Problem, families: int) -> Iterator[Words]:
+    """Orders to begin with: those that are known, and up to so many relatives of them; the likeliest two first."""
+    ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
+    relatives: Iterator[Words] = iter(())
+    if problem.placement == vee(ranks):
+        relatives = _travelling(problem)
+    elif problem.placement == loop(ranks, per_rank):
+        relatives = _alternating(problem, per_rank)
+    yield from islice(relatives, 2)
+    for schedule in fixed_schedules(problem):
+        words = to_words(problem, schedule)
+        yield words
+        yield to_skeleton(problem, words)
+    yield from islice(relatives, max(2, families))
+
+
+def _alternating(problem: Problem, per_rank: int) -> Iterator[Words]:
+    """Warm-ups of different length, then backward and forward in turn, in groups of p micro-batches."""
+    ranks, count, m = problem.num_ranks, problem.num_stages, problem.m
+    deepest = (per_rank - 1) * min(m, ranks)
+    for groups, slope in product(_groupings(m, ranks) if per_rank > 1 else [[1] * m], (1, 2, 0)):
+        for base in range(deepest + 1, deepest + ranks * (1 if slope else 2) + 1, max(1, ranks // 8)):
+            words: Words = []
+            for rank, stages in enumerate(problem.local):
+                forwards = [s for group in groups for s in stages for _ in range(group)]
+                backwards = [count + s for group in groups for s in reversed(stages) for _ in range(group)]
+                kept, most = 0.0, 0
+                for s in forwards:
+                    kept += problem.activation[s]
+                    if kept > problem.cap[rank] * (1 + SLACK):
+                        break
+                    most += 1
+                warm = min(most, base + slope * (ranks - 1 - rank))
+                word = forwards[:warm]
+                for i, back in enumerate(backwards):
+                    word.append(back)
+                    word += forwards[warm + i : warm + i + 1]
+                words.append(word)
+            yield words
+
+
+def _groupings(m: int, size: int) -> list[list[int]]:
+    """Groups of ``size``. A few left over share the last groups' places evenly; many are a group of their own."""
+    full, rest = divmod(m, size)
+    if not rest or not full:
+        return [[size] * full + [rest] * bool(rest)]
+    alone = [size] * full + [rest]
+    shared = [size] * (full - 1) + [(size + rest + 1) // 2, (size + rest) // 2]
+    return [alone, shared] if 2 * rest >= size else [shared, alone]
+
+
+def _travelling(problem: Problem) -> Iterator[Words]:
+    """On a V, different hops, in as many activations as fit if all stages keep the same."""
+    ranks = problem.num_ranks
+    size = max(sum(problem.activation[s] for s in stages) / 2 for stages in problem.local)
+    room = min(2 * problem.m, int(min(problem.cap) / size * (1 + SLACK))) if size else 2 * problem.m
+    for hops in _HOPS:
+        if sum(hops) * (ranks - 1) + 12 <= 6 * room:
+            words = to_words(problem, travel("travel", ranks, problem.m, hops, room))
+            yield words
+            yield to_skeleton(problem, words)

@@ -1,0 +1,251 @@
+"""The automatic schedule: what every answer promises, whatever the costs, the placement and the memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.auto import Found, auto
+from penstock.schedule.auto.problem import make_problem
+from penstock.schedule.auto.seeds import fixed_schedules, one_at_a_time
+from penstock.schedule.auto.words import evaluate, fits_all
+from penstock.schedule.costs import Costs
+from penstock.schedule.placement import loop, vee
+from penstock.schedule.simulate import simulate
+from penstock.schedule.verify import verify
+
+SHORT = 0.02
+"""Seconds of search: the promises hold however short it is."""
+
+TIMES = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.0, 1.3, 4.0])
+SIZES = st.sampled_from([0.0, 0.25, 1.0, 1.0, 3.0])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    """Costs, placement, micro-batches, edges and a cap that one order keeps at least."""
+    p = draw(st.integers(1, 4))
+    shape = draw(st.sampled_from(["loop", "vee", "any"]))
+    if shape == "any":
+        extra = draw(st.lists(st.integers(0, p - 1), max_size=5))
+        placement = tuple(draw(st.permutations([*range(p), *extra])))
+    else:
+        placement = vee(p) if shape == "vee" else loop(p, draw(st.integers(1, 3)))
+    count = len(placement)
+    edges = None
+    if draw(st.booleans()):
+        pairs = [(src, dst) for dst in range(count) for src in range(dst)]
+        skips = draw(st.lists(st.sampled_from(pairs), max_size=4)) if pairs else []
+        edges = [*skips] if draw(st.booleans()) else [*((s, s + 1) for s in range(count - 1)), *skips]
+
+    def each(of: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return tuple(draw(st.lists(of, min_size=count, max_size=count)))
+
+    f, i, w = each(TIMES), each(TIMES), each(TIMES)
+    b = draw(st.sampled_from([None, 0.7, 1.0, 1.2]))
+    costs = Costs(
+        f=f,
+        i=i,
+        w=w,
+        b=None if b is None else tuple(b * (x + y) for x, y in zip(i, w, strict=True)),
+        latency=draw(st.sampled_from([0.0, 0.0, 0.1, 2.0])),
+        bytes=draw(st.sampled_from([0.0, 0.0, 1.0])),
+        bandwidth=2.0,
+        activation=each(SIZES),
+        keep=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
+    )
+    least = [sum(costs.activation[s] for s in range(count) if placement[s] == r) for r in range(p)]  # type: ignore[index]
+    factor = draw(st.sampled_from([None, 1.0, 1.5, 2.5, math.inf]))
+    cap = None if factor is None else [math.inf if factor == math.inf else factor * kept for kept in least]
+    return {"costs": costs, "placement": placement, "m": draw(st.integers(1, 9)), "cap": cap, "edges": edges}
+
+
+@settings(deadline=None, max_examples=120)
+@given(cases())
+def test_every_answer_keeps_its_promises(case: dict[str, Any]) -> None:
+    found = auto(**case, seconds=SHORT)
+    assert found.schedule.name == "auto"
+    assert found.schedule.placement == case["placement"]
+    assert found.schedule.num_microbatches == case["m"]
+    assert found.schedule.trains
+    verify(found.schedule, case["edges"])
+    certificate = simulate(found.schedule, case["costs"], case["edges"])
+    assert (found.makespan, found.peak) == (certificate.makespan, certificate.peak_memory)
+    assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(found.peak, found.cap, strict=True))
+    assert 0 <= found.floor <= found.makespan
+    assert found.gap >= 0
+
+    problem, _ = make_problem(case["costs"], case["placement"], case["m"], case["cap"], case["edges"])
+    for fixed in fixed_schedules(problem):
+        other = simulate(fixed, case["costs"], case["edges"])
+        if all(peak <= cap for peak, cap in zip(other.peak_memory, found.cap, strict=True)):
+            assert found.makespan <= other.makespan * (1 + 1e-9), fixed.name
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases())
+def test_one_micro_batch_at_a_time_always_fits(case: dict[str, Any]) -> None:
+    problem, _ = make_problem(case["costs"], case["placement"], case["m"], case["cap"], case["edges"])
+    words = one_at_a_time(problem)
+    assert fits_all(problem, words)
+    assert evaluate(problem, words) < math.inf
+
+
+# Uniform costs: no order is faster -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize(("v", "shape"), [(1, "loop"), (2, "loop"), (2, "vee"), (4, "loop")])
+def test_uniform_costs_have_no_gap(p: int, v: int, shape: str) -> None:
+    for m in (p, 2 * p, 3 * p + 1):
+        found = auto(Costs.per_rank(v=v), vee(p) if shape == "vee" else loop(p, v), m, cap=p)
+        assert found.gap < 1e-9, (m, str(found))
+        assert found.makespan == pytest.approx(3 * m + (p - 1) / v)
+
+
+def test_many_micro_batches_are_few_repeated() -> None:
+    for placement in (loop(16, 2), vee(16)):
+        found = auto(Costs.per_rank(v=2), placement, 128)
+        assert found.makespan == pytest.approx(391.5)
+        assert max(found.peak) <= 16
+
+
+def test_repeating_holds_the_pace() -> None:
+    """What a micro-batch adds is what the busiest rank does on it, also where no fixed schedule fits the costs."""
+    costs = Costs(f=(1.0, 0.8, 1.1, 1.0), i=(1.2, 1.0, 1.0, 1.4), w=(0.7, 1.0, 0.9, 1.0), latency=0.1)
+    few, many = (auto(costs, loop(4), m, cap=6, seconds=0.3).makespan for m in (16, 64))
+    assert many - few <= 48 * 3.4 * 1.01
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_cap_is_what_1f1b_keeps() -> None:
+    assert auto(Costs(), loop(4), 8, seconds=SHORT).cap == (4.0,) * 4
+    assert auto(Costs(), loop(4), 2, seconds=SHORT).cap == (2.0,) * 4
+    uneven = Costs(activation=(1.0, 5.0, 0.0, 2.0))
+    assert auto(uneven, loop(4), 8, seconds=SHORT).cap == (15.0,) * 4  # rank 1 holds 3 micro-batches of 5
+    assert auto(Costs.per_rank(v=2), vee(4), 8, seconds=SHORT).cap == (4.0,) * 4
+
+
+def test_less_memory_is_kept_and_costs_time() -> None:
+    tight, roomy = (auto(Costs.per_rank(v=2, comm=0.1), vee(4), 8, cap=cap, seconds=0.2) for cap in (2, 4))
+    assert max(tight.peak) <= 2
+    assert tight.makespan > roomy.makespan
+
+
+def test_more_memory_than_1f1b_is_used() -> None:
+    costs = Costs(latency=1.0)
+    assert auto(costs, loop(4), 16, cap=8, seconds=0.2).makespan < auto(costs, loop(4), 16, seconds=0.2).makespan
+
+
+def test_each_rank_has_its_own_cap() -> None:
+    found = auto(Costs(), loop(3), 6, cap=[1, 2, 3], seconds=SHORT)
+    assert all(peak <= cap for peak, cap in zip(found.peak, (1, 2, 3), strict=True))
+
+
+def test_the_floor_knows_of_memory() -> None:
+    """One micro-batch at a time, and no order is faster."""
+    found = auto(Costs(), loop(4), 5, cap=1, seconds=SHORT)
+    assert found.makespan == 5 * 9
+    assert found.gap == 0
+
+
+def test_a_cap_that_nothing_keeps() -> None:
+    costs = Costs(activation=(1.0, 2.0, 0.5, 1.5))
+    with pytest.raises(ScheduleError) as caught:
+        auto(costs, vee(2), 4, cap=2.0)
+    assert str(caught.value) == (
+        "no order fits: rank 0 keeps at least 2.5 (one micro-batch in stages 0, 3) and may keep 2, 0.5 too little. "
+        "The least for all ranks: 2.5, 2.5. Raise the cap, cut the model finer, or recompute"
+    )
+
+
+# Odd inputs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "message"),
+    [
+        ((), {}, "auto needs at least 1 stage: the placement is empty"),
+        ((0, 2), {}, "rank 1 of the placement (0, 2) holds no stage"),
+        ((0, -1), {}, "rank -1 of the placement (0, -1) does not exist"),
+        ((0, 1), {"m": 0}, "auto needs at least 1 micro-batch, not 0"),
+        ((0, 1), {"cap": [4.0]}, "cap has 1 numbers, there are 2 ranks: give one number, or 2"),
+        ((0, 1), {"cap": math.nan}, "no order fits"),
+        ((0, 1), {"seconds": -1.0}, "seconds=-1.0"),
+        ((0, 1), {"seconds": math.inf}, "seconds=inf"),
+        ((0, 1), {"edges": [(1, 0)]}, "edge 1->0 is not possible"),
+        ((0, 1), {"costs": Costs(f=(1.0,))}, "cost f has 1 numbers"),
+    ],
+)
+def test_wrong_use(placement: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"costs": Costs(), "m": 2, **options}
+    with pytest.raises(ScheduleError) as caught:
+        auto(arguments.pop("costs"), placement, arguments.pop("m"), **arguments)
+    assert message in str(caught.value)
+
+
+def test_nothing_takes_time() -> None:
+    found = auto(Costs(f=0, i=0, w=0), loop(2), 3, seconds=SHORT)
+    assert (found.makespan, found.floor, found.gap) == (0, 0, 0)
+
+
+def test_stages_that_keep_nothing() -> None:
+    """The 8B-like case in small: an embedding and a head without activations, beside what their ranks also hold."""
+    costs = Costs(f=(0.1, 1, 1, 0.8), i=(0, 1, 1, 0.8), w=(0.1, 1, 1, 0.8), activation=(0.0, 1.0, 1.0, 0.0))
+    found = auto(costs, (0, 0, 1, 1), 8, cap=2, seconds=0.2)
+    assert max(found.peak) <= 2
+    assert found.gap < 0.02
+
+
+# Fused backward, and the same again -------------------------------------------------------------------------------
+
+
+def test_a_backward_is_fused_where_that_delays_nothing() -> None:
+    schedule = auto(Costs(), loop(2), 4, seconds=SHORT).schedule
+    assert "B" in schedule.kinds
+
+
+def test_a_cheaper_fused_backward_is_used() -> None:
+    """Where I and W cost twice B, to split is hardly worth it."""
+    found = auto(Costs(f=1, i=1, w=1, b=1), loop(2), 8, seconds=0.2)
+    assert found.makespan <= simulate_1f1b(2, 8, Costs(f=1, i=1, w=1, b=1))
+    assert sum(a.kind == "B" for order in found.schedule.orders for a in order) >= 12
+
+
+def simulate_1f1b(p: int, m: int, costs: Costs) -> float:
+    from penstock.schedule.one_f_one_b import one_f_one_b
+
+    return simulate(one_f_one_b(p, m), costs).makespan
+
+
+def test_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that never runs out, an answer is a matter of the arguments alone."""
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+
+    def found(seed: int) -> Found:
+        return auto(Costs.per_rank(v=2, comm=0.1), vee(4), 6, cap=2.5, seconds=0.1, seed=seed)
+
+    assert found(0) == found(0)
+    assert found(1) == found(1)
+
+
+def test_out_of_time_at_once() -> None:
+    found = auto(Costs.per_rank(v=2, comm=0.1), vee(4), 40, cap=3, seconds=0)
+    verify(found.schedule)
+    assert max(found.peak) <= 3
+
+
+def test_the_answer_says_how_good_it_is() -> None:
+    assert str(auto(Costs(), loop(2), 4, seconds=SHORT)) == (
+        "makespan 13, floor 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep"
+    )
+    found = auto(Costs(latency=0.5), loop(2), 4, seconds=SHORT)
+    assert f"at most {found.gap:.1%} slower than the best order" in str(found)
