@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -34,25 +34,13 @@ from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
 from penstock.train.options import Options, Parallelize
+from penstock.train.result import StepResult
 from penstock.train.tally import Tally
 
-__all__ = ["Pipeline", "StepResult"]
+if TYPE_CHECKING:
+    from penstock.profile.trace.trace import Trace
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gives back: ``loss`` on every rank, ``outputs`` where the last stage is.
-
-    ``bubble`` is the share of the step's time in which ranks waited for others, as measured: of this process's rank
-    under a mesh, else of all on average. It is not known on GPUs, where the host does not wait.
-    """
-
-    loss: Any  # a Tensor; None for an evaluation without targets
-    outputs: Any
-    samples: int  # of all replicas, where there is a loss
-    microbatches: int  # of this replica
-    seconds: float
-    bubble: float | None = None
+__all__ = ["Pipeline"]
 
 
 class Pipeline(Members):
@@ -298,6 +286,17 @@ class Pipeline(Members):
     def schedule(self) -> Schedule:
         """The schedule of a step of a full number of micro-batches."""
         return self._source.training(self._source.microbatches)
+
+    def trace(self, steps: int | None = None, *, skip: int = 0) -> AbstractContextManager[Trace]:
+        """Record what every rank does in the next ``steps`` mini-batches, all within the block if None.
+
+        The first ``skip`` are left out. When ``with pipe.trace(steps=3) as trace:`` has ended, ``trace`` tells what was
+        recorded: of all ranks, on every one of them. Under a mesh all ranks begin and end the block together.
+        """
+        from penstock.profile.trace.recording import Recording
+
+        self._check_open()
+        return Recording(self._crew, self.plan, self.schedule, self.mesh, steps, skip)
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it.
