@@ -136,6 +136,12 @@ class LocalCrew:
         loss, _ = self.head.finish()
         return Outcome(loss, None, self.head.take_outputs(), sum(sizes), len(sizes))
 
+    def reschedule(self, source: ScheduleSource) -> None:
+        """Train in another order from the next step on."""
+        with self.lock:
+            self.source = source
+            self._jobs.clear()
+
     def job(self, schedule: Schedule) -> Job:
         """The job of a training or evaluation step, compiled once per schedule."""
         if id(schedule) not in self._jobs:

@@ -130,6 +130,11 @@ class ProcessCrew(Guarded):
         self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
 
+    def reschedule(self, source: ScheduleSource) -> None:
+        """Train in another order from the next step on; all ranks do so between the same steps."""
+        self.source = source
+        self.jobs.reschedule(source)
+
     def everywhere(self, outputs: Any) -> Any:
         """The last rank's outputs, on every rank."""
         there = self.gather(outputs)[self.last_rank]

@@ -15,7 +15,7 @@ from penstock.engine.accumulate import Wide
 from penstock.engine.call import Flight, call
 from penstock.engine.inputs import cut
 from penstock.engine.local import LocalCrew
-from penstock.engine.meeting import Meeting
+from penstock.engine.meeting import Meeting, digest
 from penstock.engine.outcome import Outcome
 from penstock.engine.outputs import Outputs, every_of
 from penstock.engine.parting import part
@@ -34,6 +34,7 @@ from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
 from penstock.train.options import Options, Parallelize
+from penstock.train.replan import Replanned, reordered
 from penstock.train.result import StepResult
 from penstock.train.tally import Tally
 
@@ -142,6 +143,8 @@ class Pipeline(Members):
         self._modules = built.modules
         self._own_name = built.own_name
         self._crew = built.crew
+        self._meeting = meeting
+        self._traced: Trace | None = None  # the last of ``trace``
         self._outputs = outputs
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
@@ -296,7 +299,28 @@ class Pipeline(Members):
         from penstock.profile.trace.recording import Recording
 
         self._check_open()
-        return Recording(self._crew, self.plan, self.schedule, self.mesh, steps, skip)
+        recording = Recording(self._crew, self.plan, self.schedule, self.mesh, steps, skip)
+        self._traced = recording.trace
+        return recording
+
+    def replan(self, costs: Costs | None = None, *, seconds: float = 0.8) -> Replanned:
+        """Go on in another order, if one is faster for what the stages cost, in the memory of the present one.
+
+        ``costs`` are by default those of the last ``pipe.trace()``. Stages stay on their ranks, and nothing changes but
+        the order: gradients are the same. Under a mesh all ranks call it, with the same costs, between the same steps.
+        """
+        self._check_open()
+        if costs is None:
+            if self._traced is None:
+                raise PlanError("nothing was traced yet: run steps in 'with pipe.trace():' before, or give costs=")
+            costs = self._traced.costs()
+        found, schedule = reordered(self.schedule, costs, self._crew.edges, seconds)
+        if self._meeting is not None:
+            self._meeting.compare({"what replan was given": digest(repr(costs)), "its order": digest(str(schedule))})
+        if found.changed:
+            self._source = self._source.replaced(schedule)
+            self._crew.reschedule(self._crew.source.replaced(schedule))
+        return found
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it.
