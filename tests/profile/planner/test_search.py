@@ -129,3 +129,17 @@ def test_all_ways_to_use_devices() -> None:
 def test_what_cannot_be_planned_says_why(how: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_costs(Profile((uniform(),)), **{"batch": 8, "grids": [(1, 2)], "seconds": 0.2, **how})  # type: ignore[arg-type]
+
+
+def test_a_way_is_not_ruled_out_by_a_backward_that_nobody_would_run() -> None:
+    """What a whole backward takes is no floor where its two halves take less, nor the other way round."""
+    for whole in (0.1, 0.001):
+        rows = tuple(
+            LayerCosts(f"l{i}", 0.01, 0.01, 0.01, 0.01, 1.0, 1.0, 0.0, 0.0, backward=whole) for i in range(4)
+        )
+        costs = ModelCosts(rows, tuple(Crossing(i, i + 1, 1.0) for i in range(3)), samples=4)
+        planned = plan_costs(Profile((costs,)), batch=16, grids=[(1, 2)], microbatches=4, seconds=0.3)
+        assert planned.best.floor <= planned.seconds * (1 + 1e-9)
+        at_least = [lost.seconds for lost in planned.others if lost.reason.startswith("at least")]
+        assert all(seconds is not None and seconds >= planned.seconds for seconds in at_least)
+        assert planned.seconds < 4 * 2 * (0.01 + min(whole, 0.02)) * 1.6
