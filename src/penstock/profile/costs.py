@@ -10,6 +10,7 @@ here, which names the layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,6 +152,16 @@ class ModelCosts:
             raise PlanError(f"{what} between layers {list(indices)}, but the layers are 0 to {len(known) - 1}")
         if list(indices) != sorted(set(indices)):
             raise PlanError(f"{what} between layers {list(indices)}: name the earlier layer first, and each once")
+
+    def between(self, src: Collection[int], dst: Collection[int]) -> float:
+        """The bytes that go from the layers of one stage to those of another; a value that several need goes once."""
+        total, sent = 0.0, dict[tuple[int, int], float]()
+        for crossing in self.crossings:
+            if crossing.src in src and crossing.dst in dst:
+                total += 0.0 if crossing.values else crossing.bytes
+                for number, size in crossing.values:
+                    sent[crossing.src, number] = max(size, sent.get((crossing.src, number), 0.0))
+        return total + sum(sent.values())
 
     def scaled(self, samples: int) -> ModelCosts:
         """These costs for micro-batches of another size, as if all were in proportion: a ``Profile`` knows better."""
