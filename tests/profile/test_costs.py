@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
+from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Overhead, SharedParameters
 from penstock.profile.sizes import Profile
 
 
@@ -32,6 +32,7 @@ def model(**changed: Any) -> ModelCosts:
         "kept_together": ((0, 1, 64.0),),
         "link": Link(1e-5, 1e9),
         "device": "cuda",
+        "overhead": Overhead(forward=1e-5),
     }
     return ModelCosts(**{**values, **changed})
 
@@ -147,6 +148,8 @@ def without(key: str) -> dict[str, Any]:
         (by_hand(link={"bandwidth": 0}), "link: bandwidth is 0"),
         (by_hand(link={"bandwith": 1}), "did you mean 'bandwidth'?"),
         (by_hand(device=3), "device is 3"),
+        (by_hand(overhead={"forward": -1}), "overhead: forward is -1"),
+        (by_hand(overhead={"forwards": 1}), "did you mean 'forward'?"),
         (by_hand(penstock_costs=7), "format 7 cannot be read here"),
         (by_hand(layer=[]), "did you mean 'layers'?"),
         ({"layers": []}, "costs have no layers"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.profile import timing
-from penstock.profile.costs import Crossing, ModelCosts, SharedParameters
+from penstock.profile.costs import Crossing, ModelCosts, Overhead, SharedParameters
 from penstock.profile.measure import measure_costs
 from penstock.split.trunk.line import trunk_line
 from tests.split.trunk_models import Usual
@@ -124,12 +124,13 @@ def test_states_of_an_optimizer_that_is_there() -> None:
 
 
 class Clock:
-    """A clock that layers move on."""
+    """A clock that layers move on; each look at it may take some time too."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.look = 0.0
 
     def __call__(self) -> float:
+        self.now += self.look
         return self.now
 
 
@@ -184,6 +185,16 @@ def test_a_backward_is_divided_as_the_engine_divides_it(clock: Clock) -> None:
     assert none.work == 0
 
 
+def test_what_an_action_takes_by_itself_is_taken_off(clock: Clock) -> None:
+    clock.look = 0.5
+    costs = measured(nn.Sequential(Timed(clock, True), nn.ReLU()), batch(4))
+    first, second = costs.layers
+    assert (first.forward, first.input_gradient, first.weight_gradient, first.recompute) == (8.0, 20.0, 300.0, 1.0)
+    assert second.work == 0.0
+    assert costs.overhead == Overhead(0.5, 0.5, 0.5, 0.5, 0.5)
+    assert costs.scaled(1).overhead == costs.overhead
+
+
 def test_a_frozen_start_has_no_backward(clock: Clock) -> None:
     model = nn.Sequential(Timed(clock, True).requires_grad_(False), Timed(clock, True))
     frozen, trained = measured(model, batch(1)).layers
@@ -215,6 +226,7 @@ def test_the_first_run_does_not_count_and_a_median_does(clock: Clock, monkeypatc
 
 
 def test_a_larger_budget_is_spent_on_repeats(clock: Clock) -> None:
+    clock.look = 0.01
     layers = [Timed(clock, True) for _ in range(2)]
     began = clock.now
     measure_costs(nn.Sequential(*layers), batch(4), seconds=0.0, sizes=[4])
@@ -242,13 +254,14 @@ def test_the_loss_belongs_to_the_last_layer(clock: Clock) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_real_layers_take_real_time(device: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64))
-    costs = measured(model, torch.randn(32, 64), device=device, seconds=0.1)
-    assert all(layer.forward > 0 and layer.recompute > 0 and layer.full_backward > 0 for layer in costs.layers)
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 512))
+    costs = measured(model, torch.randn(1024, 512), device=device, seconds=0.1)
     first, gelu, _, last = costs.layers
+    assert all(0 < layer.forward < 60 and layer.recompute > 0 and layer.full_backward > 0 for layer in (first, last))
     assert last.input_gradient > 0
     assert last.weight_gradient > gelu.weight_gradient
-    assert first.forward < 60
+    assert costs.overhead.forward > 0
+    assert costs.overhead.backward > 0
 
 
 def test_autocast_is_in_the_forward() -> None:

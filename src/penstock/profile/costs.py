@@ -16,7 +16,7 @@ from pathlib import Path
 
 from penstock.errors import PlanError
 
-__all__ = ["Crossing", "LayerCosts", "Link", "ModelCosts", "SharedParameters"]
+__all__ = ["Crossing", "LayerCosts", "Link", "ModelCosts", "Overhead", "SharedParameters"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,21 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Overhead:
+    """What the actions of a stage take beside its layers, once for each action and not for each layer: seconds."""
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
+
+    def __post_init__(self) -> None:
+        for what in (*TIMES, "backward"):
+            _check_number(getattr(self, what), f"overhead: {what}")
+
+
+@dataclass(frozen=True)
 class ModelCosts:
     """All layers, for micro-batches of ``samples`` samples."""
 
@@ -124,6 +139,7 @@ class ModelCosts:
     kept_together: tuple[tuple[int, int, float], ...] = ()  # (layer, layer, bytes) of activations that both keep, once
     link: Link = field(default_factory=Link)
     device: str = "cpu"
+    overhead: Overhead = field(default_factory=Overhead)
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 
 from penstock.engine.microbatch import batch_size, scatter
 from penstock.errors import PlanError
-from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, SharedParameters
+from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, SharedParameters
 from penstock.profile.sizes import Profile
 from penstock.profile.states import OptimizerLike, states_per_byte
-from penstock.profile.timing import Times, times_of
+from penstock.profile.timing import Times, overhead_of, times_of
 from penstock.screen import Screen, screen
 from penstock.split.fronts import line_of
 from penstock.split.line import Line
@@ -70,18 +71,19 @@ def measure_costs(
     count = len(line.layers)
     found = []
     with _threads(threads), screen() if progress is None else nullcontext(progress) as shown:
+        nothing = overhead_of(there, min(0.2, seconds / 20))
         for samples, part, wanted in parts:
             shown.begin(f"measuring {samples} samples", count)
             timed: list[Times] = []
 
             def timer(turn: Turn, shown: Screen = shown, timed: list[Times] = timed) -> tuple[float, float]:
-                timed.append(times_of(turn, there, seconds / len(parts) / count))
+                timed.append(times_of(turn, there, seconds / len(parts) / count).beside(nothing))
                 shown.advance(f"{turn.name} ({turn.index + 1} of {count})")
                 return timed[-1].forward, timed[-1].backward
 
             finish = None if loss_fn is None else _finish(loss_fn, wanted)
             measured = measure(line, part, device=device, finish=finish, timer=timer)
-            found.append(_costs(line, samples, measured, timed, states, accumulate, there))
+            found.append(_costs(line, samples, measured, timed, states, accumulate, there, nothing))
     return Profile(tuple(found))
 
 
@@ -148,6 +150,7 @@ def _costs(
     states: Mapping[torch.dtype, float],
     accumulate: str | None,
     device: torch.device,
+    nothing: Times,
 ) -> ModelCosts:
     layers = []
     for cost, times in zip(measured.layers, timed, strict=True):
@@ -175,6 +178,7 @@ def _costs(
         shared=_shared(line),
         kept_together=_kept_together(measured.kept),
         device=device.type,
+        overhead=Overhead(**asdict(nothing)),
     )
 
 
