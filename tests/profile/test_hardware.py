@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,7 +253,20 @@ def test_the_formula_of_a_step_is_what_the_simulator_finds() -> None:
         bytes=costs.crossings[0].bytes,
     )
     simulated = simulate(build("interleaved", p, m, v), times).makespan
-    assert row.estimate() == pytest.approx(simulated, rel=0.03)
+    assert step_on_paper(costs, p, m, interleaved=v) == pytest.approx(simulated, rel=0.03)
+
+
+def test_the_tables_in_the_document_are_these() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "costs.md").read_text("utf-8")
+    for row in PUBLISHED:
+        assert f"| {row.model} | {row.devices} | {row.tensor} × {row.pipe} | {row.interleaved} |" in text
+        assert f"| {row.seconds:.2f} s | {row.estimate():.2f} s |" in text
+    for one in HARDWARE.values():
+        numbers = [f"{one.flops / 1e12:,g}", f"{one.memory / 2**30:.0f} GiB", f"{one.memory_bandwidth / 1e9:,.0f}"]
+        numbers += [f"{one.inside / 1e9:g}", f"{one.outside / 1e9:g}", str(one.per_machine), str(one.efficiency)]
+        assert f"| `{one.name}` | {' | '.join(numbers)} |" in text
+    for name in MODELS:
+        assert f"`{name}`" in text or f"`{name.partition(':')[2]}`" in text
 
 
 def test_a_step_by_hand() -> None:

@@ -19,7 +19,8 @@ from tests.split.trunk_models import Usual
 from tests.support.models import assert_same, batch, everything, labels, mlp, snapshot
 
 FLOAT = 4
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+HAS_GPU = torch.cuda.is_available()
+NO_GPU = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 CUDA = pytest.param("cuda", marks=[pytest.mark.cuda, NO_GPU])
 
 
@@ -264,6 +265,14 @@ def test_real_layers_take_real_time(device: str) -> None:
     assert costs.overhead.backward > 0
 
 
+def test_it_measures_training_also_where_gradients_are_off(clock: Clock) -> None:
+    model = nn.Sequential(Timed(clock, True))
+    with torch.no_grad():
+        assert measured(model, batch(1), optimizer=torch.optim.Adam).layers[0].full_backward == 320.0
+    with torch.inference_mode():
+        assert measured(model, batch(1), optimizer=torch.optim.Adam).layers[0].full_backward == 320.0
+
+
 def test_autocast_is_in_the_forward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with torch.autocast("cpu", torch.bfloat16):
@@ -380,6 +389,7 @@ def test_a_layer_that_fails_is_named_and_the_model_is_as_it_was() -> None:
         ({"targets": labels(8)}, "no loss_fn"),
         ({"targets": labels(4), "loss_fn": nn.functional.cross_entropy}, "has 8 samples, but the targets have 4"),
         ({"accumulate": "fp16"}, "accumulate='fp16'"),
+        pytest.param({"device": "cuda"}, "has no CUDA device", marks=pytest.mark.skipif(HAS_GPU, reason="it has one")),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], words: str) -> None:

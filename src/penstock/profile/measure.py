@@ -82,7 +82,8 @@ def measure_costs(
                 return timed[-1].forward, timed[-1].backward
 
             finish = None if loss_fn is None else _finish(loss_fn, wanted)
-            measured = measure(line, part, device=device, finish=finish, timer=timer)
+            there_too = None if device is None else there
+            measured = measure(line, part, device=there_too, finish=finish, timer=timer)
             found.append(_costs(line, samples, measured, timed, states, accumulate, there, nothing))
     return Profile(tuple(found))
 
@@ -94,11 +95,12 @@ def _line(model: nn.Module | Line | Plan) -> Line:
 
 
 def _device(line: Line, device: str | torch.device | None) -> torch.device:
-    """Where the layers run."""
-    if device is not None:
-        return torch.device(device)
+    """Where the layers run, with its number."""
     tensors = (*line.model.parameters(), *line.model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    found = next((tensor.device for tensor in tensors), torch.device("cpu")) if device is None else torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(f"device {found} is not there: this machine has no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
 
 
 def _finish(loss_fn: Callable[[Any, Any], Any], targets: Any) -> Callable[[Any], Any]:

@@ -59,9 +59,11 @@ class Published:
         )
 
     def estimate(self) -> float:
-        """The seconds that a step should take."""
-        count = self.batch // self.microbatch
-        return step_on_paper(self.costs(), self.pipe, count, interleaved=self.interleaved, recompute=self.recompute)
+        """The seconds that a step should take, with the optimizer's, which reads and writes all that it has."""
+        costs, count = self.costs(), self.batch // self.microbatch
+        moved = sum(layer.gradients + 2 * layer.optimizer + layer.parameters for layer in costs.layers) / self.pipe
+        step = step_on_paper(costs, self.pipe, count, interleaved=self.interleaved, recompute=self.recompute)
+        return step + HARDWARE[self.hardware].move(moved)
 
 
 def step_on_paper(

@@ -57,8 +57,8 @@ class Times:
 def overhead_of(device: torch.device, budget: float) -> Times:
     """What the actions of a stage take that does nothing."""
     devices = set() if device.type == "cpu" else {device}
-    value = torch.ones(1, device=device, requires_grad=True)
     with torch.inference_mode(False), torch.enable_grad():
+        value = torch.ones(1, device=device, requires_grad=True)
         return times_of(Turn(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)
 
 
