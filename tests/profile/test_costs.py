@@ -48,8 +48,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     profile.save(path)
     assert Profile.load(path) == profile
     assert Profile.from_json(model().to_json()) == Profile((model(),))
-    endless = model(link=Link())
-    assert ModelCosts.from_json(endless.to_json()) == endless
+    for other in (model(link=Link()), model(crossings=(Crossing(0, 1, 5, ((3, 5),)), Crossing(1, 2, 0)))):
+        assert ModelCosts.from_json(other.to_json()) == other
 
 
 def test_a_file_is_plain_json_with_a_line_for_each_layer() -> None:
@@ -252,7 +252,7 @@ def test_what_was_measured_is_given_as_it_is() -> None:
 def test_one_size_is_in_proportion() -> None:
     assert forward(Profile((at(4, 2.0),)), 2) == 1.0
     assert model().scaled(2).layers[0].activation == 50
-    assert model().scaled(2).crossings[1] == Crossing(0, 2, 32, ((0, 24), (1, 8)))
+    assert model().scaled(2).crossings[:2] == (Crossing(0, 1, 32), Crossing(0, 2, 32, ((0, 24), (1, 8))))
     assert model().scaled(4) == model()
     assert model().scaled(8).layers[1].backward == 9.0
     assert model().scaled(8).kept_together == ((0, 1, 128.0),)
@@ -285,6 +285,11 @@ def test_no_size_gives_a_negative_cost() -> None:
 def test_whole_backwards_that_only_some_sizes_know() -> None:
     known = replace(at(2, 1.0), layers=(layer("x", backward=4.0),))
     assert Profile((known, at(4, 1.0))).at(3).layers[0].backward == 4.5  # of 4 and 2 + 3
+
+
+def test_what_layers_keep_together_at_some_sizes_only() -> None:
+    profile = Profile((model(samples=2, kept_together=()), model(samples=4, kept_together=((0, 1, 10.0),))))
+    assert profile.at(3).kept_together == ((0, 1, 5.0),)
 
 
 def test_a_profile_is_of_one_model() -> None:

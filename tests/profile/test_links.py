@@ -32,6 +32,23 @@ def test_latency_is_what_a_small_value_takes_and_bandwidth_what_the_large_one_ad
     assert Link(0.5, 500.0).seconds(1000) == 2.5
 
 
+class Air:
+    """A wire that is not there: all arrives at once."""
+
+    device = torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: []
+
+
+def test_a_way_there_is_half_of_a_way_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter(range(10_000))  # a second for each look at the clock, two of them around each round trip
+    monkeypatch.setattr(links, "perf_counter", lambda: float(next(looks)))
+    air: Any = Air()
+    assert links._ping_pong(air, air, True, 100, 3) == (0.5, 0.5)
+    assert local_link("cpu", "cpu", repeats=3) == Link(0.5)
+
+
 def test_the_worst_of_several() -> None:
     both = Links({(0, 1): Link(1.0, 50.0), (1, 2): Link(2.0, 100.0)})
     assert both.worst == Link(2.0, 50.0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.profile import timing
 from penstock.profile.costs import Crossing, ModelCosts, Overhead, SharedParameters
-from penstock.profile.measure import measure_costs
+from penstock.profile.measure import _kept_together, measure_costs
 from penstock.split.trunk.line import trunk_line
 from tests.split.trunk_models import Usual
 from tests.support.models import assert_same, batch, everything, labels, mlp, snapshot
@@ -57,6 +57,11 @@ def test_bytes_by_hand_at_each_size(device: str) -> None:
         assert costs.device == device
     assert [costs.samples for costs in profile.sizes] == [2, 8]
     assert profile.at(3).layers[1].activation == 3 * 16 * FLOAT
+
+
+def test_what_three_layers_keep_is_counted_between_each_two() -> None:
+    """A stage of all three has it once, and so has one of the first two, or the last two."""
+    assert _kept_together([{0: 8, 1: 4}, {0: 8}, {0: 8, 1: 4, 2: 1}]) == ((0, 1, 8), (0, 2, 4), (1, 2, 8))
 
 
 def test_frozen_parameters_buffers_and_ties() -> None:
@@ -134,6 +139,9 @@ class Clock:
         self.now += self.look
         return self.now
 
+    def spent(self, what: str) -> None:
+        """Somebody has worked."""
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
@@ -146,15 +154,18 @@ class _Work(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Timed) -> Tensor:
         ctx.layer, ctx.weight = layer, weight
+        layer.clock.spent("forward")
         layer.clock.now += 1.0 if ps.is_recomputing() else layer.forward_time * x.shape[0]
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer: Timed = ctx.layer
+        layer.clock.spent("backward")
         layer.clock.now += 20.0
 
         def weight_gradient() -> Tensor:
+            layer.clock.spent("weights")
             layer.clock.now += 300.0
             return torch.ones_like(layer.weight)
 
@@ -273,11 +284,36 @@ def test_it_measures_training_also_where_gradients_are_off(clock: Clock) -> None
         assert measured(model, batch(1), optimizer=torch.optim.Adam).layers[0].full_backward == 320.0
 
 
-def test_autocast_is_in_the_forward() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+def test_autocast_is_in_the_forward_and_not_in_the_backward(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+    monkeypatch.setattr(clock, "spent", lambda what: seen.append((what, torch.is_autocast_enabled("cpu"))))
+    model = nn.Sequential(nn.Linear(4, 4), Timed(clock, True))
     with torch.autocast("cpu", torch.bfloat16):
-        costs = measured(model, batch())
+        costs = measured(model, batch(), sizes=[8])
     assert costs.crossings == (Crossing(0, 1, 8 * 4 * 2),)
+    assert {on for what, on in seen if what == "forward"} == {True}
+    del seen[: [what for what, _ in seen].index("backward") + 2]  # the run that counts bytes
+    assert {on for what, on in seen if what != "forward"} == {False}
+
+
+def test_a_backward_starts_at_the_loss_alone(clock: Clock) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss, self.logits = Timed(clock, True), Timed(clock, True)
+
+        def forward(self, x: Tensor) -> Any:
+            return {"loss": self.loss(x).mean(), "logits": self.logits(x)}
+
+    assert measured(nn.Sequential(Both()), batch(1)).layers[0].full_backward == 320.0
+
+
+def test_a_layer_that_had_its_turn_leaves_no_gradient_and_no_hook() -> None:
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), list[Any]()
+    hooks = [model[1]._forward_hooks, model[1]._forward_pre_hooks]
+    model[2].register_forward_hook(lambda *_: seen.append((model[0].weight.grad, *map(len, hooks))))
+    measured(model, batch())
+    assert set(seen) == {(None, 0, 0)}
 
 
 def test_the_threads_that_a_rank_would_have() -> None:
