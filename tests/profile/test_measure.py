@@ -443,6 +443,15 @@ def test_samples_that_make_no_sense() -> None:
         measured(mlp(), (batch(3), batch(4)))
 
 
+def test_what_has_no_values_yet_cannot_be_measured() -> None:
+    with torch.device("meta"):
+        meta = mlp()
+    with pytest.raises(ps.PlanError, match=r"0\.weight is on the meta device"):
+        measured(meta, batch())
+    with pytest.raises(ps.PlanError, match="layer 1 is not built yet"):
+        measured(nn.Sequential(nn.Linear(4, 4), ps.Lazy(lambda: nn.Linear(4, 4))), batch())
+
+
 def test_a_plan_knows_its_model() -> None:
     plan = ps.split(mlp(), stages=2)
     assert [layer.name for layer in measured(plan, batch()).layers] == [name for group in plan.groups for name in group]

@@ -67,7 +67,7 @@ class Restless(nn.Module):
         self.cache = x
         with torch.no_grad():
             self.scale.mul_(0.5)
-        return x * self.scale + torch.rand(4) + random.random()
+        return x * self.scale + torch.rand(4, device=x.device) + random.random()
 
 
 def everything() -> nn.Sequential:

@@ -28,7 +28,7 @@ from penstock.split.fronts import line_of
 from penstock.split.line import Line
 from penstock.split.measure import Turn, measure
 from penstock.split.plan import Plan
-from penstock.split.trial import call_of
+from penstock.split.trial import call_of, devices_of
 from penstock.split.weights import Measurement, tensor_bytes
 
 __all__ = ["measure_costs"]
@@ -64,7 +64,8 @@ def measure_costs(
         raise PlanError(f"seconds={seconds!r} must be a number from 0 up")
     if accumulate not in (None, "fp32"):
         raise PlanError(f"accumulate={accumulate!r} must be None or 'fp32', as the pipeline's")
-    call_of(sample)  # or an error
+    call_of(sample)  # or an error, and so is what has no values yet:
+    devices_of(line.model, sample)
     there = _device(line, device)
     parts = _parts(sample, targets, loss_fn, sizes)
     states = {p.dtype: states_per_byte(optimizer, p.dtype) for p in line.model.parameters()}
@@ -82,8 +83,8 @@ def measure_costs(
                 return timed[-1].forward, timed[-1].backward
 
             finish = None if loss_fn is None else _finish(loss_fn, wanted)
-            there_too = None if device is None else there
-            measured = measure(line, part, device=there_too, finish=finish, timer=timer)
+            where = None if device is None else there
+            measured = measure(line, part, device=where, finish=finish, timer=timer)
             found.append(_costs(line, samples, measured, timed, states, accumulate, there, nothing))
     return Profile(tuple(found))
 
