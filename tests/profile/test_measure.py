@@ -443,6 +443,28 @@ def test_samples_that_make_no_sense() -> None:
         measured(mlp(), (batch(3), batch(4)))
 
 
+@pytest.mark.cuda
+@NO_GPU
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_model_a_sample_and_targets_may_be_on_different_sides(moved: bool) -> None:
+    model = mlp().cuda() if moved else mlp()
+    loss = nn.functional.cross_entropy
+    costs = measured(model, batch(), loss_fn=loss, targets=labels(), device=None if moved else "cuda")
+    assert costs.device == "cuda"
+    assert next(model.parameters()).is_cuda == moved
+
+
+def test_an_optimizer_is_asked_once_for_each_type() -> None:
+    asked: list[int] = []
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        asked.append(1)
+        return torch.optim.Adam(parameters)
+
+    measured(mlp(), batch(), optimizer=make)
+    assert len(asked) == 1
+
+
 def test_what_has_no_values_yet_cannot_be_measured() -> None:
     with torch.device("meta"):
         meta = mlp()

@@ -15,8 +15,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from penstock.engine.inputs import cut_targets
 from penstock.engine.microbatch import batch_size, scatter
 from penstock.errors import PlanError
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, SharedParameters
@@ -66,9 +68,10 @@ def measure_costs(
         raise PlanError(f"accumulate={accumulate!r} must be None or 'fp32', as the pipeline's")
     call_of(sample)  # or an error, and so is what has no values yet:
     devices_of(line.model, sample)
-    there = _device(line, device)
+    there, spread = _device(line, sample, device)
     parts = _parts(sample, targets, loss_fn, sizes)
-    states = {p.dtype: states_per_byte(optimizer, p.dtype) for p in line.model.parameters()}
+    dtypes = {parameter.dtype for parameter in line.model.parameters()}
+    states = {dtype: states_per_byte(optimizer, dtype) for dtype in dtypes}
     count = len(line.layers)
     found = []
     with _threads(threads), screen() if progress is None else nullcontext(progress) as shown:
@@ -82,9 +85,8 @@ def measure_costs(
                 shown.advance(f"{turn.name} ({turn.index + 1} of {count})")
                 return timed[-1].forward, timed[-1].backward
 
-            finish = None if loss_fn is None else _finish(loss_fn, wanted)
-            where = None if device is None else there
-            measured = measure(line, part, device=where, finish=finish, timer=timer)
+            finish = None if loss_fn is None else _finish(loss_fn, wanted, there)
+            measured = measure(line, part, device=None if spread else there, finish=finish, timer=timer)
             found.append(_costs(line, samples, measured, timed, states, accumulate, there, nothing))
     return Profile(tuple(found))
 
@@ -95,17 +97,22 @@ def _line(model: nn.Module | Line | Plan) -> Line:
     return model if isinstance(model, Line) else line_of(model)
 
 
-def _device(line: Line, device: str | torch.device | None) -> torch.device:
-    """Where the layers run, with its number."""
-    tensors = (*line.model.parameters(), *line.model.buffers())
-    found = next((tensor.device for tensor in tensors), torch.device("cpu")) if device is None else torch.device(device)
+def _device(line: Line, sample: Any, device: str | torch.device | None) -> tuple[torch.device, bool]:
+    """Where the layers run, with its number, and whether that is on other devices as well."""
+    if device is None:
+        members = (*line.model.parameters(), *line.model.buffers())
+        inputs = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
+        places = list(dict.fromkeys(tensor.device for tensor in members or inputs))
+        return (places or [torch.device("cpu")])[0], len(places) > 1
+    found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise PlanError(f"device {found} is not there: this machine has no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found, False
 
 
-def _finish(loss_fn: Callable[[Any, Any], Any], targets: Any) -> Callable[[Any], Any]:
-    return lambda output: loss_fn(output, targets)
+def _finish(loss_fn: Callable[[Any, Any], Any], targets: Any, device: torch.device) -> Callable[[Any], Any]:
+    (there,) = cut_targets(targets, (batch_size(targets, "targets") or 1,), device)
+    return lambda output: loss_fn(output, there)
 
 
 @contextmanager
