@@ -51,7 +51,7 @@ def program(word: str) -> dict[str, Any]:
 def test_every_block_is_of_a_kind_that_is_tested() -> None:
     assert {language for language, _ in BLOCKS} == {"text", "console", "python"}
     assert len(UNDER_TORCHRUN) == 1
-    assert len(IN_PROCESS) == 4
+    assert len(IN_PROCESS) == 5
 
 
 def test_train_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +67,12 @@ def test_split_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     plan = program("ps.cut(")["plan"]
     assert [(edge.src, edge.dst) for edge in plan.edges] == [(0, 1), (0, 2), (1, 2)]
     assert "3 stages compute what the whole model computes" in capsys.readouterr().out
+
+
+def test_let_it_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = program("ps.plan(")["planned"]
+    assert planned.way.samples * planned.microbatches >= 128
+    assert "a step of" in capsys.readouterr().out
 
 
 def test_the_same_under_torchrun(tmp_path: Path) -> None:
