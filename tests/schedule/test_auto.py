@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.auto import Found, auto
+from penstock.schedule.auto.floor import lower_bound
+from penstock.schedule.auto.lists import list_schedule
+from penstock.schedule.auto.policies import plain
 from penstock.schedule.auto.problem import make_problem
 from penstock.schedule.auto.seeds import fixed_schedules, one_at_a_time
 from penstock.schedule.auto.words import evaluate, fits_all
 from penstock.schedule.costs import Costs
+from penstock.schedule.looped_bfs import looped_bfs
 from penstock.schedule.placement import loop, vee
 from penstock.schedule.simulate import simulate
 from penstock.schedule.verify import verify
+from tests.schedule.zoo import placed
 
 SHORT = 0.02
 """Seconds of search: the promises hold however short it is."""
@@ -82,6 +87,7 @@ def test_every_answer_keeps_its_promises(case: dict[str, Any]) -> None:
     assert found.gap >= 0
 
     problem, _ = make_problem(case["costs"], case["placement"], case["m"], case["cap"], case["edges"])
+    assert lower_bound(problem) <= found.makespan * (1 + 1e-9)
     for fixed in fixed_schedules(problem):
         other = simulate(fixed, case["costs"], case["edges"])
         if all(peak <= cap for peak, cap in zip(other.peak_memory, found.cap, strict=True)):
@@ -95,6 +101,24 @@ def test_one_micro_batch_at_a_time_always_fits(case: dict[str, Any]) -> None:
     words = one_at_a_time(problem)
     assert fits_all(problem, words)
     assert evaluate(problem, words) < math.inf
+
+
+@pytest.mark.parametrize("placement", [loop(4), loop(4, 2), vee(4), (0, 1, 2, 3, 0, 0, 2)])
+def test_a_policy_does_not_run_into_a_deadlock_for_lack_of_memory(placement: tuple[int, ...]) -> None:
+    for factor in (1.0, 1.5, 2.0, 3.0):
+        caps = [factor * placement.count(rank) for rank in range(4)]
+        problem, _ = make_problem(Costs(latency=0.1), placement, 9, caps, None)
+        makespan, words = list_schedule(problem, plain(problem))
+        assert makespan < math.inf
+        assert fits_all(problem, words)
+        assert evaluate(problem, words) <= makespan
+
+
+def test_the_fixed_schedules_are_looked_at_whatever_else_is_found() -> None:
+    """So many micro-batches that the search only sees some of them, no time for it, and room for them all."""
+    costs = Costs.per_rank(v=2, comm=0.5)
+    found = auto(costs, loop(8, 2), 160, cap=200, seconds=0)
+    assert found.makespan <= simulate(looped_bfs(8, 160, 2), costs).makespan * (1 + 1e-9)
 
 
 # Uniform costs: no order is faster -------------------------------------------------------------------------------
@@ -209,8 +233,9 @@ def test_stages_that_keep_nothing() -> None:
 
 
 def test_a_backward_is_fused_where_that_delays_nothing() -> None:
-    schedule = auto(Costs(), loop(2), 4, seconds=SHORT).schedule
-    assert "B" in schedule.kinds
+    """Rank 0 waits for the gradient of rank 1; nobody waits for that of rank 0."""
+    found = auto(Costs(), loop(2), 1, seconds=SHORT)
+    assert found.schedule.orders == placed((0, 1), "0F0 0B0", "1F0 1I0 1W0").orders
 
 
 def test_a_cheaper_fused_backward_is_used() -> None:

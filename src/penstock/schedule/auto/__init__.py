@@ -33,10 +33,10 @@ def auto(
 ) -> Found:
     """A short order for ``m`` micro-batches with stage ``s`` on rank ``placement[s]``, and how good it is.
 
-    ``cap`` is what a rank may keep, one number for all or one for each, in the unit of ``costs.activation``. By
-    default it is, for all ranks, what 1F1B's fullest rank keeps: the r-th of p ranks, counted by their first stages,
-    holds p - r micro-batches (at most m) of all that its stages keep. A cap under which there is no order at all is
-    a ``ScheduleError``.
+    ``cap`` is what a rank may keep, one number for all or one for each, in the unit of ``costs.activation``; infinity
+    is no limit. By default it is, for all ranks, what 1F1B's fullest rank keeps: the r-th of p ranks, counted by their
+    first stages, holds p - r micro-batches (at most m) of all that its stages keep. A cap under which there is no order
+    at all is a ``ScheduleError``.
 
     The answer keeps the cap and is never slower than a fixed schedule on the same placement that keeps it too. Its
     figures are those of ``simulate``.

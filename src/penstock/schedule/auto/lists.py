@@ -42,8 +42,8 @@ class Policy:
     """Whether a backward is B where that takes less time than I and W."""
 
 
-def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> tuple[float, Words]:
-    """The makespan and the words; infinity where the policy runs into a deadlock or beyond ``limit``."""
+def list_schedule(problem: Problem, policy: Policy) -> tuple[float, Words]:
+    """The makespan and the words; infinity where the policy runs into a deadlock."""
     count, m, ranks = problem.num_stages, problem.m, problem.num_ranks
     durations, takes = problem.durations, problem.takes
     never = math.inf
@@ -71,7 +71,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> 
     kept = [0.0] * ranks
     words: Words = [[] for _ in range(ranks)]
     wake = [0.0] * ranks  # when the rank looks again; below 0 while only news can wake it
-    free = [0.0] * ranks
+    free = [0.0] * ranks  # since when the rank is idle; below 0 while it works
     events = [(0.0, rank) for rank in range(ranks)]
     local = problem.local
     end = 0.0
@@ -79,58 +79,41 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> 
         now, rank = heappop(events)
         if wake[rank] != now:
             continue
-        best, best_wish, soon, urgent, urgent_at = -1, never, never, never, never
-        blocked, oldest, weight = never, never, -1
+        best, best_wish = -1, never  # the letter that is ready and has the earliest wish
+        soon = never  # when the next input arrives
+        urgent, urgent_at = never, never  # the earliest wish of what is on its way, and when that arrives
+        blocked = never  # the earliest wish of a forward that lacks memory
+        oldest, weight = never, -1  # the W that waits for longest
         holds, space = kept[rank], room[rank]
         for s in local[rank]:
-            k = forwards[s]
-            if k < m:
+            done = inputs[s]
+            for line, k, most in ((s, forwards[s], m), (count + s, done, forwards[s])):
+                if k >= most:
+                    continue
                 at = 0.0
-                for arrivals in incoming[s]:
+                for arrivals in incoming[line]:
                     if k >= len(arrivals):
                         at = never
                         break
                     if arrivals[k] > at:
                         at = arrivals[k]
-                if at <= now:
-                    size = takes[s]
-                    more = holds + size
-                    if more + reserve[s] <= space and (more <= quota[rank] or k == inputs[s]):
-                        wish = wishes[s] + k // group * round_ + k % group * step
-                        if wish < best_wish:
-                            best, best_wish = s, wish
-                    else:
-                        wish = wishes[s] + k // group * round_ + k % group * step
-                        if wish < blocked:
-                            blocked = wish
-                elif at < never:
+                if at == never:
+                    continue
+                wish = wishes[line] + k // group * round_ + k % group * step
+                if at > now:
                     if at < soon:
                         soon = at
-                    wish = wishes[s] + k // group * round_ + k % group * step
                     if wish < urgent:
                         urgent, urgent_at = wish, at
-            k = inputs[s]
-            if k < forwards[s]:
-                at = 0.0
-                for arrivals in incoming[count + s]:
-                    if k >= len(arrivals):
-                        at = never
-                        break
-                    if arrivals[k] > at:
-                        at = arrivals[k]
-                if at <= now:
-                    wish = wishes[count + s] + k // group * round_ + k % group * step
+                elif line >= count:
                     if wish < best_wish:
                         best, best_wish = backs[s], wish
-                elif at < never:
-                    if at < soon:
-                        soon = at
-                    wish = wishes[count + s] + k // group * round_ + k % group * step
-                    if wish < urgent:
-                        urgent, urgent_at = wish, at
-                if split[s] and weights[s] < k and weights[s] < oldest:
-                    oldest, weight = weights[s], 3 * count + s
-            elif split[s] and weights[s] < k and weights[s] < oldest:
+                elif holds + takes[s] + reserve[s] <= space and (holds + takes[s] <= quota[rank] or k == done):
+                    if wish < best_wish:
+                        best, best_wish = s, wish
+                elif wish < blocked:
+                    blocked = wish
+            if split[s] and weights[s] < done and weights[s] < oldest:
                 oldest, weight = weights[s], 3 * count + s
         letter = best
         if best >= 0:
@@ -153,6 +136,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> 
                 wake[rank] = -1.0
             continue
         words[rank].append(letter)
+        free[rank] = -1.0
         over = now + durations[letter]
         kept[rank] += takes[letter]
         if letter < 3 * count:
@@ -167,22 +151,13 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> 
             for arrivals, time, other in outgoing[line]:
                 at = over + time
                 arrivals.append(at)
-                if other != rank:
-                    idle = wake[other]
-                    if idle < 0.0 or at < idle:
-                        if idle >= 0.0 and free[other] < 0:
-                            continue
-                        if at < free[other]:
-                            at = free[other]
-                        wake[other] = at
-                        heappush(events, (at, other))
+                if free[other] >= 0.0 and not 0.0 <= wake[other] <= at:
+                    wake[other] = max(at, free[other])
+                    heappush(events, (wake[other], other))
         else:
             weights[letter - 3 * count] += 1
-        if over > end:
-            end = over
-            if end > limit:
-                return never, words
-        wake[rank], free[rank] = over, -1.0
+        end = max(end, over)
+        wake[rank] = over
         heappush(events, (over, rank))
     complete = all(k == m for k in forwards) and all(k == m for k in inputs) and all(k == m for k in weights)
     return (end if complete else never), words

@@ -12,6 +12,12 @@ from penstock.schedule.auto.problem import Problem
 __all__ = ["draw", "plain", "vary"]
 
 
+_PACES = (0.9, 1.0, 1.05, 1.1)
+"""Where micro-batches enter at a pace, it is about the one that work and memory allow."""
+_PACED, _SELDOM = 0.7, 0.25
+"""How often they do so where memory is short, and where it is not: then they enter as soon as they can."""
+
+
 def plain(problem: Problem) -> Policy:
     """Every micro-batch travels as fast as it can, one bottleneck's work apart."""
     return Policy(_travel(problem, [1.0] * 2 * _depth(problem), 0.0), max(*problem.work, *memory_pace(problem)))
@@ -23,13 +29,14 @@ def draw(problem: Problem, random: Random) -> Policy:
     linger = [random.choice((1.0, 1.0, 1.0, 1.5, 2.0, 2.0, 3.0, 4.0)) for _ in range(2 * depth)]
     wait = random.choice((0.0, 0.0, 0.0, 1.0, 2.0, 4.0)) * problem.durations[2 * count - 1]
     period = max(*problem.work, *memory_pace(problem))
+    paced = _PACED if period > max(problem.work) else _SELDOM
     slope = random.choice((0.0, 0.0, 0.5, 1.0))
     order = sorted(range(ranks), key=lambda rank: problem.local[rank][0])
     turn = {rank: i for i, rank in enumerate(order)}
     return Policy(
         _travel(problem, linger, wait),
         period * random.choice((1.0, 1.0, 1.1, 1.2)),
-        pace=period * random.choice((0.0, 0.0, 0.9, 1.0, 1.05, 1.1)),
+        pace=period * random.choice(_PACES) if random.random() < paced else 0.0,
         group=ranks if depth > 1 and random.random() < 0.3 else 1,
         step=sum(problem.durations[:count]) / count,
         overrun=random.choice((0.0, 0.0, 0.3, 0.7, 1.0)),
