@@ -10,6 +10,8 @@ from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
 from penstock.errors import PlanError as PlanError
 from penstock.errors import ScheduleError as ScheduleError
+from penstock.profile.planner.plan import plan as plan
+from penstock.profile.planner.planned import Planned as Planned
 from penstock.schedule.action import Action as Action
 from penstock.schedule.schedule import Schedule as Schedule
 from penstock.split import split as split

@@ -59,6 +59,18 @@ class Meeting:
 
     def compare(self, facts: Mapping[str, Any]) -> None:
         """Wait for all ranks; raise if one does not come, or comes with other facts than the first."""
+        everyone = self.gather(facts)
+        for what, first in everyone[0].items():
+            found = {self.ranks[r]: theirs.get(what) for r, theirs in enumerate(everyone)}
+            differ = {rank: value for rank, value in found.items() if value != first}
+            if differ:
+                raise PlanError(
+                    f"the ranks were given different pipelines: {what} is {first} on rank {self.ranks[0]}, but "
+                    + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
+                )
+
+    def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each rank brings, as JSON has it; waits for all, and raises if one does not come."""
         self._times += 1
         keys = [f"facts/{self._times}/{rank}" for rank in range(len(self.ranks))]
         self.store.set(keys[self.rank], json.dumps(facts))
@@ -68,15 +80,7 @@ class Meeting:
         if not self.met:
             self.met = True
             self.watch.meet([self.store.get(f"address/{rank}") for rank in self.ranks])
-        everyone = [json.loads(self.store.get(key)) for key in keys]
-        for what, first in everyone[0].items():
-            found = {self.ranks[r]: theirs.get(what) for r, theirs in enumerate(everyone)}
-            differ = {rank: value for rank, value in found.items() if value != first}
-            if differ:
-                raise PlanError(
-                    f"the ranks were given different pipelines: {what} is {first} on rank {self.ranks[0]}, but "
-                    + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
-                )
+        return [json.loads(self.store.get(key)) for key in keys]
 
     def _wait(self, keys: list[str]) -> None:
         start = time.monotonic()

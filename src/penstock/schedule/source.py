@@ -6,14 +6,20 @@ import copy
 from collections.abc import Iterable, Sequence
 
 from penstock.errors import ScheduleError
+from penstock.schedule.auto import auto
+from penstock.schedule.costs import Costs
 from penstock.schedule.fill_drain import fill_drain
+from penstock.schedule.placement import loop, vee
 from penstock.schedule.recompute import Recompute, recompute_modes, with_recompute
 from penstock.schedule.registry import SCHEDULES, build, find
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.turns import take_turns
 from penstock.schedule.verify import verify
 
-__all__ = ["ScheduleSource"]
+__all__ = ["AUTO", "ScheduleSource"]
+
+AUTO = "auto"
+"""The name of a schedule that is made to measure."""
 
 
 class ScheduleSource:
@@ -30,10 +36,12 @@ class ScheduleSource:
         places: int | None = None,
         recompute: Recompute = "never",
         microbatch_size: int | None = None,
+        costs: Costs | None = None,
     ) -> None:
         """``ranks`` is how many there are, and all must have work; ``places`` is how many there may be.
 
-        With ``microbatch_size`` it, and not ``microbatches``, says how many a mini-batch has.
+        With ``microbatch_size`` it, and not ``microbatches``, says how many a mini-batch has. ``costs`` are what an
+        order is made for where the schedule is "auto".
         """
         if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
             raise ScheduleError(f"microbatches must be at least 1, got {microbatches!r}")
@@ -46,9 +54,13 @@ class ScheduleSource:
         self.edges = tuple(edges)
         self.recompute = recompute_modes(recompute, stages)
         self._given: Schedule | None = None
+        self._placed: tuple[int, ...] = ()  # where the stages of an automatic schedule are
         self._made: dict[tuple[str, int], Schedule] = {}
         self._apart: tuple[ScheduleSource, Sequence[int]] | None = None  # where ranks are joined: as they were
         self.stages_per_rank: int | None = None
+        self.costs = costs
+        if costs is not None and schedule != AUTO:
+            raise ScheduleError(f"costs are for schedule={AUTO!r}, which makes an order for them, not for {schedule!r}")
         if isinstance(schedule, Schedule):
             _check_given(schedule, stages, microbatches, ranks)
             self._given, self.name, self.ranks = schedule, schedule.name, schedule.num_ranks
@@ -56,9 +68,17 @@ class ScheduleSource:
         else:
             if not isinstance(schedule, str):
                 raise ScheduleError(f"schedule must be a name or a Schedule, got {schedule!r}")
-            self.name = find(schedule)
-            self.ranks, self.stages_per_rank = _ranks(self.name, stages, ranks, places)
-            trains = build(self.name, 1, 1).trains
+            if schedule == AUTO:
+                self.name, trains = AUTO, True
+                self.ranks = min(stages if ranks is None else ranks, stages if places is None else max(1, places))
+                if self.ranks > stages:
+                    raise ScheduleError(f"{stages} stages are too few for {self.ranks} ranks: each must have one")
+                rounds = loop(self.ranks, -(-stages // self.ranks))
+                self._placed = vee(self.ranks) if stages == 2 * self.ranks else rounds[:stages]
+            else:
+                self.name = find(schedule)
+                self.ranks, self.stages_per_rank = _ranks(self.name, stages, ranks, places)
+                trains = build(self.name, 1, 1).trains
         if not trains:
             raise ScheduleError(f"schedule {self.name!r} has no backward, and a training step needs one: try '1f1b'")
         self.placement = self.training(1 if self._given is None else microbatches).placement
@@ -109,6 +129,10 @@ class ScheduleSource:
             return take_turns(source._make(what, microbatches), self.edges, joined)
         if self._given is not None:
             return self._given.first(microbatches)
+        if self.name == AUTO:
+            costs, seconds = (Costs(), 0.05) if self.costs is None else (self.costs, 0.5)  # without costs, less to gain
+            found = auto(costs, self._placed, microbatches, edges=self.edges, seconds=seconds, repeatable=True)
+            return found.schedule
         return build(self.name, self.ranks, microbatches, self.stages_per_rank)
 
 

@@ -22,6 +22,7 @@ from penstock.engine.parting import part
 from penstock.engine.process import ProcessCrew
 from penstock.engine.stream import stream
 from penstock.errors import PipelineError, PlanError
+from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
 from penstock.split.plan import Plan
@@ -60,11 +61,12 @@ class Pipeline(Members):
     ``loss_fn(output, target)`` gives the loss of a micro-batch, averaged or summed over its samples as it says of
     itself (``reduction`` decides where it does not), or ``(sum, count)``; ``loss_fn(output)`` finds it in the output,
     without targets. Without a ``loss_fn`` the model computes its loss.
-    ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
-    process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
-    ``microbatch_size`` cuts by size: into as many micro-batches of at most so many samples as it takes, where
-    ``microbatches`` is the usual number. ``strategy="sharded"`` sends one micro-batch at a time through all stages,
-    to debug.
+    ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``; ``"auto"`` is an order made for the
+    ``costs`` of the stages, by default all alike, in the memory of 1F1B (``ps.plan`` finds costs, cuts and order).
+    Every rank is a thread of this process with its device, of the list ``devices`` or one for all; with ``mesh`` it is
+    a process. ``microbatch_size`` cuts by size: into as many micro-batches of at most so many samples as it takes,
+    where ``microbatches`` is the usual number. ``strategy="sharded"`` sends one micro-batch at a time through all
+    stages, to debug.
 
     ``outputs`` says which of the micro-batches' outputs a step keeps: ``"all"``, ``"final"``, ``"sum"``, ``"every:N"``,
     a function of (so_far, output), or None; they are on the last stage's rank, or with ``outputs_everywhere`` on all.
@@ -95,6 +97,7 @@ class Pipeline(Members):
         microbatches: int = 1,
         microbatch_size: int | None = None,
         schedule: str | Schedule | None = None,
+        costs: Costs | None = None,
         strategy: str = "pipelined",
         devices: Devices = None,
         mesh: Mesh | None = None,
@@ -118,6 +121,7 @@ class Pipeline(Members):
             microbatches=microbatches,
             microbatch_size=microbatch_size,
             schedule=schedule,
+            costs=costs,
             strategy=strategy,
             devices=devices,
             reduction=reduction,

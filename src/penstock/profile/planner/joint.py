@@ -22,7 +22,7 @@ from penstock.schedule.costs import Costs
 
 __all__ = ["Joint", "joint"]
 
-QUICK = 0.06  # seconds for the order of cuts that are only tried
+QUICK = 0.2  # seconds, at most, for the order of cuts that are only tried
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,21 @@ def joint(
     def left() -> float:
         return seconds - (time.thread_time() - begin)
 
+    quick = min(QUICK, seconds / 40)
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
-    for cuts in _beginnings(segments, ranks, m, shape, v):
-        search.try_(cuts, QUICK)
+    for cuts in _beginnings(segments, ranks, m, shape, v, exact=moves):
+        search.try_(cuts, quick)
     if search.best is None:
         return None
-    while moves and left() > 0 and search.best.found.gap > 0:
+    while moves and left() > seconds / 3 and search.best.found.gap > 0:
         before = search.best
         for cuts in _neighbours(before.cuts):
-            if left() <= 0:
+            if left() <= seconds / 3:
                 break
-            search.try_(cuts, QUICK)
+            search.try_(cuts, quick)
         if search.best is before:
             break
-    search.try_(search.best.cuts, max(0.3, min(1.0, left())), again=True)
+    search.try_(search.best.cuts, max(quick, left()), again=True)
     return search.best
 
 
@@ -123,14 +124,18 @@ class _Search:
         return max(head + self.m * each for head, each in zip(comes, work, strict=True))
 
 
-def _beginnings(segments: Segments, ranks: Ranks, m: int, shape: str, v: int) -> Iterator[Cuts]:
-    """Cuts to start from: for many micro-batches in flight, and for few."""
+def _beginnings(segments: Segments, ranks: Ranks, m: int, shape: str, v: int, *, exact: bool) -> Iterator[Cuts]:
+    """Cuts to start from: for many micro-batches in flight, and for few. ``exact`` ones take longer to find."""
     p = len(ranks)
     for in_flight in sorted({min(m, p), min(m, max(1, p // 2)), 1}):
         such = Ranks(ranks.speed, ranks.memory, tuple(float(in_flight) for _ in range(p)))
-        for cuts in (evened(segments, such, shape, v), cut(segments, such, shape, v)):
-            if cuts is not None:
-                yield cuts
+        even = evened(segments, such, shape, v)
+        if even is not None:
+            yield even
+        if exact or even is None:
+            found = cut(segments, such, shape, v)
+            if found is not None:
+                yield found
 
 
 def _neighbours(cuts: Cuts) -> Iterator[Cuts]:

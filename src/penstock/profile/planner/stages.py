@@ -6,29 +6,31 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from penstock.profile.planner.segments import Segments
+from penstock.profile.planner.segments import Segments, values_of
 from penstock.profile.planner.times import Cuts, Ranks
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
 
-__all__ = ["edges_between", "least_recomputed", "stage_costs", "static_bytes"]
+__all__ = ["edges_between", "stage_costs", "static_bytes"]
 
 
 def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> Costs:
-    """Seconds and bytes of each stage, on the rank that it is placed on."""
+    """Seconds and bytes of each stage, on the rank that it is placed on; a recompute is part of the input gradient."""
     layers, link = segments.costs.layers, segments.costs.link
     runs = list(pairwise((0, *cuts)))
 
-    def of(name: str) -> tuple[float, ...]:
+    def of(*names: str) -> tuple[float, ...]:
         return tuple(
-            sum(getattr(layer, name) for layer in layers[i:j]) / ranks.speed[rank]
+            sum(getattr(layer, name) for layer in layers[i:j] for name in names) / ranks.speed[rank]
             for rank, (i, j) in zip(placement, runs, strict=True)
         )
 
+    again = ["recompute"] if segments.recomputed else []
     return Costs(
         f=of("forward"),
-        i=of("input_gradient"),
+        i=of("input_gradient", *again),
         w=of("weight_gradient"),
+        b=of("full_backward", *again),
         r=of("recompute"),
         latency=link.latency,
         bandwidth=link.bandwidth,
@@ -41,10 +43,12 @@ def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
     """What goes from one stage to another: bytes. Every stage has an edge to the next, if only with nothing in it."""
     stage_of = [stage for stage, (i, j) in enumerate(pairwise((0, *cuts))) for _ in range(i, j)]
     edges: dict[Edge, float] = defaultdict(float, dict.fromkeys(pairwise(range(len(cuts))), 0.0))
-    for crossing in segments.costs.crossings:
-        src, dst = stage_of[crossing.src], stage_of[crossing.dst]
-        if src != dst:
-            edges[src, dst] += crossing.bytes
+    sent = set()
+    for layer, to, key, size in values_of(segments.costs.crossings):
+        src, dst = stage_of[layer], stage_of[to]
+        if src != dst and (key is None or (layer, key, dst) not in sent):
+            sent.add((layer, key, dst))
+            edges[src, dst] += size
     return dict(sorted(edges.items()))
 
 
@@ -54,19 +58,3 @@ def static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, p: in
     for rank, (i, j) in zip(placement, pairwise((0, *cuts)), strict=True):
         held[rank] += segments.static(i, j)
     return tuple(held)
-
-
-def least_recomputed(segments: Segments, cuts: Cuts) -> float:
-    """The part of its activations that a stage keeps where it recomputes: what came to it; the largest of all stages.
-
-    One number for all stages, so that nothing is thought smaller than it is.
-    """
-    came: dict[int, float] = defaultdict(float)
-    for (_, dst), size in edges_between(segments, cuts).items():
-        came[dst] += size
-    shares = []
-    for stage, (i, j) in enumerate(pairwise((0, *cuts))):
-        kept = segments.activation(i, j)
-        if kept:
-            shares.append(min(1.0, came[stage] / kept))
-    return max(shares, default=0.0)
