@@ -96,7 +96,8 @@ def test_gpus_that_are_well() -> None:
         (facts(network_addresses=("127.0.1.1", "::1")), "host name", "GLOO_SOCKET_IFNAME"),
         (facts(network_addresses=(), network_error="Name or service not known"), "host name", "/etc/hosts"),
         (facts(network_reverse=(0.001, 5.005, 0.001)), "name server", "a name server does not answer"),
-        (facts(exchanges=(Exchange("gloo", None, 0.05, 2e9),)), "gloo", "slow"),
+        (facts(exchanges=(Exchange("gloo", None, 0.05, None),)), "gloo", "slow"),
+        (facts(exchanges=(Exchange("gloo", None, 0.001, 1e6),)), "gloo", "slow"),
         (launched(OMP_NUM_THREADS="8"), "threads", "OMP_NUM_THREADS=4"),
         (replace(launched(), gpus=(GPU,)), "launcher", "talk through gloo"),
     ],
@@ -212,23 +213,23 @@ def test_this_machine(tmp_path: Path) -> None:
     (gloo,) = [exchange for exchange in found["facts"]["exchanges"] if exchange["backend"] == "gloo"]
     assert gloo["error"] is None
     assert gloo["latency"] > 0
-    assert gloo["bandwidth"] > 0
     assert {"python", "cores", "host name", "name server", "gloo", "nccl"} <= {line["what"] for line in found["lines"]}
 
 
 def found_by_ranks(rank: int) -> tuple[tuple[Exchange, ...], list[Line]]:
     mine = exchange.between_ranks()
-    lines = [line for line in judge(facts(exchanges=mine)) if line.what == "gloo" and mine]
+    lines = [line for line in judge(facts(exchanges=mine)) if line.what == "gloo"]
     return mine, doctor._of_all_ranks([*lines, Line("warn" if rank == 2 else "ok", "cores", f"of {rank}")])
 
 
 def test_between_the_ranks_of_a_launcher() -> None:
     """Each pair is measured once, and rank 0 has it all to tell, with what is not well on others."""
     outcomes = run_ranks(found_by_ranks, 3)
-    assert [[pair.ranks for pair in mine] for mine, _ in outcomes] == [[(0, 1)], [(1, 2)], []]
+    for mine, _ in outcomes:
+        assert mine == outcomes[0][0]
     told = [(line.what, re.sub(r".* between", "between", line.text)) for line in outcomes[0][1]]
-    others = [("gloo", "between ranks 1 and 2"), ("cores", "rank 2: of 2")]
-    assert told == [("gloo", "between ranks 0 and 1"), ("cores", "of 0"), *others]
+    pairs = [("gloo", f"between ranks {a} and {b}") for a, b in ((0, 1), (1, 2), (2, 0))]
+    assert told == [*pairs, ("cores", "of 0"), ("cores", "rank 2: of 2")]
 
 
 def test_a_launcher_whose_other_processes_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

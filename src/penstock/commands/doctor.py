@@ -65,10 +65,9 @@ def _of_all_ranks(lines: list[Line]) -> list[Line]:
     seen = {(line.what, line.text) for line in lines}
     for rank, its in enumerate(everyone):
         for line in its:
-            measured = line.status == "ok" and "between ranks" in line.text
-            if (measured or line.status != "ok") and (line.what, line.text) not in seen:
+            if line.status != "ok" and (line.what, line.text) not in seen:
                 seen.add((line.what, line.text))
-                lines = [*lines, line if measured else replace(line, text=f"rank {rank}: {line.text}")]
+                lines = [*lines, replace(line, text=f"rank {rank}: {line.text}")]
     return lines
 
 

@@ -1,12 +1,13 @@
-"""Messages between processes, tried out: two that are started for it, or those that a launcher has started."""
+"""Messages between processes, tried out: two that are started for it, or those that a launcher has started.
+
+They go through the channels of a pipeline, so that what works here works there.
+"""
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,14 +17,14 @@ import torch.multiprocessing as mp
 
 from penstock.doctor.facts import Exchange
 from penstock.errors import PenstockError
+from penstock.profile.links import measure_links
 from penstock.train.launch import init
+from penstock.train.mesh import Mesh
 
 __all__ = ["between_ranks", "between_two"]
 
 _START = 90.0  # seconds for a process to import torch, on a machine that is busy
 _DEADLINE = 20.0  # seconds from then on
-_SMALL, _LARGE = 8, 16 << 20  # bytes
-_TIMES = {_SMALL: 100, _LARGE: 5}
 
 
 def between_two(backend: str) -> Exchange:
@@ -51,23 +52,11 @@ def between_two(backend: str) -> Exchange:
 
 
 def between_ranks() -> tuple[Exchange, ...]:
-    """Each process of the launcher with the next one, one pair after the other. All of them call this.
-
-    A rank has what it measured with the one after it.
-    """
+    """Each process of the launcher with the next one, one pair after the other. All of them call this, and know all."""
     try:
         device = init(timeout=_DEADLINE)
-        backend = "nccl" if "nccl" in dist.get_backend_config() else "gloo"
-        if backend == "gloo":
-            device = torch.device("cpu")
-        rank, mine = dist.get_rank(), []
-        for pair in pairwise(range(dist.get_world_size())):
-            if rank in pair:
-                latency, bandwidth = _measured(pair, device)
-                if rank == pair[0]:
-                    mine.append(Exchange(backend, pair, latency, bandwidth))
-            dist.all_reduce(torch.zeros(1, device=device))  # those who are not in the pair wait for it
-        return tuple(mine)
+        backend = "nccl" if device.type == "cuda" and "nccl" in dist.get_backend_config() else "gloo"
+        return _measured(backend, Mesh(data=1, pipe=dist.get_world_size(), tensor=1, device=device))
     except (PenstockError, RuntimeError) as error:
         return (Exchange("torch.distributed", error=_first_line(error)),)
 
@@ -98,37 +87,22 @@ def _work(rank: int, backend: str, port: int, outbox: Connection) -> None:
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_DEADLINE))  # type: ignore[attr-defined]
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=_DEADLINE)
-        )
-        latency, bandwidth = _measured((0, 1), device)
-        outbox.send(Exchange(backend, None, latency, bandwidth))
+        patience = timedelta(seconds=_DEADLINE)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+        backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend  # as ps.init has them
+        dist.init_process_group(backends, store=store, rank=rank, world_size=2, timeout=patience)
+        (measured,) = _measured(backend, Mesh(data=1, pipe=2, tensor=1, device=device))
+        outbox.send(Exchange(backend, None, measured.latency, measured.bandwidth))
         time.sleep(_DEADLINE)  # the other one may still be at it: whoever started this one ends it
     except Exception as error:
         outbox.send(Exchange(backend, error=_first_line(error)))
 
 
-def _measured(ranks: tuple[int, int], device: torch.device) -> tuple[float, float]:
-    """Latency and bandwidth. Messages go there and back: half of the time is a message's."""
-    small, large = (_there_and_back(ranks, size, device) for size in (_SMALL, _LARGE))
-    return statistics.median(small) / 2, 2 * _LARGE / min(large)
-
-
-def _there_and_back(ranks: tuple[int, int], size: int, device: torch.device) -> list[float]:
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    first = dist.get_rank() == ranks[0]
-    steps: list[Callable[..., Any]] = [dist.send, dist.recv] if first else [dist.recv, dist.send]
-    other = ranks[1] if first else ranks[0]
-    times = []
-    for _ in range(1 + _TIMES[size]):
-        start = time.perf_counter()
-        for step in steps:
-            step(message, other)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return times[1:]  # the first has the connections to make
+def _measured(backend: str, mesh: Mesh) -> tuple[Exchange, ...]:
+    return tuple(
+        Exchange(backend, pair, link.latency, link.bandwidth if math.isfinite(link.bandwidth) else None)
+        for pair, link in measure_links(mesh).pairs.items()
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -54,7 +54,8 @@ class Gpu:
 class Exchange:
     """Messages between two processes: seconds of a small one, bytes per second of large ones, or why there are none.
 
-    ``ranks`` are those of a launcher; None is two processes that were started to try it.
+    ``ranks`` are those of a launcher; None is two processes that were started to try it. A bandwidth of None was too
+    large to be measured.
     """
 
     backend: str

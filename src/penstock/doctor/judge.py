@@ -188,16 +188,16 @@ def _exchanges(facts: Facts) -> Iterator[Line]:
 
 def _exchange(exchange: Exchange) -> Line:
     between = "two processes" if exchange.ranks is None else f"ranks {exchange.ranks[0]} and {exchange.ranks[1]}"
-    if exchange.error is not None or exchange.latency is None or exchange.bandwidth is None:
+    if exchange.error is not None or exchange.latency is None:
         do = {
             "gloo": "a firewall, or a wrong interface? Say GLOO_SOCKET_IFNAME=lo for one machine; for several, allow "
             "connections between them on all ports",
             "nccl": "NCCL_DEBUG=INFO shows how far it comes; NCCL_SOCKET_IFNAME and NCCL_P2P_DISABLE=1 are to try",
         }.get(exchange.backend, "start all processes, and let each reach MASTER_ADDR:MASTER_PORT")
         return Line("fail", exchange.backend, f"messages between {between}: {exchange.error}", do)
-    speed = f"{exchange.latency * 1e6:,.0f} µs, {exchange.bandwidth / 1e9:.2f} GB/s"
-    text = f"{speed} between {between}"
-    if exchange.latency > 0.02 or exchange.bandwidth < 20e6:
+    bandwidth = "" if exchange.bandwidth is None else f", {exchange.bandwidth / 1e9:.2f} GB/s"
+    text = f"{exchange.latency * 1e6:,.0f} µs{bandwidth} between {between}"
+    if exchange.latency > 0.02 or (exchange.bandwidth is not None and exchange.bandwidth < 20e6):
         return Line("warn", exchange.backend, text, "messages are slow: is the machine busy, or the network slow?")
     return Line("ok", exchange.backend, text)
 
