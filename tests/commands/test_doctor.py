@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli import main
 from penstock.commands import doctor
 from penstock.doctor import exchange, look
 from penstock.doctor.facts import Exchange, Facts, Gpu, Launch, Machine, Network, Versions
@@ -239,6 +240,15 @@ def test_a_launcher_whose_other_processes_are_not_there(monkeypatch: pytest.Monk
     (outcome,) = exchange.between_ranks()
     assert outcome.error is not None
     assert "could not join the others" in outcome.error
+
+
+def test_a_rank_that_does_not_reach_rank_0_speaks_for_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(doctor, "look", lambda: facts(exchanges=(Exchange("torch.distributed", error="timed out"),)))
+    assert main(["doctor"]) == 1
+    assert "What would fail: torch.distributed (no warnings)." in capsys.readouterr().out
 
 
 def test_page() -> None:
