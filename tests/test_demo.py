@@ -83,6 +83,7 @@ def test_runs_repeat(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--schedule", "auto"), "4 stages on 4 threads trained 3 steps of 8 micro-batches by auto."),
         (("--schedule", "ZBV"), "4 stages on 2 threads trained 3 steps of 8 micro-batches by zbv."),
         (("--schedule", "interleaved"), "4 stages on 2 threads trained 3 steps of 8 micro-batches by interleaved."),
         (("--strategy", "sharded"), "4 stages on 4 threads trained 3 steps of 8 micro-batches by sharded."),

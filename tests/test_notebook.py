@@ -127,6 +127,7 @@ def test_everything_drawn_is_inside_of_the_picture() -> None:
     picture = tree(plan._repr_html_()).find(f"{SVG}svg")
     assert picture is not None
     _, _, width, height = map(float, picture.attrib["viewBox"].split())
+    assert height < 250
     paths = [element.attrib["d"] for element in picture.iter(f"{SVG}path")]
     assert len(paths) == 41 + 3
     for path in paths:

@@ -56,6 +56,7 @@ def place(tmp_path: Path) -> Path:
         ("--ver", ["--version"]),
         ("schedule zb", ["zb_h1", "zb_h2", "zbv"]),
         ("schedule au", ["auto"]),
+        ("schedule --memory=4 au", ["auto"]),
         ("schedule -p 4 1f", ["1f1b"]),
         ("schedule 1f1b --me", ["--memory"]),
         ("schedule auto --shape ", ["loop", "v"]),
@@ -68,6 +69,7 @@ def place(tmp_path: Path) -> Path:
         ("demo --strategy=s", ["sharded"]),
         ("demo --strategy=sharded --see", ["--seed"]),
         ("demo --schedule v", ["v_half", "v_min"]),
+        ("plan --costs t", ["train.py", "two words.csv"]),
         ("demo --data d", ["data"]),
         ("demo --data t", [""]),  # a directory
         ("run --stages 4 tr", ["train.py"]),

@@ -130,6 +130,7 @@ def test_what_may_go_wrong(found: Facts, what: str, words: str) -> None:
         (launched(TORCHELASTIC_RUN_ID=None, SLURM_PROCID="2"), "launcher", "srun says"),
         (launched(GLOO_SOCKET_IFNAME="eth1"), "GLOO_SOCKET_IFNAME", "there are lo, eth0"),
         (facts(launch=Launch(TORCHRUN, error="MASTER_ADDR 'first' is not known")), "launcher", "/etc/hosts"),
+        (facts(launch=Launch({"SLURM_PROCID": "3"}, error="SLURM_PROCID is 3")), "launcher", "srun"),
         (replace(launched(), network=Network("here", ("127.0.0.1",))), "host name", "/etc/hosts"),
     ],
 )

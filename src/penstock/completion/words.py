@@ -80,7 +80,7 @@ def _value(action: argparse.Action) -> Value:
     if action.choices is not None:
         words = tuple(map(str, action.choices))
     elif name == "SCHEDULE" or "--schedule" in action.option_strings:
-        words = (*SCHEDULES, "auto") if not action.option_strings else tuple(SCHEDULES)
+        words = (*SCHEDULES, "auto")
     paths: Paths = "files" if name in _FILES else "directories" if name in _DIRECTORIES else ""
     return Value(name, words, paths, action.nargs == "?")
 

@@ -28,7 +28,8 @@ def launcher_lines(launch: Launch, gpus: int, cores: int) -> Iterator[_Line]:
         return
     missing = [name for name in _NEEDED if name not in told]
     if launch.error is not None:
-        yield "fail", "launcher", launch.error, "enter it in /etc/hosts, or give an address instead of a name"
+        name = "enter it in /etc/hosts, or give an address instead of a name"
+        yield "fail", "launcher", launch.error, name if "MASTER_ADDR" in told else "start the program with srun"
     elif missing:
         some = ", ".join(name for name in _NEEDED if name in told)
         yield "fail", "launcher", f"{some or 'SLURM_PROCID'} without {', '.join(missing)}", f"unset them, or {_AGAIN}"
