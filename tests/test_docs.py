@@ -30,7 +30,8 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("code", PROGRAMS)
-def test_program(code: str) -> None:
+def test_program(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where it writes its files
     names: dict[str, object] = {"__name__": "docs"}
     exec(compile(code, "docs", "exec"), names)
     if isinstance(pipe := names.get("pipe"), ps.Pipeline):

@@ -25,7 +25,7 @@ from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 from penstock.version import __version__
 
-__all__ = ["Meeting", "facts_of", "versions"]
+__all__ = ["Meeting", "digest", "facts_of", "versions"]
 
 _meetings: Counter[tuple[int, ...]] = Counter()  # how many pipelines this process has begun to build, by their ranks
 
@@ -38,7 +38,7 @@ class Meeting:
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
         _meetings[self.ranks] += 1
-        name = f"penstock/{_digest(str(self.ranks))}/{_meetings[self.ranks]}"
+        name = f"penstock/{digest(str(self.ranks))}/{_meetings[self.ranks]}"
         store = dist.distributed_c10d._get_default_store()
         self.store = PrefixStore(name, store)
         self.patience = patience  # seconds to wait for ranks that have not come
@@ -115,11 +115,11 @@ def facts_of(plan: Plan, source: ScheduleSource, options: Mapping[str, Any]) -> 
     return {
         **versions(),
         "micro-batches": source.microbatches,
-        "plan": f"{plan.num_stages} stages ({_digest(str(what))})",
-        "schedule": f"{schedule.name} ({_digest(str(schedule))})",
+        "plan": f"{plan.num_stages} stages ({digest(str(what))})",
+        "schedule": f"{schedule.name} ({digest(str(schedule))})",
         **{name: repr(value) for name, value in options.items()},
     }
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]

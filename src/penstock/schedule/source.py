@@ -54,6 +54,7 @@ class ScheduleSource:
         self.edges = tuple(edges)
         self.recompute = recompute_modes(recompute, stages)
         self._given: Schedule | None = None
+        self._before: ScheduleSource | None = None  # what another order has taken the place of
         self._placed: tuple[int, ...] = ()  # where the stages of an automatic schedule are
         self._made: dict[tuple[str, int], Schedule] = {}
         self._apart: tuple[ScheduleSource, Sequence[int]] | None = None  # where ranks are joined: as they were
@@ -99,6 +100,21 @@ class ScheduleSource:
         source.ranks, source.placement = max(joined) + 1, tuple(joined[rank] for rank in self.placement)
         return source
 
+    def replaced(self, schedule: Schedule) -> ScheduleSource:
+        """The same with another order for training; for more micro-batches than it has, this one goes on."""
+        if schedule.placement != (self if self._apart is None else self._apart[0]).placement:
+            raise ScheduleError(f"schedule {schedule.name!r} has its stages on other ranks: they stay where they are")
+        if self._apart is not None:
+            source, joined = self._apart
+            return source.replaced(schedule).taking_turns(joined)
+        given = () if self._given is None else self._given.orders  # an order may have its own recomputes
+        again = {action.stage for order in given for action in order if action.kind == "R"}
+        modes = tuple("always" if s in again else mode for s, mode in enumerate(self.recompute))
+        source = copy.copy(self)
+        source._given, source._before, source.name = schedule, self._before or self, schedule.name
+        source._made, source.recompute = {}, modes
+        return source
+
     def training(self, microbatches: int) -> Schedule:
         """The schedule of a step of so many micro-batches."""
         return self._get("train", microbatches)
@@ -128,6 +144,8 @@ class ScheduleSource:
             source, joined = self._apart
             return take_turns(source._make(what, microbatches), self.edges, joined)
         if self._given is not None:
+            if self._before is not None and microbatches > self._given.num_microbatches:
+                return self._before._make(what, microbatches)
             return self._given.first(microbatches)
         if self.name == AUTO:
             costs, seconds = (Costs(), 0.05) if self.costs is None else (self.costs, 0.5)  # without costs, less to gain
