@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import penstock as ps
 from penstock.cli import main
 from penstock.data import mnist
 from penstock.data.mnist import FILES, Digits, read_idx
@@ -99,19 +100,22 @@ def test_schedules(few: Path, capsys: pytest.CaptureFixture[str], options: tuple
 
 
 def test_processes(few: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With every option: a call of two steps, and one of what is left; of each process the first is recorded."""
+    """With every option: a call of two steps, and one of what is left; all but the first step are recorded."""
     place = tmp_path / "a" / "b"
     options = ("--device-iterations", 2, "--offload-optimiser", "--profile", "--profile-dir", place, "--debug")
-    out, _ = run(
+    out, err = run(
         capsys, "--processes", "--schedule", "zbv", "--data", few, "--epochs", 1, "--batch-size", 50, *options
-    )  # torch's profiler writes to stderr
+    )
     assert "4 stages on 2 processes trained 3 steps of 8 micro-batches by zbv, with the optimiser's state on the" in out
     assert re.search(r"with even stages, \S+% as measured", out)
     assert re.findall(r"^epoch 1, step (\d)/3: ", out, re.MULTILINE) == ["2", "3"]
-    assert out.splitlines()[-1].endswith(f": the profile is in {place}.")
-    for rank in (0, 1):
-        events = json.loads((place / f"rank{rank}.json").read_text())["traceEvents"]
-        assert sum(event["name"].startswith("Optimizer.step") for event in events) == 2
+    assert out.splitlines()[-1].endswith(f": its trace is {place / 'trace.json'}.")
+    assert err == ""
+    trace = ps.Trace.load(place / "trace.json")
+    assert (len(trace.steps), len(trace.tracks), trace.missing) == (2, 2, None)
+    assert f"\n{trace}\n" in out
+    names = {event["name"] for event in json.loads((place / "perfetto.json").read_text())["traceEvents"]}
+    assert {"0F0", "3W7"} <= names
 
 
 def test_calls(few: Path) -> None:
@@ -128,6 +132,11 @@ def test_calls(few: Path) -> None:
         assert len(list(steps)) == 4
     one_by_one = replace(settings, device_iterations=1)
     assert [y.tolist() for _, y in one_by_one.batches(digits)] == [y.tolist() for _, y in settings.batches(digits)]
+
+
+def test_a_trace_of_the_only_step(few: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, _ = run(capsys, "--data", few, "--epochs", 1, "--batch-size", 500, "--profile", "--profile-dir", tmp_path)
+    assert "trace of 1 step: 1f1b, 4 stages on 4 ranks" in out
 
 
 def test_debug(few: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What notebooks show of plans, schedules and simulations: well-formed, escaped, and of a sane size."""
+"""What notebooks show of plans, schedules, simulations and traces: well-formed, escaped, and of a sane size."""
 
 from __future__ import annotations
 
@@ -101,6 +101,25 @@ def test_simulations() -> None:
     large = simulate(build("1f1b", 70, 50))
     assert f"bubble {large.bubble:.1%}" in text(tree(large._repr_html_()))
     assert large._repr_svg_() is None
+
+
+# Traces -----------------------------------------------------------------------------------------------------
+
+
+def test_traces() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = ps.Pipeline(ps.split(model, stages=2), nn.MSELoss(), microbatches=2, devices=["cpu"] * 2)
+    with pipe, pipe.trace() as trace:
+        empty = tree(trace._repr_html_())
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+    page = tree(trace._repr_html_())
+    assert text(page).startswith("trace of 1 step: 1f1b, 2 stages on 2 ranks, 2 micro-batches step ")
+    tips = {element.text for element in page.iter(f"{SVG}title")}
+    assert {"0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1"} <= tips
+    assert "no whole step" in text(empty)  # while it is recorded, it is not there
+    assert empty.find(f"{SVG}svg") is None
+    evil = replace(trace, schedule=replace(trace.schedule, name=EVIL))
+    assert "<script>alert('1')</script>&" in text(tree(evil._repr_html_()))
 
 
 # Plans ------------------------------------------------------------------------------------------------------

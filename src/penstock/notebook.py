@@ -1,4 +1,4 @@
-"""Plans, schedules and simulations as notebooks show them: HTML with pictures, for light pages and dark ones."""
+"""Plans, schedules, simulations and traces as notebooks show them: HTML with pictures, on light and dark."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from penstock.draw import describe, kept
-from penstock.errors import ScheduleError
+from penstock.errors import PenstockError, ScheduleError
 from penstock.picture import to_svg
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
+    from penstock.profile.trace import Trace
     from penstock.split.plan import Plan
 
-__all__ = ["plan_html", "schedule_html", "schedule_svg", "simulation_html", "simulation_svg"]
+__all__ = ["plan_html", "schedule_html", "schedule_svg", "simulation_html", "simulation_svg", "trace_html"]
 
 _MOST_ACTIONS, _MOST_BOXES = 50_000, 6_000
 """Beyond them a picture takes seconds, and megabytes: it has at most about a thousand boxes for a rank."""
@@ -65,6 +66,18 @@ def simulation_html(simulation: Simulation) -> str:
 def simulation_svg(simulation: Simulation) -> str | None:
     """The picture alone, where there is one."""
     return to_svg(simulation) if _drawable(simulation.schedule) else None
+
+
+def trace_html(trace: Trace) -> str:
+    """The summary of a trace, and the picture of a step in which each action takes its median time."""
+    text = f"<pre>{_text(str(trace), lines=True)}</pre>"
+    try:
+        simulation = trace.simulation() if _drawable(trace.order) else None
+    except PenstockError:  # one rank's part only, or half of a call
+        simulation = None
+    if simulation is None:
+        return f"<div>{text}</div>"
+    return f"<div>{text}{to_svg(simulation)}<p>A step with the median time of each action.</p></div>"
 
 
 def plan_html(plan: Plan) -> str:

@@ -18,9 +18,20 @@ from penstock.demo.debug import details
 from penstock.demo.network import network
 from penstock.demo.processes import ProcessesRun
 from penstock.demo.report import Finished, report
-from penstock.demo.runs import STAGES, PipelineRun, PlainRun, Settings, device_of, plan_of, schedules_of
+from penstock.demo.runs import (
+    PERFETTO,
+    STAGES,
+    TRACE,
+    PipelineRun,
+    PlainRun,
+    Settings,
+    device_of,
+    plan_of,
+    schedules_of,
+)
 from penstock.draw import print_schedule, print_text
 from penstock.errors import PenstockError, ScheduleError
+from penstock.profile.trace import Trace
 from penstock.schedule.simulate import Costs, Simulation, simulate
 from penstock.schedule.source import ScheduleSource
 from penstock.screen import screen
@@ -35,8 +46,8 @@ examples:
   penstock demo --processes            a process for each rank, over torch.distributed
   penstock demo --strategy sharded     one micro-batch at a time: to debug a model
   penstock demo --stages 2 --debug     two stages, with shapes and orders
-  penstock demo --profile --device-iterations 5
-                                       the first five steps as a file for a trace viewer
+  penstock demo --profile              with a trace of some steps: ps.Trace.load reads profile/trace.json, and
+                                       https://ui.perfetto.dev shows profile/perfetto.json
 """
 
 
@@ -67,8 +78,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--processes", action="store_true", help="a process for each rank, instead of a thread")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the stages are (default cpu)")
     add("--offload-optimiser", action="store_true", help="keep the optimiser's state on the host: for --device cuda")
-    add("--profile", action="store_true", help="record the first call, for https://ui.perfetto.dev")
-    add("--profile-dir", default="profile", metavar="DIR", help="where to, a file for each process (default profile)")
+    add("--profile", action="store_true", help="record some steps, and tell what their time went into")
+    add("--profile-dir", default="profile", metavar="DIR", help=f"for {TRACE} and {PERFETTO} (default profile)")
     add("--debug", action="store_true", help="tell shapes and orders before, and how it goes after each call")
     add("--data", metavar="DIR", help="where MNIST's four files are (default: the extract in the package)")
     add("--seed", type=_seed, default=0, metavar="N", help="of the weights and the order of the data (default 0)")
@@ -105,7 +116,10 @@ def run(args: argparse.Namespace) -> int:
     if accuracy != expected:
         raise PenstockError(f"{accuracy:.2%} of the test digits are right as a pipeline, but {expected:.2%} plain")
     steps = settings.epochs * steps_per_epoch
-    _conclude(Finished(settings, plan, simulation, comparison, steps, accuracy, args.processes))
+    finished = Finished(settings, plan, simulation, comparison, steps, accuracy, args.processes)
+    if finished.trace is not None:
+        print_text(f"{Trace.load(finished.trace)}\n", sys.stdout)
+    _conclude(finished)
     return 0
 
 
@@ -180,8 +194,8 @@ def _conclude(finished: Finished) -> None:
         bubble += f", {measured:.1%} as measured" + f" on {_count(cores, 'core')}" * (cores < schedule.num_ranks)
     if page is not None:
         more = f"the report is {page}"
-    elif settings.profile is not None:
-        more = f"the profile is in {settings.profile}"
+    elif finished.trace is not None:
+        more = f"its trace is {finished.trace}"
     else:
         more = "'penstock schedule --list' has others to try"
     print_text(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.demo.compare import Comparison
-from penstock.demo.runs import Settings
+from penstock.demo.runs import TRACE, Settings
 from penstock.schedule.simulate import Simulation
 from penstock.split.plan import Plan
 
@@ -26,9 +26,9 @@ class Finished:
     processes: bool
 
     @property
-    def profile(self) -> list[Path]:
-        """The files that ``--profile`` has written."""
-        return [] if self.settings.profile is None else sorted(Path(self.settings.profile).glob("rank*.json"))
+    def trace(self) -> Path | None:
+        """The file that ``--profile`` has written: ``ps.Trace.load`` reads it."""
+        return None if self.settings.profile is None else Path(self.settings.profile, TRACE)
 
 
 def report(finished: Finished) -> Path | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.compat.poptorch.profiling import profiled
 from penstock.data.mnist import Digits
 from penstock.demo.network import network
 from penstock.schedule.source import ScheduleSource
@@ -22,21 +23,29 @@ from penstock.split import split
 from penstock.split.plan import Plan
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload
-from penstock.train.pipeline import Pipeline, StepResult
+from penstock.train.pipeline import Pipeline
+from penstock.train.result import StepResult
 
-__all__ = ["STAGES", "PipelineRun", "PlainRun", "Settings", "Step", "device_of", "plan_of", "schedules_of"]
+__all__ = [
+    "PERFETTO", "STAGES", "TRACE", "PipelineRun", "PlainRun", "Settings", "Step", "device_of", "plan_of",
+    "schedules_of",
+]  # fmt: skip
 
 # Layers of each stage, for each number of stages. The second layer computes more than all others together.
 _BALANCES = {1: [4], 2: [1, 3], 3: [1, 1, 2], 4: [1, 1, 1, 1]}
 STAGES = tuple(_BALANCES)
+
+_RECORDED = 10  # steps of a trace
+TRACE, PERFETTO = "trace.json", "perfetto.json"
+"""The files of a trace: all of it, and what https://ui.perfetto.dev shows."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """What both runs are given. ``data`` is the directory of the digits; None is the extract.
 
-    A call makes ``device_iterations`` steps before their results are looked at. ``profile`` is where the first call is
-    recorded; None: nowhere.
+    A call makes ``device_iterations`` steps before their results are looked at. ``profile`` is the directory for a
+    trace of some steps; None: there is none.
     """
 
     epochs: int
@@ -138,16 +147,26 @@ class PipelineRun:
 
     def steps(self, train: Digits) -> Iterator[Step]:
         """Of one call after the other: the results of its steps arrive together."""
-        profile = self.settings.profile
-        for batches in self.settings.calls(train):
-            start = time.perf_counter()
-            with profiled(profile, f"rank{self.rank}"):
+        with self._recorded(once=len(train) <= self.settings.batch_size and self.settings.epochs == 1):
+            for batches in self.settings.calls(train):
+                start = time.perf_counter()
                 results = [self._step(x, y) for x, y in batches]
-            profile = None
-            seconds = (time.perf_counter() - start) / len(batches)
-            for (_, y), (result, norm) in zip(batches, results, strict=True):
-                correct = _correct(result.outputs, y)
-                yield Step(result.loss.item(), norm.item(), correct, len(y), seconds, result.bubble)
+                seconds = (time.perf_counter() - start) / len(batches)
+                for (_, y), (result, norm) in zip(batches, results, strict=True):
+                    correct = _correct(result.outputs, y)
+                    yield Step(result.loss.item(), norm.item(), correct, len(y), seconds, result.bubble)
+
+    @contextmanager
+    def _recorded(self, once: bool) -> Iterator[None]:
+        """Record some steps, if that is wanted. The first is slower than others: it counts if there is only that."""
+        if self.settings.profile is None:
+            yield
+            return
+        with self.pipe.trace(steps=_RECORDED, skip=0 if once else 1) as trace:
+            yield
+        if self.rank == 0:
+            for name, write in ((TRACE, trace.save), (PERFETTO, trace.chrome)):
+                write(Path(self.settings.profile, name))
 
     def _step(self, x: Tensor, y: Tensor) -> tuple[StepResult, Tensor]:
         result = self.pipe.step(x, y)
