@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.cli import main
 from penstock.commands import doctor
@@ -202,6 +203,15 @@ def test_processes_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = exchange._outcome
     assert outcome("gloo", [(Ended(), Pipe())]).error == "process 0 ended with exit code -9"  # type: ignore[list-item]
     assert outcome("gloo", [(Ended(), Silent())]).error == "process 0 did not start within 90 s"  # type: ignore[list-item]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu() -> None:
+    found = look._gpu(0)
+    assert (found.supported, found.error) == (True, None)
+    assert found.memory_free is not None
+    assert 0 < found.memory_free <= found.memory
 
 
 # For real ---------------------------------------------------------------------------------------------------

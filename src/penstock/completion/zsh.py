@@ -14,6 +14,7 @@ _SCRIPT = """\
 _penstock() {{
     local curcontext="$curcontext" state line
     local -a commands
+    local -A opt_args
     commands=(
 {commands}
     )
