@@ -270,3 +270,12 @@ def test_page() -> None:
     assert page[1] == "                     -> install python 3.11 or later"
     assert page[-1] == "What would fail: python (1 warning)."
     assert doctor._page(judge(WELL), 60)[-1] == "Nothing would fail (no warnings)."
+
+
+def test_the_document() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "when-it-fails.md").read_text("utf-8")
+    error = "process 0 did not exchange a message within 20 s"
+    network = Network("host0", ("127.0.1.1",), None, (5.0,))
+    found = judge(facts(network=network, exchanges=(Exchange("gloo", error=error),)))
+    page = doctor._page([line for line in found if line.status != "ok"], 118)[:-2]
+    assert "\n".join(page) in document
