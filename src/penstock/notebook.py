@@ -119,7 +119,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         gap = ["…", f"{len(rows) - _MOST_ROWS} more", *[""] * (len(rows[0]) - 2)]
         rows = [*rows[: _MOST_ROWS - 10], gap, *rows[-10:]]
     head = f"<thead>{_row(header, 'th')}</thead>" if header else ""
-    return f"<table>{head}<tbody>{''.join(_row(row, 'td') for row in rows)}</tbody></table>"
+    body = "".join(_row(row, "td") for row in rows)
+    return f'<table style="color:inherit">{head}<tbody>{body}</tbody></table>'
 
 
 def _row(cells: Sequence[str], tag: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import PlanError
 from penstock.near import did_you_mean
-from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
+from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Overhead, SharedParameters
 
 __all__ = ["read", "text_of", "write"]
 
@@ -105,6 +105,7 @@ def _model(data: Mapping[str, Any]) -> ModelCosts:
         kept_together=tuple(kept),
         link=_link(data.get("link", {})),
         device=_device(data.get("device", "cpu")),
+        overhead=_overhead(data.get("overhead", {})),
     )
 
 
@@ -132,6 +133,11 @@ def _crossing(one: Any, numbers: Mapping[str, int]) -> Crossing:
 def _link(data: Any) -> Link:
     _check_keys(data, ("latency", "bandwidth"), "link")
     return Link(**data)
+
+
+def _overhead(data: Any) -> Overhead:
+    _check_keys(data, tuple(one.name for one in fields(Overhead)), "overhead")
+    return Overhead(**data)
 
 
 def _device(name: Any) -> str:
@@ -200,6 +206,7 @@ def _written(costs: ModelCosts, indent: str) -> str:
     }
     link = {key: value for key, value in _plain(costs.link).items() if value != float("inf")}
     lines = [f'"device": {json.dumps(costs.device)}', f'"samples": {costs.samples}', f'"link": {_json(link)}']
+    lines.append(f'"overhead": {_json(_plain(costs.overhead))}')
     for name, items in lists.items():
         shown = ",\n".join(f"{indent}  {_json(item)}" for item in items)
         lines.append(f'"{name}": [\n{shown}\n{indent}]' if shown else f'"{name}": []')

@@ -10,12 +10,13 @@ here, which names the layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import PlanError
 
-__all__ = ["Crossing", "LayerCosts", "Link", "ModelCosts", "SharedParameters"]
+__all__ = ["Crossing", "LayerCosts", "Link", "ModelCosts", "Overhead", "SharedParameters"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class LayerCosts:
         if not isinstance(self.name, str) or not self.name:
             raise PlanError(f"a layer's name must be a text, got {self.name!r}")
         for what in (*TIMES, *BYTES):
-            _check_number(getattr(self, what), f"layer {self.name!r}: {what}")
+            check_number(getattr(self, what), f"layer {self.name!r}: {what}")
         if self.backward is not None:
-            _check_number(self.backward, f"layer {self.name!r}: backward")
+            check_number(self.backward, f"layer {self.name!r}: backward")
 
     @property
     def full_backward(self) -> float:
@@ -71,9 +72,9 @@ class Crossing:
     values: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        _check_number(self.bytes, f"what crosses from layer {self.src} to layer {self.dst}: bytes")
+        check_number(self.bytes, f"what crosses from layer {self.src} to layer {self.dst}: bytes")
         for number, size in self.values:
-            _check_number(size, f"what crosses from layer {self.src} to layer {self.dst}: bytes of value {number}")
+            check_number(size, f"what crosses from layer {self.src} to layer {self.dst}: bytes of value {number}")
         total = sum(size for _, size in self.values)
         if self.values and not math.isclose(total, self.bytes, abs_tol=0.5):
             raise PlanError(
@@ -90,7 +91,7 @@ class SharedParameters:
     bytes: float
 
     def __post_init__(self) -> None:
-        _check_number(self.bytes, f"the parameters that layers {list(self.layers)} share: bytes")
+        check_number(self.bytes, f"the parameters that layers {list(self.layers)} share: bytes")
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,30 @@ class Link:
     bandwidth: float = float("inf")
 
     def __post_init__(self) -> None:
-        _check_number(self.latency, "link: latency")
+        check_number(self.latency, "link: latency")
         if self.bandwidth != math.inf:
-            _check_number(self.bandwidth, "link: bandwidth")
+            check_number(self.bandwidth, "link: bandwidth")
         if self.bandwidth == 0:
             raise PlanError("link: bandwidth is 0, which would never deliver anything: it must be above that")
 
     def seconds(self, size: float) -> float:
         """How long a value of ``size`` bytes is under way."""
         return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What the actions of a stage take beside its layers, once for each action and not for each layer: seconds."""
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
+
+    def __post_init__(self) -> None:
+        for what in (*TIMES, "backward"):
+            check_number(getattr(self, what), f"overhead: {what}")
 
 
 @dataclass(frozen=True)
@@ -123,11 +139,12 @@ class ModelCosts:
     kept_together: tuple[tuple[int, int, float], ...] = ()  # (layer, layer, bytes) of activations that both keep, once
     link: Link = field(default_factory=Link)
     device: str = "cpu"
+    overhead: Overhead = field(default_factory=Overhead)
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("costs have no layers: there is nothing to plan")
-        _check_samples(self.samples)
+        check_samples(self.samples)
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -143,7 +160,7 @@ class ModelCosts:
             self._check_layers(tie.layers, "parameters are shared")
         for first, second, size in self.kept_together:
             self._check_layers((first, second), "activations are kept together")
-            _check_number(size, f"what layers {first} and {second} keep together: bytes")
+            check_number(size, f"what layers {first} and {second} keep together: bytes")
 
     def _check_layers(self, indices: tuple[int, ...], what: str) -> None:
         known = range(len(self.layers))
@@ -151,6 +168,16 @@ class ModelCosts:
             raise PlanError(f"{what} between layers {list(indices)}, but the layers are 0 to {len(known) - 1}")
         if list(indices) != sorted(set(indices)):
             raise PlanError(f"{what} between layers {list(indices)}: name the earlier layer first, and each once")
+
+    def between(self, src: Collection[int], dst: Collection[int]) -> float:
+        """The bytes that go from the layers of one stage to those of another; a value that several need goes once."""
+        total, sent = 0.0, dict[tuple[int, int], float]()
+        for crossing in self.crossings:
+            if crossing.src in src and crossing.dst in dst:
+                total += 0.0 if crossing.values else crossing.bytes
+                for number, size in crossing.values:
+                    sent[crossing.src, number] = max(size, sent.get((crossing.src, number), 0.0))
+        return total + sum(sent.values())
 
     def scaled(self, samples: int) -> ModelCosts:
         """These costs for micro-batches of another size, as if all were in proportion: a ``Profile`` knows better."""
@@ -186,12 +213,12 @@ class ModelCosts:
         return cls.from_json(text_of(path), str(path))
 
 
-def _check_number(value: object, what: str) -> None:
+def check_number(value: object, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise PlanError(f"{what} is {value!r}: it must be a number, from 0 up")
 
 
-def _check_samples(samples: object) -> None:
+def check_samples(samples: object) -> None:
     if type(samples) is not int or samples < 1:
         raise PlanError(f"samples is {samples!r}: a micro-batch has a whole number of samples, from 1 up")
 

@@ -127,7 +127,8 @@ def describe(text: str) -> Transformer:
     for part in others:
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in known:
-            raise PlanError(f"a model has no {name!r}{did_you_mean(name, known, otherwise=f': it has {known}')}")
+            hint = did_you_mean(name, known, otherwise=f": it has {', '.join(known)}")
+            raise PlanError(f"a model has no {name!r}{hint}")
         if not value.isascii() or not value.isdigit():
             raise PlanError(f"a model with {part!r}: write a whole number, as in {name}=8")
         if name in numbers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from penstock.errors import PlanError
 from penstock.near import did_you_mean
-from penstock.profile.costs import Link, _check_number
+from penstock.profile.costs import Link, check_number
 
 __all__ = ["HARDWARE", "Hardware", "hardware_of"]
 
@@ -38,7 +38,7 @@ class Hardware:
     def __post_init__(self) -> None:
         for one in fields(self)[1:]:
             value = getattr(self, one.name)
-            _check_number(value, f"hardware {self.name!r}: {one.name}")
+            check_number(value, f"hardware {self.name!r}: {one.name}")
             if value == 0 and not one.name.endswith("latency"):
                 raise PlanError(f"hardware {self.name!r}: {one.name} is 0, and nothing would ever be done")
             if value > 1 and one.name in ("efficiency", "memory_share", "link_share"):

@@ -11,23 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from penstock.engine.inputs import cut_targets
 from penstock.engine.microbatch import batch_size, scatter
 from penstock.errors import PlanError
-from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, SharedParameters
+from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, SharedParameters
 from penstock.profile.sizes import Profile
 from penstock.profile.states import OptimizerLike, states_per_byte
-from penstock.profile.timing import Times, times_of
+from penstock.profile.timing import Times, overhead_of, times_of
 from penstock.screen import Screen, screen
 from penstock.split.fronts import line_of
 from penstock.split.line import Line
 from penstock.split.measure import Turn, measure
 from penstock.split.plan import Plan
-from penstock.split.trial import call_of
+from penstock.split.trial import call_of, devices_of
 from penstock.split.weights import Measurement, tensor_bytes
 
 __all__ = ["measure_costs"]
@@ -63,25 +66,28 @@ def measure_costs(
         raise PlanError(f"seconds={seconds!r} must be a number from 0 up")
     if accumulate not in (None, "fp32"):
         raise PlanError(f"accumulate={accumulate!r} must be None or 'fp32', as the pipeline's")
-    call_of(sample)  # or an error
-    there = _device(line, device)
+    call_of(sample)  # or an error, and so is what has no values yet:
+    devices_of(line.model, sample)
+    there, spread = _device(line, sample, device)
     parts = _parts(sample, targets, loss_fn, sizes)
-    states = {p.dtype: states_per_byte(optimizer, p.dtype) for p in line.model.parameters()}
+    dtypes = {parameter.dtype for parameter in line.model.parameters()}
+    states = {dtype: states_per_byte(optimizer, dtype) for dtype in dtypes}
     count = len(line.layers)
     found = []
     with _threads(threads), screen() if progress is None else nullcontext(progress) as shown:
+        nothing = overhead_of(there, min(0.2, seconds / 20))
         for samples, part, wanted in parts:
             shown.begin(f"measuring {samples} samples", count)
             timed: list[Times] = []
 
             def timer(turn: Turn, shown: Screen = shown, timed: list[Times] = timed) -> tuple[float, float]:
-                timed.append(times_of(turn, there, seconds / len(parts) / count))
+                timed.append(times_of(turn, there, seconds / len(parts) / count).beside(nothing))
                 shown.advance(f"{turn.name} ({turn.index + 1} of {count})")
                 return timed[-1].forward, timed[-1].backward
 
-            finish = None if loss_fn is None else _finish(loss_fn, wanted)
-            measured = measure(line, part, device=device, finish=finish, timer=timer)
-            found.append(_costs(line, samples, measured, timed, states, accumulate, there))
+            finish = None if loss_fn is None else _finish(loss_fn, wanted, there)
+            measured = measure(line, part, device=None if spread else there, finish=finish, timer=timer)
+            found.append(_costs(line, samples, measured, timed, states, accumulate, there, nothing))
     return Profile(tuple(found))
 
 
@@ -91,16 +97,22 @@ def _line(model: nn.Module | Line | Plan) -> Line:
     return model if isinstance(model, Line) else line_of(model)
 
 
-def _device(line: Line, device: str | torch.device | None) -> torch.device:
-    """Where the layers run."""
-    if device is not None:
-        return torch.device(device)
-    tensors = (*line.model.parameters(), *line.model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+def _device(line: Line, sample: Any, device: str | torch.device | None) -> tuple[torch.device, bool]:
+    """Where the layers run, with its number, and whether that is on other devices as well."""
+    if device is None:
+        members = (*line.model.parameters(), *line.model.buffers())
+        inputs = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
+        places = list(dict.fromkeys(tensor.device for tensor in members or inputs))
+        return (places or [torch.device("cpu")])[0], len(places) > 1
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(f"device {found} is not there: this machine has no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found, False
 
 
-def _finish(loss_fn: Callable[[Any, Any], Any], targets: Any) -> Callable[[Any], Any]:
-    return lambda output: loss_fn(output, targets)
+def _finish(loss_fn: Callable[[Any, Any], Any], targets: Any, device: torch.device) -> Callable[[Any], Any]:
+    (there,) = cut_targets(targets, (batch_size(targets, "targets") or 1,), device)
+    return lambda output: loss_fn(output, there)
 
 
 @contextmanager
@@ -148,6 +160,7 @@ def _costs(
     states: Mapping[torch.dtype, float],
     accumulate: str | None,
     device: torch.device,
+    nothing: Times,
 ) -> ModelCosts:
     layers = []
     for cost, times in zip(measured.layers, timed, strict=True):
@@ -175,6 +188,7 @@ def _costs(
         shared=_shared(line),
         kept_together=_kept_together(measured.kept),
         device=device.type,
+        overhead=Overhead(**asdict(nothing)),
     )
 
 

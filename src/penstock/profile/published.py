@@ -59,16 +59,17 @@ class Published:
         )
 
     def estimate(self) -> float:
-        """The seconds that a step should take."""
-        return step_on_paper(
-            self.costs(), self.pipe, self.batch // self.microbatch, interleaved=self.interleaved, recompute=self.recompute
-        )
+        """The seconds that a step should take, with the optimizer's, which reads and writes all that it has."""
+        costs, count = self.costs(), self.batch // self.microbatch
+        moved = sum(layer.gradients + 2 * layer.optimizer + layer.parameters for layer in costs.layers) / self.pipe
+        step = step_on_paper(costs, self.pipe, count, interleaved=self.interleaved, recompute=self.recompute)
+        return step + HARDWARE[self.hardware].move(moved)
 
 
 def step_on_paper(
     costs: ModelCosts, pipe: int, microbatches: int, *, interleaved: int = 1, recompute: bool = False
 ) -> float:
-    """The seconds of a step of 1F1B, by its formula: every rank has as many layers, the ends go with the first and last.
+    """The seconds of a step of 1F1B, by its formula: each rank has as many layers, the ends go with the first and last.
 
     The slowest rank works all the time; the others' work on one micro-batch, divided by the stages of a rank, is what
     the bubble takes, with the hops of the first micro-batch down and of the last one up.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.profile.costs import TIMES, Crossing, LayerCosts, Link, ModelCosts, _check_samples
+from penstock.profile.costs import TIMES, Crossing, LayerCosts, Link, ModelCosts, check_samples
 
 __all__ = ["Profile"]
 
@@ -49,7 +49,7 @@ class Profile:
 
     def at(self, samples: int) -> ModelCosts:
         """The costs for micro-batches of ``samples`` samples."""
-        _check_samples(samples)
+        check_samples(samples)
         for costs in self.sizes:
             if costs.samples == samples:
                 return costs

@@ -39,12 +39,13 @@ def states_per_byte(optimizer: OptimizerLike, dtype: torch.dtype) -> float:
         raise PlanError(f"optimizer={optimizer!r} must be how many times the bytes of parameters its states take")
     if isinstance(optimizer, int | float):
         return float(optimizer)
-    parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
     try:
-        trial = _trial(optimizer, parameter)
-        parameter.grad = torch.ones_like(parameter)
-        trial.step()
-        state: dict[str, Any] = trial.state[parameter]
+        with torch.inference_mode(False), torch.enable_grad():
+            parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
+            trial = _trial(optimizer, parameter)
+            parameter.grad = torch.ones_like(parameter)
+            trial.step()
+            state: dict[str, Any] = trial.state[parameter]
     except Exception as error:
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         raise PlanError(

@@ -7,7 +7,8 @@ micro-batch over and over:
     as a stage that keeps its activations     F B   F I W   F B   F I W   …
     as a stage that is recomputed             F R B   F R B   …
 
-Gradients are summed from one run to the next, as they are from the second micro-batch of a step on.
+Gradients are summed from one run to the next, as they are from the second micro-batch of a step on. Each action takes
+some microseconds beside its layers: these are known from a stage that does nothing, and taken off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -33,7 +34,9 @@ from penstock.engine.tree import flatten
 from penstock.split.measure import LONG, REPEATS, Turn
 from penstock.split.trial import roots_of
 
-__all__ = ["Times", "times_of"]
+__all__ = ["Times", "overhead_of", "times_of"]
+
+ENOUGH = 1000  # runs, for any median
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,18 @@ class Times:
     input_gradient: float
     weight_gradient: float
     recompute: float
+
+    def beside(self, other: Times) -> Times:
+        """What is left of these when the others are taken off."""
+        return Times(*(max(0.0, round(a - b, 9)) for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def overhead_of(device: torch.device, budget: float) -> Times:
+    """What the actions of a stage take that does nothing."""
+    devices = set() if device.type == "cpu" else {device}
+    with torch.inference_mode(False), torch.enable_grad():
+        value = torch.ones(1, device=device, requires_grad=True)
+        return times_of(Turn(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)
 
 
 def times_of(turn: Turn, device: torch.device, budget: float) -> Times:
@@ -125,7 +140,7 @@ def _medians(run: Callable[[], dict[str, float]], budget: float) -> list[float]:
     until = perf_counter() + budget
     run()  # is slower than any other
     runs = [run()]
-    while perf_counter() < until or not _settled(runs):
+    while (perf_counter() < until and len(runs) < ENOUGH) or not _settled(runs):
         runs.append(run())
     medians = map(statistics.median, zip(*(found.values() for found in runs), strict=True))
     return [round(median, 9) for median in medians]  # no clock knows more

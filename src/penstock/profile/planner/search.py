@@ -116,8 +116,8 @@ class _Look:
         share, held = segments.work(0, n) / sum(speed), segments.static(0, n) + segments.activation(0, n)
         if held > sum(self.ranks.memory):
             self._misses(held / p)
-        self.floor = way.microbatches * max(share, max(layer.work for layer in layers) / max(speed))
-        uneven = max(layer.work for layer in layers) / max(speed) / 2 / way.v if p > 1 else 0.0  # in the mean, a half
+        self.floor = way.microbatches * max(share, max(segments.works) / max(speed))
+        uneven = max(segments.works) / max(speed) / 2 / way.v if p > 1 else 0.0  # in the mean, a half
         forward = sum(layer.forward for layer in layers) / max(speed)
         fill = forward * (1 - 1 / p) / way.v + (p - 1) * segments.costs.link.latency
         gradients = sum(layer.gradients for layer in layers) / p

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import add
 
-from penstock.profile.planner.segments import Segments, values_of
+from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Cuts, Ranks
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
@@ -16,22 +16,23 @@ __all__ = ["edges_between", "stage_costs", "static_bytes"]
 
 def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> Costs:
     """Seconds and bytes of each stage, on the rank that it is placed on; a recompute is part of the input gradient."""
-    layers, link = segments.costs.layers, segments.costs.link
+    layers, link, beside = segments.costs.layers, segments.costs.link, segments.costs.overhead
     runs = list(pairwise((0, *cuts)))
 
-    def of(*names: str) -> tuple[float, ...]:
-        return tuple(
-            sum(getattr(layer, name) for layer in layers[i:j] for name in names) / ranks.speed[rank]
+    def of(what: str, extra: float) -> list[float]:
+        return [
+            (sum(getattr(layer, what) for layer in layers[i:j]) + extra) / ranks.speed[rank]
             for rank, (i, j) in zip(placement, runs, strict=True)
-        )
+        ]
 
-    again = ["recompute"] if segments.recomputed else []
+    again = of("recompute", beside.recompute)
+    more = again if segments.recomputed else [0.0] * len(runs)
     return Costs(
-        f=of("forward"),
-        i=of("input_gradient", *again),
-        w=of("weight_gradient"),
-        b=of("full_backward", *again),
-        r=of("recompute"),
+        f=tuple(of("forward", beside.forward)),
+        i=tuple(map(add, of("input_gradient", beside.input_gradient), more)),
+        w=tuple(of("weight_gradient", beside.weight_gradient)),
+        b=tuple(map(add, of("full_backward", beside.backward), more)),
+        r=tuple(again),
         latency=link.latency,
         bandwidth=link.bandwidth,
         bytes=edges_between(segments, cuts),
@@ -41,15 +42,11 @@ def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts
 
 def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
     """What goes from one stage to another: bytes. Every stage has an edge to the next, if only with nothing in it."""
-    stage_of = [stage for stage, (i, j) in enumerate(pairwise((0, *cuts))) for _ in range(i, j)]
-    edges: dict[Edge, float] = defaultdict(float, dict.fromkeys(pairwise(range(len(cuts))), 0.0))
-    sent = set()
-    for layer, to, key, size in values_of(segments.costs.crossings):
-        src, dst = stage_of[layer], stage_of[to]
-        if src != dst and (key is None or (layer, key, dst) not in sent):
-            sent.add((layer, key, dst))
-            edges[src, dst] += size
-    return dict(sorted(edges.items()))
+    stages = [range(i, j) for i, j in pairwise((0, *cuts))]
+    stage_of = [stage for stage, layers in enumerate(stages) for _ in layers]
+    pairs = {(stage_of[crossing.src], stage_of[crossing.dst]) for crossing in segments.costs.crossings}
+    wanted = sorted({pair for pair in pairs if pair[0] != pair[1]} | set(pairwise(range(len(cuts)))))
+    return {(src, dst): segments.costs.between(stages[src], stages[dst]) for src, dst in wanted}
 
 
 def static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, p: int) -> tuple[float, ...]:
