@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 import torch
 
+import penstock as ps
 from penstock.cli import main
 from penstock.data import mnist
 from penstock.data.mnist import FILES, Digits, read_idx
 from penstock.demo.compare import compare
 from penstock.demo.network import network
 from penstock.demo.processes import ProcessesRun
-from penstock.demo.runs import PlainRun, Settings, Step
+from penstock.demo.runs import PipelineRun, PlainRun, Settings, Step
 from penstock.errors import PenstockError
+from penstock.train.hoststate import is_offloaded
 from tools.make_mnist_extract import extract, write_idx
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +58,7 @@ def test_demo(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
     assert out.startswith("The plan\n\nstage  rank   layers  parameters")
     assert "1f1b: 4 ranks, 4 stages, 4 micro-batches\n" in out
-    rows = re.findall(r"^ +(\d)  +(\S+)  +(\S+)  +(\S+)  +\S+%  +\S+$", out, re.MULTILINE)
+    rows = re.findall(r"^ +(\d)  +(\S+)  +(\S+)  +(\S+)  +\S+%  +\S+  +\S+%$", out, re.MULTILINE)
     assert [row[0] for row in rows] == ["1", "2"]
     for _, ours, plain, difference in rows:
         assert ours == plain
@@ -64,7 +68,7 @@ def test_demo(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     closing = out.splitlines()[-3:]
     assert closing[0] == "4 stages on 4 threads trained 6 steps of 4 micro-batches by 1f1b."  # of 50, 50 and 20 digits
     assert closing[1].startswith("Loss and gradient norm were the plain model's at every step, but for rounding (")
-    assert closing[2].startswith("The bubble of 1f1b is 42.9% with even stages: ")
+    assert re.match(r"The bubble of 1f1b is 42\.9% with even stages, \S+% as measured(: | on \d+ cores?: )", closing[2])
     assert torch.get_num_threads() == threads
 
 
@@ -72,7 +76,7 @@ def test_runs_repeat(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def numbers(seed: int) -> str:
         torch.rand(1)  # torch's own RNG is at another place each time
         out, _ = run(capsys, "--data", few, "--epochs", 1, "--seed", seed)
-        return re.sub(r"\S+$", "", out, flags=re.MULTILINE)  # all but the speed
+        return re.sub(r"\S+ +\S+%$|\S+% as measured", "", out, flags=re.MULTILINE)  # all but speed and bubble
 
     assert numbers(3) == numbers(3) != numbers(4)
 
@@ -80,10 +84,14 @@ def test_runs_repeat(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--schedule", "auto"), "4 stages on 4 threads trained 3 steps of 8 micro-batches by auto."),
         (("--schedule", "ZBV"), "4 stages on 2 threads trained 3 steps of 8 micro-batches by zbv."),
         (("--schedule", "interleaved"), "4 stages on 2 threads trained 3 steps of 8 micro-batches by interleaved."),
         (("--strategy", "sharded"), "4 stages on 4 threads trained 3 steps of 8 micro-batches by sharded."),
         (("--batch-size", 1000), "4 stages on 4 threads trained 1 step of 8 micro-batches by 1f1b."),
+        (("--stages", 2), "2 stages on 2 threads trained 3 steps of 8 micro-batches by 1f1b."),
+        (("--stages", 1), "1 stage on 1 thread trained 3 steps of 8 micro-batches by 1f1b."),
+        (("--stages", 2, "--schedule", "zbv"), "2 stages on 1 thread trained 3 steps of 8 micro-batches by zbv."),
     ],
 )
 def test_schedules(few: Path, capsys: pytest.CaptureFixture[str], options: tuple[object, ...], words: str) -> None:
@@ -91,10 +99,73 @@ def test_schedules(few: Path, capsys: pytest.CaptureFixture[str], options: tuple
     assert words in out
 
 
-def test_processes(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = run(capsys, "--processes", "--schedule", "zbv", "--data", few, "--epochs", 1, "--batch-size", 50)
+def test_processes(few: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With every option: a call of two steps, and one of what is left; all but the first step are recorded."""
+    place = tmp_path / "a" / "b"
+    options = ("--device-iterations", 2, "--offload-optimiser", "--profile", "--profile-dir", place, "--debug")
+    out, err = run(
+        capsys, "--processes", "--schedule", "zbv", "--data", few, "--epochs", 1, "--batch-size", 50, *options
+    )
+    assert "4 stages on 2 processes trained 3 steps of 8 micro-batches by zbv, with the optimiser's state on the" in out
+    assert re.search(r"with even stages, \S+% as measured", out)
+    assert re.findall(r"^epoch 1, step (\d)/3: ", out, re.MULTILINE) == ["2", "3"]
+    assert out.splitlines()[-1].endswith(f": its trace is {place / 'trace.json'}.")
     assert err == ""
-    assert "4 stages on 2 processes trained 3 steps of 8 micro-batches by zbv." in out
+    trace = ps.Trace.load(place / "trace.json")
+    assert (len(trace.steps), len(trace.tracks), trace.missing) == (2, 2, None)
+    assert f"\n{trace}\n" in out
+    names = {event["name"] for event in json.loads((place / "perfetto.json").read_text())["traceEvents"]}
+    assert {"0F0", "3W7"} <= names
+
+
+def test_calls(few: Path) -> None:
+    """As PopTorch has it, a call takes device iterations times batch-size samples, and gives its results together."""
+    digits, _ = mnist.load(few)
+    settings = Settings(2, 50, 50, 1e-3, "1f1b", 2, seed=0, data=str(few), device_iterations=2)
+    assert [[len(y) for _, y in call] for call in settings.calls(digits)] == [[50, 50], [20]] * 2
+    with closing(PipelineRun(settings)) as pipeline:
+        steps = pipeline.steps(digits)
+        next(steps)
+        assert pipeline.pipe.tally.steps == 2
+        next(steps)
+        assert pipeline.pipe.tally.steps == 2
+        assert len(list(steps)) == 4
+    one_by_one = replace(settings, device_iterations=1)
+    assert [y.tolist() for _, y in one_by_one.batches(digits)] == [y.tolist() for _, y in settings.batches(digits)]
+
+
+def test_a_trace_of_the_only_step(few: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, _ = run(capsys, "--data", few, "--epochs", 1, "--batch-size", 500, "--profile", "--profile-dir", tmp_path)
+    assert "trace of 1 step: 1f1b, 4 stages on 4 ranks" in out
+
+
+def test_debug(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "--data", few, "--epochs", 1, "--batch-size", 50, "--stages", 3, "--debug")
+    assert "stage 0 on rank 0 cpu: float64[7, 1, 28, 28] -> float64[7, 10, 12, 12], by conv1\n" in out
+    assert "stage 2 on rank 2 cpu: float64[7, 20, 4, 4] -> float64[7, 10], by hidden digit\n" in out
+    assert "\n1F0 1F1 1B0 1F2 1B1 " in out
+    assert re.findall(r"^epoch 1, step (\d)/3: loss \S+  accuracy \S+%  \S+ samples/s  bubble", out, re.MULTILINE) == [
+        *"123"
+    ]
+
+
+def test_offloaded(few: Path) -> None:
+    """The optimizer is one that brings its state from the host, and others are refused."""
+    settings = Settings(1, 50, 50, 1e-3, "1f1b", 2, seed=0, offload=True)
+    with closing(PipelineRun(settings)) as pipeline:
+        assert is_offloaded(pipeline.optimizer)
+    with closing(PipelineRun(replace(settings, offload=False))) as pipeline:
+        assert not is_offloaded(pipeline.optimizer)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("processes", [(), ("--processes",)])
+def test_on_a_gpu(few: Path, capsys: pytest.CaptureFixture[str], processes: tuple[str, ...]) -> None:
+    options = ("--device", "cuda", "--offload-optimiser", "--stages", 2)
+    out, _ = run(capsys, "--data", few, "--epochs", 1, "--batch-size", 50, *options, *processes)
+    assert "0 cuda:0" in out
+    assert "by 1f1b, with the optimiser's state on the host." in out
 
 
 def test_a_process_that_fails(few: Path) -> None:
@@ -130,7 +201,7 @@ def test_on_a_terminal(few: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setenv("COLUMNS", "80")
     out, _ = run(capsys, "--data", few, "--epochs", 2)
     assert "epoch 2/2" in out
-    assert " samples/s" in out
+    assert re.search(r"loss \d\.\d{4}  accuracy \d+\.\d%  \S+ samples/s  bubble \d+%", out)
 
 
 # The comparison ---------------------------------------------------------------------------------------------
@@ -170,7 +241,7 @@ class Silent:
 def test_what_counts_as_different(ours: Step, words: str) -> None:
     plain = Step(1.0, 3.0, 5, 10, 1.0)
     near = Step(1.0 + 1e-12, 3.0, 5, 10, 1.0)
-    assert compare([near] * 4, [plain] * 4, 2, 2, Silent()) == pytest.approx(1e-12, rel=1e-3)
+    assert compare([near] * 4, [plain] * 4, 2, 2, Silent()).difference == pytest.approx(1e-12, rel=1e-3)
     with pytest.raises(PenstockError, match=re.escape(words)):
         compare([near, near, ours, near], [plain] * 4, 2, 2, Silent())
 
@@ -200,6 +271,10 @@ def test_a_loss_that_explodes_is_not_the_pipelines_fault() -> None:
         (("--strategy", "sharded", "--schedule", "1f1b"), "leave out --schedule"),
         (("--strategy", "phased"), "invalid choice: 'phased'"),
         (("--data", "nowhere"), "nowhere does not have train-images-idx3-ubyte.gz"),
+        (("--stages", "5"), "invalid choice: 5 (choose from"),
+        (("--stages", "3", "--schedule", "zbv"), "--schedule: "),
+        (("--device-iterations", "0"), "'0' is not a whole number from 1"),
+        (("--profile", "--profile-dir", __file__), "--profile-dir: cannot write to"),
     ],
 )
 def test_bad_options(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str) -> None:

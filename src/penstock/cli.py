@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
 from penstock.errors import PenstockError
 from penstock.version import __version__
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _COMMANDS = {
     "schedule": "draw, write or verify a pipeline schedule",
@@ -24,6 +24,7 @@ _COMMANDS = {
     "run": "train a script as a pipeline",
     "report": "make a page of what a run measured",
     "doctor": "check that this machine is ready",
+    "completion": "print a script that completes command lines in your shell",
 }
 
 
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = _parser(argv).parse_args(argv)
+        wanted = next((word for word in argv if not word.startswith("-")), None)
+        args = parser(() if wanted is None else (wanted,)).parse_args(argv)
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -51,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit.code if isinstance(exit.code, int) else 1
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """All commands by name, and the arguments of the one that ``argv`` asks for."""
+def parser(wanted: Container[str] | None = None) -> argparse.ArgumentParser:
+    """All commands by name, with the arguments of those that are ``wanted``, by default all."""
     parser = argparse.ArgumentParser(
         prog="penstock",
         description="Train PyTorch models as pipelines of stages.",
@@ -60,7 +62,6 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    wanted = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in _COMMANDS.items():
         if find_spec(f"penstock.commands.{name}") is None:
             continue
@@ -70,7 +71,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             description=summary[0].upper() + summary[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name == wanted:
+        if wanted is None or name in wanted:
             module = import_module(f"penstock.commands.{name}")
             module.configure(command)
             command.set_defaults(run=module.run)

@@ -84,7 +84,7 @@ def screen() -> Iterator[Screen]:
     if _bars or not console.is_terminal:
         yield _Lines()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[text]}"))
+    columns = (TextColumn("{task.description}"), BarColumn(10), TextColumn("{task.fields[text]}"))
     _bars += 1
     try:
         with Progress(*columns, console=console, transient=True) as progress:

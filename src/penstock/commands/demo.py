@@ -7,20 +7,35 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import torch
 
 from penstock.data import mnist
 from penstock.data.mnist import Digits
 from penstock.demo.compare import compare
+from penstock.demo.debug import details
 from penstock.demo.network import network
 from penstock.demo.processes import ProcessesRun
-from penstock.demo.runs import PipelineRun, PlainRun, Settings, plan_of, schedules_of
+from penstock.demo.report import Finished, report
+from penstock.demo.runs import (
+    PERFETTO,
+    STAGES,
+    TRACE,
+    PipelineRun,
+    PlainRun,
+    Settings,
+    device_of,
+    plan_of,
+    schedules_of,
+)
 from penstock.draw import print_schedule, print_text
 from penstock.errors import PenstockError, ScheduleError
+from penstock.profile.trace import Trace
 from penstock.schedule.simulate import Costs, Simulation, simulate
 from penstock.schedule.source import ScheduleSource
 from penstock.screen import screen
+from penstock.train.cores import usable_cores
 
 __all__ = ["configure", "run"]
 
@@ -30,6 +45,9 @@ examples:
   penstock demo --schedule zbv         four stages on a V over two ranks
   penstock demo --processes            a process for each rank, over torch.distributed
   penstock demo --strategy sharded     one micro-batch at a time: to debug a model
+  penstock demo --stages 2 --debug     two stages, with shapes and orders
+  penstock demo --profile              with a trace of some steps: ps.Trace.load reads profile/trace.json, and
+                                       https://ui.perfetto.dev shows profile/perfetto.json
 """
 
 
@@ -40,16 +58,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--epochs", type=_whole, default=10, metavar="N", help="how often to go over the data (default 10)")
     add("--batch-size", type=_whole, default=80, metavar="N", help="samples of a step (default 80)")
     add("--microbatches", type=_whole, default=8, metavar="N", help="what a step is cut into (default 8)")
+    add(
+        "--device-iterations",
+        type=_whole,
+        default=1,
+        metavar="N",
+        help="steps of a call: their results arrive, and are shown, together (default 1)",
+    )
     add("--test-batch-size", type=_whole, default=100, metavar="N", help="samples at a time in the test (default 100)")
     add("--learning-rate", type=_rate, default=1e-3, metavar="X", help="of AdamW, at most 1 (default 0.001)")
+    add("--stages", type=int, choices=STAGES, default=STAGES[-1], help="what the network is cut into (default 4)")
     add(
         "--strategy",
         choices=("pipelined", "sharded"),
         default="pipelined",
         help="pipelined: by the schedule (default); sharded: one micro-batch at a time, nothing overlaps",
     )
-    add("--schedule", metavar="NAME", help="who works on what, when (default 1f1b; see 'penstock schedule --list')")
+    add("--schedule", metavar="SCHEDULE", help="who works on what, when (default 1f1b; see 'penstock schedule --list')")
     add("--processes", action="store_true", help="a process for each rank, instead of a thread")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the stages are (default cpu)")
+    add("--offload-optimiser", action="store_true", help="keep the optimiser's state on the host: for --device cuda")
+    add("--profile", action="store_true", help="record some steps, and tell what their time went into")
+    add("--profile-dir", default="profile", metavar="DIR", help=f"for {TRACE} and {PERFETTO} (default profile)")
+    add("--debug", action="store_true", help="tell shapes and orders before, and how it goes after each call")
     add("--data", metavar="DIR", help="where MNIST's four files are (default: the extract in the package)")
     add("--seed", type=_seed, default=0, metavar="N", help="of the weights and the order of the data (default 0)")
     parser.set_defaults(usage_error=parser.error)
@@ -59,30 +90,49 @@ def run(args: argparse.Namespace) -> int:
     """Do what ``args`` say."""
     settings = _settings(args)
     train, test = _digits(args, settings)
-    plan = plan_of(network(settings.seed))
     source = _source(args, settings)
     simulation = _simulation(source)
-    print_text(f"The plan\n\n{plan.placed(source.placement, ['cpu'] * plan.num_stages)}\n\nThe schedule\n", sys.stdout)
+    plan = plan_of(network(settings.seed), settings.stages)
+    plan = plan.placed(source.placement, [device_of(settings, rank) for rank in source.placement])
+    print_text(f"The plan\n\n{plan}\n\nThe schedule\n", sys.stdout)
     print_schedule(simulation)
+    if args.debug:
+        batch, _ = next(settings.batches(train))
+        microbatch = batch[: -(-len(batch) // settings.microbatches)]
+        print_text(f"\n{details(plan, simulation.schedule, microbatch)}", sys.stdout)
     steps_per_epoch = -(-len(train) // settings.batch_size)
     print_text(
         f"\nPipeline and plain model, on {len(train):,} digits from the same weights, in double precision\n", sys.stdout
     )
     with _one_thread(), closing(_pipeline(args, settings, source)) as pipeline:
         plain = PlainRun(settings)
+        told_every = settings.device_iterations if args.debug else None
         with screen() as shown:
-            difference = compare(pipeline.steps(train), plain.steps(train), settings.epochs, steps_per_epoch, shown)
+            comparison = compare(
+                pipeline.steps(train), plain.steps(train), settings.epochs, steps_per_epoch, shown, told_every
+            )
         accuracy, expected = pipeline.accuracy(test), plain.accuracy(test)
     print_text(f"\ntest accuracy: pipeline {accuracy:.1%}, plain {expected:.1%}\n", sys.stdout)
     if accuracy != expected:
         raise PenstockError(f"{accuracy:.2%} of the test digits are right as a pipeline, but {expected:.2%} plain")
-    _conclude(args, simulation, settings.epochs * steps_per_epoch, difference)
+    steps = settings.epochs * steps_per_epoch
+    finished = Finished(settings, plan, simulation, comparison, steps, accuracy, args.processes)
+    if finished.trace is not None:
+        print_text(f"{Trace.load(finished.trace)}\n", sys.stdout)
+    _conclude(finished)
     return 0
 
 
 def _settings(args: argparse.Namespace) -> Settings:
     if args.strategy == "sharded" and args.schedule is not None:
         args.usage_error("--strategy sharded is a schedule itself: leave out --schedule")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        args.usage_error("--device cuda: there is no GPU here")
+    if args.profile:
+        try:
+            Path(args.profile_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            args.usage_error(f"--profile-dir: cannot write to {args.profile_dir!r}: {error.strerror}")
     return Settings(
         epochs=args.epochs,
         batch_size=args.batch_size,
@@ -92,6 +142,11 @@ def _settings(args: argparse.Namespace) -> Settings:
         microbatches=args.microbatches,
         seed=args.seed,
         data=args.data,
+        stages=args.stages,
+        device_iterations=args.device_iterations,
+        device=args.device,
+        offload=args.offload_optimiser,
+        profile=args.profile_dir if args.profile else None,
     )
 
 
@@ -127,20 +182,35 @@ def _pipeline(args: argparse.Namespace, settings: Settings, source: ScheduleSour
     return PipelineRun(settings)
 
 
-def _conclude(args: argparse.Namespace, simulation: Simulation, steps: int, difference: float) -> None:
-    """What happened, in three lines."""
-    schedule = simulation.schedule
-    workers = "processes" if args.processes else "threads"
-    how_many = f"{steps:,} step{'s' * (steps > 1)}"
-    parts = f"{schedule.num_microbatches} micro-batch{'es' * (schedule.num_microbatches > 1)}"
+def _conclude(finished: Finished) -> None:
+    """What happened, and where the report is, in three lines."""
+    schedule, settings = finished.simulation.schedule, finished.settings
+    workers = _count(schedule.num_ranks, "process" if finished.processes else "thread")
+    offloaded = ", with the optimiser's state on the host" if settings.offload else ""
+    page, measured = report(finished), finished.comparison.bubble
+    bubble = f"{finished.simulation.bubble:.1%} with even stages"
+    if measured is not None:
+        cores = usable_cores()
+        bubble += f", {measured:.1%} as measured" + f" on {_count(cores, 'core')}" * (cores < schedule.num_ranks)
+    if page is not None:
+        more = f"the report is {page}"
+    elif finished.trace is not None:
+        more = f"its trace is {finished.trace}"
+    else:
+        more = "'penstock schedule --list' has others to try"
     print_text(
-        f"{schedule.num_stages} stages on {schedule.num_ranks} {workers} trained {how_many} of {parts} by "
-        f"{schedule.name}.\n"
-        f"Loss and gradient norm were the plain model's at every step, but for rounding ({difference:.0e}).\n"
-        f"The bubble of {schedule.name} is {simulation.bubble:.1%} with even stages: "
-        f"'penstock schedule --list' has others to try.",
+        f"{_count(schedule.num_stages, 'stage')} on {workers} trained {_count(finished.steps, 'step')} of "
+        f"{_count(schedule.num_microbatches, 'micro-batch')} by {schedule.name}{offloaded}.\n"
+        "Loss and gradient norm were the plain model's at every step, but for rounding "
+        f"({finished.comparison.difference:.0e}).\n"
+        f"The bubble of {schedule.name} is {bubble}: {more}.",
         sys.stdout,
     )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 @contextmanager

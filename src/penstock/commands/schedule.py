@@ -54,7 +54,7 @@ _COST_NAMES = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.epilog = _EXAMPLES
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the schedule: see --list")
+    parser.add_argument("name", nargs="?", metavar="SCHEDULE", help="its name: see --list")
     parser.add_argument("-p", type=_positive, default=4, metavar="RANKS", help="ranks (default 4)")
     parser.add_argument("-m", type=_positive, default=8, metavar="MICROBATCHES", help="micro-batches (default 8)")
     parser.add_argument("-v", type=_positive, metavar="STAGES", help="stages per rank, where one can choose")
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.verify is not None:
         return _verify(args)
     if args.name is None:
-        args.usage_error("which schedule? Give its NAME before the options; --list lists all")
+        args.usage_error("which schedule? Give its name before the options; --list lists all")
     if args.p * args.m * (args.v or 1) > _MOST:
         args.usage_error(f"-p {args.p} -m {args.m} is too much: at most {_MOST:,} micro-batches times stages")
     note = ""

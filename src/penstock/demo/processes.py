@@ -12,10 +12,11 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch.multiprocessing as mp
 
 from penstock.data import mnist
 from penstock.data.mnist import Digits
-from penstock.demo.runs import PipelineRun, Settings, Step
+from penstock.demo.runs import PipelineRun, Settings, Step, device_of
 from penstock.errors import PenstockError
 from penstock.train.mesh import Mesh
 
@@ -44,12 +45,20 @@ class _Failure:
     cause: str
 
 
+@dataclass(frozen=True)
+class _Waited:
+    """The bubble of a rank in a step."""
+
+    bubble: float
+
+
 class ProcessesRun:
     """The same as ``PipelineRun``, in processes of its own. ``last`` is the rank that has the last stage."""
 
     def __init__(self, settings: Settings, ranks: int, last: int) -> None:
         self.last = last
         self._accuracy: float | None = None  # known when all is done
+        self._bubbles: dict[int, float] = {}  # what each rank told last
         # The store is here, on a port that the system gave it: no other program can take it in between.
         self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         context = mp.get_context("spawn")
@@ -69,7 +78,7 @@ class ProcessesRun:
     def steps(self, train: Digits) -> Iterator[Step]:
         """The ranks read the same digits and make the same batches; here arrive the results."""
         while isinstance(news := self._next(), Step):
-            yield news
+            yield replace(news, bubble=fmean(self._bubbles.values()) if self._bubbles else None)
         self._accuracy = news
 
     def accuracy(self, test: Digits) -> float:
@@ -113,7 +122,9 @@ class ProcessesRun:
                     continue
                 if isinstance(news, _Failure):
                     raise PenstockError(news.cause)
-                return news
+                if not isinstance(news, _Waited):
+                    return news
+                self._bubbles[rank] = news.bubble
 
 
 def _work(settings: Settings, rank: int, ranks: int, port: int, last: int, outbox: Connection) -> None:
@@ -124,9 +135,11 @@ def _work(settings: Settings, rank: int, ranks: int, port: int, last: int, outbo
         store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
         patience = timedelta(seconds=_PATIENCE)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
-        run = PipelineRun(settings, Mesh(pipe=ranks, device="cpu"))
+        run = PipelineRun(settings, Mesh(pipe=ranks, device=device_of(settings, rank)))
         train, test = mnist.load(settings.data)
         for step in run.steps(train):
+            if step.bubble is not None:
+                outbox.send(_Waited(step.bubble))
             if rank == last:
                 outbox.send(step)
         accuracy = run.accuracy(test)

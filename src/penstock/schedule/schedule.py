@@ -74,3 +74,14 @@ class Schedule:
         from penstock.schedule.text import to_text
 
         return to_text(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from penstock.notebook import schedule_html
+
+        return schedule_html(self)
+
+    def _repr_svg_(self) -> str | None:
+        from penstock.notebook import schedule_svg
+
+        return schedule_svg(self)

@@ -69,6 +69,17 @@ class Simulation:
         """For each rank, the most it keeps."""
         return tuple(max(kept for _, kept in curve) for curve in self.memory)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from penstock.notebook import simulation_html
+
+        return simulation_html(self)
+
+    def _repr_svg_(self) -> str | None:
+        from penstock.notebook import simulation_svg
+
+        return simulation_svg(self)
+
     def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         """A rank does one thing at a time, so its order is also the order of its memory's changes."""
         curve = [(0.0, 0.0)]

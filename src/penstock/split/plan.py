@@ -186,6 +186,12 @@ class Plan:
     def __str__(self) -> str:
         return _table(self)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from penstock.notebook import plan_html
+
+        return plan_html(self)
+
 
 def _restored(text: str, model: nn.Module | None) -> Plan:
     plan = Plan._from_data(json.loads(text))

@@ -174,5 +174,11 @@ class Trace:
     def __str__(self) -> str:
         return summary(self)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from penstock.notebook import trace_html
+
+        return trace_html(self)
+
     def __repr__(self) -> str:
         return f"Trace({len(self.steps)} steps of {len(self.tracks)} ranks, schedule {self.schedule.name!r})"

@@ -1,0 +1,1 @@
+"""What ``penstock doctor`` does: ``look`` gathers facts, ``exchange`` tries messages, ``judge`` makes lines of it."""
