@@ -19,9 +19,9 @@ from penstock.schedule.verify import Report
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["coloured", "describe", "kept", "plain", "print_schedule", "print_text", "table"]
+__all__ = ["KINDS", "coloured", "describe", "kept", "plain", "print_schedule", "print_text", "table"]
 
-_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+KINDS = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 # Four shades of each kind (of the 256 colours of a terminal), dark to light: the stages of a rank.
 _SHADES = {
@@ -105,7 +105,7 @@ def _legend(simulation: Simulation, width: int, *, letters: bool) -> list[Line]:
     for kind in COMPUTE:
         if kind in schedule.kinds:
             swatch = f"{kind}" if letters else f" {kind} "
-            items.append([(swatch, shade(kind, 0, most)), (f" {_NAMES[kind]}", "")])
+            items.append([(swatch, shade(kind, 0, most)), (f" {KINDS[kind]}", "")])
     items.append([("·", "idle"), (" idle", "")])
     if most > 1 and letters:
         items.append([("lower case: every second stage of a rank", "note")])
