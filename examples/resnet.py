@@ -75,11 +75,12 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    model.load_state_dict(pipe.state_dict(full=True))  # the plain model, trained: the list has kept its names
+    plain = network().eval()
+    plain.load_state_dict(pipe.state_dict(full=True))  # the list of layers has kept the model's names
     pipe.close()
     x, y = next(test.batches(len(test)))
     with torch.no_grad():
-        right = (model.eval()(x.to(model.fc.weight.device)).argmax(1).cpu() == y).float().mean()
+        right = (plain(x).argmax(1) == y).float().mean()
     ps.say(f"{right:.1%} of the test digits are right")
 
 

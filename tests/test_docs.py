@@ -157,3 +157,16 @@ def test_measured_figures_are_those_of_the_results() -> None:
     offloaded = results("offload_h200")["rows"]
     shown = [row.split(" | ")[1:] for row in rows if "GiB | " in row]
     assert shown == [[f"{row['peak GiB']:.1f} GiB", f"{row['seconds']:.2f} s"] for row in offloaded]
+
+
+def test_contributing_names_what_there_is() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 70  # a page
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for rule in re.findall(r"\bmake (\w+)`?$", text, re.MULTILINE):
+        assert f"\n{rule}: " in rules
+    for path in re.findall(r"`((?:src|tests|tools|docs)/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`((?:split|schedule|compat|registry)[/.][\w/]+(?:\.py|/))`", text):
+        places = [ROOT / "src" / "penstock" / place / path for place in (".", "schedule")]
+        assert any(place.exists() for place in places), path
