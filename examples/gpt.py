@@ -68,7 +68,7 @@ def batch(ids: Tensor, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a GPT on a text, as a pipeline, and let it write.")
-    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "LICENSE", help="a file, longer than 64 letters")
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "LICENSE", help="a file of letters")
     parser.add_argument("--stages", type=int, default=4, help="threads; a mesh has a stage for each process")
     parser.add_argument("--steps", type=int, default=200, help="mini-batches of 16 pieces")
     args = parser.parse_args()

@@ -35,7 +35,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     def __init__(self, width: int = 8, classes: int = 10) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(1, width, 3, 2, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
         self.layer1 = nn.Sequential(Block(width, width, 1), Block(width, width, 1))
         self.layer2 = nn.Sequential(Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1))
         self.layer3 = nn.Sequential(Block(2 * width, 4 * width, 2), Block(4 * width, 4 * width, 1))
@@ -53,7 +53,7 @@ def network() -> ResNet:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a ResNet as a pipeline.")
     parser.add_argument("--stages", type=int, default=4, help="threads; a mesh has a stage for each process")
-    parser.add_argument("--steps", type=int, default=40, help="mini-batches of 64 digits")
+    parser.add_argument("--steps", type=int, default=60, help="mini-batches of 64 digits")
     args = parser.parse_args()
 
     mesh = ps.Mesh() if ps.launched() else None
@@ -68,7 +68,7 @@ def main() -> None:
     ps.say(pipe.plan)
 
     train, test = mnist.load()
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
     batches = (batch for epoch in count() for batch in train.batches(64, shuffle=epoch))
     for _ in ps.progress(range(args.steps), pipe, every=max(1, args.steps // 10)):
         pipe.step(*next(batches))
