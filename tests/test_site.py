@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import pytest
 
 import penstock as ps
+from penstock.schedule import SCHEDULES
 from tests.support.programs import environment, python, run
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +54,12 @@ def test_every_public_name_is_in_the_reference() -> None:
             assert named & places, f"{name} of {value.__module__} is on no page of docs/reference"
 
 
+def test_every_schedule_is_in_the_reference() -> None:
+    named = reference()
+    for kind in SCHEDULES.values():
+        assert f"{kind.make.__module__}.{kind.make.__name__}" in named
+
+
 def test_it_builds_and_has_no_broken_link(tmp_path: Path) -> None:
     missing = [name for name in BUILDER if importlib.util.find_spec(name) is None]
     if missing:
@@ -77,6 +84,7 @@ def test_it_builds_and_has_no_broken_link(tmp_path: Path) -> None:
             assert there.exists(), f"{path.name}: {target}"
             if anchor and there in texts:
                 assert f'id="{anchor}"' in texts[there] or anchor.startswith("__"), f"{path.name}: {target}"
+    assert not any("::</p>" in text for text in texts.values())
     html = "".join(texts[path] for path in texts if path.parent.name == "reference")
     for name in ("penstock.split.split", "penstock.train.pipeline.Pipeline.step", "penstock.schedule.costs.Costs"):
         assert f'id="{name}"' in html
