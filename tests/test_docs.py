@@ -156,6 +156,9 @@ def test_measured_figures_are_those_of_the_results() -> None:
 
     offloaded = results("offload_h200")["rows"]
     shown = [row.split(" | ")[1:] for row in rows if "GiB | " in row]
+    (cost,) = (row for row in results("host_cost")["rows"] if row["variant"] == "ours 1f1b")
+    assert f"about {cost['µs per action']:.0f} µs" in PAGES["choosing"]
+    assert cost["beyond the module"] / cost["µs per action"] == pytest.approx(0.5, abs=0.05)  # "half of it"
     assert shown == [[f"{row['peak GiB']:.1f} GiB", f"{row['seconds']:.2f} s"] for row in offloaded]
 
 
