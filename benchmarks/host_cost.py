@@ -7,6 +7,7 @@ of the executor, plus the module's own forward and backward, which is measured b
 An action is a receive, a forward, a send, a receive, a backward (or I and W) and a send: 6, or 7, per stage and
 micro-batch. The time per action is that of the whole step over their number, so the module's own time is in it;
 "beyond the module" is what is left without the time of a bare forward and backward on autograd's engine.
+Ours is run with a trace as well: what that adds is the cost of recording an action.
 Ours and torch.distributed.pipelining's take turns, one step each per round; medians over the rounds, and the least.
 """
 
@@ -36,6 +37,7 @@ from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
 from penstock.engine.meta import MessageMeta, TensorMeta
 from penstock.engine.runner import Ends, Lane, Runner, Wiring, compile_program
 from penstock.engine.stage import StageEngine, make_slots
+from penstock.engine.tape import Tape
 from penstock.schedule import Schedule, build
 from penstock.schedule.flow import edges_of
 from penstock.schedule.lower import lower
@@ -45,6 +47,7 @@ __all__ = ["run", "show"]
 RANKS, MICROBATCHES, RANK = 4, 32, 1
 WIDTH, BATCH = 8, 4
 BARE = "bare, autograd's engine"
+TRACED = ", traced"
 TARGET = 10.0  # µs per action
 CPU = torch.device("cpu")
 
@@ -104,6 +107,18 @@ def torch_step(kind: Any, per_rank: int) -> Callable[[], object]:
     return step
 
 
+def traced(runner: Runner) -> Callable[[], None]:
+    """A step that a tape records, as ``pipe.trace()`` does; what it has recorded is dropped."""
+    tape = Tape([], None, 0)
+
+    def step() -> None:
+        with tape.run("step"):
+            tape.walk(runner)
+        tape.runs.clear()
+
+    return step
+
+
 def bare_step(backward: Callable[[Tensor, Tensor], object]) -> Callable[[], None]:
     """The module's forward and backward alone, as often as one stage runs them in a step."""
     module = small_module()
@@ -138,6 +153,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
     for name, per_rank, theirs in PAIRS:
         if " " not in name:
             variants[f"ours {name}"] = timed(our_runner(build(name, RANKS, MICROBATCHES, per_rank)).run)
+            variants[f"ours {name}{TRACED}"] = timed(traced(our_runner(build(name, RANKS, MICROBATCHES, per_rank))))
         if theirs is not None:
             variants[f"torch {theirs.__name__.removeprefix('Schedule')}"] = timed(torch_step(theirs, per_rank))
     return interleave(variants, rounds, warmup=max(3, rounds // 10))
@@ -146,7 +162,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 def run(quick: bool = False) -> dict[str, Any]:
     (found,) = spawn(measure, 1, 15 if quick else 300, deadline=300, gloo=False)
     middle = medians(found)
-    per_rank = {f"ours {name}": v for name, v, _ in PAIRS}
+    per_rank = {f"ours {name}{how}": v for name, v, _ in PAIRS for how in ("", TRACED)}
     per_rank |= {f"torch {kind.__name__.removeprefix('Schedule')}": v for _, v, kind in PAIRS if kind is not None}
     bare = middle[BARE] / MICROBATCHES
     rows, targets = [], []

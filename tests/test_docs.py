@@ -79,7 +79,8 @@ def execute(code: str, prints: str | None, names: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("code", "prints"), PROGRAMS)
-def test_program(code: str, prints: str | None) -> None:
+def test_program(code: str, prints: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where it writes its files
     names: dict[str, Any] = {"__name__": "docs"}
     try:
         execute(code, prints, names)

@@ -10,6 +10,9 @@ from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
 from penstock.errors import PlanError as PlanError
 from penstock.errors import ScheduleError as ScheduleError
+from penstock.profile.planner.plan import plan as plan
+from penstock.profile.planner.planned import Planned as Planned
+from penstock.profile.trace import Trace as Trace
 from penstock.schedule.action import Action as Action
 from penstock.schedule.schedule import Schedule as Schedule
 from penstock.split import split as split
@@ -39,7 +42,7 @@ from penstock.train.loader import DataLoader as DataLoader
 from penstock.train.mesh import Mesh as Mesh
 from penstock.train.offload import Offload as Offload
 from penstock.train.pipeline import Pipeline as Pipeline
-from penstock.train.pipeline import StepResult as StepResult
 from penstock.train.progress import progress as progress
+from penstock.train.result import StepResult as StepResult
 from penstock.train.scaler import GradScaler as GradScaler
 from penstock.version import __version__ as __version__

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.engine.microbatch import sizes_of
 from tests.equivalence.fronts import FrontCase
-from tests.equivalence.models import SCHEDULES, Case
+from tests.equivalence.models import Case, stages_per_rank
 from tests.equivalence.ragged import RaggedCase
 from tests.equivalence.webs import WebCase
 
@@ -53,7 +53,7 @@ def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str
     """Two steps with an optimizer between them, plain and pipelined. ``devices`` are given to the ranks in turn."""
     model = case.build()
     plain = copy.deepcopy(model)
-    ranks = case.stages // (SCHEDULES[case.schedule].stages_per_rank or 2)
+    ranks = case.stages // stages_per_rank(case.schedule)
     where: dict[str, Any] = {"devices": [devices[r % len(devices)] for r in range(ranks)]} if mesh is None else {}
     plan = case.plan(model)
     options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, "mesh": mesh, **where}

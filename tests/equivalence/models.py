@@ -14,7 +14,7 @@ from penstock.schedule import SCHEDULES
 WIDTH = 6
 CLASSES = 3
 
-TRAINING = [name for name in SCHEDULES if name != "forward_only"]
+TRAINING = [*(name for name in SCHEDULES if name != "forward_only"), "auto"]
 
 
 class Fork(nn.Module):
@@ -165,4 +165,9 @@ class Case:
 
 def stages_for(schedule: str, ranks: int) -> int:
     """As many stages as the schedule puts on so many ranks; two each where it may choose."""
-    return ranks * (SCHEDULES[schedule].stages_per_rank or 2)
+    return ranks * stages_per_rank(schedule)
+
+
+def stages_per_rank(schedule: str) -> int:
+    kind = SCHEDULES.get(schedule)
+    return (kind.stages_per_rank if kind is not None else None) or 2

@@ -17,7 +17,7 @@ from penstock.split.line import Groups, Line
 from penstock.split.measure import measure
 from penstock.split.plan import Edge
 from penstock.split.weights import LayerCost, Measurement
-from tests.support.models import assert_same, batch, mlp, snapshot
+from tests.support.models import assert_same, batch, everything, mlp, snapshot
 
 FLOAT = 4
 
@@ -216,46 +216,6 @@ def test_the_last_layer_may_compute_the_loss() -> None:
 
 
 # ── no trace ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Restless(nn.Module):
-    """Does all that a layer can do to itself while it runs."""
-
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(1))
-        self.register_buffer("replaced", torch.zeros(1))
-        self.calls, self.log = 0, list[int]()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        self.replaced = self.count * 2
-        self.calls += 1
-        self.log.append(self.calls)
-        self.cache = x
-        with torch.no_grad():
-            self.scale.mul_(0.5)
-        return x * self.scale + torch.rand(4) + random.random()
-
-
-def everything() -> nn.Sequential:
-    model = nn.Sequential(
-        nn.Linear(4, 4),
-        nn.BatchNorm1d(4),
-        nn.Dropout(0.5),
-        Restless(),
-        nn.utils.spectral_norm(nn.Linear(4, 4)),
-        nn.ReLU(inplace=True),
-        nn.Linear(4, 4).requires_grad_(False),
-        nn.Linear(4, 4),
-    )
-    model.train()
-    model[2].eval()
-    model[0].weight.grad = torch.full((4, 4), 3.0)
-    return model
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])

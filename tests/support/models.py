@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 
 __all__ = [
     "Plain",
+    "Restless",
     "assert_same",
     "batch",
+    "everything",
     "gradients",
     "labels",
     "mlp",
@@ -42,6 +45,47 @@ def batch(samples: int = 8, width: int = 4, seed: int = 1) -> Tensor:
 
 def labels(samples: int = 8, classes: int = 4, seed: int = 2) -> Tensor:
     return torch.randint(classes, (samples,), generator=torch.Generator().manual_seed(seed))
+
+
+class Restless(nn.Module):
+    """Does all that a layer can do to itself while it runs."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("replaced", torch.zeros(1))
+        self.calls, self.log = 0, list[int]()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.replaced = self.count * 2
+        self.calls += 1
+        self.log.append(self.calls)
+        self.cache = x
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        return x * self.scale + torch.rand(4, device=x.device) + random.random()
+
+
+def everything() -> nn.Sequential:
+    """Layers that a forward changes, in the modes that they have, with a gradient that is there already."""
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.BatchNorm1d(4),
+        nn.Dropout(0.5),
+        Restless(),
+        nn.utils.spectral_norm(nn.Linear(4, 4)),
+        nn.ReLU(inplace=True),
+        nn.Linear(4, 4).requires_grad_(False),
+        nn.Linear(4, 4),
+    )
+    model.train()
+    model[2].eval()
+    model[0].weight.grad = torch.full((4, 4), 3.0)
+    return model
 
 
 @dataclass(frozen=True)

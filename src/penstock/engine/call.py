@@ -19,6 +19,7 @@ from penstock.engine.replay import Replay
 from penstock.engine.runner import Ends
 from penstock.engine.settle import Settlement
 from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.tape import Tape, recorded, walking
 from penstock.engine.ties import LocalTies
 from penstock.engine.tree import Spec, unflatten
 from penstock.schedule.lower import lower
@@ -77,12 +78,15 @@ class Flight:
         self.wide = wide  # gradients of half precision are summed in float32; autograd rounds the sum
         self.over = False
         self.keep = False
+        self.tape: Tape | None = None  # that has recorded the forward
         self.around = False  # layers may have passed values around the pipeline, by micro-batch
         self.template: tuple[list[Any], Spec] = ([], None)
 
     def forward(self, inputs: list[Message]) -> list[Message]:
         ends = Ends(inputs, outputs=[None] * self.count)
-        with self.crew.lock, committing(self.crew.norms):
+        tape = self.crew.tape
+        with self.crew.lock, recorded(tape, "call"), committing(self.crew.norms):
+            self.tape = None if tape is None or tape.now is None else tape
             self.crew.head.begin(self.sizes, None, None)
             self.around = self.crew.run(self._job(0, ends), grad=True, occasion=self.occasion)
             self.settlement = self.crew.head.settlement
@@ -117,7 +121,8 @@ class Flight:
 
         grads: list[Sequence[Tensor | None]] = [()] * self.count
         ends = Ends(seed=seeds.__getitem__, grads=grads)
-        with self.crew.lock, _silent_hooks(self.parameters), in_modes(self.modes):
+        tape = self.tape if self.tape is self.crew.tape else None
+        with self.crew.lock, recorded(tape, "backward"), _silent_hooks(self.parameters), in_modes(self.modes):
             if self.crew.on_gpu:
                 self._backward_here(ends, work)
             else:
@@ -144,7 +149,8 @@ class Flight:
         actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
         actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
         surround(self.crew.stages.values(), self.state, self.count, self.occasion)
-        self.crew.compile([actions], self.count, self.slots, ends, work, together=True).runners[0].run()
+        job = self.crew.compile([actions], self.count, self.slots, ends, work, together=True)
+        walking(self.crew.tape, job.runners[0])()
 
     def _job(self, half: int, ends: Ends, work: Work = StageEngine.backward) -> Job:
         lockstep = self.crew.lockstep and half == 0

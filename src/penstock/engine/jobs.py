@@ -134,10 +134,19 @@ class Jobs:
                 backward[dst, src] = BackwardLane(wires[b, a, "B"], f"stage {dst}", metas, present)
         return forward, backward
 
-    def close(self) -> None:
+    def reschedule(self, source: ScheduleSource) -> None:
+        """Forget what was compiled for another order."""
+        self._forget()
+        self._programs.clear()
+        self.source = source
+
+    def _forget(self) -> None:
         for job in (*self._jobs.values(), *([] if self._first is None else [self._first])):
             job.close()
         self._jobs.clear()
         self._first = None
+
+    def close(self) -> None:
+        self._forget()
         for wire in (*self.wires.values(), *self.quiet.values()):
             wire.close()

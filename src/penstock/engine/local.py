@@ -26,6 +26,7 @@ from penstock.engine.patience import Patience
 from penstock.engine.runner import Ends, Runner, Wiring, compile_program
 from penstock.engine.stage import Slot, StageEngine, make_slots
 from penstock.engine.stuck import Limits
+from penstock.engine.tape import Tape, recorded, walking
 from penstock.engine.ties import LocalTies
 from penstock.engine.workers import Workers
 from penstock.errors import PlanError
@@ -81,6 +82,7 @@ class LocalCrew:
         self.streaming = False  # whether a stream of mini-batches is under way
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         self.bubble: float | None = None  # of the last run: the share of its time that the ranks waited, on average
+        self.tape: Tape | None = None  # there while runs are traced
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         _mark_shared(stages)
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
@@ -97,7 +99,7 @@ class LocalCrew:
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """Forward and backward of one mini-batch; gradients are added to the parameters' ``.grad``."""
-        with self.lock, committing(self.norms):
+        with self.lock, recorded(self.tape, "step"), committing(self.norms):
             return self._train(value, targets, outputs)
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
@@ -119,7 +121,7 @@ class LocalCrew:
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
         """The outputs of one mini-batch, and its loss where there are targets and it is wanted, without a graph."""
-        with self.lock, committing(self.norms):
+        with self.lock, recorded(self.tape, "evaluate"), committing(self.norms):
             return self._evaluate(value, targets, outputs, loss)
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
@@ -133,6 +135,12 @@ class LocalCrew:
         job.ends.inputs = []
         loss, _ = self.head.finish()
         return Outcome(loss, None, self.head.take_outputs(), sum(sizes), len(sizes))
+
+    def reschedule(self, source: ScheduleSource) -> None:
+        """Train in another order from the next step on."""
+        with self.lock:
+            self.source = source
+            self._jobs.clear()
 
     def job(self, schedule: Schedule) -> Job:
         """The job of a training or evaluation step, compiled once per schedule."""
@@ -214,7 +222,7 @@ class LocalCrew:
                     stack.enter_context(torch.cuda.stream(stream))
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 try:
-                    waited.run(runner.run)
+                    waited.run(walking(self.tape, runner))
                 except BaseException as error:
                     at = runner.current
                     if at is not None:

@@ -25,7 +25,7 @@ from penstock.schedule.source import ScheduleSource
 from penstock.split.plan import Plan
 from penstock.version import __version__
 
-__all__ = ["Meeting", "facts_of", "versions"]
+__all__ = ["Meeting", "digest", "facts_of", "versions"]
 
 _meetings: Counter[tuple[int, ...]] = Counter()  # how many pipelines this process has begun to build, by their ranks
 
@@ -38,7 +38,7 @@ class Meeting:
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
         _meetings[self.ranks] += 1
-        name = f"penstock/{_digest(str(self.ranks))}/{_meetings[self.ranks]}"
+        name = f"penstock/{digest(str(self.ranks))}/{_meetings[self.ranks]}"
         store = dist.distributed_c10d._get_default_store()
         self.store = PrefixStore(name, store)
         self.patience = patience  # seconds to wait for ranks that have not come
@@ -59,6 +59,18 @@ class Meeting:
 
     def compare(self, facts: Mapping[str, Any]) -> None:
         """Wait for all ranks; raise if one does not come, or comes with other facts than the first."""
+        everyone = self.gather(facts)
+        for what, first in everyone[0].items():
+            found = {self.ranks[r]: theirs.get(what) for r, theirs in enumerate(everyone)}
+            differ = {rank: value for rank, value in found.items() if value != first}
+            if differ:
+                raise PlanError(
+                    f"the ranks were given different pipelines: {what} is {first} on rank {self.ranks[0]}, but "
+                    + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
+                )
+
+    def gather(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each rank brings, as JSON has it; waits for all, and raises if one does not come."""
         self._times += 1
         keys = [f"facts/{self._times}/{rank}" for rank in range(len(self.ranks))]
         self.store.set(keys[self.rank], json.dumps(facts))
@@ -68,15 +80,7 @@ class Meeting:
         if not self.met:
             self.met = True
             self.watch.meet([self.store.get(f"address/{rank}") for rank in self.ranks])
-        everyone = [json.loads(self.store.get(key)) for key in keys]
-        for what, first in everyone[0].items():
-            found = {self.ranks[r]: theirs.get(what) for r, theirs in enumerate(everyone)}
-            differ = {rank: value for rank, value in found.items() if value != first}
-            if differ:
-                raise PlanError(
-                    f"the ranks were given different pipelines: {what} is {first} on rank {self.ranks[0]}, but "
-                    + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
-                )
+        return [json.loads(self.store.get(key)) for key in keys]
 
     def _wait(self, keys: list[str]) -> None:
         start = time.monotonic()
@@ -111,11 +115,11 @@ def facts_of(plan: Plan, source: ScheduleSource, options: Mapping[str, Any]) -> 
     return {
         **versions(),
         "micro-batches": source.microbatches,
-        "plan": f"{plan.num_stages} stages ({_digest(str(what))})",
-        "schedule": f"{schedule.name} ({_digest(str(schedule))})",
+        "plan": f"{plan.num_stages} stages ({digest(str(what))})",
+        "schedule": f"{schedule.name} ({digest(str(schedule))})",
         **{name: repr(value) for name, value in options.items()},
     }
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]

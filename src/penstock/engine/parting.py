@@ -22,11 +22,13 @@ from penstock.engine.doing import SUMS
 from penstock.engine.message import Message
 from penstock.engine.outcome import send_back
 from penstock.engine.settle import Settlement
+from penstock.engine.tape import recorded, walking
 from penstock.engine.tree import Spec
 
 if TYPE_CHECKING:
     from penstock.engine.process import ProcessCrew
     from penstock.engine.runner import Runner
+    from penstock.engine.tape import Tape
 
 __all__ = ["UNFINISHED", "Parting", "part"]
 
@@ -72,12 +74,15 @@ class Parting:
         self.modes = [(part, part.training) for stage in crew.stages.values() for part in stage.module.modules()]
         # The parameters get their gradients here; autograd only needs something that wants one.
         self.parameters = [nn.Parameter(torch.empty(()))]
+        self.tape: Tape | None = None  # that has recorded the forward
         self.settlement = Settlement(())
         self.template: tuple[list[Any], Spec] = ([], None)
 
     def forward(self, inputs: list[Message]) -> list[Message]:
         """Run this rank's forwards; its outputs, where it has the last stage."""
-        return self.crew.guarded(lambda: self._forward(inputs), self)  # type: ignore[no-any-return]
+        with recorded(tape := self.crew.tape, "call"):
+            self.tape = None if tape is None or tape.now is None else tape
+            return self.crew.guarded(lambda: self._forward(inputs), self)  # type: ignore[no-any-return]
 
     def backward(
         self, seeds: Sequence[Sequence[Tensor | None]]
@@ -85,7 +90,8 @@ class Parting:
         """Run this rank's backwards; the gradients of the inputs, where it has the first stage."""
         if self.crew.parting is not self:
             raise RuntimeError("Trying to backward through the pipeline a second time: under a mesh, call it again")
-        return self.crew.guarded(lambda: self._backward(seeds), self), {}
+        with recorded(self.tape if self.tape is self.crew.tape else None, "backward"):
+            return self.crew.guarded(lambda: self._backward(seeds), self), {}
 
     def _forward(self, inputs: list[Message]) -> list[Message]:
         crew, head = self.crew, self.crew.head
@@ -123,6 +129,6 @@ class Parting:
         surround(stages, self.state, self.count, self.occasion)
         self.crew.doing.runner, self.crew.doing.phase = runner, SUMS
         with torch.set_grad_enabled(grad):
-            runner.run()
+            walking(self.crew.tape, runner)()
         for stage in stages:
             stage.moments = ()

@@ -32,6 +32,7 @@ from penstock.engine.parting import UNFINISHED, Parting
 from penstock.engine.reduce import Reducer
 from penstock.engine.running import RunningStatistics
 from penstock.engine.stage import StageEngine
+from penstock.engine.tape import Tape, recorded, spanned, walking
 from penstock.engine.ties import ProcessTies
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
@@ -67,6 +68,8 @@ class ProcessCrew(Guarded):
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.parting: Parting | None = None  # a mini-batch whose backward is still to come
         self.waited = Waited()
+        self.tape: Tape | None = None  # there while runs are traced
+        self.traces = 0  # how many there have been
         self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
         self.watch, self.doing = meeting.watch, meeting.watch.doing
         self.doing.homes = [self.ranks[rank] for rank in self.placement]
@@ -111,20 +114,26 @@ class ProcessCrew(Guarded):
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
         """This rank's part of a training step; the loss is the same on every rank."""
-        return self._timed(lambda: self._train(value, targets, outputs))
+        return self._timed("step", lambda: self._train(value, targets, outputs))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> Outcome:
         """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank.
 
         Replicas take part together where there is a loss, and each for itself where none is wanted.
         """
-        return self._timed(lambda: self._evaluate(value, targets, outputs, loss))
+        return self._timed("evaluate", lambda: self._evaluate(value, targets, outputs, loss))
 
-    def _timed(self, work: Callable[[], Outcome]) -> Outcome:
+    def _timed(self, kind: str, work: Callable[[], Outcome]) -> Outcome:
         self.waited.seconds, start = 0.0, perf_counter()
-        outcome: Outcome = self.guarded(work)
+        with recorded(self.tape, kind):
+            outcome: Outcome = self.guarded(work)
         self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
         return outcome
+
+    def reschedule(self, source: ScheduleSource) -> None:
+        """Train in another order from the next step on; all ranks do so between the same steps."""
+        self.source = source
+        self.jobs.reschedule(source)
 
     def everywhere(self, outputs: Any) -> Any:
         """The last rank's outputs, on every rank."""
@@ -133,7 +142,8 @@ class ProcessCrew(Guarded):
         return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> Outcome:
-        announced, messages = self.announce(value, targets, training=True)
+        with spanned(self.tape, "announce"):
+            announced, messages = self.announce(value, targets, training=True)
         sizes, head = announced.sizes, self.head
         targets = self.agreement.bring_targets(announced, targets)
         if head is not None:
@@ -149,14 +159,17 @@ class ProcessCrew(Guarded):
             with self.ties.reducing():
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
-                    self.reducer.finish()
-            loss, factor, samples = share_loss(head, self.control, self.last_rank, self.device)
+                    with spanned(self.tape, "reduce"):
+                        self.reducer.finish()
+            with spanned(self.tape, "loss"):
+                loss, factor, samples = share_loss(head, self.control, self.last_rank, self.device)
             if grads:
                 send_back(messages, grads, factor)
         return Outcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
-        announced, messages = self.announce(value, targets, training=False)
+        with spanned(self.tape, "announce"):
+            announced, messages = self.announce(value, targets, training=False)
         sizes, head = announced.sizes, self.head
         if not sizes and wants_loss and self.agreement.anyone(targets is not None):
             targets = ()
@@ -226,7 +239,7 @@ class ProcessCrew(Guarded):
         self.doing.runner, self.doing.phase = job.runner, SUMS
         try:
             with torch.set_grad_enabled(grad):
-                job.runner.run()
+                walking(self.tape, job.runner)()
         finally:
             if self.weights is not None:
                 self.weights.land()

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.autograd import profiler
+from torch.profiler import record_function
 
+from penstock.engine import calls as do
 from penstock.engine.doing import Progress
-from penstock.engine.message import Message, merge
+from penstock.engine.message import Message
 from penstock.engine.offload import returns
 from penstock.engine.stage import Slot, StageEngine
+from penstock.schedule.action import BACKWARD, COMPUTE
 from penstock.schedule.program import Instruction
 
-__all__ = ["Ends", "HeldLane", "Lane", "PostedLane", "Runner", "Wiring", "compile_program"]
+__all__ = ["Ends", "HeldLane", "Lane", "Mark", "PostedLane", "Runner", "Wiring", "compile_program"]
 
 Call = Callable[[], None]
+Marked = tuple[Call, "Mark"]
+Piece = tuple[Call, Instruction, "Mark"]
 
 
 class Lane(Protocol):
@@ -74,19 +80,45 @@ class Wiring:
     work: Callable[[StageEngine, Sequence[Tensor | None], Slot], None] | None = None  # None: the stage's own
 
 
+class Mark(NamedTuple):
+    """What a tape has to know of a call: whether it is an action's work, a send, or a wait."""
+
+    what: str = ""  # "work", "wait" (for a message), "send", "sent" (a wait until a send is over), or anything else
+    engine: StageEngine | None = None  # that works
+    slot: Slot | None = None  # what it works on
+    peer: int = -1  # the stage at the other end, of a wait or send
+    cargo: Callable[[], Any] | None = None  # what is about to be sent
+
+
+_REST = Mark()
+
+
 class Runner:
     """A compiled program of one rank."""
 
-    def __init__(self, calls: Sequence[Call], instructions: Sequence[Instruction]) -> None:
+    def __init__(
+        self, calls: Sequence[Call], instructions: Sequence[Instruction], marks: Sequence[Mark] | None = None
+    ) -> None:
         self.calls = tuple(calls)
         self.instructions = tuple(instructions)
+        self.marks = (_REST,) * len(self.calls) if marks is None else tuple(marks)
         self.progress = Progress()
+        self.script: object = None  # the same calls, as the last tape runs them
 
     def run(self) -> None:
         progress = self.progress
-        for progress.at, call in enumerate(self.calls):
+        for progress.at, call in enumerate(self.named()):
             call()
         progress.at = -1
+
+    def named(self) -> Sequence[Call]:
+        """The calls; while torch's profiler is on, each is a range with the name of its action."""
+        if not profiler._is_profiler_enabled:
+            return self.calls
+        return [
+            partial(_range, str(instruction), call) if mark.what == "work" or instruction.kind not in COMPUTE else call
+            for call, instruction, mark in zip(self.calls, self.instructions, self.marks, strict=True)
+        ]
 
     def halves(self) -> tuple[Runner, Runner]:
         """What comes before the first backward, and what comes from there on."""
@@ -95,7 +127,7 @@ class Runner:
         while at and kinds[at - 1] == "RECV_B":  # what the backward waits for
             at -= 1
         parts = slice(at), slice(at, None)
-        first, second = (Runner(self.calls[part], self.instructions[part]) for part in parts)
+        first, second = (Runner(self.calls[at], self.instructions[at], self.marks[at]) for at in parts)
         return first, second
 
     @property
@@ -110,70 +142,67 @@ def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runn
     Lanes within a process need no posting and no releasing. An edge between two stages of one rank has no send in
     the program: its message is handed over right after the action that made it.
     """
-    calls: list[Call] = []
-    done: list[Instruction] = []
+    pieces: list[Piece] = []
     instructions = list(instructions)
     back = returns(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
     away = {pair for pairs in back.values() for pair in pairs if wiring.stages[pair[0]].offload is not None}
     weights = next((stage.weights for stage in wiring.stages.values() if stage.weights is not None), None)
     stops = {} if weights is None else weights.calls(instructions, wiring.stages)
     for at, instruction in enumerate(instructions):
-        for call, of in (
-            *(((stops[at], instruction),) if at in stops else ()),
-            *((call, instruction) for call in _come_back(back.get(at, ()), away, wiring)),
-            *((call, instruction) for call in _go(instruction, away, wiring)),
-            *_wait(instruction, wiring),
-            *((call, instruction) for call in _bind(instruction, wiring)),
-            *_hold(instruction, wiring),
-        ):
-            calls.append(call)
-            done.append(of)
+        if at in stops:
+            pieces.append((stops[at], instruction, _REST))
+        pieces += [(call, instruction, _REST) for call in _come_back(back.get(at, ()), away, wiring)]
+        pieces += [(call, instruction, _REST) for call in _go(instruction, away, wiring)]
+        pieces += _wait(instruction, wiring)
+        pieces += [(call, instruction, mark) for call, mark in _bind(instruction, wiring)]
+        pieces += _hold(instruction, wiring)
     if len(instructions) in stops:
-        calls.append(stops[len(instructions)])
-        done.append(instructions[-1])
-    return Runner(calls, done)
+        pieces.append((stops[len(instructions)], instructions[-1], _REST))
+    return Runner(*([piece[part] for piece in pieces] for part in range(3)))  # type: ignore[arg-type]
 
 
 def _come_back(pairs: Iterable[tuple[int, int]], away: set[tuple[int, int]], wiring: Wiring) -> list[Call]:
-    return [partial(_prefetch, wiring.stages[pair[0]], pair[1]) for pair in pairs if pair in away]
+    return [partial(do.prefetch, wiring.stages[pair[0]], pair[1]) for pair in pairs if pair in away]
 
 
 def _go(instruction: Instruction, away: set[tuple[int, int]], wiring: Wiring) -> list[Call]:
     pair = instruction.stage, instruction.microbatch
-    return [partial(_send_away, wiring.slots[pair])] if instruction.kind == "F" and pair in away else []
+    return [partial(do.send_away, wiring.slots[pair])] if instruction.kind == "F" and pair in away else []
 
 
-def _wait(instruction: Instruction, wiring: Wiring) -> list[tuple[Call, Instruction]]:
+def _wait(instruction: Instruction, wiring: Wiring) -> list[Piece]:
     """The waits for what other ranks send to an action, under the names of their receives."""
     kind, stage, k, _ = instruction
     if kind not in ("F", "B", "I"):
         return []
     lane_name, lanes = ("F", wiring.forward) if kind == "F" else ("B", wiring.backward)
     return [
-        (partial(lane.land, k), Instruction(f"RECV_{lane_name}", stage, k, src))
+        (partial(lane.land, k), Instruction(f"RECV_{lane_name}", stage, k, src), Mark("wait", peer=src))
         for (src, dst), lane in sorted(lanes.items(), key=lambda pair: pair[0])
         if dst == stage and src not in wiring.stages
     ]
 
 
-def _hold(instruction: Instruction, wiring: Wiring) -> list[tuple[Call, Instruction]]:
+def _hold(instruction: Instruction, wiring: Wiring) -> list[Piece]:
     """The wait until a message is taken, where a lane asks for it."""
     lane = wiring.forward[instruction.stage, instruction.peer] if instruction.kind == "SEND_F" else None
-    return [(lane.taken, instruction._replace(kind="SENT_F"))] if isinstance(lane, HeldLane) else []
+    if not isinstance(lane, HeldLane):
+        return []
+    return [(lane.taken, instruction._replace(kind="SENT_F"), Mark("sent", peer=instruction.peer))]
 
 
-def _bind(instruction: Instruction, wiring: Wiring) -> list[Call]:
+def _bind(instruction: Instruction, wiring: Wiring) -> list[Marked]:
     kind, stage, k, peer = instruction
-    if kind == "F":
-        return [_bind_forward(stage, k, wiring), *_hand_over(stage, k, wiring, "F")]
-    if kind in ("B", "I"):
-        return [_bind_backward(kind, stage, k, wiring), *_hand_over(stage, k, wiring, "B")]
-    if kind == "R":
-        return [partial(wiring.stages[stage].recompute, k, wiring.slots[stage, k])]
-    if kind == "W":
-        return [partial(wiring.stages[stage].weight_gradient, wiring.slots[stage, k])]
+    if kind in COMPUTE:
+        engine, slot = wiring.stages[stage], wiring.slots[stage, k]
+        work = Mark("work", engine, slot)
+        if kind == "F":
+            return [(_bind_forward(stage, k, wiring), work), *_hand_over(stage, k, wiring, "F")]
+        if kind in BACKWARD:
+            return [(_bind_backward(kind, stage, k, wiring), work), *_hand_over(stage, k, wiring, "B")]
+        return [(partial(engine.recompute, k, slot) if kind == "R" else partial(engine.weight_gradient, slot), work)]
     if kind == "REDUCE":
-        return [] if wiring.reduce is None else [partial(wiring.reduce, stage)]
+        return [] if wiring.reduce is None else [(partial(wiring.reduce, stage), _REST)]
     what, lane_name = kind.split("_")
     if what == "SEND":
         return [_bind_send(stage, peer, k, wiring, lane_name)]
@@ -181,15 +210,15 @@ def _bind(instruction: Instruction, wiring: Wiring) -> list[Call]:
     lane = lanes[(peer, stage) if what == "RECV" else (stage, peer)]
     if not isinstance(lane, PostedLane):
         return []
-    return [partial(lane.post if what == "RECV" else lane.sent, k)]
+    return [(partial(lane.post, k), _REST) if what == "RECV" else (partial(lane.sent, k), Mark("sent", peer=peer))]
 
 
 def _bind_forward(stage: int, k: int, wiring: Wiring) -> Call:
     engine, slot = wiring.stages[stage], wiring.slots[stage, k]
     lanes = _into(stage, wiring.forward)
     if not lanes:
-        return partial(_enter, engine, k, slot, wiring.ends)
-    return partial(_forward, engine, k, slot, *lanes) if len(lanes) == 1 else partial(_meet, engine, k, slot, lanes)
+        return partial(do.enter, engine, k, slot, wiring.ends)
+    return partial(do.forward, engine, k, slot, *lanes) if len(lanes) == 1 else partial(do.meet, engine, k, slot, lanes)
 
 
 def _bind_backward(kind: str, stage: int, k: int, wiring: Wiring) -> Call:
@@ -200,99 +229,39 @@ def _bind_backward(kind: str, stage: int, k: int, wiring: Wiring) -> Call:
         work = engine.backward if wiring.work is None else partial(wiring.work, engine)
     lanes = _into(stage, wiring.backward)
     if not lanes:
-        return partial(_turn, work, k, slot, wiring.ends)
-    return partial(_backward, work, k, slot, *lanes) if len(lanes) == 1 else partial(_meet_back, work, k, slot, lanes)
+        return partial(do.turn, work, k, slot, wiring.ends)
+    if len(lanes) == 1:
+        return partial(do.backward, work, k, slot, *lanes)
+    return partial(do.meet_back, work, k, slot, lanes)
 
 
-def _bind_send(stage: int, peer: int, k: int, wiring: Wiring, lane_name: str) -> Call:
+def _bind_send(stage: int, peer: int, k: int, wiring: Wiring, lane_name: str) -> Marked:
     """The message of one edge out of the stage, or the gradients of one edge into it."""
     lanes = wiring.forward if lane_name == "F" else wiring.backward
     peers = sorted(dst for src, dst in lanes if src == stage)
     lane, slot = lanes[stage, peer], wiring.slots[stage, k]
     if len(peers) == 1:
-        return partial(_send_output if lane_name == "F" else _send_grads, lane, k, slot)
-    return partial(_send_part if lane_name == "F" else _send_row, lane, k, slot, peers.index(peer))
+        send, cargo = (do.send_output, "message") if lane_name == "F" else (do.send_grads, "grads")
+        return partial(send, lane, k, slot), Mark("send", peer=peer, cargo=partial(getattr, slot, cargo))
+    at = peers.index(peer)
+    part, cargo = (do.send_part, "messages") if lane_name == "F" else (do.send_row, "rows")
+    return partial(part, lane, k, slot, at), Mark("send", peer=peer, cargo=partial(do.one_of, slot, cargo, at))
 
 
 def _into(stage: int, lanes: Mapping[tuple[int, int], Lane]) -> list[Lane]:
     return [lanes[src, dst] for src, dst in sorted(lanes) if dst == stage]
 
 
-def _hand_over(stage: int, k: int, wiring: Wiring, lane_name: str) -> list[Call]:
+def _hand_over(stage: int, k: int, wiring: Wiring, lane_name: str) -> list[Marked]:
     """What follows an action without an instruction of its own: edges inside this rank, and the pipeline's ends."""
     lanes = wiring.forward if lane_name == "F" else wiring.backward
     peers = sorted(dst for src, dst in lanes if src == stage)
     if not peers:
-        leave = _leave_forward if lane_name == "F" else _leave_backward
-        return [partial(leave, wiring.ends, k, wiring.slots[stage, k])]
+        leave = do.leave_forward if lane_name == "F" else do.leave_backward
+        return [(partial(leave, wiring.ends, k, wiring.slots[stage, k]), _REST)]
     return [_bind_send(stage, peer, k, wiring, lane_name) for peer in peers if peer in wiring.stages]
 
 
-# What the calls of a compiled program do.
-
-
-def _prefetch(engine: StageEngine, k: int) -> None:
-    assert engine.offload is not None
-    engine.offload.prefetch(k)
-
-
-def _send_away(slot: Slot) -> None:
-    slot.away, slot.bare = True, False
-
-
-def _enter(engine: StageEngine, k: int, slot: Slot, ends: Ends) -> None:
-    engine.forward(k, ends.inputs[k], slot)
-
-
-def _forward(engine: StageEngine, k: int, slot: Slot, lane: Lane) -> None:
-    engine.forward(k, lane.take(k), slot)
-
-
-def _meet(engine: StageEngine, k: int, slot: Slot, lanes: Sequence[Lane]) -> None:
-    message, slot.shares = merge([lane.take(k) for lane in lanes])
-    engine.forward(k, message, slot)
-
-
-def _turn(work: Callable[..., None], k: int, slot: Slot, ends: Ends) -> None:
-    assert ends.seed is not None
-    work(ends.seed(k), slot)
-
-
-def _backward(work: Callable[..., None], k: int, slot: Slot, lane: Lane) -> None:
-    work(lane.take(k), slot)
-
-
-def _meet_back(work: Callable[..., None], k: int, slot: Slot, lanes: Sequence[Lane]) -> None:
-    work([grad for lane in lanes for grad in lane.take(k)], slot)
-
-
-def _send_output(lane: Lane, k: int, slot: Slot) -> None:
-    lane.send(k, slot.message)
-    slot.message = None
-
-
-def _send_grads(lane: Lane, k: int, slot: Slot) -> None:
-    lane.send(k, slot.grads)
-    slot.grads = ()
-
-
-def _send_part(lane: Lane, k: int, slot: Slot, part: int) -> None:
-    lane.send(k, slot.messages[part])
-    slot.messages[part] = None
-
-
-def _send_row(lane: Lane, k: int, slot: Slot, part: int) -> None:
-    lane.send(k, slot.rows[part])
-    slot.rows[part] = slot.grads = ()
-
-
-def _leave_forward(ends: Ends, k: int, slot: Slot) -> None:
-    if ends.outputs is not None:
-        ends.outputs[k] = slot.message
-    slot.message = None
-
-
-def _leave_backward(ends: Ends, k: int, slot: Slot) -> None:
-    if ends.grads is not None:
-        ends.grads[k] = slot.grads
-    slot.grads = ()
+def _range(name: str, call: Call) -> None:
+    with record_function(name):
+        call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.schedule.action import Action
+from penstock.schedule.auto import Found, auto
 from penstock.schedule.dualpipev import dualpipev
 from penstock.schedule.forward_only import forward_only
 from penstock.schedule.gpipe import gpipe
@@ -23,10 +24,12 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "Found",
     "Report",
     "Schedule",
     "ScheduleKind",
     "Simulation",
+    "auto",
     "build",
     "dualpipev",
     "find",

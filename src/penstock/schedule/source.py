@@ -6,14 +6,20 @@ import copy
 from collections.abc import Iterable, Sequence
 
 from penstock.errors import ScheduleError
+from penstock.schedule.auto import auto
+from penstock.schedule.costs import Costs
 from penstock.schedule.fill_drain import fill_drain
+from penstock.schedule.placement import loop, vee
 from penstock.schedule.recompute import Recompute, recompute_modes, with_recompute
 from penstock.schedule.registry import SCHEDULES, build, find
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.turns import take_turns
 from penstock.schedule.verify import verify
 
-__all__ = ["ScheduleSource"]
+__all__ = ["AUTO", "ScheduleSource"]
+
+AUTO = "auto"
+"""The name of a schedule that is made to measure."""
 
 
 class ScheduleSource:
@@ -30,10 +36,12 @@ class ScheduleSource:
         places: int | None = None,
         recompute: Recompute = "never",
         microbatch_size: int | None = None,
+        costs: Costs | None = None,
     ) -> None:
         """``ranks`` is how many there are, and all must have work; ``places`` is how many there may be.
 
-        With ``microbatch_size`` it, and not ``microbatches``, says how many a mini-batch has.
+        With ``microbatch_size`` it, and not ``microbatches``, says how many a mini-batch has. ``costs`` are what an
+        order is made for where the schedule is "auto".
         """
         if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
             raise ScheduleError(f"microbatches must be at least 1, got {microbatches!r}")
@@ -46,9 +54,14 @@ class ScheduleSource:
         self.edges = tuple(edges)
         self.recompute = recompute_modes(recompute, stages)
         self._given: Schedule | None = None
+        self._before: ScheduleSource | None = None  # what another order has taken the place of
+        self._placed: tuple[int, ...] = ()  # where the stages of an automatic schedule are
         self._made: dict[tuple[str, int], Schedule] = {}
         self._apart: tuple[ScheduleSource, Sequence[int]] | None = None  # where ranks are joined: as they were
         self.stages_per_rank: int | None = None
+        self.costs = costs
+        if costs is not None and schedule != AUTO:
+            raise ScheduleError(f"costs are for schedule={AUTO!r}, which makes an order for them, not for {schedule!r}")
         if isinstance(schedule, Schedule):
             _check_given(schedule, stages, microbatches, ranks)
             self._given, self.name, self.ranks = schedule, schedule.name, schedule.num_ranks
@@ -56,9 +69,17 @@ class ScheduleSource:
         else:
             if not isinstance(schedule, str):
                 raise ScheduleError(f"schedule must be a name or a Schedule, got {schedule!r}")
-            self.name = find(schedule)
-            self.ranks, self.stages_per_rank = _ranks(self.name, stages, ranks, places)
-            trains = build(self.name, 1, 1).trains
+            if schedule == AUTO:
+                self.name, trains = AUTO, True
+                self.ranks = min(stages if ranks is None else ranks, stages if places is None else max(1, places))
+                if self.ranks > stages:
+                    raise ScheduleError(f"{stages} stages are too few for {self.ranks} ranks: each must have one")
+                rounds = loop(self.ranks, -(-stages // self.ranks))
+                self._placed = vee(self.ranks) if stages == 2 * self.ranks else rounds[:stages]
+            else:
+                self.name = find(schedule)
+                self.ranks, self.stages_per_rank = _ranks(self.name, stages, ranks, places)
+                trains = build(self.name, 1, 1).trains
         if not trains:
             raise ScheduleError(f"schedule {self.name!r} has no backward, and a training step needs one: try '1f1b'")
         self.placement = self.training(1 if self._given is None else microbatches).placement
@@ -77,6 +98,21 @@ class ScheduleSource:
         source = copy.copy(self)
         source._made, source._apart = {}, (self, joined)
         source.ranks, source.placement = max(joined) + 1, tuple(joined[rank] for rank in self.placement)
+        return source
+
+    def replaced(self, schedule: Schedule) -> ScheduleSource:
+        """The same with another order for training; for more micro-batches than it has, this one goes on."""
+        if schedule.placement != (self if self._apart is None else self._apart[0]).placement:
+            raise ScheduleError(f"schedule {schedule.name!r} has its stages on other ranks: they stay where they are")
+        if self._apart is not None:
+            source, joined = self._apart
+            return source.replaced(schedule).taking_turns(joined)
+        given = () if self._given is None else self._given.orders  # an order may have its own recomputes
+        again = {action.stage for order in given for action in order if action.kind == "R"}
+        modes = tuple("always" if s in again else mode for s, mode in enumerate(self.recompute))
+        source = copy.copy(self)
+        source._given, source._before, source.name = schedule, self._before or self, schedule.name
+        source._made, source.recompute = {}, modes
         return source
 
     def training(self, microbatches: int) -> Schedule:
@@ -108,7 +144,13 @@ class ScheduleSource:
             source, joined = self._apart
             return take_turns(source._make(what, microbatches), self.edges, joined)
         if self._given is not None:
+            if self._before is not None and microbatches > self._given.num_microbatches:
+                return self._before._make(what, microbatches)
             return self._given.first(microbatches)
+        if self.name == AUTO:
+            costs, seconds = (Costs(), 0.05) if self.costs is None else (self.costs, 0.5)  # without costs, less to gain
+            found = auto(costs, self._placed, microbatches, edges=self.edges, seconds=seconds, repeatable=True)
+            return found.schedule
         return build(self.name, self.ranks, microbatches, self.stages_per_rank)
 
 

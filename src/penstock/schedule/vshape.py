@@ -119,9 +119,10 @@ def _squeeze(p: int, m: int, wishes: Sequence[Sequence[_Wish]], room: int, ahead
 
     def choose(r: int) -> Action | None:
         due = sorted((time + 6 * done[kind][s], s, kind) for time, s, kind in wishes[r] if done[kind][s] < m)
-        actions = [Action(s, kind, done[kind][s]) for _, s, kind in due]
-        if actions and ready(actions[0]):
-            return actions[0]
+        actions = (Action(s, kind, done[kind][s]) for _, s, kind in due)
+        wished = next(actions, None)
+        if wished is not None and ready(wished):
+            return wished
         if deferred[r]:
             return deferred[r].popleft()
         early = (a for a in actions if held(r) < ahead[r] or (a.stage, a.kind) != (r, "F"))

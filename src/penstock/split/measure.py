@@ -19,9 +19,10 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 from typing import Any
 
@@ -35,18 +36,55 @@ from penstock.split.planning import plan_of
 from penstock.split.trial import call_of, devices_of, on_copies, roots_of, untouched
 from penstock.split.weights import LayerCost, Measurement, tensor_bytes
 
-__all__ = ["measure"]
+__all__ = ["LONG", "REPEATS", "Timer", "Turn", "measure"]
 
 REPEATS = 5  # at least, for a median that two disturbances do not decide
 LONG = 0.05  # seconds: a layer that takes longer than that twice is not repeated further, disturbances are shorter
 
 
-def measure(line: Line, sample: Any, *, timeout: float = 1.0, device: str | torch.device | None = None) -> Measurement:
+@dataclass(frozen=True)
+class Turn:
+    """A layer whose turn it is: its tensors are copies now, its forward and backward have run once."""
+
+    index: int
+    name: str
+    stage: nn.Module
+    members: Sequence[Tensor]
+    devices: set[torch.device]
+    targets: Sequence[int]
+    values: Sequence[Any]
+
+    def inputs(self) -> list[Any]:
+        """What the stage is called with, in copies of its own."""
+        return _fresh(self.values)
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for tensor in self.members:
+            tensor.grad = None
+
+
+Timer = Callable[[Turn], tuple[float, float]]
+"""The seconds of forward and backward of a layer whose turn it is."""
+
+
+def measure(
+    line: Line,
+    sample: Any,
+    *,
+    timeout: float = 1.0,
+    device: str | torch.device | None = None,
+    finish: Callable[[Any], Any] | None = None,
+    timer: Timer | None = None,
+) -> Measurement:
     """Run the line layer by layer on ``sample``, forward and backward, each in the modes that it is in.
 
     ``sample`` is what the model is called with: a tensor, a tuple of positional arguments or a dict of keywords.
     Layers are repeated for about ``timeout`` seconds altogether, and the medians taken; on ``device``, if given,
     to which each of them goes in its turn. Hooks on the model's modules do run.
+
+    ``finish`` is called with the model's output, such as its loss, and belongs to the last layer. ``timer`` times a
+    layer otherwise than as said.
     """
     entry = line.arguments(*call_of(sample))
     plan = plan_of(line, [(layer,) for layer in line.layers])
@@ -55,6 +93,7 @@ def measure(line: Line, sample: Any, *, timeout: float = 1.0, device: str | torc
     if there is not None and there.type != "cpu":
         devices.add(there)
     storages, count = _Storages(), len(line.layers)
+    timer = timer or partial(_timed, budget=timeout / count)
     layers, kept, crossing = list[LayerCost](), list[Mapping[int, int]](), [0] * count
 
     with torch.inference_mode(False), torch.enable_grad(), untouched(line.model, devices):
@@ -64,19 +103,23 @@ def measure(line: Line, sample: Any, *, timeout: float = 1.0, device: str | torc
             targets, passed, last = plan.targets(s), dict[int, _Passed](), s == count - 1
             with _named(line, s):
                 stage = plan.stage_module(s)
+                if last and finish is not None:
+                    stage = _Finished(stage, finish)
                 members = [*stage.parameters(), *stage.buffers(), *(tensor for _, tensor in line.members(layer))]
                 with on_copies(members, there):
                     output, keeps = _counted(stage, values, members, storages)
                     for dst, value in zip(targets, output if len(targets) > 1 else [output], strict=not last):
                         under_way[s, dst] = _pass_on(value, storages, passed, None, dst)
                     del output
-                    _clear(members)
-                    forward, backward = _timed(stage, values, members, devices, timeout / count)
+                    turn = Turn(s, layer, stage, members, devices, targets, values)
+                    turn.clear()
+                    forward, backward = timer(turn)
+                    turn.clear()
             for one in passed.values():
                 for cut in range(s + 1, one.dst + 1):
                     crossing[cut] += tensor_bytes(one.data)
             own = {id(t): tensor_bytes(t) for _, t in line.members(layer) if isinstance(t, nn.Parameter)}
-            sent = tuple(sum(tensor_bytes(one.data) for one in _passed(under_way[s, dst])) for dst in targets)
+            sent = tuple(_sizes(under_way[s, dst], list(passed.values())) for dst in targets)
             layers.append(LayerCost(layer, forward, backward, sum(keeps.values()), sum(own.values()), sent))
             kept.append(keeps)
     return Measurement(tuple(layers), tuple(kept), tuple(crossing))
@@ -152,6 +195,26 @@ def _passed(value: Any) -> list[_Passed]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _Passed)]
 
 
+def _sizes(value: Any, passed: Sequence[_Passed]) -> dict[int, int]:
+    """What goes over an edge: the numbers of its tensors among those that the layer passes on, with their bytes."""
+    sizes: dict[int, int] = {}
+    for one in _passed(value):
+        number = passed.index(one)
+        sizes[number] = sizes.get(number, 0) + tensor_bytes(one.data)
+    return sizes
+
+
+class _Finished(nn.Module):
+    """The last layer, and what is done with its output."""
+
+    def __init__(self, stage: nn.Module, finish: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.stage, self.finish = stage, finish
+
+    def forward(self, *values: Any) -> Any:
+        return self.finish(self.stage(*values))
+
+
 def _fresh(values: Sequence[Any]) -> list[Any]:
     return [pytree.tree_map(lambda leaf: leaf.fresh() if isinstance(leaf, _Passed) else leaf, v) for v in values]
 
@@ -181,16 +244,14 @@ def _counted(
     return output, {number: storages.sizes[number] for number in sorted(numbers)}
 
 
-def _timed(
-    stage: nn.Module, values: Sequence[Any], members: Sequence[Tensor], devices: set[torch.device], budget: float
-) -> tuple[float, float]:
+def _timed(turn: Turn, budget: float) -> tuple[float, float]:
     """The medians of the seconds that forward and backward take."""
-    forward, backward = list[float](), list[float]()
+    forward, backward, devices = list[float](), list[float](), turn.devices
     until = time.perf_counter() + budget
     while time.perf_counter() < until or not _settled(forward, backward):
-        inputs = _fresh(values)
+        inputs = turn.inputs()
         began = _now(devices)
-        output = stage(*inputs)
+        output = turn.stage(*inputs)
         forward.append(_now(devices) - began)
         roots = roots_of(output)
         ones = [torch.ones_like(root) for root in roots]
@@ -198,7 +259,7 @@ def _timed(
         if roots:
             torch.autograd.backward(roots, ones)
         backward.append(_now(devices) - began if roots else 0.0)
-        _clear(members)
+        turn.clear()
     return statistics.median(forward), statistics.median(backward)
 
 
@@ -212,11 +273,6 @@ def _now(devices: set[torch.device]) -> float:
     for device in devices:
         torch.accelerator.synchronize(device)
     return time.perf_counter()
-
-
-def _clear(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.grad = None
 
 
 @contextmanager

@@ -65,11 +65,15 @@ def devices_of(model: nn.Module, value: Any) -> set[torch.device]:
     """The accelerators that a model and its arguments are on; an error where there is nothing to run yet."""
     for name, module in model.named_modules():
         if isinstance(module, Lazy):
-            raise PlanError(f"layer {name} is not built yet, and would have to be to run: balance without a sample")
+            raise PlanError(
+                f"layer {name} is not built yet, and would have to be to run: build it, or balance without a sample"
+            )
     devices = set()
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *leaves(value, "sample")):
         if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-            raise PlanError(f"{name} is on the meta device, where nothing runs: balance without a sample")
+            raise PlanError(
+                f"{name} is on the meta device, where nothing runs: give it values, or balance without a sample"
+            )
         if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
             devices.add(tensor.device)
     return devices

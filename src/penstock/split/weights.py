@@ -43,8 +43,14 @@ class LayerCost:
     backward: float
     activation_bytes: int
     parameter_bytes: int
-    output_bytes: tuple[int, ...]
-    """What it sends, for each edge that leaves it, in the order of their destinations."""
+    sends: tuple[Mapping[int, int], ...]
+    """What goes over each edge that leaves it, in the order of their destinations: the numbers of its values (one that
+    goes over several edges has one number) and their bytes."""
+
+    @property
+    def output_bytes(self) -> tuple[int, ...]:
+        """The bytes that go over each edge."""
+        return tuple(sum(values.values()) for values in self.sends)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         places=None if named is None else len(named),
         recompute=options.recompute,
         microbatch_size=options.microbatch_size,
+        costs=options.costs,
     )
     if options.microbatch_size is not None and options.seed is not None and mesh is not None and mesh.data > 1:
         raise PlanError(

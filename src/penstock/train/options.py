@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.engine.outputs import Outputs, every_of
 from penstock.errors import PlanError
+from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
 from penstock.train.devices import Devices
@@ -31,6 +32,7 @@ class Options:
     microbatches: int
     microbatch_size: int | None
     schedule: str | Schedule | None
+    costs: Costs | None
     strategy: str
     devices: Devices
     reduction: str | None
@@ -69,6 +71,8 @@ class Options:
                 f"strategy='sharded' sends one micro-batch at a time through all stages, which schedule="
                 f"{self.schedule!r} does not: leave one of them out"
             )
+        if self.costs is not None and not isinstance(self.costs, Costs):
+            raise PlanError(f"costs must be penstock.schedule.Costs(…), got {type(self.costs).__name__}")
         if self.batchnorm not in ("microbatch", "deferred"):
             raise PlanError(f"batchnorm must be 'microbatch' or 'deferred', got {self.batchnorm!r}")
         if self.accumulate not in (None, "fp32"):

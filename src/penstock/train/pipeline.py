@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,13 +15,14 @@ from penstock.engine.accumulate import Wide
 from penstock.engine.call import Flight, call
 from penstock.engine.inputs import cut
 from penstock.engine.local import LocalCrew
-from penstock.engine.meeting import Meeting
+from penstock.engine.meeting import Meeting, digest
 from penstock.engine.outcome import Outcome
 from penstock.engine.outputs import Outputs, every_of
 from penstock.engine.parting import part
 from penstock.engine.process import ProcessCrew
 from penstock.engine.stream import stream
 from penstock.errors import PipelineError, PlanError
+from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
 from penstock.split.plan import Plan
@@ -33,25 +34,14 @@ from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
 from penstock.train.options import Options, Parallelize
+from penstock.train.replan import Replanned, reordered
+from penstock.train.result import StepResult
 from penstock.train.tally import Tally
 
-__all__ = ["Pipeline", "StepResult"]
+if TYPE_CHECKING:
+    from penstock.profile.trace.trace import Trace
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gives back: ``loss`` on every rank, ``outputs`` where the last stage is.
-
-    ``bubble`` is the share of the step's time in which ranks waited for others, as measured: of this process's rank
-    under a mesh, else of all on average. It is not known on GPUs, where the host does not wait.
-    """
-
-    loss: Any  # a Tensor; None for an evaluation without targets
-    outputs: Any
-    samples: int  # of all replicas, where there is a loss
-    microbatches: int  # of this replica
-    seconds: float
-    bubble: float | None = None
+__all__ = ["Pipeline"]
 
 
 class Pipeline(Members):
@@ -60,11 +50,12 @@ class Pipeline(Members):
     ``loss_fn(output, target)`` gives the loss of a micro-batch, averaged or summed over its samples as it says of
     itself (``reduction`` decides where it does not), or ``(sum, count)``; ``loss_fn(output)`` finds it in the output,
     without targets. Without a ``loss_fn`` the model computes its loss.
-    ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``. Every rank is a thread of this
-    process with its device, of the list ``devices`` or one for all; with ``mesh`` it is a process.
-    ``microbatch_size`` cuts by size: into as many micro-batches of at most so many samples as it takes, where
-    ``microbatches`` is the usual number. ``strategy="sharded"`` sends one micro-batch at a time through all stages,
-    to debug.
+    ``schedule`` is a name (see ``penstock schedule --list``) or a ``Schedule``; ``"auto"`` is an order made for the
+    ``costs`` of the stages, by default all alike, in the memory of 1F1B (``ps.plan`` finds costs, cuts and order).
+    Every rank is a thread of this process with its device, of the list ``devices`` or one for all; with ``mesh`` it is
+    a process. ``microbatch_size`` cuts by size: into as many micro-batches of at most so many samples as it takes,
+    where ``microbatches`` is the usual number. ``strategy="sharded"`` sends one micro-batch at a time through all
+    stages, to debug.
 
     ``outputs`` says which of the micro-batches' outputs a step keeps: ``"all"``, ``"final"``, ``"sum"``, ``"every:N"``,
     a function of (so_far, output), or None; they are on the last stage's rank, or with ``outputs_everywhere`` on all.
@@ -95,6 +86,7 @@ class Pipeline(Members):
         microbatches: int = 1,
         microbatch_size: int | None = None,
         schedule: str | Schedule | None = None,
+        costs: Costs | None = None,
         strategy: str = "pipelined",
         devices: Devices = None,
         mesh: Mesh | None = None,
@@ -118,6 +110,7 @@ class Pipeline(Members):
             microbatches=microbatches,
             microbatch_size=microbatch_size,
             schedule=schedule,
+            costs=costs,
             strategy=strategy,
             devices=devices,
             reduction=reduction,
@@ -150,6 +143,8 @@ class Pipeline(Members):
         self._modules = built.modules
         self._own_name = built.own_name
         self._crew = built.crew
+        self._meeting = meeting
+        self._traced: Trace | None = None  # the last of ``trace``
         self._outputs = outputs
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
@@ -294,6 +289,38 @@ class Pipeline(Members):
     def schedule(self) -> Schedule:
         """The schedule of a step of a full number of micro-batches."""
         return self._source.training(self._source.microbatches)
+
+    def trace(self, steps: int | None = None, *, skip: int = 0) -> AbstractContextManager[Trace]:
+        """Record what every rank does in the next ``steps`` mini-batches, all within the block if None.
+
+        The first ``skip`` are left out. When ``with pipe.trace(steps=3) as trace:`` has ended, ``trace`` tells what was
+        recorded: of all ranks, on every one of them. Under a mesh all ranks begin and end the block together.
+        """
+        from penstock.profile.trace.recording import Recording
+
+        self._check_open()
+        recording = Recording(self._crew, self.plan, self.schedule, self.mesh, steps, skip)
+        self._traced = recording.trace
+        return recording
+
+    def replan(self, costs: Costs | None = None, *, seconds: float = 0.8) -> Replanned:
+        """Go on in another order, if one is faster for what the stages cost, in the memory of the present one.
+
+        ``costs`` are by default those of the last ``pipe.trace()``. Stages stay on their ranks, and nothing changes but
+        the order: gradients are the same. Under a mesh all ranks call it, with the same costs, between the same steps.
+        """
+        self._check_open()
+        if costs is None:
+            if self._traced is None:
+                raise PlanError("nothing was traced yet: run steps in 'with pipe.trace():' before, or give costs=")
+            costs = self._traced.costs()
+        found, schedule = reordered(self.schedule, costs, self._crew.edges, seconds)
+        if self._meeting is not None:
+            self._meeting.compare({"what replan was given": digest(repr(costs)), "its order": digest(str(schedule))})
+        if found.changed:
+            self._source = self._source.replaced(schedule)
+            self._crew.reschedule(self._crew.source.replaced(schedule))
+        return found
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it.

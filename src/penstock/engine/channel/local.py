@@ -41,15 +41,14 @@ class LocalLane:
         message = _next(self._cells[microbatch], self._waited)
         if self._cancelled:
             raise Cancelled
+        if self._move is not None:
+            self._move.landed(message)
         self._landed[microbatch] = message
 
     def take(self, microbatch: int) -> Any:
         if microbatch not in self._landed:  # sent by this rank itself
             self.land(microbatch)
-        message = self._landed.pop(microbatch)
-        if self._move is not None:
-            self._move.landed(message)
-        return message
+        return self._landed.pop(microbatch)
 
     def cancel(self) -> None:
         """Wake whoever waits here, and stop whoever comes later, even for a message that is there."""

@@ -60,7 +60,7 @@ Search = Callable[[Segments, Ranks, float], Cuts | None]
 def _exact(segments: Segments, ranks: Ranks, search: Search) -> Cuts | None:
     placement = _placement(search, len(ranks))
     low = segments.work(0, segments.n) / sum(ranks.speed)
-    largest = max(layer.work for layer in segments.costs.layers) / min(ranks.speed)
+    largest = max(segments.works) / min(ranks.speed)
     best = search(segments, ranks, (low + largest) * (1 + _CLOSE)) or search(segments, ranks, float("inf"))
     if best is None:
         return None

@@ -22,7 +22,7 @@ from penstock.schedule.costs import Costs
 
 __all__ = ["Joint", "joint"]
 
-QUICK = 0.06  # seconds for the order of cuts that are only tried
+QUICK = 0.05  # seconds for the order of cuts that are only tried; then four times as long
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,21 @@ def joint(
         return seconds - (time.thread_time() - begin)
 
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
-    for cuts in _beginnings(segments, ranks, m, shape, v):
-        search.try_(cuts, QUICK)
+    for cuts in _beginnings(segments, ranks, m, shape, v, exact=moves):
+        search.try_(cuts, min(QUICK, seconds / 40))
     if search.best is None:
         return None
-    while moves and left() > 0 and search.best.found.gap > 0:
-        before = search.best
-        for cuts in _neighbours(before.cuts):
-            if left() <= 0:
-                break
-            search.try_(cuts, QUICK)
-        if search.best is before:
-            break
-    search.try_(search.best.cuts, max(0.3, min(1.0, left())), again=True)
+    for quick in (min(QUICK, seconds / 40), min(4 * QUICK, seconds / 20)) if moves else ():
+        moved = True
+        while moved and search.best.found.gap > 0:
+            before = search.best
+            for cuts in _neighbours(before.cuts):
+                if left() <= seconds / 2:
+                    break
+                search.try_(cuts, quick)
+            moved = search.best is not before
+        search.forget()
+    search.try_(search.best.cuts, max(QUICK, left()))
     return search.best
 
 
@@ -86,12 +88,16 @@ class _Search:
         self.best: Joint | None = None
         self._seen: set[Cuts] = set()
 
-    def try_(self, cuts: Cuts, seconds: float, *, again: bool = False) -> None:
-        if cuts in self._seen and not again:
+    def forget(self) -> None:
+        """Let cuts be tried again, that were: for longer."""
+        self._seen.clear()
+
+    def try_(self, cuts: Cuts, seconds: float) -> None:
+        if cuts in self._seen:
             return
         self._seen.add(cuts)
         costs = stage_costs(self.segments, self.ranks, self.placement, cuts)
-        if self.best is not None and not again and self._floor(costs) >= self.best.found.makespan:
+        if self.best is not None and self._floor(costs) >= self.best.found.makespan:
             return
         static = static_bytes(self.segments, self.placement, cuts, len(self.ranks))
         caps = [limit - held for limit, held in zip(self.ranks.memory, static, strict=True)]
@@ -123,14 +129,18 @@ class _Search:
         return max(head + self.m * each for head, each in zip(comes, work, strict=True))
 
 
-def _beginnings(segments: Segments, ranks: Ranks, m: int, shape: str, v: int) -> Iterator[Cuts]:
-    """Cuts to start from: for many micro-batches in flight, and for few."""
+def _beginnings(segments: Segments, ranks: Ranks, m: int, shape: str, v: int, *, exact: bool) -> Iterator[Cuts]:
+    """Cuts to start from: for many micro-batches in flight, and for few. ``exact`` ones take longer to find."""
     p = len(ranks)
     for in_flight in sorted({min(m, p), min(m, max(1, p // 2)), 1}):
         such = Ranks(ranks.speed, ranks.memory, tuple(float(in_flight) for _ in range(p)))
-        for cuts in (evened(segments, such, shape, v), cut(segments, such, shape, v)):
-            if cuts is not None:
-                yield cuts
+        even = evened(segments, such, shape, v)
+        if even is not None:
+            yield even
+        if exact or even is None:
+            found = cut(segments, such, shape, v)
+            if found is not None:
+                yield found
 
 
 def _neighbours(cuts: Cuts) -> Iterator[Cuts]:

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import add
 
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Cuts, Ranks
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
 
-__all__ = ["edges_between", "least_recomputed", "stage_costs", "static_bytes"]
+__all__ = ["edges_between", "stage_costs", "static_bytes"]
 
 
 def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> Costs:
-    """Seconds and bytes of each stage, on the rank that it is placed on."""
-    layers, link = segments.costs.layers, segments.costs.link
+    """Seconds and bytes of each stage, on the rank that it is placed on; a recompute is part of the input gradient."""
+    layers, link, beside = segments.costs.layers, segments.costs.link, segments.costs.overhead
     runs = list(pairwise((0, *cuts)))
 
-    def of(name: str) -> tuple[float, ...]:
-        return tuple(
-            sum(getattr(layer, name) for layer in layers[i:j]) / ranks.speed[rank]
+    def of(what: str, extra: float) -> list[float]:
+        return [
+            (sum(getattr(layer, what) for layer in layers[i:j]) + extra) / ranks.speed[rank]
             for rank, (i, j) in zip(placement, runs, strict=True)
-        )
+        ]
 
+    again = of("recompute", beside.recompute)
+    more = again if segments.recomputed else [0.0] * len(runs)
     return Costs(
-        f=of("forward"),
-        i=of("input_gradient"),
-        w=of("weight_gradient"),
-        r=of("recompute"),
+        f=tuple(of("forward", beside.forward)),
+        i=tuple(map(add, of("input_gradient", beside.input_gradient), more)),
+        w=tuple(of("weight_gradient", beside.weight_gradient)),
+        b=tuple(map(add, of("full_backward", beside.backward), more)),
+        r=tuple(again),
         latency=link.latency,
         bandwidth=link.bandwidth,
         bytes=edges_between(segments, cuts),
@@ -39,13 +42,11 @@ def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts
 
 def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
     """What goes from one stage to another: bytes. Every stage has an edge to the next, if only with nothing in it."""
-    stage_of = [stage for stage, (i, j) in enumerate(pairwise((0, *cuts))) for _ in range(i, j)]
-    edges: dict[Edge, float] = defaultdict(float, dict.fromkeys(pairwise(range(len(cuts))), 0.0))
-    for crossing in segments.costs.crossings:
-        src, dst = stage_of[crossing.src], stage_of[crossing.dst]
-        if src != dst:
-            edges[src, dst] += crossing.bytes
-    return dict(sorted(edges.items()))
+    stages = [range(i, j) for i, j in pairwise((0, *cuts))]
+    stage_of = [stage for stage, layers in enumerate(stages) for _ in layers]
+    pairs = {(stage_of[crossing.src], stage_of[crossing.dst]) for crossing in segments.costs.crossings}
+    wanted = sorted({pair for pair in pairs if pair[0] != pair[1]} | set(pairwise(range(len(cuts)))))
+    return {(src, dst): segments.costs.between(stages[src], stages[dst]) for src, dst in wanted}
 
 
 def static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, p: int) -> tuple[float, ...]:
@@ -54,19 +55,3 @@ def static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, p: in
     for rank, (i, j) in zip(placement, pairwise((0, *cuts)), strict=True):
         held[rank] += segments.static(i, j)
     return tuple(held)
-
-
-def least_recomputed(segments: Segments, cuts: Cuts) -> float:
-    """The part of its activations that a stage keeps where it recomputes: what came to it; the largest of all stages.
-
-    One number for all stages, so that nothing is thought smaller than it is.
-    """
-    came: dict[int, float] = defaultdict(float)
-    for (_, dst), size in edges_between(segments, cuts).items():
-        came[dst] += size
-    shares = []
-    for stage, (i, j) in enumerate(pairwise((0, *cuts))):
-        kept = segments.activation(i, j)
-        if kept:
-            shares.append(min(1.0, came[stage] / kept))
-    return max(shares, default=0.0)

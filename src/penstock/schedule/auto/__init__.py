@@ -29,6 +29,7 @@ def auto(
     edges: Iterable[Edge] | None = None,
     seconds: float = 0.8,
     seed: int = 0,
+    repeatable: bool = False,
 ) -> Found:
     """A short order for ``m`` micro-batches with stage ``s`` on rank ``placement[s]``, and how good it is.
 
@@ -42,7 +43,7 @@ def auto(
 
     How much is searched depends on the size of the problem and on ``seconds``, a core's time for the search; the same
     arguments give the same answer, unless the core is so slow that the search is cut off when that time is up. The
-    fixed schedules are looked at even then.
+    fixed schedules are looked at even then. ``repeatable`` never cuts it off: for ranks that must have the same.
     """
     if not 0 <= seconds < math.inf:
         raise ScheduleError(f"seconds={seconds}: expected how long to search, from 0")
@@ -51,7 +52,9 @@ def auto(
     floor = lower_bound(problem)
     goal = floor * (1 + SLACK)
 
-    orders = search(problem, goal, seconds, Random(seed), lambda: time.thread_time() - begin)
+    orders = search(
+        problem, goal, seconds, Random(seed), lambda: 0.0 if repeatable else time.thread_time() - begin
+    )
     if orders[0][0] > goal or problem.contended:
         known = [to_words(problem, schedule) for schedule in fixed_schedules(problem)]
         orders += [(evaluate(problem, words), words) for words in known if fits_all(problem, words)]

@@ -11,14 +11,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from penstock.schedule.auto.fill import fill, filled
+from penstock.schedule.auto.fill import Checkpoint, Record, fill
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 from penstock.schedule.auto.words import critical
 
 __all__ = ["Plan", "anneal"]
 
-_WARMTH = 0.0015
-"""The temperature at the beginning, as a fraction of the makespan."""
+_WARMTH = 0.2
+"""The temperature at the beginning, as a fraction of what an action takes."""
+
+_STALE = 4
+"""After so many changes that gain nothing, the path is looked at again; until then it is about right."""
+
+_CHECKPOINTS = 12
+"""A change is tried from the last of so many points, in the order of things, that it leaves alone."""
+
+_SINGLE = 0.6
+"""How often a change is one of one rank; else it is two at once, which may be good only together."""
 
 _NEAR = (0, 0, 0, 1, 2, 3)
 """How far beyond the end of its block work is moved."""
@@ -39,35 +48,60 @@ def anneal(
     """The best plan found in so many steps; sooner where the goal is reached or time is up."""
     now = Plan(plan.makespan, list(plan.skeleton), list(plan.overrun))
     best = plan
-    path: list[tuple[int, int]] = []
-    blocks: list[tuple[int, int, int]] = []
+    stale = _STALE
+    warmth = _WARMTH * sum(problem.durations) / len(problem.durations)
     for step in range(steps):
         if best.makespan <= goal or (step % 16 == 0 and expired()):
             break
-        if not path:
-            path, blocks = _path(problem, now)
-        rank, word, overrun = _change(problem, now, path, blocks, random)
-        old = now.skeleton[rank], now.overrun[rank]
-        if (word, overrun) == old:
+        if stale >= _STALE:
+            path, blocks, checkpoints = _path(problem, now)
+            stale = 0
+        old: dict[int, tuple[list[int], float]] = {}
+        for _ in range(1 if random.random() < _SINGLE else 2):
+            rank, word, overrun = _change(problem, now, path, blocks, random)
+            if (word, overrun) != (now.skeleton[rank], now.overrun[rank]):
+                old.setdefault(rank, (now.skeleton[rank], now.overrun[rank]))
+                now.skeleton[rank], now.overrun[rank] = word, overrun
+        if not old:
             continue
-        now.skeleton[rank], now.overrun[rank] = word, overrun
-        temperature = _WARMTH * best.makespan * (1 - step / steps)
+        same = {
+            rank: _common(word, now.skeleton[rank]) if overrun == now.overrun[rank] else 0
+            for rank, (word, overrun) in old.items()
+        }
+        checks = (point for point in reversed(checkpoints) if all(point.position[r] <= at for r, at in same.items()))
+        begin = next(checks, None)
+        if begin is not None:  # what the ranks waited for may not be next any more
+            begin = begin._replace(waiting=[*begin.waiting, *(rank for rank in old if rank not in begin.waiting)])
+        temperature = warmth * (1 - step / steps)
         limit = now.makespan - temperature * math.log(1.0 - random.random()) + SLACK
-        makespan = fill(problem, now.skeleton, now.overrun, limit)
+        makespan = fill(problem, now.skeleton, now.overrun, limit, resume=begin)
         if makespan > limit:
-            now.skeleton[rank], now.overrun[rank] = old
+            for rank, (word, overrun) in old.items():
+                now.skeleton[rank], now.overrun[rank] = word, overrun
             continue
+        checkpoints = [point for point in checkpoints if all(point.position[r] <= at for r, at in same.items())]
+        stale += 1 if makespan >= now.makespan else _STALE
         now.makespan = makespan
-        path = []
         if makespan < best.makespan * (1 - SLACK):
             best = Plan(makespan, list(now.skeleton), list(now.overrun))
     return best
 
 
-def _path(problem: Problem, plan: Plan) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+def _common(word: list[int], other: list[int]) -> int:
+    """How many letters two words begin with alike."""
+    for at, (letter, same) in enumerate(zip(word, other, strict=False)):
+        if letter != same:
+            return at
+    return min(len(word), len(other))
+
+
+def _path(
+    problem: Problem, plan: Plan
+) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]], list[Checkpoint]]:
     """The critical path: (rank, position in the skeleton; -1 for a W in a gap). Its blocks: (rank, first, last)."""
-    _, words, places = filled(problem, plan.skeleton, plan.overrun)
-    path = [(rank, places[rank][at]) for rank, at in critical(problem, words)]
+    record = Record(problem.num_ranks, 1 + sum(map(len, plan.skeleton)) // _CHECKPOINTS)
+    fill(problem, plan.skeleton, plan.overrun, record=record)
+    path = [(rank, record.places[rank][at]) for rank, at in critical(problem, record.words)]
     blocks: list[tuple[int, int, int]] = []
     before = -1
     for rank, at in path:
@@ -77,7 +111,7 @@ def _path(problem: Problem, plan: Plan) -> tuple[list[tuple[int, int]], list[tup
             else:
                 blocks.append((rank, at, at))
         before = rank
-    return path, blocks
+    return path, blocks, record.checkpoints
 
 
 def _change(
@@ -92,7 +126,8 @@ def _change(
         return rank, _deadline(problem, rank, plan.skeleton[rank], random), plan.overrun[rank]
     rank, first, last = random.choice(blocks)
     word = plan.skeleton[rank]
-    at = random.randint(first, last)
+    last = min(last, len(word) - 1)
+    at = random.randint(min(first, last), last)
     if dice > 0.8:
         return rank, _swap_all(problem, word, at, random), plan.overrun[rank]
     count, stage = problem.num_stages, word[at] % problem.num_stages

@@ -10,10 +10,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from penstock.schedule.auto.problem import SLACK, Problem, Words
+from penstock.schedule.auto.problem import SLACK, Problem, Words, connect
 
-__all__ = ["fill", "filled"]
+__all__ = ["Checkpoint", "Record", "fill"]
+
+
+class Checkpoint(NamedTuple):
+    """How far all ranks are at some point of a ``fill``; lists by rank, but for the first two and ``early``."""
+
+    arrivals: list[list[float]]
+    done: list[int]
+    position: list[int]
+    clock: list[float]
+    kept: list[float]
+    idle: list[float]
+    pending: Words
+    early: list[int]
+    waiting: list[int]
+    left: int
+
+
+class Record:
+    """What a ``fill`` did: by rank the letters, their positions in the skeleton (-1 for a W put into a gap), and
+    checkpoints from which a ``fill`` of a skeleton that only differs beyond them can go on.
+    """
+
+    def __init__(self, ranks: int, every: int) -> None:
+        self.words: Words = [[] for _ in range(ranks)]
+        self.places: Words = [[] for _ in range(ranks)]
+        self.checkpoints: list[Checkpoint] = []
+        self.every = every
 
 
 def fill(
@@ -21,44 +49,50 @@ def fill(
     skeleton: Words,
     overrun: Sequence[float],
     limit: float = math.inf,
-    record: tuple[Words, Words] | None = None,
+    record: Record | None = None,
+    resume: Checkpoint | None = None,
 ) -> float:
     """When the last rank is done; infinity where memory or a deadlock stops it, or beyond ``limit``.
 
-    By rank, ``overrun`` is the fraction of a W that may stand out of the gap it goes into. ``record`` takes, for
-    each rank, the letters done and the positions they have in the skeleton (-1 for a W put into a gap).
+    By rank, ``overrun`` is the fraction of a W that may stand out of the gap it goes into.
     """
     count = problem.num_stages
     weights = 3 * count
-    durations, placement, takes = problem.durations, problem.placement, problem.takes
-    incoming: list[list[list[float]]] = [[] for _ in range(2 * count)]
-    outgoing: list[list[tuple[list[float], float, int]]] = [[] for _ in range(2 * count)]
-    for src, dst, time in problem.arcs:
-        forth: list[float] = []
-        back: list[float] = []
-        incoming[dst].append(forth)
-        outgoing[src].append((forth, time, placement[dst]))
-        incoming[count + src].append(back)
-        outgoing[count + dst].append((back, time, placement[src]))
-    done = [0] * (2 * count)
+    durations, takes = problem.durations, problem.takes
     ranks = len(skeleton)
-    position = [0] * ranks
-    clock = [0.0] * ranks
-    kept = [0.0] * ranks
+    if resume is None:
+        resume = Checkpoint(
+            [[] for _ in range(2 * len(problem.arcs))],
+            [0] * (2 * count),
+            [0] * ranks,
+            [0.0] * ranks,
+            [0.0] * ranks,
+            [0.0] * ranks,
+            [[] for _ in skeleton],
+            [0] * count,
+            list(range(ranks)),
+            ranks,
+        )
+    else:
+        resume = _copy(resume)
+    wires, done, position, clock, kept, idle, pending, early, waiting, left = resume
+    incoming, outgoing = connect(problem, wires)
     room = [cap * (1 + SLACK) for cap in problem.cap]
     # A rank that has idled longer than this cannot be done by the limit.
     patience = [limit - problem.m * work for work in problem.work]
-    pending: Words = [[] for _ in skeleton]  # W that can be done, oldest first
-    early: list[int] = [0] * count  # W done before their deadline
-    waiting = list(range(ranks))
-    listed = [True] * ranks
-    left = ranks
+    listed = [False] * ranks
+    for rank in waiting:
+        listed[rank] = True
+    due = record.every if record else 0
     while waiting:
+        if record and sum(position) >= due:
+            record.checkpoints.append(_copy(Checkpoint(*resume[:-1], left)))
+            due += record.every
         rank = waiting.pop()
         listed[rank] = False
         word, queue = skeleton[rank], pending[rank]
         at, now, holds, space = position[rank], clock[rank], kept[rank], room[rank]
-        lost, part = patience[rank], 1.0 - overrun[rank]
+        lost, part = patience[rank] - idle[rank], 1.0 - overrun[rank]
         end = len(word)
         while at < end:
             letter = word[at]
@@ -71,8 +105,8 @@ def fill(
                     now += durations[letter]
                     holds += takes[letter]
                     if record:
-                        record[0][rank].append(letter)
-                        record[1][rank].append(at)
+                        record.words[rank].append(letter)
+                        record.places[rank].append(at)
                 at += 1
                 continue
             line = letter if letter < 2 * count else letter - count
@@ -96,16 +130,16 @@ def fill(
                             now += durations[weight]
                             holds += takes[weight]
                             if record:
-                                record[0][rank].append(weight)
-                                record[1][rank].append(-1)
+                                record.words[rank].append(weight)
+                                record.places[rank].append(-1)
                     while queue and now + durations[queue[0]] * part <= start:
                         weight = queue.pop(0)
                         early[weight - weights] += 1
                         now += durations[weight]
                         holds += takes[weight]
                         if record:
-                            record[0][rank].append(weight)
-                            record[1][rank].append(-1)
+                            record.words[rank].append(weight)
+                            record.places[rank].append(-1)
                 if start > now:
                     lost -= start - now
                     if lost < 0.0:
@@ -124,8 +158,8 @@ def fill(
                         listed[other] = True
                         waiting.append(other)
                 if record:
-                    record[0][rank].append(letter)
-                    record[1][rank].append(at)
+                    record.words[rank].append(letter)
+                    record.places[rank].append(at)
                 at += 1
                 continue
             break
@@ -134,17 +168,26 @@ def fill(
             for weight in queue:
                 now += durations[weight]
             if record:
-                record[0][rank].extend(queue)
-                record[1][rank].extend([-1] * len(queue))
+                record.words[rank].extend(queue)
+                record.places[rank].extend([-1] * len(queue))
             queue.clear()
-        position[rank], clock[rank], kept[rank], patience[rank] = at, now, holds, lost
+        position[rank], clock[rank], kept[rank], idle[rank] = at, now, holds, patience[rank] - lost
         if now > limit:
             return math.inf
     return max(clock) if left == 0 else math.inf
 
 
-def filled(problem: Problem, skeleton: Words, overrun: Sequence[float]) -> tuple[float, Words, Words]:
-    """The makespan, the letters done, and their positions in the skeleton."""
-    words: Words = [[] for _ in skeleton]
-    places: Words = [[] for _ in skeleton]
-    return fill(problem, skeleton, overrun, record=(words, places)), words, places
+def _copy(point: Checkpoint) -> Checkpoint:
+    wires, done, position, clock, kept, idle, pending, early, waiting, left = point
+    return Checkpoint(
+        [list(wire) for wire in wires],
+        list(done),
+        list(position),
+        list(clock),
+        list(kept),
+        list(idle),
+        [list(queue) for queue in pending],
+        list(early),
+        list(waiting),
+        left,
+    )

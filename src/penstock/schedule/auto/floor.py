@@ -6,7 +6,7 @@ import math
 
 from penstock.schedule.auto.problem import SLACK, Problem
 
-__all__ = ["lower_bound"]
+__all__ = ["lower_bound", "memory_pace"]
 
 
 def lower_bound(problem: Problem) -> float:
@@ -16,42 +16,52 @@ def lower_bound(problem: Problem) -> float:
     - a rank waits for its first input, then does all its work;
     - a rank waits for its first input, does all but the W that others' waits can hide, and the rest of the
       pipeline goes on from its last gradient to the end;
-    - a rank waits for its first input, and then what it keeps, over time, is at most its cap: each micro-batch
-      stays at a stage at least as long as the way from there to the end and back takes (Little's law).
+    - a rank waits for its first input, and then takes up micro-batches as fast as its memory allows.
     """
     count, m, times = problem.num_stages, problem.m, problem.durations
-    forward, backward = times[:count], times[count : 2 * count]
-    weights = times[3 * count :]
-    rest = [min(times[2 * count + s], backward[s] + weights[s]) for s in range(count)]
-    # A gradient leaves after I, or after a B that is shorter; from its start on, a backward takes all of ``rest``.
-    leaves = [min(backward[s], times[2 * count + s]) for s in range(count)]
+    forward, backward, fused, weights = (times[kind * count : (kind + 1) * count] for kind in range(4))
+    rest = [min(b, i + w) for b, i, w in zip(fused, backward, weights, strict=True)]
+    leaves = [min(b, i) for b, i in zip(fused, backward, strict=True)]  # a gradient, this long after its start
+    away = _away(problem)
     head = [0.0] * count  # until the stage's first input
-    for src, dst, time in sorted(problem.arcs, key=lambda arc: arc[1]):
-        head[dst] = max(head[dst], head[src] + forward[src] + time)
-    away = [0.0] * count  # from the end of F to the start of the backward, at least
-    for src, dst, time in sorted(problem.arcs, key=lambda arc: -arc[0]):
-        away[src] = max(away[src], time + forward[dst] + away[dst] + leaves[dst] + time)
     tail = [0.0] * count  # from the moment the gradient leaves to the end of all work of that micro-batch elsewhere
     for src, dst, time in sorted(problem.arcs, key=lambda arc: arc[1]):
+        head[dst] = max(head[dst], head[src] + forward[src] + time)
         tail[dst] = max(tail[dst], time + max(rest[src], leaves[src] + tail[src]))
     found = max(head[s] + forward[s] + away[s] + max(rest[s], leaves[s] + tail[s]) for s in range(count))
-    for rank, stages in enumerate(problem.local):
+    for stages, work, pace in zip(problem.local, problem.work, memory_pace(problem), strict=True):
         begin = min(head[s] for s in stages)
         moving = sum(forward[s] + leaves[s] for s in stages)
-        found = max(
-            found,
-            begin + m * problem.work[rank],
-            begin + m * moving + min(max(rest[s] - leaves[s], tail[s]) for s in stages),
-        )
-        stays = [
-            problem.activation[s]
-            * (forward[s] + away[s] + min(times[2 * count + s], backward[s] + problem.keep * weights[s]))
-            for s in stages
-        ]
-        cap = _usable(problem, rank)
-        if 0 < cap < math.inf:
-            found = max(found, begin + m * sum(stays) / cap)
+        end = min(max(rest[s] - leaves[s], tail[s]) for s in stages)
+        found = max(found, begin + m * work, begin + m * moving + end, begin + m * pace)
     return found
+
+
+def memory_pace(problem: Problem) -> list[float]:
+    """By rank, the least time between two micro-batches that its memory allows, in the long run (Little's law).
+
+    Each stays at a stage at least as long as it takes to go from there to the end and back.
+    """
+    count, times = problem.num_stages, problem.durations
+    forward, backward, fused, weights = (times[kind * count : (kind + 1) * count] for kind in range(4))
+    stays = [
+        size * (forward[s] + away + min(fused[s], backward[s] + problem.keep * weights[s]))
+        for s, (size, away) in enumerate(zip(problem.activation, _away(problem), strict=True))
+    ]
+    return [
+        sum(stays[s] for s in stages) / room if (room := _usable(problem, rank)) else 0.0
+        for rank, stages in enumerate(problem.local)
+    ]
+
+
+def _away(problem: Problem) -> list[float]:
+    """By stage, the time from the end of its F to the start of its backward, at least."""
+    count, times = problem.num_stages, problem.durations
+    away = [0.0] * count
+    for src, dst, time in sorted(problem.arcs, key=lambda arc: -arc[0]):
+        leaves = min(times[count + dst], times[2 * count + dst])
+        away[src] = max(away[src], time + times[dst] + away[dst] + leaves + time)
+    return away
 
 
 def _usable(problem: Problem, rank: int) -> float:

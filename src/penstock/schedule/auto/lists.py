@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from penstock.schedule.auto.problem import SLACK, Problem, Words
+from penstock.schedule.auto.problem import SLACK, Problem, Words, connect
 
 __all__ = ["Policy", "list_schedule"]
 
@@ -32,6 +32,8 @@ class Policy:
     """A W may delay what arrives meanwhile by this fraction of itself."""
     look: float = 0.0
     """Work waits for what has an earlier wish if that arrives within this fraction of the work."""
+    pace: float = 0.0
+    """The least time between two micro-batches, or groups of them, that enter the pipeline, for each of them."""
     quota: tuple[float, ...] | None = None
     """By rank: what it may keep when it takes up a forward while others of that stage are in flight."""
     relieve: bool = True
@@ -43,20 +45,18 @@ class Policy:
 def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> tuple[float, Words]:
     """The makespan and the words; infinity where the policy runs into a deadlock or beyond ``limit``."""
     count, m, ranks = problem.num_stages, problem.m, problem.num_ranks
-    durations, takes, placement = problem.durations, problem.takes, problem.placement
+    durations, takes = problem.durations, problem.takes
     never = math.inf
     wishes, period, group, step = policy.wishes, policy.period, policy.group, policy.step
     overrun, look, relieve = policy.overrun, policy.look, policy.relieve
     round_ = group * period
-    incoming: list[list[list[float]]] = [[] for _ in range(2 * count)]
-    outgoing: list[list[tuple[list[float], float, int]]] = [[] for _ in range(2 * count)]
-    for src, dst, time in problem.arcs:
-        forth: list[float] = []
-        back: list[float] = []
-        incoming[dst].append(forth)
-        outgoing[src].append((forth, time, placement[dst]))
-        incoming[count + src].append(back)
-        outgoing[count + dst].append((back, time, placement[src]))
+    round_pace = group * policy.pace
+    wires: list[list[float]] = [[] for _ in range(2 * len(problem.arcs))]
+    incoming, outgoing = connect(problem, wires)
+    entries = [k // group * round_pace for k in range(m)]
+    for s in range(count):
+        if policy.pace and not incoming[s]:
+            incoming[s].append(entries)
     room = [cap * (1 + SLACK) for cap in problem.cap]
     quota = [cap * (1 + SLACK) for cap in policy.quota] if policy.quota else room
     reserve = [0.0] * count  # room for the later stages of the rank: without it, no micro-batch might ever end
@@ -65,9 +65,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> 
         for s in reversed(stages):
             reserve[s] = later
             later += problem.activation[s]
-    backs = [
-        2 * count + s if policy.fused and problem.fuses[s] else count + s for s in range(count)
-    ]
+    backs = [2 * count + s if policy.fused and problem.fuses[s] else count + s for s in range(count)]
     forwards, inputs, weights = [0] * count, [0] * count, [0] * count
     split = [back < 2 * count for back in backs]
     kept = [0.0] * ranks
@@ -77,7 +75,6 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> 
     events = [(0.0, rank) for rank in range(ranks)]
     local = problem.local
     end = 0.0
-    done = 0
     while events:
         now, rank = heappop(events)
         if wake[rank] != now:
@@ -156,7 +153,6 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = math.inf) -> 
                 wake[rank] = -1.0
             continue
         words[rank].append(letter)
-        done += 1
         over = now + durations[letter]
         kept[rank] += takes[letter]
         if letter < 3 * count:

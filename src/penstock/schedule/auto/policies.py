@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+from penstock.schedule.auto.floor import memory_pace
 from penstock.schedule.auto.lists import Policy
 from penstock.schedule.auto.problem import Problem
 
@@ -13,7 +14,7 @@ __all__ = ["draw", "plain", "vary"]
 
 def plain(problem: Problem) -> Policy:
     """Every micro-batch travels as fast as it can, one bottleneck's work apart."""
-    return Policy(_travel(problem, [1.0] * 2 * _depth(problem), 0.0), max(problem.work))
+    return Policy(_travel(problem, [1.0] * 2 * _depth(problem), 0.0), max(*problem.work, *memory_pace(problem)))
 
 
 def draw(problem: Problem, random: Random) -> Policy:
@@ -21,12 +22,14 @@ def draw(problem: Problem, random: Random) -> Policy:
     depth, count, ranks = _depth(problem), problem.num_stages, problem.num_ranks
     linger = [random.choice((1.0, 1.0, 1.0, 1.5, 2.0, 2.0, 3.0, 4.0)) for _ in range(2 * depth)]
     wait = random.choice((0.0, 0.0, 0.0, 1.0, 2.0, 4.0)) * problem.durations[2 * count - 1]
+    period = max(*problem.work, *memory_pace(problem))
     slope = random.choice((0.0, 0.0, 0.5, 1.0))
     order = sorted(range(ranks), key=lambda rank: problem.local[rank][0])
     turn = {rank: i for i, rank in enumerate(order)}
     return Policy(
         _travel(problem, linger, wait),
-        max(problem.work) * random.choice((1.0, 1.0, 1.1, 1.2, 1.35)),
+        period * random.choice((1.0, 1.0, 1.1, 1.2)),
+        pace=period * random.choice((0.0, 0.0, 0.9, 1.0, 1.05, 1.1)),
         group=ranks if depth > 1 and random.random() < 0.3 else 1,
         step=sum(problem.durations[:count]) / count,
         overrun=random.choice((0.0, 0.0, 0.3, 0.7, 1.0)),
@@ -46,7 +49,7 @@ def vary(problem: Problem, policy: Policy, random: Random) -> Policy:
     wishes = list(policy.wishes)
     varied = replace(policy, wishes=wishes)
     for _ in range(random.choice((1, 1, 2, 3))):
-        what = random.randrange(8)
+        what = random.randrange(9)
         if what <= 2:
             begin = random.randrange(2 * count)
             end = begin + (random.randrange(1, count + 1) if random.random() < 0.6 else 1)
@@ -55,6 +58,8 @@ def vary(problem: Problem, policy: Policy, random: Random) -> Policy:
                 wishes[line] += shift
         elif what == 3:
             varied.period = max(0.8 * work, varied.period * (1 + random.gauss(0.0, 0.05)))
+        elif what == 8:
+            varied.pace = max(0.0, varied.pace + random.gauss(0.0, 0.05) * work)
         elif what == 4:
             varied.overrun = max(0.0, varied.overrun + random.gauss(0.0, 0.3))
         elif what == 5:

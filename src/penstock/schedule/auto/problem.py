@@ -13,13 +13,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from penstock.errors import ScheduleError
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge, edges_of
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["SLACK", "Problem", "Words", "make_problem"]
+__all__ = ["SLACK", "Problem", "Words", "connect", "make_problem"]
+
+T = TypeVar("T")
 
 Words = list[list[int]]
 """For each rank, its order as classes of work."""
@@ -96,6 +99,24 @@ class Problem:
 
     def with_m(self, m: int) -> Problem:
         return replace(self, m=m)
+
+
+def connect(
+    problem: Problem, wires: Sequence[list[T]]
+) -> tuple[list[list[list[T]]], list[list[tuple[list[T], float, int]]]]:
+    """For F and I of each stage, the wires they wait for, and those they send on, with the time and the rank at the
+    other end. ``wires`` holds two lists of arrivals for each arc, forth and back.
+    """
+    count, placement = problem.num_stages, problem.placement
+    incoming: list[list[list[T]]] = [[] for _ in range(2 * count)]
+    outgoing: list[list[tuple[list[T], float, int]]] = [[] for _ in range(2 * count)]
+    for number, (src, dst, time) in enumerate(problem.arcs):
+        forth, back = wires[2 * number], wires[2 * number + 1]
+        incoming[dst].append(forth)
+        outgoing[src].append((forth, time, placement[dst]))
+        incoming[count + src].append(back)
+        outgoing[count + dst].append((back, time, placement[src]))
+    return incoming, outgoing
 
 
 def make_problem(

@@ -14,64 +14,70 @@ from penstock.schedule.auto.problem import SLACK, Problem, Words
 
 __all__ = ["few", "repeat"]
 
+_SMALL = 1024
+"""Stages times micro-batches."""
+
 
 def few(problem: Problem) -> int:
-    """So many micro-batches that warm-up, drain and some turns of the steady state fit in: no more than 4p.
-
-    What is left out is a multiple of p, for kernels of any length that divides it.
+    """All where they are a small problem; else as many as have room for warm-up, drain and some turns of the steady
+    state, less than 4p. What is left out is a multiple of p, for kernels of any length that divides it.
     """
     ranks, m = problem.num_ranks, problem.m
-    return m if m < 4 * ranks else 3 * ranks + m % ranks
+    enough = 3 * ranks + m % ranks
+    return m if m <= enough or problem.num_stages * m <= _SMALL else enough
 
 
 def repeat(problem: Problem, plan: Plan, m: int) -> Plan | None:
-    """The plan, made for ``m`` micro-batches, for all of the problem's.
+    """The plan, made for ``m`` micro-batches, for all of the problem's; None where it nowhere repeats itself.
 
-    Kernels of 1, 2, 4 … p micro-batches are tried, at several places, with one turn of p more: the one that adds the
+    Kernels of 1, 2, 4 … p micro-batches are tried, near several places, with one turn of p more: the one that adds the
     least time is taken, or the first that adds no more than the busiest rank's work.
     """
     ranks = problem.num_ranks
-    more = problem.m - m
     trial = problem.with_m(m + ranks)
     hoped = (plan.makespan + ranks * max(problem.work)) * (1 + SLACK)
-    tried: list[tuple[float, int, int]] = []
+    tried: list[tuple[float, int, list[tuple[int, int]]]] = []
     for length in (q for q in range(1, ranks + 1) if ranks % q == 0):
-        for begin in (m // 2, 2 * m // 5, m // 3, 3 * m // 5):
-            longer = _stretch(problem, plan.skeleton, begin, length, ranks // length)
-            if longer is not None:
-                tried.append((fill(trial, longer, plan.overrun), length, begin))
-                if tried[-1][0] <= hoped:
-                    break
-        if tried and min(tried)[0] <= hoped:
+        kernels = [_kernels(problem, rank, word, length) for rank, word in enumerate(plan.skeleton)]
+        if not all(kernels):
+            continue
+        for middle in (m // 2, m // 3, 3 * m // 5):
+            near = [min(found, key=lambda entry: abs(entry[0] - middle))[1] for found in kernels]
+            longer = _stretch(plan.skeleton, near, ranks // length)
+            tried.append((fill(trial, longer, plan.overrun), length, near))
+            if tried[-1][0] <= hoped:
+                break
+        if tried[-1][0] <= hoped:
             break
-    for time, length, begin in sorted(tried)[:2]:
-        longer = _stretch(problem, plan.skeleton, begin, length, more // length)
-        if time < math.inf and longer is not None:
+    for time, length, near in sorted(tried)[:2]:
+        if time < math.inf:
+            longer = _stretch(plan.skeleton, near, (problem.m - m) // length)
             makespan = fill(problem, longer, plan.overrun)
             if makespan < math.inf:
                 return Plan(makespan, longer, plan.overrun)
     return None
 
 
-def _stretch(problem: Problem, skeleton: Words, begin: int, length: int, times: int) -> Words | None:
-    """The kernel that starts with the forward of micro-batch ``begin`` on each rank, so many times more.
+def _kernels(problem: Problem, rank: int, word: list[int], length: int) -> list[tuple[int, tuple[int, int]]]:
+    """Parts of a rank's word, from a forward of its first stage on, that hold ``length`` of each F and backward.
 
-    None where a rank's word does not hold ``length`` of each of its F and backwards there.
+    For each, the micro-batch it starts with, and where it begins and ends.
     """
-    count = problem.num_stages
-    stretched: Words = []
-    for rank, word in enumerate(skeleton):
-        first = problem.local[rank][0]
-        passed = [at for at, letter in enumerate(word) if letter == first]
-        if begin + length >= len(passed):
-            return None
-        start, end = passed[begin], passed[begin + length]
-        kernel = word[start:end]
-        seen = [0] * (2 * count)
-        for letter in kernel:
-            if letter < 3 * count:
-                seen[letter if letter < 2 * count else letter - count] += 1
-        if any(seen[s] != length or seen[count + s] != length for s in problem.local[rank]):
-            return None
-        stretched.append(word[:end] + kernel * times + word[end:])
-    return stretched
+    count, stages = problem.num_stages, problem.local[rank]
+    passed = [at for at, letter in enumerate(word) if letter == stages[0]]
+    found = []
+    for k, (begin, end) in enumerate(zip(passed, passed[length:], strict=False)):
+        seen = [0] * (4 * count)
+        for letter in word[begin:end]:
+            seen[letter] += 1
+        if all(seen[s] == seen[count + s] + seen[2 * count + s] == length for s in stages):
+            found.append((k, (begin, end)))
+    return found
+
+
+def _stretch(skeleton: Words, kernels: list[tuple[int, int]], times: int) -> Words:
+    """Each rank's kernel so many times more."""
+    return [
+        word[:end] + word[begin:end] * times + word[end:]
+        for word, (begin, end) in zip(skeleton, kernels, strict=True)
+    ]

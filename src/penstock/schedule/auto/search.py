@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from penstock.schedule.auto.anneal import Plan, anneal
-from penstock.schedule.auto.fill import fill, filled
+from penstock.schedule.auto.fill import Record, fill
 from penstock.schedule.auto.lists import Policy, list_schedule
 from penstock.schedule.auto.policies import draw, plain, vary
 from penstock.schedule.auto.problem import SLACK, Problem, Words
@@ -17,15 +17,19 @@ from penstock.schedule.auto.words import evaluate
 
 __all__ = ["first_order", "search"]
 
-_LETTERS_PER_SECOND = 2.5e6
-"""What a core gets through, at least: so much searching is done in a second."""
+_LETTERS_PER_SECOND = 3.2e6
+_OVERHEAD = 300
+"""What a core gets through, at least, and what an order costs besides its letters: so much searching is done."""
 
-_FOR_POLICIES = 0.3
+_FOR_POLICIES = 0.45
 """The part of the search that goes to policies; one costs as much as this many letters of an order:"""
-_POLICY_COST = 6.0
+_POLICY_COST = 9.0
 
-_TRACKS = 2
-"""So many different plans are annealed."""
+_ROUNDS = (4, 2, 1)
+"""So many different plans are annealed: in each round the better ones of the last, for longer."""
+
+_WORTH = 1.1
+"""A plan that takes so much longer than the best is dropped."""
 
 _OVERRUNS = (0.0, 0.5)
 
@@ -49,24 +53,25 @@ def search(
     # A makespan of the small problem that would make one of the goal, as every rank would have to be busy.
     small_goal = (goal - (problem.m - small.m) * max(problem.work)) * (1 + SLACK)
     letters = 3 * small.num_stages * small.m
-    effort = share * seconds * _LETTERS_PER_SECOND / letters
+    effort = share * seconds * _LETTERS_PER_SECOND / (letters + _OVERHEAD)
     pool = _Pool(small, random)
-    pool.offer(one_at_a_time(small))
-    for skeleton in skeletons(small, families=int(effort / 60)):
-        pool.offer(skeleton)
-        if pool.best <= small_goal or expired():
+    for number, skeleton in enumerate(skeletons(small, families=int(effort / 60))):
+        if pool.best <= small_goal or (number >= 2 and expired()):
             break
+        pool.offer(skeleton)
     for number in range(1 + int(_FOR_POLICIES * effort / _POLICY_COST)):
-        if pool.best <= small_goal or expired():
+        if pool.best <= small_goal or (number >= 1 and expired()):
             break
         pool.try_policy(number)
-    plans = pool.pick(_TRACKS if pool.best > small_goal else 1)
-    steps = int((1 - _FOR_POLICIES) * effort / len(plans))
-    for i, plan in enumerate(plans):
-        plans[i] = anneal(small, plan, steps, random, small_goal, expired)
-        if plans[i].makespan <= small_goal:
-            break
-    plans.sort(key=lambda plan: plan.makespan)
+    if not pool.plans:
+        pool.offer(one_at_a_time(small))
+    plans = pool.pick(_ROUNDS[0])
+    for tracks in _ROUNDS:
+        steps = int((1 - _FOR_POLICIES) * effort / len(_ROUNDS) / tracks)
+        for i, plan in enumerate(plans[:tracks]):
+            if min(plan.makespan for plan in plans) > small_goal:
+                plans[i] = anneal(small, plan, steps, random, small_goal, expired)
+        plans.sort(key=lambda plan: plan.makespan)
     if small.m < problem.m:
         return _for_all(problem, small.m, plans, pool, lambda: spent() >= seconds)
     return [_order(problem, plan) for plan in plans]
@@ -86,7 +91,7 @@ class _Pool:
         makespans = []
         for part in _OVERRUNS:
             overrun = [part] * self.problem.num_ranks
-            makespan = fill(self.problem, skeleton, overrun)
+            makespan = fill(self.problem, skeleton, overrun, limit=self.best * _WORTH)
             if makespan < math.inf:
                 self.plans.append(Plan(makespan, skeleton, overrun))
             makespans.append(makespan)
@@ -119,8 +124,8 @@ class _Pool:
 
 
 def _order(problem: Problem, plan: Plan) -> tuple[float, Words]:
-    makespan, words, _ = filled(problem, plan.skeleton, plan.overrun)
-    return makespan, words
+    record = Record(problem.num_ranks, every=sum(map(len, plan.skeleton)) + 1)
+    return fill(problem, plan.skeleton, plan.overrun, record=record), record.words
 
 
 def _for_all(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, product
 
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 from penstock.schedule.placement import loop, vee
@@ -74,30 +74,31 @@ def one_at_a_time(problem: Problem) -> Words:
 
 
 def skeletons(problem: Problem, families: int) -> Iterator[Words]:
-    """Orders to begin with: those that are known, and up to so many relatives of them."""
+    """Orders to begin with: those that are known, and up to so many relatives of them; the likeliest two first."""
+    ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
+    relatives: Iterator[Words] = iter(())
+    if problem.placement == vee(ranks):
+        relatives = _travelling(problem)
+    elif problem.placement == loop(ranks, per_rank):
+        relatives = _alternating(problem, per_rank)
+    yield from islice(relatives, 2)
     for schedule in fixed_schedules(problem):
         words = to_words(problem, schedule)
         yield words
         yield to_skeleton(problem, words)
-    ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
-    if problem.placement == loop(ranks, per_rank):
-        yield from islice(_alternating(problem, per_rank), max(4, families))
-    if problem.placement == vee(ranks):
-        yield from islice(_travelling(problem), max(4, families))
+    yield from islice(relatives, max(2, families))
 
 
 def _alternating(problem: Problem, per_rank: int) -> Iterator[Words]:
     """Warm-ups of different length, then backward and forward in turn, in groups of p micro-batches."""
     ranks, count, m = problem.num_ranks, problem.num_stages, problem.m
-    size = ranks if per_rank > 1 else 1
-    groups = [range(first, min(m, first + size)) for first in range(0, m, size)]
-    deepest = (per_rank - 1) * ranks
-    for slope in (1, 2, 0):
+    deepest = (per_rank - 1) * min(m, ranks)
+    for groups, slope in product(_groupings(m, ranks) if per_rank > 1 else [[1] * m], (1, 2, 0)):
         for base in range(deepest + 1, deepest + ranks * (1 if slope else 2) + 1, max(1, ranks // 8)):
             words: Words = []
             for rank, stages in enumerate(problem.local):
-                forwards = [s for group in groups for s in stages for _ in group]
-                backwards = [count + s for group in groups for s in reversed(stages) for _ in group]
+                forwards = [s for group in groups for s in stages for _ in range(group)]
+                backwards = [count + s for group in groups for s in reversed(stages) for _ in range(group)]
                 kept, most = 0.0, 0
                 for s in forwards:
                     kept += problem.activation[s]
@@ -111,6 +112,16 @@ def _alternating(problem: Problem, per_rank: int) -> Iterator[Words]:
                     word += forwards[warm + i : warm + i + 1]
                 words.append(word)
             yield words
+
+
+def _groupings(m: int, size: int) -> list[list[int]]:
+    """Groups of ``size``. A few left over share the last groups' places evenly; many are a group of their own."""
+    full, rest = divmod(m, size)
+    if not rest or not full:
+        return [[size] * full + [rest] * bool(rest)]
+    alone = [size] * full + [rest]
+    shared = [size] * (full - 1) + [(size + rest + 1) // 2, (size + rest) // 2]
+    return [alone, shared] if 2 * rest >= size else [shared, alone]
 
 
 def _travelling(problem: Problem) -> Iterator[Words]:

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import math
 
-from penstock.schedule.auto.problem import SLACK, Problem, Words
+from penstock.schedule.auto.problem import SLACK, Problem, Words, connect
 
-__all__ = ["critical", "evaluate", "fits", "fits_all", "peaks"]
+__all__ = ["critical", "evaluate", "fits_all"]
 
 
 def evaluate(problem: Problem, words: Words, limit: float = math.inf) -> float:
     """When the last rank is done; infinity for a deadlock, and for what takes longer than ``limit``.
 
-    One pass over the letters: each rank goes as far as its inputs are there. Each rank's word must be ``fits``.
+    One pass over the letters: each rank goes as far as its inputs are there. The words must pass ``fits_all``.
     """
     count = problem.num_stages
     weights = 3 * count
-    durations, placement = problem.durations, problem.placement
-    incoming: list[list[list[float]]] = [[] for _ in range(2 * count)]
-    outgoing: list[list[tuple[list[float], float, int]]] = [[] for _ in range(2 * count)]
-    for src, dst, time in problem.arcs:
-        forth: list[float] = []
-        back: list[float] = []
-        incoming[dst].append(forth)
-        outgoing[src].append((forth, time, placement[dst]))
-        incoming[count + src].append(back)
-        outgoing[count + dst].append((back, time, placement[src]))
+    durations = problem.durations
+    wires: list[list[float]] = [[] for _ in range(2 * len(problem.arcs))]
+    incoming, outgoing = connect(problem, wires)
     done = [0] * (2 * count)
     ranks = len(words)
     position = [0] * ranks
@@ -74,17 +67,9 @@ def critical(problem: Problem, words: Words) -> list[tuple[int, int]]:
     """The letters (rank, position) on a longest path, from its end to its beginning. There must be no deadlock."""
     count = problem.num_stages
     weights = 3 * count
-    durations, placement = problem.durations, problem.placement
-    Origin = tuple[float, int, int]
-    incoming: list[list[list[Origin]]] = [[] for _ in range(2 * count)]
-    outgoing: list[list[tuple[list[Origin], float, int]]] = [[] for _ in range(2 * count)]
-    for src, dst, time in problem.arcs:
-        forth: list[Origin] = []
-        back: list[Origin] = []
-        incoming[dst].append(forth)
-        outgoing[src].append((forth, time, placement[dst]))
-        incoming[count + src].append(back)
-        outgoing[count + dst].append((back, time, placement[src]))
+    durations = problem.durations
+    wires: list[list[tuple[float, int, int]]] = [[] for _ in range(2 * len(problem.arcs))]  # time, rank, position
+    incoming, outgoing = connect(problem, wires)
     done = [0] * (2 * count)
     ranks = len(words)
     clock = [0.0] * ranks
@@ -134,7 +119,7 @@ def critical(problem: Problem, words: Words) -> list[tuple[int, int]]:
     return path
 
 
-def fits(problem: Problem, rank: int, word: list[int]) -> bool:
+def _fits(problem: Problem, rank: int, word: list[int]) -> bool:
     """Whether a rank's word keeps its cap, and every stage does F, then I, then W of each micro-batch."""
     count = problem.num_stages
     takes = problem.takes
@@ -165,16 +150,6 @@ def fits(problem: Problem, rank: int, word: list[int]) -> bool:
 
 
 def fits_all(problem: Problem, words: Words) -> bool:
-    return all(fits(problem, rank, word) for rank, word in enumerate(words))
+    """Whether each rank keeps its cap, and does what belongs together in the right order."""
+    return all(_fits(problem, rank, word) for rank, word in enumerate(words))
 
-
-def peaks(problem: Problem, words: Words) -> list[float]:
-    """What each rank keeps at its peak."""
-    found = []
-    for word in words:
-        kept = most = 0.0
-        for letter in word:
-            kept += problem.takes[letter]
-            most = max(most, kept)
-        found.append(most)
-    return found

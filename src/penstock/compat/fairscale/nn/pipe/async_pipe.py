@@ -131,7 +131,7 @@ class AsyncPipe(nn.Module):
             self.pipeline = Pipeline(
                 split(whole, balance=[1] * len(whole)),
                 microbatches=self.chunks,
-                mesh=Mesh(pipe=len(ranks), group=ranks, device=device),
+                mesh=Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=device),
                 recompute=self.checkpoint,
                 batchnorm="deferred" if self._deferred else "microbatch",
                 dynamic=True,  # any layers may be here, and other ranks know nothing of them

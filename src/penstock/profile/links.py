@@ -1,0 +1,186 @@
+"""How fast values go from device to device: a small and a large one sent there and back again, and the medians halved.
+
+    links = measure_links(mesh)                    # on every rank of the mesh, together
+    links.pairs[0, 1], links.worst                 # Link(latency, bandwidth)
+    local_link("cuda:0", "cuda:1")                 # between the threads of a pipeline in one process
+
+What is measured are the pipeline's own channels, so that all is in it that a value meets on its way there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from penstock.engine.channel.local import LocalLane
+from penstock.engine.channel.process import Wire
+from penstock.engine.connections import Connections
+from penstock.engine.idle import Waited
+from penstock.engine.jobs import Wires
+from penstock.engine.meeting import Meeting
+from penstock.engine.meta import TensorMeta
+from penstock.errors import PlanError
+from penstock.profile.costs import Link
+from penstock.train.mesh import Mesh
+
+__all__ = ["Links", "link_between", "local_link", "measure_links"]
+
+LARGE = 4 << 20  # bytes
+REPEATS = 11
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between neighbours in pipelines, by their ranks in the world."""
+
+    pairs: Mapping[tuple[int, int], Link]
+
+    @property
+    def worst(self) -> Link:
+        """The largest latency and the smallest bandwidth of all."""
+        return Link(
+            max((link.latency for link in self.pairs.values()), default=0.0),
+            min((link.bandwidth for link in self.pairs.values()), default=float("inf")),
+        )
+
+
+def link_between(small: float, large: float, size: int) -> Link:
+    """The link over which a small value takes ``small`` seconds, and one of ``size`` bytes ``large``."""
+    return Link(round(small, 9), size / (large - small) if large > small else float("inf"))
+
+
+def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> Links:
+    """The links from each rank of a pipeline to the next, and from the last to the first, one after the other.
+
+    All ranks of the mesh take part, and all learn of all links; replicas measure theirs at the same time. ``size`` is
+    that of the large value in bytes.
+    """
+    _check(size, repeats)
+    if not isinstance(mesh, Mesh):
+        raise PlanError(f"links are measured between the ranks of a ps.Mesh, got {type(mesh).__name__}")
+    meeting = Meeting(mesh.world_ranks, mesh.rank)
+    connections = Connections(mesh, meeting.watch, Waited())
+    wires: Wires = {}
+    try:
+        meeting.compare({"links of values of": f"{size} bytes, {repeats} times", "mesh": mesh.sizes})
+        count = mesh.pipe
+        ring = [(rank, (rank + 1) % count) for rank in range(count if count > 2 else count - 1)]
+        wires = connections.wires(ring, range(count), "links ", mesh.device)
+        found: dict[str, tuple[float, float]] = {}
+        for a, b in ring:
+            if mesh.pipe_rank in (a, b):
+                times = _ping_pong(wires[a, b, "F"], wires[b, a, "B"], mesh.pipe_rank == a, size, repeats)
+                if mesh.pipe_rank == a:
+                    found[f"{mesh.pipe_ranks[a]} {mesh.pipe_ranks[b]}"] = times
+        everyone = meeting.gather(found)
+    except BaseException as error:
+        meeting.cancel(error)
+        raise
+    finally:
+        for wire in wires.values():
+            wire.close()
+        connections.close()
+    meeting.watch.stop()
+    pairs = {}
+    for measured in everyone:
+        for key, (small, large) in measured.items():
+            here, there = key.split()
+            pairs[int(here), int(there)] = link_between(small, large, size)
+    return Links(dict(sorted(pairs.items())))
+
+
+def _ping_pong(out: Wire, back: Wire, begins: bool, size: int, repeats: int) -> tuple[float, float]:
+    """The seconds that a small and a large value take, one way; known to the rank that begins."""
+    device, found = out.device, []
+    if not begins:
+        out, back = back, out
+    for count in (1, size):
+        value = torch.zeros(count, dtype=torch.uint8, device=device)
+        makers = back.makers([TensorMeta(value.shape, value.dtype)])
+        times = []
+        for _ in range(repeats + 1):
+            start = perf_counter()
+            posted = back.receive(makers)
+            works = out.send([value]) if begins else []
+            back.finish(posted)
+            _settle(device)
+            if not begins:
+                works = out.send([value])
+            out.wait(works)
+            _settle(device)
+            times.append((perf_counter() - start) / 2)
+        found.append(statistics.median(times[1:]))
+    return found[0], found[1]
+
+
+def local_link(
+    src: str | torch.device, dst: str | torch.device, *, size: int = LARGE, repeats: int = REPEATS
+) -> Link:
+    """The link from one device to another inside of one process, from a thread to another.
+
+    Between threads that share a device nothing is copied: its bandwidth has no bound.
+    """
+    _check(size, repeats)
+    here, there = torch.device(src), torch.device(dst)
+    small = _hand_over(here, there, 1, repeats)
+    if here == there:
+        return Link(round(small, 9))
+    return link_between(small, _hand_over(here, there, size, repeats), size)
+
+
+def _hand_over(src: torch.device, dst: torch.device, size: int, repeats: int) -> float:
+    """The median of the seconds that a value takes from one thread to another."""
+    count = repeats + 1
+    out, back = LocalLane(count, src, dst), LocalLane(count, dst, src)
+    failed: list[BaseException] = []
+
+    def answer() -> None:
+        try:
+            for k in range(count):
+                back.send(k, _taken(out, k, dst))
+        except BaseException as error:
+            failed.append(error)
+            back.cancel()
+
+    thread = threading.Thread(target=answer, name="penstock link", daemon=True)
+    thread.start()
+    times, value = [], torch.zeros(size, dtype=torch.uint8, device=src)
+    try:
+        for k in range(count):
+            _settle(src)
+            start = perf_counter()
+            out.send(k, [value])
+            _taken(back, k, src)
+            times.append((perf_counter() - start) / 2)
+    except BaseException:
+        out.cancel()
+        thread.join()
+        if failed:
+            raise failed[0] from None
+        raise
+    thread.join()
+    return statistics.median(times[1:])
+
+
+def _taken(lane: LocalLane, k: int, device: torch.device) -> list[Tensor]:
+    lane.land(k)
+    found: list[Tensor] = lane.take(k)
+    _settle(device)
+    return found
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _check(size: int, repeats: int) -> None:
+    for name, number in (("size", size), ("repeats", repeats)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise PlanError(f"{name}={number!r} must be a whole number from 1 up")

@@ -1,0 +1,240 @@
+"""What a model costs on this machine: every layer measured as a stage, at one or more sizes of micro-batches.
+
+    profile = measure_costs(model, sample)             # sample: what the model is called with
+    profile.save("costs.json")
+    profile.at(16).layers[0].forward                   # seconds
+
+Bytes are exact; times are medians. The model is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from penstock.engine.inputs import cut_targets
+from penstock.engine.microbatch import batch_size, scatter
+from penstock.errors import PlanError
+from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, SharedParameters
+from penstock.profile.sizes import Profile
+from penstock.profile.states import OptimizerLike, states_per_byte
+from penstock.profile.timing import Times, overhead_of, times_of
+from penstock.screen import Screen, screen
+from penstock.split.fronts import line_of
+from penstock.split.line import Line
+from penstock.split.measure import Turn, measure
+from penstock.split.plan import Plan
+from penstock.split.trial import call_of, devices_of
+from penstock.split.weights import Measurement, tensor_bytes
+
+__all__ = ["measure_costs"]
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def measure_costs(
+    model: nn.Module | Line | Plan,
+    sample: Any,
+    *,
+    device: str | torch.device | None = None,
+    seconds: float = 5.0,
+    sizes: Iterable[int] | None = None,
+    optimizer: OptimizerLike = "adamw",
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    targets: Any = None,
+    accumulate: str | None = None,
+    threads: int | None = None,
+    progress: Screen | None = None,
+) -> Profile:
+    """Measure every layer of a model for about ``seconds`` altogether, and longer where few runs take that long.
+
+    ``sample`` is what the model is called with, and as many samples as the largest micro-batch has. ``sizes`` are the
+    sizes of micro-batches to measure, by default all samples and a quarter of them. With ``loss_fn`` and ``targets``
+    the loss belongs to the last layer. ``accumulate`` is the pipeline's.
+
+    Layers run on ``device``, or where they are; on a CPU with ``threads`` threads, of which a pipeline's rank has its
+    share of the cores. ``progress`` is a screen to report to, by default a bar where there is a terminal.
+    """
+    line = _line(model)
+    if not 0 <= seconds < float("inf"):
+        raise PlanError(f"seconds={seconds!r} must be a number from 0 up")
+    if accumulate not in (None, "fp32"):
+        raise PlanError(f"accumulate={accumulate!r} must be None or 'fp32', as the pipeline's")
+    call_of(sample)  # or an error, and so is what has no values yet:
+    devices_of(line.model, sample)
+    there, spread = _device(line, sample, device)
+    parts = _parts(sample, targets, loss_fn, sizes)
+    dtypes = {parameter.dtype for parameter in line.model.parameters()}
+    states = {dtype: states_per_byte(optimizer, dtype) for dtype in dtypes}
+    count = len(line.layers)
+    found = []
+    with _threads(threads), screen() if progress is None else nullcontext(progress) as shown:
+        nothing = overhead_of(there, min(0.2, seconds / 20))
+        for samples, part, wanted in parts:
+            shown.begin(f"measuring {samples} samples", count)
+            timed: list[Times] = []
+
+            def timer(turn: Turn, shown: Screen = shown, timed: list[Times] = timed) -> tuple[float, float]:
+                timed.append(times_of(turn, there, seconds / len(parts) / count).beside(nothing))
+                shown.advance(f"{turn.name} ({turn.index + 1} of {count})")
+                return timed[-1].forward, timed[-1].backward
+
+            finish = None if loss_fn is None else _finish(loss_fn, wanted, there)
+            measured = measure(line, part, device=None if spread else there, finish=finish, timer=timer)
+            found.append(_costs(line, samples, measured, timed, states, accumulate, there, nothing))
+    return Profile(tuple(found))
+
+
+def _line(model: nn.Module | Line | Plan) -> Line:
+    if isinstance(model, Plan):
+        return model.attached()
+    return model if isinstance(model, Line) else line_of(model)
+
+
+def _device(line: Line, sample: Any, device: str | torch.device | None) -> tuple[torch.device, bool]:
+    """Where the layers run, with its number, and whether that is on other devices as well."""
+    if device is None:
+        members = (*line.model.parameters(), *line.model.buffers())
+        inputs = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
+        places = list(dict.fromkeys(tensor.device for tensor in members or inputs))
+        return (places or [torch.device("cpu")])[0], len(places) > 1
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(f"device {found} is not there: this machine has no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found, False
+
+
+def _finish(loss_fn: Callable[[Any, Any], Any], targets: Any, device: torch.device) -> Callable[[Any], Any]:
+    (there,) = cut_targets(targets, (batch_size(targets, "targets") or 1,), device)
+    return lambda output: loss_fn(output, there)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Compute on a CPU with so many threads meanwhile."""
+    if count is None:
+        yield
+        return
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise PlanError(f"threads={count!r} must be a number of threads, from 1 up")
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _parts(sample: Any, targets: Any, loss_fn: Any, sizes: Iterable[int] | None) -> list[tuple[int, Any, Any]]:
+    """The sizes, with the first samples and targets of each; sliced as micro-batches are."""
+    if loss_fn is None and targets is not None:
+        raise PlanError("there are targets, but no loss_fn that would use them")
+    batch = batch_size(sample, "sample")
+    others = batch_size(targets, "targets")
+    if batch is not None and others is not None and batch != others:
+        raise PlanError(f"the sample has {batch} samples, but the targets have {others}")
+    if batch == 0:
+        raise PlanError("the sample is empty: its tensors have no entries along dimension 0")
+    whole = batch or 1
+    wanted = sorted({whole, max(1, whole // 4)} if sizes is None else set(sizes))
+    if not wanted or any(not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= whole for n in wanted):
+        raise PlanError(f"sizes={wanted} must be numbers of samples from 1 to {whole}, which is what the sample has")
+    return [(n, _first(sample, n, whole), _first(targets, n, whole)) for n in wanted]
+
+
+def _first(value: Any, samples: int, whole: int) -> Any:
+    return value if samples == whole else scatter(value, (samples, whole - samples))[0]
+
+
+def _costs(
+    line: Line,
+    samples: int,
+    measured: Measurement,
+    timed: Sequence[Times],
+    states: Mapping[torch.dtype, float],
+    accumulate: str | None,
+    device: torch.device,
+    nothing: Times,
+) -> ModelCosts:
+    layers = []
+    for cost, times in zip(measured.layers, timed, strict=True):
+        members = {id(tensor): tensor for _, tensor in line.members(cost.name)}.values()
+        trained = [t for t in members if isinstance(t, nn.Parameter) and t.requires_grad]
+        layers.append(
+            LayerCosts(
+                name=cost.name,
+                forward=times.forward,
+                input_gradient=times.input_gradient,
+                weight_gradient=times.weight_gradient,
+                recompute=times.recompute,
+                activation=cost.activation_bytes,
+                parameters=cost.parameter_bytes,
+                gradients=sum(_gradient_bytes(parameter, accumulate) for parameter in trained),
+                optimizer=sum(tensor_bytes(parameter) * states[parameter.dtype] for parameter in trained),
+                buffers=sum(tensor_bytes(t) for t in members if not isinstance(t, nn.Parameter)),
+                backward=times.backward,
+            )
+        )
+    return ModelCosts(
+        layers=tuple(layers),
+        crossings=_crossings(line, measured),
+        samples=samples,
+        shared=_shared(line),
+        kept_together=_kept_together(measured.kept),
+        device=device.type,
+        overhead=Overhead(**asdict(nothing)),
+    )
+
+
+def _gradient_bytes(parameter: nn.Parameter, accumulate: str | None) -> int:
+    """What its gradient takes during a step: in float32 where half precision is summed in that."""
+    wide = accumulate == "fp32" and parameter.dtype in _NARROW
+    return parameter.numel() * (4 if wide else parameter.element_size())
+
+
+def _crossings(line: Line, measured: Measurement) -> tuple[Crossing, ...]:
+    """What crosses from layer to layer; values are listed where one goes to several layers."""
+    edges = line.edges([(layer,) for layer in line.layers])
+    found = []
+    for s, cost in enumerate(measured.layers):
+        targets = sorted(edge.dst for edge in edges if edge.src == s)
+        numbers = [number for values in cost.sends for number in values]
+        repeated = len(set(numbers)) < len(numbers)
+        for dst, values in zip(targets, cost.sends, strict=True):
+            listed = tuple(values.items()) if repeated else ()
+            found.append(Crossing(s, dst, sum(values.values()), listed))
+    return tuple(found)
+
+
+def _shared(line: Line) -> tuple[SharedParameters, ...]:
+    """Parameters that several layers have, by which layers."""
+    users: dict[int, tuple[Tensor, list[int]]] = {}
+    for i, layer in enumerate(line.layers):
+        for _, tensor in line.members(layer):
+            layers = users.setdefault(id(tensor), (tensor, []))[1]
+            if i not in layers:
+                layers.append(i)
+    sizes: dict[tuple[int, ...], int] = {}
+    for tensor, who in users.values():
+        if isinstance(tensor, nn.Parameter) and len(who) > 1:
+            sizes[tuple(who)] = sizes.get(tuple(who), 0) + tensor_bytes(tensor)
+    return tuple(SharedParameters(layers, size) for layers, size in sorted(sizes.items()))
+
+
+def _kept_together(kept: Sequence[Mapping[int, int]]) -> tuple[tuple[int, int, float], ...]:
+    """What a layer keeps that one before it keeps too: each storage is counted between a keeper and the next one."""
+    last: dict[int, int] = {}
+    sizes: dict[tuple[int, int], float] = {}
+    for i, storages in enumerate(kept):
+        for number, size in storages.items():
+            if number in last:
+                pair = (last[number], i)
+                sizes[pair] = sizes.get(pair, 0) + size
+            last[number] = i
+    return tuple((a, b, size) for (a, b), size in sorted(sizes.items()))

@@ -1,0 +1,193 @@
+"""What a planner answers: the plan, the order, what both will take, and what else there was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import PlanError
+from penstock.profile.planner.ways import Candidate, Lost, Way
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.text import from_text, to_text
+from penstock.split.plan import Plan
+from penstock.train.pipeline import Pipeline
+
+__all__ = ["Planned"]
+
+FORMAT = 1
+SHOWN = 8  # of those that lost
+RANKS = 12
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with its schedule, and the time and memory that they should take.
+
+        planned = ps.plan(model, sample, devices=4, batch=64)
+        print(planned)
+        pipe = planned.pipeline(loss_fn)
+    """
+
+    best: Candidate
+    others: tuple[Lost, ...]
+    layers: tuple[str, ...]
+    plan: Plan | None = None
+    devices: tuple[str, ...] | None = None
+
+    @property
+    def way(self) -> Way:
+        return self.best.way
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.best.schedule
+
+    @property
+    def microbatches(self) -> int:
+        return self.best.way.microbatches
+
+    @property
+    def seconds(self) -> float:
+        """What a step should take."""
+        return self.best.seconds
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """What each rank should hold at its peak: bytes."""
+        return self.best.memory
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The layers of each stage."""
+        return [self.layers[i:j] for i, j in pairwise((0, *self.best.cuts))]
+
+    def pipeline(self, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Pipeline:
+        """The pipeline of this plan; ``options`` are those of ``ps.Pipeline``, such as ``mesh``."""
+        if self.plan is None:
+            raise PlanError("this was planned without a model: load it with one, Planned.load(path, model)")
+        if "mesh" not in options and "devices" not in options and self.devices is not None:
+            options["devices"] = list(self.devices[: self.way.pipe])
+        return Pipeline(self.plan, loss_fn, microbatches=self.microbatches, schedule=self.schedule, **options)
+
+    def __str__(self) -> str:
+        best = self.best
+        certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
+        lines = [
+            f"{best.way}",
+            f"a step of {time_of(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
+            "",
+            *_shortened(table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3})),
+        ]
+        if self.others:
+            rows = [
+                (str(lost.way), "-" if lost.seconds is None else time_of(lost.seconds), lost.reason)
+                for lost in self.others[:SHOWN]
+            ]
+            lines += ["", *table(["others", "step", "why not"], rows, right={1})]
+            if len(self.others) > SHOWN:
+                lines.append(f"and {len(self.others) - SHOWN} more")
+        return "\n".join(lines)
+
+    def _ranks(self) -> list[tuple[str, ...]]:
+        groups, placement = self.groups, self.schedule.placement
+        rows: list[tuple[str, ...]] = []
+        for rank, memory in enumerate(self.memory):
+            own = [stage for stage, home in enumerate(placement) if home == rank]
+            runs = [_run(groups[stage]) for stage in own]
+            rows.append((str(rank), " ".join(map(str, own)), " | ".join(runs), bytes_of(memory)))
+        return rows
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON: to be made once, and read by every rank."""
+        Path(path).write_text(self.to_json())
+
+    def to_json(self) -> str:
+        best = asdict(replace(self.best, schedule=Schedule("", (), (), 0)))
+        del best["schedule"]
+        data = {
+            "penstock_planned": FORMAT,
+            **best,
+            "schedule": to_text(self.schedule),
+            "others": [asdict(lost) for lost in self.others],
+            "layers": self.layers,
+            "plan": None if self.plan is None else json.loads(self.plan.to_json()),
+            "devices": self.devices,
+        }
+        return json.dumps(data, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module | None = None) -> Planned:
+        """Read it; with ``model``, as a plan of that model."""
+        return cls.from_json(Path(path).read_bytes().decode("utf-8", "replace"), model, str(path))
+
+    @classmethod
+    def from_json(cls, text: str, model: nn.Module | None = None, origin: str = "the text") -> Planned:
+        """The same from JSON; ``origin`` names it in errors."""
+        try:
+            data = json.loads(text)
+            if data["penstock_planned"] != FORMAT:
+                raise PlanError(f"{origin} has format {data['penstock_planned']}: expected {FORMAT}")
+            best = Candidate(
+                Way(**data["way"]),
+                tuple(data["cuts"]),
+                from_text(data["schedule"]),
+                data["seconds"],
+                data["floor"],
+                tuple(data["memory"]),
+                data["bubble"],
+            )
+            others = tuple(Lost(Way(**lost.pop("way")), **lost) for lost in data["others"])
+            plan = None if data["plan"] is None else Plan._from_data(data["plan"])
+            devices = None if data["devices"] is None else tuple(data["devices"])
+            layers = tuple(data["layers"])
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{origin} is not what a planner saved: {type(error).__name__}: {error}") from error
+        if plan is not None and model is not None:
+            plan = plan.attach(model)
+        return cls(best, others, layers, plan, devices)
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """A table's head, and of many rows the first and the last."""
+    rows = lines[2:]
+    return lines if len(rows) <= RANKS else [*lines[: RANKS + 1], f"… {len(rows) - RANKS} more …", lines[-1]]
+
+
+def _run(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)})"
+
+
+def time_of(seconds: float) -> str:
+    """Seconds for people."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    return f"{seconds:.3g} s"
+
+
+def bytes_of(size: float) -> str:
+    """Bytes for people."""
+    for n, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**n:
+            return f"{size / 1024**n:.2f} {unit}"
+    return f"{size:.0f} B"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+    """Lines of a table."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return [line(heads), "  ".join("─" * width for width in widths), *map(line, rows)]

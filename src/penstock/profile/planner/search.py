@@ -1,0 +1,189 @@
+"""The fastest way to train a mini-batch, among all: first on the back of an envelope, then the promising ones in full.
+
+    ways ──▶ an estimate and a floor of each ──▶ the most promising, cut and ordered ──▶ the best few, refined
+
+A way whose floor is above what was found already is not looked at: no order of it is faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+
+from penstock.errors import PlanError
+from penstock.profile.costs import ModelCosts
+from penstock.profile.planner.cuts import evened, placement_of
+from penstock.profile.planner.joint import Joint, joint
+from penstock.profile.planner.segments import Segments
+from penstock.profile.planner.stages import stage_costs, static_bytes
+from penstock.profile.planner.times import Ranks
+from penstock.profile.planner.ways import Candidate, Cluster, Lost, Way
+from penstock.schedule.recompute import with_recompute
+from penstock.schedule.simulate import simulate
+from penstock.split.weights import readable
+
+__all__ = ["Answer", "search"]
+
+LOOKED_AT = 16  # ways that are cut and ordered
+REFINED = 3  # of which so many are gone over again
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best way, and the others."""
+
+    best: Candidate
+    others: tuple[Lost, ...]
+
+
+def search(
+    costs_of: Callable[[Way], ModelCosts],
+    ways: Sequence[Way],
+    cluster: Cluster,
+    *,
+    seconds: float = 10.0,
+    seed: int = 0,
+    report: Callable[[str], None] = lambda text: None,
+) -> Answer:
+    """Look at all ``ways``, for about ``seconds`` of a core; ``costs_of(way)`` is for its micro-batches."""
+    begin = time.thread_time()
+    models: dict[tuple[int, int, bool], Segments] = {}
+    looks = []
+    for way in ways:
+        key = way.samples, way.tensor, way.recompute
+        if key not in models:
+            models[key] = Segments(costs_of(way), recomputed=way.recompute)
+        looks.append(_Look(way, models[key], cluster))
+    looks.sort(key=lambda look: look.estimate)
+    lost = [Lost(look.way, look.reason, None, look.needs) for look in looks if look.reason]
+    found: list[tuple[_Look, Candidate]] = []
+    fastest = inf
+    for look in looks:
+        if look.reason:
+            continue
+        late = len(found) >= LOOKED_AT or (len(found) > 3 and time.thread_time() - begin > seconds)
+        if look.floor >= fastest:
+            lost.append(Lost(look.way, f"at least {look.floor / fastest - 1:.1%} slower", look.floor))
+        elif late:
+            lost.append(Lost(look.way, "less promising", look.estimate))
+        else:
+            report(str(look.way))
+            candidate = look.think(0.3 * seconds / LOOKED_AT, seed, moves=False)
+            if candidate is None:
+                lost.append(Lost(look.way, look.reason, None, look.needs))
+            else:
+                found.append((look, candidate))
+                fastest = min(fastest, candidate.seconds)
+    if not found:
+        raise PlanError(_nothing_fits(looks))
+    found.sort(key=lambda pair: pair[1].seconds)
+    left = max(0.3 * seconds, seconds - (time.thread_time() - begin))
+    for number, (look, candidate) in enumerate(found[:REFINED]):
+        if look.floor < fastest:
+            report(f"{look.way}, refined")
+            again = look.think(left / REFINED, seed, moves=True)
+            if again is not None and again.seconds < candidate.seconds:
+                found[number] = look, again
+    found.sort(key=lambda pair: pair[1].seconds)
+    best = found[0][1]
+    lost += [
+        Lost(other.way, f"{other.seconds / best.seconds - 1:.1%} slower", other.seconds, max(other.memory))
+        for _, other in found[1:]
+    ]
+    return Answer(best, tuple(sorted(lost, key=lambda one: inf if one.seconds is None else one.seconds)))
+
+
+class _Look:
+    """One way: about how long it will take, how long at least, or why it cannot be."""
+
+    def __init__(self, way: Way, segments: Segments, cluster: Cluster) -> None:
+        self.way, self.segments = way, segments
+        p = way.pipe
+        of_rank = [range(rank, way.data * p, p) for rank in range(p)]  # a rank of each replica: the slowest decides
+        self.ranks = Ranks(
+            tuple(min(cluster.speed[d] for d in devices) for devices in of_rank),
+            tuple(min(cluster.memory[d] for d in devices) for devices in of_rank),
+            (1.0,) * p,
+        )
+        self.between = cluster.link or segments.costs.link
+        self.placement = placement_of(way.shape, p, way.v)
+        self.reason = ""
+        self.needs: float | None = None
+        n, speed, layers = segments.n, self.ranks.speed, segments.costs.layers
+        share, held = segments.work(0, n) / sum(speed), segments.static(0, n) + segments.activation(0, n)
+        if held > sum(self.ranks.memory):
+            self._misses(held / p)
+        self.floor = way.microbatches * max(share, max(segments.works) / max(speed))
+        uneven = max(segments.works) / max(speed) / 2 / way.v if p > 1 else 0.0  # in the mean, a half
+        forward = sum(layer.forward for layer in layers) / max(speed)
+        fill = forward * (1 - 1 / p) / way.v + (p - 1) * segments.costs.link.latency
+        gradients = sum(layer.gradients for layer in layers) / p
+        self.estimate = max(self.floor, way.microbatches * (share + uneven)) + fill + self._summing([gradients])[0]
+
+    def think(self, seconds: float, seed: int, *, moves: bool) -> Candidate | None:
+        """Cut and order it; None if nothing keeps the memory."""
+        way = self.way
+        found = joint(
+            self.segments, self.ranks, way.microbatches, shape=way.shape, v=way.v, seconds=seconds, moves=moves,
+            seed=seed,
+        )  # fmt: skip
+        if found is None and not self.reason:
+            free = evened(self.segments, replace(self.ranks, memory=(inf,) * way.pipe), way.shape, way.v)
+            assert free is not None  # with as many layers as stages there are always cuts
+            held = list(static_bytes(self.segments, self.placement, free, way.pipe))
+            for rank, (i, j) in zip(self.placement, pairwise((0, *free)), strict=True):
+                held[rank] += self.segments.activation(i, j)
+            self._misses(max(held))
+        return None if found is None else self._candidate(found)
+
+    def _candidate(self, found: Joint) -> Candidate:
+        schedule, costs = found.found.schedule, found.costs
+        edges = tuple(costs.bytes) if isinstance(costs.bytes, dict) else None
+        if self.way.recompute:
+            plain = Segments(self.segments.costs)
+            costs = stage_costs(plain, self.ranks, self.placement, found.cuts)
+            schedule = with_recompute(schedule, ["always"] * len(found.cuts))
+        simulation = simulate(schedule, costs, edges)
+        sizes = [0.0] * self.way.pipe
+        for rank, (i, j) in zip(self.placement, pairwise((0, *found.cuts)), strict=True):
+            sizes[rank] += sum(layer.gradients for layer in self.segments.costs.layers[i:j])
+        summing = self._summing(sizes)
+        done = max(ends[-1] + sums for ends, sums in zip(simulation.ends, summing, strict=True))
+        floor = min(done, found.found.floor)
+        return Candidate(self.way, found.cuts, schedule, done, floor, found.memory, simulation.bubble)
+
+    def _summing(self, sizes: Sequence[float]) -> list[float]:
+        """The seconds in which ranks' gradients, of so many bytes, are summed over the replicas, in a ring."""
+        d, link = self.way.data, self.between
+        return [2 * (d - 1) * (size / d / link.bandwidth + link.latency) for size in sizes]
+
+    def _misses(self, needs: float) -> None:
+        self.needs, limit = needs, max(self.ranks.memory)
+        more = f"needs {readable(needs)} on a device that has {readable(limit)}"
+        self.reason = more if needs > limit else "no order keeps the memory"
+
+
+def _nothing_fits(looks: Sequence[_Look]) -> str:
+    """By how much the memory is too small, and what would help."""
+    costs = looks[0].segments.costs
+    limit = max(max(look.ranks.memory) for look in looks)
+    held = [layer.parameters + layer.gradients + layer.optimizer + layer.buffers for layer in costs.layers]
+    heaviest = max(range(len(held)), key=held.__getitem__)
+    least = min(look.needs or inf for look in looks)
+    lines = [f"nothing keeps the memory of {readable(limit)} a device"]
+    if held[heaviest] > limit:
+        name = costs.layers[heaviest].name
+        lines.append(
+            f"layer {name} alone needs {readable(held[heaviest])} with its gradients and the states of the optimizer: "
+            "divide it into smaller layers, or shard it (parallelize=)"
+        )
+    elif least < inf:
+        lines.append(f"the least that was found needs {readable(least)}, {readable(least - limit)} more")
+    hints = ["more devices", "smaller micro-batches", "an optimizer with fewer states (optimizer=)"]
+    if not any(look.way.recompute for look in looks):
+        hints.insert(1, "recompute")
+    lines.append(f"what would help: {', '.join(hints)}")
+    return "; ".join(lines)

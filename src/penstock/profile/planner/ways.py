@@ -1,0 +1,119 @@
+"""The ways in which a mini-batch can be trained on so many devices, and what each takes. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from penstock.profile.costs import Link
+from penstock.profile.planner.times import Cuts
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Candidate", "Cluster", "Lost", "Way", "grids_of", "ways"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices, in the order in which ranks take them: replica by replica."""
+
+    speed: tuple[float, ...]
+    memory: tuple[float, ...]
+    link: Link | None = None  # between replicas; None: as between the ranks of a pipeline
+
+    @classmethod
+    def alike(cls, devices: int, memory: float = inf, link: Link | None = None) -> Cluster:
+        return cls((1.0,) * devices, (memory,) * devices, link)
+
+    def __len__(self) -> int:
+        return len(self.speed)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How many replicas, ranks and stages a rank there are, and how the mini-batch is cut."""
+
+    data: int
+    pipe: int
+    shape: str  # "straight", "loop" or "v"
+    v: int
+    samples: int  # of a micro-batch
+    microbatches: int  # of each replica
+    recompute: bool = False
+    tensor: int = 1  # devices that share each layer: a rank is a group of so many
+
+    def __str__(self) -> str:
+        stages = {"straight": "", "loop": f" × {self.v} looped", "v": " × 2 on a V"}[self.shape]
+        parts = [f"{self.data} × " if self.data > 1 else "", f"{self.pipe} rank{'s' * (self.pipe > 1)}{stages}"]
+        parts.append(f", {self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of {self.samples}")
+        if self.tensor > 1:
+            parts.append(f", {self.tensor} devices each")
+        return "".join(parts) + (", recomputed" if self.recompute else "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way, thought through: its cuts, its order, and what it will take."""
+
+    way: Way
+    cuts: Cuts
+    schedule: Schedule
+    seconds: float  # of a step
+    floor: float  # no order of these stages takes less
+    memory: tuple[float, ...]  # of each rank at its peak
+    bubble: float
+
+    @property
+    def gap(self) -> float:
+        """How far above the floor."""
+        return self.seconds / self.floor - 1 if self.floor else 0.0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A way that was not chosen, and why."""
+
+    way: Way
+    reason: str
+    seconds: float | None = None
+    memory: float | None = None
+
+
+def ways(
+    batch: int,
+    grids: Iterable[tuple[int, int]],
+    layers: int,
+    *,
+    microbatches: int | None = None,
+    largest: int | None = None,
+    recompute: tuple[bool, ...] = (False,),
+    tensor: int = 1,
+) -> list[Way]:
+    """All ways worth a look. ``grids``: numbers of replicas and of ranks; ``largest``: samples of a micro-batch."""
+    found = []
+    for data, pipe in grids:
+        if pipe > layers or data > batch:
+            continue
+        share = -(-batch // data)
+        for samples in _sizes(share, microbatches, largest):
+            for shape, v in (("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)):
+                if pipe * v <= layers and (pipe > 1 or v == 1):
+                    for again in recompute:
+                        found.append(Way(data, pipe, shape, v, samples, -(-share // samples), again, tensor))
+    return found
+
+
+def grids_of(devices: int) -> list[tuple[int, int]]:
+    """All numbers of replicas and ranks that use all devices."""
+    return [(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
+
+
+def _sizes(share: int, microbatches: int | None, largest: int | None) -> list[int]:
+    """Sizes of micro-batches, from large to small: a share and its halves."""
+    if microbatches is not None:
+        return [-(-share // microbatches)]
+    sizes, size = [share], share
+    while size > 1:
+        size = -(-size // 2)
+        sizes.append(size)
+    return [size for size in sizes if largest is None or size <= largest] or sizes[-1:]

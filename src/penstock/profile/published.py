@@ -1,0 +1,111 @@
+"""Step times that others have published, to compare plans on paper with.
+
+A row has what the source says, and nothing that it does not say. How much of the peak matrix products reach is an
+assumption of ``hardware``, one number for each device; what a row tests is what comes on top of it: the bubble, the
+sums among devices, the work beside matrix products, and what is done again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import PlanError
+from penstock.profile.costs import ModelCosts
+from penstock.profile.described import MODELS
+from penstock.profile.hardware import HARDWARE
+from penstock.profile.paper import costs_on_paper
+
+__all__ = ["PUBLISHED", "Published", "step_on_paper"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """One run: what was trained, on what, how, and how long a step took."""
+
+    source: str
+    model: str
+    hardware: str
+    tensor: int
+    pipe: int
+    microbatch: int  # samples
+    batch: int  # samples, of one pipeline
+    seconds: float
+    interleaved: int = 1  # stages of a rank
+    attention: str = "plain"
+    sequence_parallel: bool = False
+    recompute: bool = False  # all layers, whole
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.pipe
+
+    @property
+    def utilization(self) -> float:
+        """The share of the devices' peak that the model's own operations had."""
+        peak = HARDWARE[self.hardware].flops
+        return MODELS[self.model].flops(self.batch) / (self.seconds * self.devices * peak)
+
+    def costs(self, *, half_layers: bool = False) -> ModelCosts:
+        """What the layers should cost."""
+        return costs_on_paper(
+            self.model,
+            self.hardware,
+            samples=self.microbatch,
+            tensor=self.tensor,
+            sequence_parallel=self.sequence_parallel,
+            attention=self.attention,
+            half_layers=half_layers,
+            devices=self.devices,
+        )
+
+    def estimate(self) -> float:
+        """The seconds that a step should take, with the optimizer's, which reads and writes all that it has."""
+        costs, count = self.costs(), self.batch // self.microbatch
+        moved = sum(layer.gradients + 2 * layer.optimizer + layer.parameters for layer in costs.layers) / self.pipe
+        step = step_on_paper(costs, self.pipe, count, interleaved=self.interleaved, recompute=self.recompute)
+        return step + HARDWARE[self.hardware].move(moved)
+
+
+def step_on_paper(
+    costs: ModelCosts, pipe: int, microbatches: int, *, interleaved: int = 1, recompute: bool = False
+) -> float:
+    """The seconds of a step of 1F1B, by its formula: each rank has as many layers, the ends go with the first and last.
+
+    The slowest rank works all the time; the others' work on one micro-batch, divided by the stages of a rank, is what
+    the bubble takes, with the hops of the first micro-batch down and of the last one up.
+    """
+    ends = [costs.layers[0], costs.layers[-1]]
+    inner = costs.layers[1:-1]
+    if len(inner) % pipe or microbatches < 1:
+        raise PlanError(f"{len(inner)} layers cannot be divided evenly among {pipe} ranks")
+    work = [layer.work + (layer.recompute if recompute else 0.0) for layer in inner]
+    each = len(inner) // pipe
+    ranks = [sum(work[rank * each : (rank + 1) * each]) for rank in range(pipe)]
+    ranks[0] += ends[0].work
+    ranks[-1] += ends[1].work
+    slowest = max(range(pipe), key=ranks.__getitem__)
+    bubble = sum(time for rank, time in enumerate(ranks) if rank != slowest) / interleaved
+    hops = 2 * (pipe * interleaved - 1) * costs.link.seconds(costs.crossings[0].bytes)
+    return microbatches * ranks[slowest] + bubble + hops
+
+
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198: tables 3 (how)
+# and 5 (seconds of an iteration). On A100 with 80 GB, without data parallelism. Each model runs twice: with all layers
+# recomputed, and with their sequence parallelism and the core of the attention recomputed.
+_SOURCE = "arXiv 2205.05198, table 5"
+_RUNS = [
+    # model, pipe, interleaved, microbatch, batch, seconds with all recomputed, seconds with selective recomputation
+    ("gpt:22b", 1, 1, 4, 4, 1.42, 1.10),
+    ("gpt:175b", 8, 3, 1, 64, 18.13, 13.75),
+    ("gpt:530b", 35, 3, 1, 280, 49.05, 37.83),
+    ("gpt:1t", 64, 1, 1, 512, 94.42, 71.49),
+]
+
+PUBLISHED = tuple(
+    row
+    for model, pipe, interleaved, microbatch, batch, whole, selective in _RUNS
+    for row in (
+        Published(_SOURCE, model, "a100", 8, pipe, microbatch, batch, whole, interleaved, recompute=True),
+        Published(_SOURCE, model, "a100", 8, pipe, microbatch, batch, selective, interleaved, "selective", True),
+    )
+)

@@ -1,0 +1,169 @@
+"""How long a layer takes as a stage: F, B, I, W and R, by the engine itself.
+
+A backward that is split leaves for W what the engine can put off (linear, convolution, embedding, norm) and does the
+rest in I. What that is in a given layer is the engine's to know, so it is the engine that runs here, on one
+micro-batch over and over:
+
+    as a stage that keeps its activations     F B   F I W   F B   F I W   …
+    as a stage that is recomputed             F R B   F R B   …
+
+Gradients are summed from one run to the next, as they are from the second micro-batch of a step on. Each action takes
+some microseconds beside its layers: these are known from a stage that does nothing, and taken off.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.buffers import Unnoticed
+from penstock.engine.context import ambient, surround
+from penstock.engine.message import Message, merge
+from penstock.engine.randomness import Randomness
+from penstock.engine.replay import Replay
+from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.tree import flatten
+from penstock.split.measure import LONG, REPEATS, Turn
+from penstock.split.trial import roots_of
+
+__all__ = ["Times", "overhead_of", "times_of"]
+
+ENOUGH = 1000  # runs, for any median
+
+
+@dataclass(frozen=True)
+class Times:
+    """The medians of the seconds of one layer's actions."""
+
+    forward: float
+    backward: float
+    input_gradient: float
+    weight_gradient: float
+    recompute: float
+
+    def beside(self, other: Times) -> Times:
+        """What is left of these when the others are taken off."""
+        return Times(*(max(0.0, round(a - b, 9)) for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def overhead_of(device: torch.device, budget: float) -> Times:
+    """What the actions of a stage take that does nothing."""
+    devices = set() if device.type == "cpu" else {device}
+    with torch.inference_mode(False), torch.enable_grad():
+        value = torch.ones(1, device=device, requires_grad=True)
+        return times_of(Turn(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)
+
+
+def times_of(turn: Turn, device: torch.device, budget: float) -> Times:
+    """Run a layer's actions for about ``budget`` seconds; they have run before what is counted."""
+    module = turn.stage if turn.targets else _Roots(turn.stage)
+    takes, gives = len(turn.values), max(1, len(turn.targets))
+    seconds = partial(_seconds, devices=turn.devices)
+
+    def fresh() -> Message:
+        return merge([_message(value) for value in turn.inputs()])[0] if takes > 1 else _message(turn.inputs()[0])
+
+    keeping = StageEngine(turn.index, module, device, takes=takes, gives=gives)
+    whole, split = Slot(), Slot(keeping.new_queue())
+
+    def kept() -> dict[str, float]:
+        found = {}
+        message = fresh()
+        found["F"] = seconds(lambda: keeping.forward(0, message, whole))
+        grads = _ones(whole)
+        found["B"] = seconds(lambda: keeping.backward(grads, whole))
+        keeping.forward(0, fresh(), split)
+        grads = _ones(split)
+        found["I"] = seconds(lambda: keeping.input_gradient(grads, split))
+        found["W"] = seconds(lambda: keeping.weight_gradient(split))
+        return found
+
+    again = StageEngine(turn.index, module, device, takes=takes, gives=gives)
+    again.randomness, again.unnoticed = Randomness(module, device, None), Unnoticed(module)
+    twice = Slot(replay=Replay())
+
+    def recomputed() -> dict[str, float]:
+        again.forward(0, fresh(), twice)
+        grads = _ones(twice)
+        took = seconds(lambda: again.recompute(0, twice))
+        again.backward(grads, twice)
+        twice.clear()
+        return {"R": took}
+
+    surround((keeping, again), ambient(), 1, "measuring")
+    with ExitStack() as stack:
+        for kind, *_ in ambient().autocast:  # forwards enter it by themselves; a backward runs outside of it
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(again.close)
+        f, b, i, w = _medians(kept, budget * 0.8)
+        (r,) = _medians(recomputed, budget * 0.2)
+    return Times(f, b, i, w, r)
+
+
+class _Roots(nn.Module):
+    """The last layer: of what the model gives, that which its backward starts from."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *values: Any) -> Any:
+        return roots_of(self.stage(*values))
+
+
+def _message(value: Any) -> Message:
+    leaves, spec = flatten(value)
+    wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return Message(leaves, spec, wants).detached()
+
+
+def _ones(slot: Slot) -> list[Tensor | None]:
+    """Gradients for what a forward gave, which is let go of: it has been sent, so to speak."""
+    messages = slot.messages or [slot.message]
+    grads: list[Tensor | None] = [
+        torch.ones_like(message.leaves[i]) for message in messages if message is not None for i in message.wants
+    ]
+    slot.message, slot.messages = None, []
+    return grads
+
+
+def _medians(run: Callable[[], dict[str, float]], budget: float) -> list[float]:
+    """The medians of what runs take: of as many as the budget allows, and of as many as a median needs."""
+    until = perf_counter() + budget
+    run()  # is slower than any other
+    runs = [run()]
+    while (perf_counter() < until and len(runs) < ENOUGH) or not _settled(runs):
+        runs.append(run())
+    medians = map(statistics.median, zip(*(found.values() for found in runs), strict=True))
+    return [round(median, 9) for median in medians]  # no clock knows more
+
+
+def _settled(runs: list[dict[str, float]]) -> bool:
+    return len(runs) >= REPEATS or (len(runs) >= 2 and min(sum(found.values()) for found in runs) > LONG)
+
+
+def _seconds(work: Callable[[], object], devices: set[torch.device]) -> float:
+    """How long a piece of work takes, on the device if all of it is on one GPU."""
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    if len(devices) == 1 and (device := next(iter(devices))).type == "cuda":
+        with torch.cuda.device(device):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began.record()
+            work()
+            ended.record()
+            ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1000
+    start = perf_counter()
+    work()
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    return perf_counter() - start

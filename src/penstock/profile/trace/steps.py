@@ -1,0 +1,183 @@
+"""What is written down of a step: plain data, in seconds on one clock.
+
+    rank 1   ····wait····▕▔▔▔2F0▔▔▔▏send▕  ··wait··▕▔▔▔2B0▔▔▔▏        a Part: what one rank did in a Step
+                          start    end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.schedule.action import Action
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Done", "Part", "Sent", "Span", "Step", "Track", "Wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank waits for another one: for a message, or until one that it sent is over."""
+
+    peer: int  # the stage at the other end
+    start: float
+    end: float
+    what: str = "message"  # or "sent"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message to another stage, of the same rank or of another one; the times are those of its start."""
+
+    target: int  # the stage that takes it
+    start: float
+    end: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An action, done: what it waited for before, and what it sent then.
+
+    On a GPU the times are those of the device, and ``launched`` is when the host began to launch it; ``memory`` is in
+    bytes, after the action.
+    """
+
+    action: Action
+    start: float
+    end: float
+    launched: float | None = None
+    memory: int | None = None
+    waits: tuple[Wait, ...] = ()
+    sends: tuple[Sent, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the rank waited before it; waits for several messages at a time count once."""
+        total, until = 0.0, float("-inf")
+        for wait in sorted(self.waits, key=lambda wait: wait.start):
+            total += max(0.0, wait.end - max(wait.start, until))
+            until = max(until, wait.end)
+        return total
+
+    def to_row(self) -> list[Any]:
+        waits = [[wait.peer, wait.start, wait.end, wait.what] for wait in self.waits]
+        sends = [[sent.target, sent.start, sent.end, sent.bytes] for sent in self.sends]
+        return [str(self.action), self.start, self.end, self.launched, self.memory, waits, sends]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> Done:
+        name, start, end, launched, memory, waits, sends = row
+        times = tuple(Wait(int(p), float(a), float(b), str(what)) for p, a, b, what in waits)
+        sent = tuple(Sent(int(t), float(a), float(b), int(n)) for t, a, b, n in sends)
+        launched = None if launched is None else float(launched)
+        memory = None if memory is None else int(memory)
+        return cls(Action.parse(name), float(start), float(end), launched, memory, times, sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank does around its actions, by name.
+
+    In ``announce`` it hears of the mini-batch, in ``sends`` it waits until those are over that no action comes after,
+    in ``reduce`` for sums of gradients over replicas, and in ``loss`` for the loss of all.
+    """
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank did in a step. ``track`` is its number among the trace's tracks."""
+
+    track: int
+    begin: float
+    end: float
+    actions: tuple[Done, ...]
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which it worked on actions."""
+        return sum(done.seconds for done in self.actions)
+
+    @property
+    def waited(self) -> float:
+        return sum(done.waited for done in self.actions)
+
+    @property
+    def around(self) -> float:
+        """Seconds before and after its actions of which it is known what they were spent on."""
+        return sum(span.end - span.start for span in self.spans)
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "track": self.track,
+            "begin": self.begin,
+            "end": self.end,
+            "actions": [done.to_row() for done in self.actions],
+            "spans": [[span.name, span.start, span.end] for span in self.spans],
+        }
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Part:
+        return cls(
+            int(data["track"]),
+            float(data["begin"]),
+            float(data["end"]),
+            tuple(map(Done.from_row, data["actions"])),
+            tuple(Span(str(name), float(start), float(end)) for name, start, end in data["spans"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One rank of the mesh: a thread, or a process."""
+
+    rank: int  # in the world; of threads, among them
+    replica: int  # the pipeline that it belongs to
+    place: int  # its rank in that pipeline
+    device: str
+    clock_error: float = 0.0  # seconds by which its clock may be off that of the first rank
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One mini-batch: a training step, a forward without gradients, or one half of a call with them."""
+
+    number: int  # in the trace
+    kind: str  # "step", "evaluate", "call" or "backward"
+    parts: tuple[Part, ...]
+    failed: bool = False
+
+    @property
+    def begin(self) -> float:
+        return min(part.begin for part in self.parts)
+
+    @property
+    def end(self) -> float:
+        return max(part.end for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    def of(self, tracks: Iterable[int]) -> list[Part]:
+        """The parts of some tracks that have done anything."""
+        wanted = set(tracks)
+        return [part for part in self.parts if part.track in wanted and part.actions]
+
+    def schedule(self, name: str, placement: Sequence[int], places: Sequence[int], replica: Iterable[int]) -> Schedule:
+        """What the ranks of one replica did, in their order; ``places[t]`` is track t's rank in its pipeline."""
+        orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+        for part in self.of(replica):
+            orders[places[part.track]] = [done.action for done in part.actions]
+        count = max((action.microbatch + 1 for order in orders for action in order), default=0)
+        return Schedule.of(name, placement, orders, count)

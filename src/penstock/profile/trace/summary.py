@@ -1,0 +1,71 @@
+"""A trace in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from penstock.errors import PenstockError
+from penstock.profile.trace.measure import typical
+
+if TYPE_CHECKING:
+    from penstock.profile.trace.trace import Trace
+
+__all__ = ["summary"]
+
+
+def summary(trace: Trace) -> str:
+    """How long a step takes, its bubble beside the simulated one, and what each rank does meanwhile."""
+    schedule = trace.schedule
+    head = (
+        f"trace of {_count(len(trace.steps), 'step')}: {schedule.name}, {_count(schedule.num_stages, 'stage')} on "
+        f"{_count(schedule.num_ranks, 'rank')}, {_count(schedule.num_microbatches, 'micro-batch')}"
+    )
+    if len(trace.replicas) > 1:
+        head += f", {len(trace.replicas)} replicas"
+    lines = [head] + ([] if trace.missing is None else [f"one rank's part only: {trace.missing}"])
+    steps = typical(trace)
+    if not steps:
+        return "\n".join([*lines, "no whole step"])
+    times = [step.seconds for step in steps]
+    lines.append(f"step    {_ms(median(times))} (median of {len(times)}; {_ms(min(times))} to {_ms(max(times))})")
+    lines += [f"bubble  {text}" for text in [_bubble(trace)] if text]
+    cells: list[tuple[str, ...]] = [("rank", "device", "stages", "busy", "waits", "around", "other")]
+    for t, track in enumerate(trace.tracks):
+        parts = [part for step in steps for part in step.of([t])]
+        if parts:
+            known = [[part.busy, part.waited, part.around] for part in parts]
+            other = [max(0.0, p.end - p.begin - sum(row)) for p, row in zip(parts, known, strict=True)]
+            times = [median(column) for column in (*zip(*known, strict=True), other)]
+            stages = " ".join(map(str, schedule.stages_of(track.place)))
+            cells.append((str(track.rank), track.device, stages, *map(_ms, times)))
+    return "\n".join([*lines, "", *_columns(cells)])
+
+
+def _bubble(trace: Trace) -> str | None:
+    if trace.bubble is None:
+        return None
+    text = f"{trace.bubble:.1%} measured"
+    try:
+        return f"{text}, {trace.simulation().bubble:.1%} simulated with the median time of each action"
+    except PenstockError:  # one rank's part only, or half of a call
+        return text
+
+
+def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        padded = [c.rjust(w) if i > 2 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "  ".join("─" * width for width in widths))
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,109 @@
+"""Cuts with the least busy ranks: as good as the best of all cuts, tried one by one."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
+from penstock.profile.planner.cuts import cut, evened, placement_of
+from penstock.profile.planner.segments import Segments
+from penstock.profile.planner.times import Ranks, bottleneck
+
+SHAPES = [("straight", 1), ("v", 2), ("loop", 2)]
+
+
+def layer(i: int, work: float, activation: float = 0.0, parameters: float = 0.0) -> LayerCosts:
+    return LayerCosts(f"l{i}", work / 3, work / 3, work / 3, work / 3, activation, parameters, 0.0, 0.0)
+
+
+def model(works: list[float], **more: object) -> ModelCosts:
+    crossings = tuple(Crossing(i, i + 1, 1.0) for i in range(len(works) - 1))
+    return ModelCosts(tuple(layer(i, work) for i, work in enumerate(works)), crossings, **more)  # type: ignore[arg-type]
+
+
+def alike(p: int) -> Ranks:
+    return Ranks((1.0,) * p, (inf,) * p, (1.0,) * p)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Segments, Ranks, str, int]:
+    shape, v = draw(st.sampled_from(SHAPES))
+    p = draw(st.integers(1, 4 if v == 1 else 3))
+    n = draw(st.integers(p * v, 8))
+    whole = st.integers(0, 6).map(float)
+    layers = tuple(layer(i, draw(whole), draw(whole), draw(whole)) for i in range(n))
+    crossings = [Crossing(i, i + 1, draw(whole)) for i in range(n - 1)]
+    if n > 2 and draw(st.booleans()):
+        crossings.insert(1, Crossing(0, n - 1, draw(whole)))
+    shared = (SharedParameters((0, n - 1), min(layers[0].parameters, layers[-1].parameters)),) * (n > 1)
+    link = Link(0.0, draw(st.sampled_from([inf, 1.0, 0.3])))
+    costs = ModelCosts(layers, tuple(crossings), shared=shared, link=link)
+    numbers = [draw(st.tuples(*[of] * p)) for of in (st.sampled_from([1.0, 0.5]), st.sampled_from([inf, 40.0, 20.0]))]
+    return Segments(costs), Ranks(numbers[0], numbers[1], (2.0,) * p), shape, v
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_no_other_cuts_have_a_less_busy_rank(problem: tuple[Segments, Ranks, str, int]) -> None:
+    segments, ranks, shape, v = problem
+    placement = placement_of(shape, len(ranks), v)
+    everywhere = [(*cuts, segments.n) for cuts in combinations(range(1, segments.n), len(placement) - 1)]
+    best = min(bottleneck(segments, ranks, placement, cuts) for cuts in everywhere)
+    found = cut(segments, ranks, shape, v)
+    reached = inf if found is None else bottleneck(segments, ranks, placement, found)
+    assert reached == pytest.approx(best)
+    moved = evened(segments, ranks, shape, v)
+    assert moved is None or bottleneck(segments, ranks, placement, moved) >= best * (1 - 1e-12)
+
+
+def test_what_two_layers_share_counts_once_in_a_stage() -> None:
+    tied = model([1.0] * 4, shared=(SharedParameters((0, 1, 3), 8.0),))
+    tied = ModelCosts(tuple(layer(i, 1.0, 0.0, 8.0) for i in range(4)), tied.crossings, shared=tied.shared)
+    segments = Segments(tied)
+    assert segments.static(0, 1) == 8
+    assert segments.static(0, 2) == 8
+    assert segments.static(0, 4) == 16  # 8 of the tie, 8 of layer 2
+    assert segments.static(2, 4) == 16
+
+
+def test_activations_that_two_layers_keep_count_once_in_a_stage() -> None:
+    base = model([1.0] * 3)
+    layers = tuple(layer(i, 1.0, 10.0) for i in range(3))
+    segments = Segments(ModelCosts(layers, base.crossings, kept_together=((0, 1, 4.0), (1, 2, 4.0))))
+    assert [segments.activation(0, 2), segments.activation(0, 3), segments.activation(1, 2)] == [16.0, 22.0, 10.0]
+
+
+def test_a_stage_that_recomputes_keeps_what_came_to_it() -> None:
+    base = model([3.0] * 3)
+    layers = tuple(layer(i, 3.0, 10.0) for i in range(3))
+    segments = Segments(ModelCosts(layers, base.crossings), recomputed=True)
+    assert segments.activation(1, 3) == 1.0
+    assert segments.static(1, 3) == 20.0  # of the one micro-batch that is there again
+    assert segments.work(1, 3) == pytest.approx(8.0)
+
+
+def test_a_value_for_several_layers_crosses_a_cut_once() -> None:
+    crossings = (Crossing(0, 1, 4.0, ((7, 4.0),)), Crossing(0, 2, 4.0, ((7, 4.0),)), Crossing(1, 2, 2.0))
+    segments = Segments(ModelCosts(tuple(layer(i, 1.0) for i in range(3)), crossings))
+    assert segments.crossing == [0.0, 4.0, 6.0, 0.0]
+
+
+def test_two_hundred_layers_on_sixty_four_ranks() -> None:
+    works = [1.0 + (i * 7919 % 13) / 13 for i in range(200)]
+    segments = Segments(model(works))
+    found = cut(segments, alike(64), "straight", 1)
+    assert found is not None
+    assert len(found) == 64
+    reached = bottleneck(segments, alike(64), range(64), found)
+    assert sum(works) / 64 <= reached < sum(works) / 64 + max(works)
+
+
+def test_there_are_no_cuts_where_there_are_more_stages_than_layers() -> None:
+    segments = Segments(model([1.0] * 5))
+    assert cut(segments, alike(3), "v", 2) is None
+    assert evened(segments, alike(3), "v", 2) is None

@@ -1,0 +1,145 @@
+"""What is found: it keeps the memory, is what it says it is, and is better than what anybody would take without it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+
+import pytest
+
+from penstock.errors import PlanError
+from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts
+from penstock.profile.planner.joint import joint
+from penstock.profile.planner.plan import plan_costs
+from penstock.profile.planner.segments import Segments
+from penstock.profile.planner.stages import edges_between, stage_costs
+from penstock.profile.planner.times import Ranks
+from penstock.profile.planner.ways import Way, grids_of, ways
+from penstock.profile.sizes import Profile
+from penstock.schedule import build, simulate
+
+P, M = 8, 16
+
+
+def like_8b(*, halves: bool) -> Segments:
+    """32 equal layers of F = I = W = 0.25, an embedding of 0.13 and a head of 2.4 of these; 4 layers keep one unit."""
+    parts = 2 if halves else 1
+    unit = 0.25 / parts
+
+    def one(name: str, work: float, kept: float) -> LayerCosts:
+        return LayerCosts(name, work, work, work, work, kept, 0.0, 0.0, 0.0)
+
+    inner = [one(f"layer.{i}", unit, unit) for i in range(32 * parts)]
+    layers = (one("embed", 0.13 * 0.25, 0.0), *inner, one("head", 2.4 * 0.25, 0.0))
+    crossings = tuple(Crossing(i, i + 1, 0.0) for i in range(len(layers) - 1))
+    return Segments(ModelCosts(layers, crossings, link=Link(0.05)))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_cuts_and_order_together_beat_every_fixed_schedule_on_an_even_cut(halves: bool) -> None:
+    """80.7 is what the best of torch's schedules takes for this model, with as many layers in each stage."""
+    segments = like_8b(halves=halves)
+    found = joint(segments, Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=2.0)
+    assert found is not None
+    assert max(found.memory) <= 8.0
+    assert found.found.makespan < 80.7 / 1.15
+    again = simulate(found.found.schedule, found.costs, tuple(edges_between(segments, found.cuts)))
+    assert again.makespan == found.found.makespan
+    assert found.found.floor <= again.makespan
+
+
+def uniform(layers: int = 8, seconds: float = 0.03, held: float = 10.0, kept: float = 1.0) -> ModelCosts:
+    third = seconds / 3
+    half = held / 2
+    rows = tuple(LayerCosts(f"l{i}", third, third, third, third, kept, half, half, 0.0) for i in range(layers))
+    return ModelCosts(rows, tuple(Crossing(i, i + 1, 1.0) for i in range(layers - 1)), samples=4)
+
+
+def test_the_answer_is_no_slower_than_what_fixed_schedules_do_with_its_cuts() -> None:
+    planned = plan_costs(Profile((uniform(),)), batch=32, grids=[(1, 4)], microbatches=8, seconds=1.0)
+    assert planned.way == Way(1, 4, planned.way.shape, planned.way.v, 4, 8)
+    assert planned.seconds >= planned.best.floor
+    segments = Segments(uniform())
+    cuts = (2, 4, 6, 8)
+    costs = stage_costs(segments, Ranks((1.0,) * 4, (inf,) * 4, (1.0,) * 4), range(4), cuts)
+    for name in ("gpipe", "1f1b", "zb_h1"):
+        assert planned.seconds <= simulate(build(name, 4, 8), costs).makespan * (1 + 1e-9)
+
+
+def test_replicas_are_used_where_they_are_faster_and_cost_their_sums() -> None:
+    one = uniform()
+    free = plan_costs(Profile((one,)), batch=32, devices=4, seconds=1.0)
+    assert (free.way.data, free.way.pipe) == (4, 1)  # no bubble
+    assert free.seconds == pytest.approx(2 * one.layers[0].work * 8)
+    dear = plan_costs(Profile((one,)), batch=32, devices=4, link=Link(0.0, 10.0), seconds=1.0)
+    assert dear.way.data == 1  # 40 bytes of gradients at 10 bytes a second
+
+
+def test_memory_is_kept_by_more_ranks_and_by_recomputing() -> None:
+    heavy = uniform(kept=100.0)
+    roomy = plan_costs(Profile((heavy,)), batch=16, grids=[(1, 4)], microbatches=4, seconds=0.5)
+    assert not roomy.way.recompute
+    tight = plan_costs(Profile((heavy,)), batch=16, grids=[(1, 4)], microbatches=4, memory=230.0, seconds=0.5)
+    assert tight.way.recompute
+    assert max(tight.memory) <= 230.0
+    assert "R" in tight.schedule.kinds
+    assert tight.seconds > roomy.seconds
+    kept_all = plan_costs(
+        Profile((heavy,)), batch=16, grids=[(1, 4)], microbatches=4, memory=230.0, recompute=False, seconds=0.5
+    )
+    assert kept_all.seconds > tight.seconds  # with one micro-batch in flight at a time
+
+
+def test_uneven_devices_get_uneven_shares() -> None:
+    planned = plan_costs(Profile((uniform(12),)), batch=64, grids=[(1, 2)], speeds=[2.0, 1.0], seconds=0.5)
+    work = [0, 0]
+    for rank, (i, j) in zip(planned.schedule.placement, pairwise((0, *planned.best.cuts)), strict=True):
+        work[rank] += j - i
+    assert work == [8, 4]
+
+
+def test_others_say_why_they_lost_and_none_is_faster() -> None:
+    planned = plan_costs(Profile((uniform(),)), batch=32, devices=8, seconds=0.5)
+    assert planned.others
+    assert all(lost.reason for lost in planned.others)
+    looked_at = [lost for lost in planned.others if lost.reason.endswith("slower")]
+    assert all(lost.seconds is None or lost.seconds >= planned.seconds for lost in looked_at)
+    text = str(planned)
+    assert "a step of" in text
+    assert "why not" in text
+
+
+def test_all_ways_to_use_devices() -> None:
+    assert grids_of(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    assert {(way.samples, way.microbatches) for way in ways(10, [(2, 2)], 4)} == {(5, 1), (3, 2), (2, 3), (1, 5)}
+    assert {way.samples for way in ways(64, [(1, 2)], 4, largest=8)} == {8, 4, 2, 1}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"memory": 5.0}, "layer l0 alone needs 10 bytes.*divide it into smaller layers"),
+        ({"memory": 12.0}, r"nothing keeps the memory of 12 bytes.*what would help: more devices"),
+        ({"grids": [(1, 9)]}, "9 devices asked for, but the model has only 8 layers"),
+        ({"memory": [100.0]}, "memory has 1 numbers, but there are 2 devices"),
+        ({"speeds": [1.0, 0.0]}, "speeds must be numbers above 0"),
+        ({"batch": 1, "grids": [(2, 1)]}, "a mini-batch of 1 samples cannot be divided among 2 replicas"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(how: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_costs(Profile((uniform(),)), **{"batch": 8, "grids": [(1, 2)], "seconds": 0.2, **how})  # type: ignore[arg-type]
+
+
+def test_a_way_is_not_ruled_out_by_a_backward_that_nobody_would_run() -> None:
+    """What a whole backward takes is no floor where its two halves take less, nor the other way round."""
+    for whole in (0.1, 0.001):
+        rows = tuple(
+            LayerCosts(f"l{i}", 0.01, 0.01, 0.01, 0.01, 1.0, 1.0, 0.0, 0.0, backward=whole) for i in range(4)
+        )
+        costs = ModelCosts(rows, tuple(Crossing(i, i + 1, 1.0) for i in range(3)), samples=4)
+        planned = plan_costs(Profile((costs,)), batch=16, grids=[(1, 2)], microbatches=4, seconds=0.3)
+        assert planned.best.floor <= planned.seconds * (1 + 1e-9)
+        at_least = [lost.seconds for lost in planned.others if lost.reason.startswith("at least")]
+        assert all(seconds is not None and seconds >= planned.seconds for seconds in at_least)
+        assert planned.seconds < 4 * 2 * (0.01 + min(whole, 0.02)) * 1.6

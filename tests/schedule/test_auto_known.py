@@ -1,0 +1,79 @@
+"""The automatic schedule against what is known: the best orders found so far, and an exact solver."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.schedule.auto import auto
+from penstock.schedule.auto.floor import lower_bound
+from penstock.schedule.auto.problem import make_problem
+from penstock.schedule.costs import Costs
+from penstock.schedule.placement import loop, vee
+from tests.schedule.oracle import optimum
+
+SCENARIOS = Path(__file__).parents[3] / "shared" / "peers" / "scenarios.json"
+SHAPES = {"v1": (1, loop(4)), "loop2": (2, loop(4, 2)), "V": (2, vee(4))}
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is as long as it is meant to be, however slow or busy the machine."""
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+
+
+def scenarios() -> list[dict[str, Any]]:
+    """Those of four ranks and eight micro-batches."""
+    if not SCENARIOS.exists():
+        pytest.skip(f"there is no {SCENARIOS.name} beside this repository")
+    known = json.loads(SCENARIOS.read_text(encoding="utf-8"))["scenarios"]
+    return [scenario for scenario in known if (scenario["p"], scenario["m"]) == (4, 8)]
+
+
+def costs_of(scenario: dict[str, Any], v: int) -> Costs:
+    stages = scenario["costs_per_stage"]["1_stage_per_rank" if v == 1 else "2_stages_per_rank"]
+    f, i, w = (tuple(stages[kind]) for kind in "FIW")
+    return Costs(f=f, i=i, w=w, latency=scenario["hop_latency"], activation=1 / v)
+
+
+def test_regret_at_the_memory_of_1f1b() -> None:
+    regrets = []
+    for scenario in scenarios():
+        for shape, (v, placement) in SHAPES.items():
+            found = auto(costs_of(scenario, v), placement, 8, seconds=0.4)
+            best = scenario["by_memory_cap"]["1.0p"][shape]
+            assert found.floor <= best["best_known"] * (1 + 1e-4)  # the file has four digits
+            regrets.append(found.makespan / best["best_known"] - 1)
+    assert max(regrets) <= 0.02
+    assert sum(regrets) / len(regrets) <= 0.005
+
+
+def test_gain_in_less_memory() -> None:
+    """The best placement is never slower than the best fixed schedule that fits, and faster on average."""
+    gains = []
+    for scenario in scenarios()[:4]:
+        fixed = min(f["makespan"] for f in scenario["fixed"].values() if f["peak_activations"] <= 3)
+        found = min(
+            auto(costs_of(scenario, v), placement, 8, cap=3, seconds=0.3).makespan for v, placement in SHAPES.values()
+        )
+        gains.append(1 - found / fixed)
+    assert min(gains) >= -1e-4
+    assert sum(gains) / len(gains) >= 0.02
+
+
+@pytest.mark.parametrize("cap", [1.0, 2.0])
+@pytest.mark.parametrize("shape", ["v1", "loop2", "V"])
+def test_as_good_as_the_exact_solver(shape: str, cap: float) -> None:
+    v, placement = (SHAPES | {"loop2": (2, loop(2, 2)), "V": (2, vee(2))})[shape]
+    costs = Costs(f=1.0 / v, i=1.3 / v, w=0.7 / v, latency=0.1, activation=1 / v)
+    problem, _ = make_problem(costs, placement, 4, cap, None)
+    best = optimum(problem, seconds=20)
+    if best is None:
+        pytest.skip("no optimum is proven in time")
+    found = auto(costs, placement, 4, cap=cap, seconds=1.0)
+    assert lower_bound(problem) <= best + 1e-6
+    assert best - 0.01 <= found.makespan <= best * 1.02  # the solver rounds times
