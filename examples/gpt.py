@@ -69,13 +69,13 @@ def batch(ids: Tensor, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a GPT on a text, as a pipeline, and let it write.")
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "LICENSE", help="a file of letters")
-    parser.add_argument("--stages", type=int, default=4, help="threads; a mesh has a stage for each process")
     parser.add_argument("--steps", type=int, default=200, help="mini-batches of 16 pieces")
+    parser.add_argument("--letters", type=int, default=100, help="to write")
     args = parser.parse_args()
 
     letters, ids = read(args.text)
     mesh = ps.Mesh() if ps.launched() else None
-    plan = ps.split(network(len(letters)), blocks="blocks", stages=args.stages if mesh is None else mesh.pipe)
+    plan = ps.split(network(len(letters)), blocks="blocks", stages=4 if mesh is None else mesh.pipe)
     # Steps keep no outputs; what pipe(x) gives comes to all ranks, since all of them write the next letter.
     pipe = ps.Pipeline(plan, F.cross_entropy, microbatches=4, mesh=mesh, outputs=None, outputs_everywhere=True)
     ps.say(pipe.plan)
@@ -88,7 +88,7 @@ def main() -> None:
 
     written, dice = ids[:1], torch.Generator().manual_seed(0)  # the same letters on every rank
     with torch.no_grad():
-        for _ in range(80):
+        for _ in range(args.letters):
             logits = pipe(written[-CONTEXT:].unsqueeze(0))[0, :, -1].cpu()
             written = torch.cat([written, torch.multinomial(logits.softmax(0), 1, generator=dice)])
     pipe.close()
