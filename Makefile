@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench docs lint clean
 
 # What builds the package comes first: without isolation, pip builds it with what is in the environment.
 $(READY): pyproject.toml constraints.txt
@@ -26,5 +26,13 @@ test: lint
 bench: $(READY)
 	$(PY) -m benchmarks
 
+$(VENV)/.docs: $(READY)
+	$(PIP) --no-build-isolation -e '.[docs]'
+	touch $(VENV)/.docs
+
+# A broken link, or a name that is not there any more, ends it.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

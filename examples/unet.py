@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,7 +44,8 @@ class Up(nn.Module):
         return torch.relu(self.mix(torch.cat([self.up(x), skip], dim=1)))
 
 
-def unet(channels: int = 8, depth: int = 3) -> nn.Sequential:
+def network(channels: int = 8, depth: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)  # the same weights on every rank, and in every run
     levels = [(channels * 2**i, ps.Namespace()) for i in range(depth)]  # "skip" means another value on every level
     widest = channels * 2**depth
     return nn.Sequential(
@@ -64,25 +66,24 @@ def pictures(n: int, seed: int) -> tuple[Tensor, Tensor]:
     return disc + 0.5 * torch.randn(disc.shape, generator=g), disc
 
 
-def main(steps: int = 30) -> list[float]:
-    """Train for some steps, and return their losses."""
-    torch.manual_seed(0)  # the same weights on every rank, and in every run
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a U-Net as a pipeline of four stages.")
+    parser.add_argument("--steps", type=int, default=30, help="mini-batches of 16 pictures")
+    steps = parser.parse_args().steps
+
     mesh = ps.Mesh(pipe=4) if ps.launched() else None
-    plan = ps.split(unet(), balance=[2, 3, 2, 2])
+    plan = ps.split(network(), balance=[2, 3, 2, 2])
     pipe = ps.Pipeline(plan, loss_fn=nn.BCEWithLogitsLoss(), microbatches=4, schedule="1f1b", mesh=mesh)
     ps.say(pipe.plan)  # on rank 0 alone
     for edge in pipe.plan.edges:
         ps.say(f"stage {edge.src} -> stage {edge.dst}: {', '.join(edge.values) or 'the activation'}")
 
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
-    losses = []
-    for step in ps.progress(range(steps), pipe, every=10):
-        result = pipe.step(*pictures(16, seed=step))
+    for step in ps.progress(range(steps), pipe, every=max(1, steps // 10)):
+        pipe.step(*pictures(16, seed=step))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(result.loss))
     pipe.close()
-    return losses
 
 
 if __name__ == "__main__":

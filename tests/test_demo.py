@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import re
 import shutil
@@ -21,7 +20,7 @@ import torch
 import penstock as ps
 from penstock.cli import main
 from penstock.data import mnist
-from penstock.data.mnist import FILES, Digits, read_idx
+from penstock.data.mnist import FILES, read_idx
 from penstock.demo.compare import compare
 from penstock.demo.network import network
 from penstock.demo.processes import ProcessesRun
@@ -357,19 +356,3 @@ def test_wheel_has_the_data(tmp_path: Path) -> None:
     inside = zipfile.ZipFile(wheel).namelist()
     for name in ("README.md", "mnist.py", *FILES["train"], *FILES["test"]):
         assert f"penstock/data/{name}" in inside
-
-
-# The example ------------------------------------------------------------------------------------------------
-
-
-def test_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("mnist_pipeline", ROOT / "examples" / "mnist_pipeline.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    train, test = mnist.load()
-    monkeypatch.setattr(mnist, "load", lambda: (Digits(train.images[:800], train.labels[:800]), test))
-    monkeypatch.delenv("RANK", raising=False)
-    assert example.main(epochs=2) > 0.5
-    assert "epoch 2  10 steps in" in capsys.readouterr().out

@@ -1,23 +1,65 @@
-"""The documents tell the truth: their programs run."""
+"""The documents tell the truth: their programs run, and print what they show; so do their commands.
+
+A page's blocks of Python stand alone, except on the pages of ``IN_ORDER``, where each goes on from the one before. What
+follows a block after the line "It prints:" is what it prints. Commands of ``penstock schedule`` are run, too; the other
+commands that are shown are those of ``SHOWN``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import penstock as ps
+from penstock.cli import main
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {path.stem: path.read_text("utf-8") for path in sorted(DOCS.glob("*.md"))}
+IN_ORDER = ["two-hundred-lines"]
+SHOWN = ("penstock run ", "torchrun ", "python train.py", "python -m penstock.compat.alias ", "make ", "pip install .")
+"""Commands that start whole programs: in tests of their own, or the reader's."""
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    heading: str
+    prints: str | None
+
+
+def blocks(page: str) -> list[Block]:
+    found: list[Block] = []
+    end, heading = 0, "top"
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        between = page[end : match.start()]
+        heading = (re.findall(r"^## (.+)$", between, re.MULTILINE) or [heading])[-1]
+        if between.strip() == "It prints:":
+            found[-1] = found[-1]._replace(prints=match[2])
+        else:
+            found.append(Block(match[1], match[2], heading, None))
+        end = match.end()
+    return found
+
+
 PROGRAMS = [
-    pytest.param(code, id=f"{path.stem}: {title}")
-    for path in sorted(DOCS.glob("*.md"))
-    for title, part in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    for code in re.findall(r"^```python\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
+    pytest.param(block.text, block.prints, id=f"{name}: {block.heading}")
+    for name, page in PAGES.items()
+    if name not in IN_ORDER
+    for block in blocks(page)
+    if block.language == "python"
 ]
+COMMANDS = {
+    name: "".join(block.text for block in blocks(page) if block.language == "console") for name, page in PAGES.items()
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +71,106 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("code", PROGRAMS)
-def test_program(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def execute(code: str, prints: str | None, names: dict[str, Any]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "docs", "exec"), names)
+    if prints is not None:
+        assert printed.getvalue() == prints
+
+
+@pytest.mark.parametrize(("code", "prints"), PROGRAMS)
+def test_program(code: str, prints: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it writes its files
-    names: dict[str, object] = {"__name__": "docs"}
-    exec(compile(code, "docs", "exec"), names)
-    if isinstance(pipe := names.get("pipe"), ps.Pipeline):
-        pipe.close()
+    names: dict[str, Any] = {"__name__": "docs"}
+    try:
+        execute(code, prints, names)
+    finally:
+        if isinstance(pipe := names.get("pipe"), ps.Pipeline):
+            pipe.close()
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_program_in_parts(name: str) -> None:
+    names: dict[str, Any] = {"__name__": "docs"}
+    for block in blocks(PAGES[name]):
+        if block.language == "python":
+            execute(block.text, block.prints, names)
 
 
 def test_there_are_programs() -> None:
-    assert len(PROGRAMS) >= 6
+    assert len(PROGRAMS) >= 30
+    assert sum(prints is not None for _, prints in (param.values for param in PROGRAMS)) >= 9
+
+
+def test_every_block_is_of_a_kind_that_is_tested() -> None:
+    for name, page in PAGES.items():
+        assert page.count("\n```") == 2 * len(re.findall(r"^```\w+\n.*?^```$", page, re.MULTILINE | re.DOTALL)), name
+        assert {block.language for block in blocks(page)} <= {"python", "console", "text", "bash"}, name
+
+
+@pytest.mark.parametrize("name", [name for name, console in COMMANDS.items() if console])
+def test_commands(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``$ penstock schedule`` prints what stands below it. ``$ cat FILE`` makes the file. ``$ make`` has a rule."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", COMMANDS[name], re.MULTILINE):
+        if command.startswith("cat "):
+            Path(command.split()[1]).write_text(expected, encoding="utf-8")
+        elif command.startswith("penstock schedule "):
+            main(command.split()[1:])
+            printed = capsys.readouterr()
+            assert printed.out + printed.err == expected
+        else:
+            assert command.startswith(SHOWN), command
+        if command.startswith("make "):
+            assert f"\n{command.split()[1]}: " in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_tutorial_is_as_short_as_it_says() -> None:
+    code = [block.text for block in blocks(PAGES["two-hundred-lines"]) if block.language == "python"]
+    assert len("".join(code).splitlines()) <= 200
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_measured_figures_are_those_of_the_results() -> None:
+    rows = re.findall(r"^\| (.+) \|$", PAGES["memory"], re.MULTILINE)
+
+    alive = {(row["variant"], row["alive"]): f"{row['m=4']} | {row['m=64']}" for row in results("memory")["rows"]}
+    for what in ("receive buffers", "sent outputs", "input gradients"):
+        assert f"1F1B: {what} | {alive['ours 1f1b', what]}" in rows
+    assert f"`zb_h1`: receive buffers | {alive['ours zb_h1', 'receive buffers']}" in rows
+
+    (model,) = (model for model in results("recompute")["models"] if model["model"] == "transformer")
+    measured = {row["variant"]: row for row in model["rows"]}
+    assert f"{measured['plain, whole mini-batch']['MiB']:.1f} MiB" in PAGES["memory"]
+    for mode in ("never", "except_last", "always"):
+        cells = [f'`"{mode}"`']
+        for name in ("1f1b", "gpipe"):
+            row = measured[f"ours {name}, {mode}"]
+            cells += [f"{row['MiB']:.1f} MiB", "1" if mode == "never" else f"{row['over never']:.2f}"]
+        assert " | ".join(cells) in rows
+
+    offloaded = results("offload_h200")["rows"]
+    shown = [row.split(" | ")[1:] for row in rows if "GiB | " in row]
+    (cost,) = (row for row in results("host_cost")["rows"] if row["variant"] == "ours 1f1b")
+    assert f"about {cost['µs per action']:.0f} µs" in PAGES["choosing"]
+    assert cost["beyond the module"] / cost["µs per action"] == pytest.approx(0.5, abs=0.05)  # "half of it"
+    assert shown == [[f"{row['peak GiB']:.1f} GiB", f"{row['seconds']:.2f} s"] for row in offloaded]
+
+
+def test_contributing_names_what_there_is() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 70  # a page
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for rule in re.findall(r"\bmake (\w+)`?$", text, re.MULTILINE):
+        assert f"\n{rule}: " in rules
+    for path in re.findall(r"`((?:src|tests|tools|docs)/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`((?:split|schedule|compat|registry)[/.][\w/]+(?:\.py|/))`", text):
+        places = [ROOT / "src" / "penstock" / place / path for place in (".", "schedule")]
+        assert any(place.exists() for place in places), path

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,18 @@ from typing import Any
 from penstock.cli import main
 from tests.support import ranks
 
-__all__ = ["DEADLINE", "all_of", "commands", "environment", "free_port", "python", "run", "torchrun", "wait_for"]
+__all__ = [
+    "DEADLINE",
+    "all_of",
+    "commands",
+    "environment",
+    "free_port",
+    "in_process",
+    "python",
+    "run",
+    "torchrun",
+    "wait_for",
+]
 
 DEADLINE = 150.0  # seconds: many times what a run takes
 
@@ -92,11 +104,25 @@ def commands(
     argvs: Sequence[Sequence[object]], env: Mapping[str, str], cwd: Path
 ) -> list[subprocess.CompletedProcess[str]]:
     """``penstock`` command lines, side by side, in processes that have imported torch already: half the time."""
+    return _processes([(main, ([str(word) for word in argv],)) for argv in argvs], env, cwd)
+
+
+def in_process(
+    function: Callable[..., object], *args: object, env: Mapping[str, str], cwd: Path
+) -> subprocess.CompletedProcess[str]:
+    """A function in such a process; what it prints, and 1 where it raises."""
+    (done,) = _processes([(function, args)], env, cwd)
+    return done
+
+
+def _processes(
+    calls: Sequence[tuple[Callable[..., object], tuple[object, ...]]], env: Mapping[str, str], cwd: Path
+) -> list[subprocess.CompletedProcess[str]]:
     with tempfile.TemporaryDirectory() as place:
-        files = [(Path(place, f"{i}.out"), Path(place, f"{i}.err")) for i in range(len(argvs))]
+        files = [(Path(place, f"{i}.out"), Path(place, f"{i}.err")) for i in range(len(calls))]
         processes = [
-            ranks._context.Process(target=_command, args=([str(word) for word in argv], dict(env), cwd, *streams))
-            for argv, streams in zip(argvs, files, strict=True)
+            ranks._context.Process(target=_call, args=(function, args, dict(env), cwd, *streams))
+            for (function, args), streams in zip(calls, files, strict=True)
         ]
         end = time.monotonic() + DEADLINE
         try:
@@ -104,28 +130,34 @@ def commands(
                 process.start()
             for process in processes:
                 process.join(max(1.0, end - time.monotonic()))
-                assert process.exitcode is not None, f"one of {argvs} does not end"
+                assert process.exitcode is not None, f"one of {calls} does not end"
         finally:
             for process in processes:
                 process.kill()
                 process.join()
         return [
-            subprocess.CompletedProcess(argv, process.exitcode, out.read_text(), err.read_text())
-            for argv, process, (out, err) in zip(argvs, processes, files, strict=True)
+            subprocess.CompletedProcess(args, process.exitcode, out.read_text(), err.read_text())
+            for (_, args), process, (out, err) in zip(calls, processes, files, strict=True)
         ]
 
 
-def _command(argv: list[str], env: dict[str, str], cwd: Path, out: Path, err: Path) -> None:
+def _call(
+    function: Callable[..., object], args: tuple[object, ...], env: dict[str, str], cwd: Path, out: Path, err: Path
+) -> None:
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
     tempfile.tempdir = None  # found out anew
-    code = main(argv)
+    try:
+        code = function(*args)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code if isinstance(code, int) else 0)
 
 
 def wait_for(what: Any, why: str) -> None:

@@ -1,11 +1,14 @@
 """MNIST in four stages, on the digits that come with the package.
 
-    python examples/mnist_pipeline.py                               a thread for each stage
-    torchrun --nproc-per-node=4 examples/mnist_pipeline.py          a process for each stage
-    penstock run --stages 4 examples/mnist_pipeline.py              the same; rank 0 alone is shown
+    python examples/mnist.py                               a thread for each stage
+    torchrun --nproc-per-node=4 examples/mnist.py          a process for each stage
+    penstock run --stages 4 examples/mnist.py              the same; rank 0 alone is shown
 """
 
 from __future__ import annotations
+
+import argparse
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,7 @@ from penstock.data import mnist
 
 
 def network() -> nn.Sequential:
+    torch.manual_seed(0)  # the same weights on every rank, and in every run
     return nn.Sequential(
         nn.Conv2d(1, 10, kernel_size=5),  # stage 0: [n, 1, 28, 28] -> [n, 10, 12, 12]
         nn.MaxPool2d(2),
@@ -30,9 +34,11 @@ def network() -> nn.Sequential:
     )
 
 
-def main(epochs: int = 3) -> float:
-    """Train, test, and return the accuracy."""
-    torch.manual_seed(0)  # the same weights on every rank, and in every run
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a pipeline of four stages to read digits.")
+    parser.add_argument("--steps", type=int, default=150, help="mini-batches of 80 digits (default 150: three epochs)")
+    steps = parser.parse_args().steps
+
     train, test = mnist.load()
     mesh = ps.Mesh(pipe=4) if ps.launched() else None
     plan = ps.split(network(), balance=[3, 3, 3, 1])
@@ -40,12 +46,12 @@ def main(epochs: int = 3) -> float:
     ps.say(pipe.plan)  # on rank 0 alone
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    for epoch in range(epochs):
-        for x, y in ps.progress(train.batches(80, shuffle=epoch), pipe, label=f"epoch {epoch + 1}"):
-            pipe.step(x, y)  # forward and backward; the loss is the same on every rank
-            pipe.clip_grad_norm_(1.0)  # by the norm over all stages
-            optimizer.step()
-            optimizer.zero_grad()
+    batches = (batch for epoch in count() for batch in train.batches(80, shuffle=epoch))
+    for _ in ps.progress(range(steps), pipe, every=max(1, steps // 10)):
+        pipe.step(*next(batches))  # forward and backward; the loss is the same on every rank
+        pipe.clip_grad_norm_(1.0)  # by the norm over all stages
+        optimizer.step()
+        optimizer.zero_grad()
 
     pipe.eval()
     right = 0
@@ -56,7 +62,6 @@ def main(epochs: int = 3) -> float:
     right = int(pipe.agree(right))  # the largest of all ranks' numbers, on all of them
     pipe.close()
     ps.say(f"{right / len(test):.1%} of the test digits are right")
-    return right / len(test)
 
 
 if __name__ == "__main__":
