@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {path.stem: path.read_text("utf-8") for path in sorted(DOCS.glob("*.md"))}
 IN_ORDER = ["two-hundred-lines"]
-SHOWN = ("penstock run ", "penstock plan ", "torchrun ", "python train.py", "python -m penstock.compat.alias ", "make ", "pip install .")
+SHOWN = (
+    *("penstock run ", "penstock plan ", "torchrun ", "python train.py", "python -m penstock.compat.alias "),
+    *("make ", "pip install ."),
+)
 """Commands that start whole programs: in tests of their own, or the reader's."""
 
 

@@ -87,8 +87,11 @@ def plan(
     if mesh is not None and link is None:
         link = measure_links(mesh).worst
 
+    def measured() -> Profile:
+        return _profile(costs, line, sample, count, mesh, places, optimizer, loss_fn, targets, measure_seconds)
+
     def work() -> Planned:
-        profile = _profile(costs, line, sample, count, mesh, places, optimizer, loss_fn, targets, measure_seconds)
+        profile = measured()
         between = link
         if between is None and costs is None and places is not None and count > 1:
             between = local_link(places[0], places[1])
@@ -112,7 +115,11 @@ def plan(
         where = None if places is None else tuple(places)
         return replace(answer, layers=line.layers, plan=plan_of(line, answer.groups), devices=where)
 
-    return work() if mesh is None else _together(mesh, work, model)
+    if mesh is None:
+        return work()
+    if mesh.rank != mesh.world_ranks[0] and costs is None and sample is not None:
+        measured()  # for the company: in a step, too, processes share caches and memory with each other
+    return _together(mesh, work, model)
 
 
 def _grids(devices: int, mesh: Mesh | None, replicas: bool) -> list[tuple[int, int]]:
