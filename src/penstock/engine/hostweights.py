@@ -5,8 +5,8 @@
     for an update   an offloaded optimizer brings it there with its gradient and its state, bucket by bucket
 
 So whoever reads, saves, loads or changes a parameter between calls finds a tensor as any other; the device holds two
-stages' weights at a time; and forwards, backwards and updates are done by the kernels that do them without it: the
-result is the same bit for bit. For the length of a run the parameter is the device's, with memory or without it,
+stages' weights at a time; and forwards, backwards and updates are done by the kernels that do them without it. For the
+length of a run the parameter is the device's, with memory or without it,
 because a parameter that changes its device loses the node that adds to its gradient, and the hooks on it. Inside a
 stage, parameters of other stages are not to be looked at: they may have no memory.
 
