@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PlanError
 from penstock.profile.trace import measure
@@ -19,6 +19,9 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Simulation, simulate
+
+if TYPE_CHECKING:
+    from penstock.profile.report.findings import Findings
 
 __all__ = ["Trace"]
 
@@ -170,6 +173,15 @@ class Trace:
         if path is not None:
             write_rows(found, Path(path))
         return found
+
+    def report(self, path: str | Path) -> Findings:
+        """Write a page to look at in a browser: the timeline of a step, why ranks are idle, and what would help.
+
+        What it says comes back as data, too.
+        """
+        from penstock.profile.report import write_report
+
+        return write_report(self, path)
 
     def __str__(self) -> str:
         return summary(self)
