@@ -35,15 +35,16 @@ _LARGE = 50_000  # actions; for more of them a search takes too long to be worth
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, in words, and the share of a step's time that it saves."""
+    """A change, in words, and the share of a step's time that it saves; or at most saves, if that is a ``bound``."""
 
     what: str
     text: str
     saved: float
+    bound: bool = False
 
 
 def advise(trace: Trace, idle: Sequence[Idle] = ()) -> list[Advice]:
-    """All changes that save at least a hundredth of a step, the best first.
+    """All changes that save at least a hundredth of a step, the best first, and bounds after all others.
 
     ``idle`` are the causes of idle time in a step, if they are known. Where the steps cannot be simulated, as of half
     a call or of one rank's part, there is nothing but what these say.
@@ -59,7 +60,7 @@ def advise(trace: Trace, idle: Sequence[Idle] = ()) -> list[Advice]:
         found += [_cut(cut) for cut in [better_cut(trace, base)] if cut is not None]
         found += [Advice("slow rank", slow.text, slow.saved) for slow in slow_ranks(trace, base)]
         found += _edges(trace, base)
-    return sorted((advice for advice in found if advice.saved >= LEAST), key=lambda advice: -advice.saved)
+    return sorted((advice for advice in found if advice.saved >= LEAST), key=lambda advice: (advice.bound, -advice.saved))
 
 
 def _saved(base: Simulation, makespan: float) -> float:
@@ -171,16 +172,17 @@ def _cut(cut: Cut) -> Advice:
 def _edges(trace: Trace, base: Simulation) -> Iterator[Advice]:
     """What the slowest messages cost: an upper bound of what a faster link would save."""
     costs, placement = base.costs, base.schedule.placement
-    crossing = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
+    crossing = [edge for edge in trace.edges if placement[edge[0]] != placement[edge[1]] and costs.of_edge("latency", edge)]
     slowest = sorted(crossing, key=lambda edge: -costs.of_edge("latency", edge))[:_EDGES]
     for edge in slowest:
         latency = {other: costs.of_edge("latency", other) * (other != edge) for other in trace.edges}
         saved = _saved(base, simulate(base.schedule, replace(costs, latency=latency), trace.edges).makespan)
+        takes = milliseconds(costs.of_edge("latency", edge))
         text = (
-            f"messages from stage {edge[0]} to stage {edge[1]} and back take {milliseconds(costs.of_edge('latency', edge))} "
-            f"each: a faster link, or a cut where less crosses, saves at most {saved:.0%}"
+            f"messages from stage {edge[0]} to stage {edge[1]} and back take {takes} each: a faster link, or a cut where "
+            f"less crosses, saves at most {saved:.0%}"
         )
-        yield Advice("edge", text, saved)
+        yield Advice("edge", text, saved, bound=True)
 
 
 def _host(idle: Sequence[Idle]) -> Iterator[Advice]:
@@ -192,4 +194,4 @@ def _host(idle: Sequence[Idle]) -> Iterator[Advice]:
             f"hosts need up to {saved:.0%} of a step between actions: fewer and larger micro-batches, fewer programs "
             "on the machine, or compiled stages save at most that"
         )
-        yield Advice("host", text, saved)
+        yield Advice("host", text, saved, bound=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
 
 __all__ = ["Cut", "better_cut", "layers_of", "mapped", "recut", "stage_seconds"]
+
+_LARGE = 200_000  # actions to simulate; for more of them, only the most even cut is looked at
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ def stage_seconds(costs: Costs, num_stages: int, trains: bool) -> list[float]:
 
 
 def better_cut(trace: Trace, base: Simulation) -> Cut | None:
-    """The most even cut, if the layers of a stage cost alike; None where it is no faster, or layers are not known.
+    """The fastest of some cuts, if the layers of a stage cost alike; None where none is faster, or layers are unknown.
 
-    Messages are taken to be as large and as fast as they are, wherever the cut is. No rank keeps more than the fullest
-    one does now.
+    Looked at are the most even cut, and those in which one layer moves to the next stage or to the one before. Messages
+    are taken to be as large and as fast as they are, wherever the cut is. No rank keeps more than the fullest does now.
     """
     groups = layers_of(trace)
     if groups is None or sum(map(len, groups)) == len(groups):
@@ -68,13 +70,26 @@ def better_cut(trace: Trace, base: Simulation) -> Cut | None:
     before = tuple(map(len, groups))
     seconds = stage_seconds(base.costs, len(groups), base.schedule.trains)
     shares = [s / count for s, count in zip(seconds, before, strict=True) for _ in range(count)]
-    after = tuple(partition(shares, len(groups)))
-    costs = recut(base.costs, before, after)
-    found = simulate(base.schedule, costs, trace.edges)
-    saved = 1 - found.makespan / base.makespan if base.makespan else 0.0
-    if saved <= 0 or max(found.peak_memory) > max(base.peak_memory) * (1 + 1e-9):
-        return None
-    return Cut(before, after, tuple(layer for group in groups for layer in group), costs, saved)
+    cuts = [tuple(partition(shares, len(groups)))]
+    if sum(map(len, base.schedule.orders)) * len(groups) <= _LARGE:
+        cuts += _moves(before)
+    best: Cut | None = None
+    for after in cuts:
+        costs = recut(base.costs, before, after)
+        found = simulate(base.schedule, costs, trace.edges)
+        saved = 1 - found.makespan / base.makespan if base.makespan else 0.0
+        fits = max(found.peak_memory) <= max(base.peak_memory) * (1 + 1e-9)
+        if fits and saved > (0.0 if best is None else best.saved):
+            best = Cut(before, after, tuple(layer for group in groups for layer in group), costs, saved)
+    return best
+
+
+def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All cuts in which one layer is on the other side of one cut."""
+    for stage in range(len(sizes) - 1):
+        for here, there in ((stage, stage + 1), (stage + 1, stage)):
+            if sizes[here] > 1:
+                yield tuple(n - (s == here) + (s == there) for s, n in enumerate(sizes))
 
 
 def recut(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:

@@ -67,6 +67,11 @@ class Findings:
         return {cause: _share(self.idle, cause) for cause in CAUSES}
 
     @property
+    def what(self) -> str:
+        """What the step is, with its article."""
+        return {"evaluate": "an evaluation"}.get(self.step.kind, f"a {self.step.kind}")
+
+    @property
     def head(self) -> str:
         """What was run, and how long it took."""
         trace, schedule = self.trace, self.trace.schedule
@@ -74,7 +79,7 @@ class Findings:
         why = ", ".join(f"{cause} {share:.1%}" for cause, share in causes if share >= 0.0005)
         text = (
             f"{schedule.name}, {counted(schedule.num_stages, 'stage')} on {counted(schedule.num_ranks, 'rank')}, "
-            f"{counted(trace.order.num_microbatches, 'micro-batch')}: a {self.step.kind} takes "
+            f"{counted(trace.order.num_microbatches, 'micro-batch')}: {self.what} takes "
             f"{milliseconds(self.step.seconds)}, bubble {self.bubble:.1%}"
         )
         return f"{text} ({why})" if why else text

@@ -14,7 +14,7 @@
 
   // ── words ────────────────────────────────────────────────────────────────────────────────────────────────
   const clean = (number) => String(Number(number.toPrecision(4)));
-  const time = (s) => (s >= 1 ? clean(s) + " s" : s >= 1e-3 ? clean(s * 1e3) + " ms" : clean(s * 1e6) + " µs");
+  const time = (s) => (s === 0 ? "0" : s >= 1 ? clean(s) + " s" : s >= 1e-3 ? clean(s * 1e3) + " ms" : clean(s * 1e6) + " µs");
   const bytes = (n) => {
     for (const unit of ["B", "KiB", "MiB", "GiB"]) {
       if (n < 1024) return clean(n) + " " + unit;
@@ -129,7 +129,7 @@
       for (let t = Math.ceil(view.from / pace) * pace; t <= view.to; t += pace) {
         const x = this.x(t);
         pen.fillRect(x, AXIS - 5, 1, 5);
-        if (x < this.width - 40) pen.fillText(time(Math.max(0, t)), x + 3, 9);
+        if (x < this.width - 40) pen.fillText(time(Math.max(0, Math.round(t / pace) * pace)), x + 3, 9);
       }
       pen.fillStyle = inks.line;
       pen.fillRect(0, AXIS - 1, this.width, 1);

@@ -85,7 +85,7 @@ def _stack(parts: Iterable[tuple[str, float]], kind: str = "") -> str:
 
 def _tiles(findings: Findings) -> str:
     trace, simulation = findings.trace, findings.simulation
-    tiles = [(milliseconds(findings.step.seconds), f"a {findings.step.kind}, in the middle of all that were recorded")]
+    tiles = [(milliseconds(findings.step.seconds), f"{findings.what}, in the middle of all that were recorded")]
     tiles.append((f"{findings.bubble:.1%}", "bubble, measured"))
     if simulation is not None:
         tiles.append((f"{simulation.bubble:.1%}", "bubble, simulated with the median time of each action"))
@@ -93,8 +93,9 @@ def _tiles(findings: Findings) -> str:
         most = max(findings.peaks, key=lambda peak: peak.bytes)
         kind = "saved for backwards" if trace.memory == "saved" else trace.memory
         tiles.append((size(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
-    saved = findings.advice[0].saved if findings.advice else 0.0
-    tiles.append((f"{saved:.0%}" if saved else "–", "the best advice saves"))
+    first = next(iter(findings.advice), None)
+    gain = "–" if first is None else f"{'≤ ' * first.bound}{first.saved:.0%}"
+    tiles.append((gain, "the first advice saves"))
     return "".join(f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles)
 
 
@@ -104,7 +105,7 @@ def _advice(findings: Findings) -> str:
     if not findings.advice:
         return f"<p>None: no change was found that saves {LEAST:.0%} of a step or more.</p>"
     items = "".join(
-        f'<li data-saved="{advice.saved:.6f}"><b>{advice.saved:.0%}</b> {escape(advice.text)}</li>'
+        f'<li data-saved="{advice.saved:.6f}"><b>{"≤ " * advice.bound}{advice.saved:.0%}</b> {escape(advice.text)}</li>'
         for advice in findings.advice
     )
     note = "Each change alone, simulated with the times that were measured. Gains do not add up."
@@ -251,6 +252,6 @@ def _plan(trace: Trace) -> str:
         [escape(rank_name(trace, t)), escape(track.device), f"{track.clock_error * 1e6:.1f} µs"]
         for t, track in enumerate(trace.tracks)
     ]
-    plan = _table(["stage", "rank", "device", "parameters", "bytes", "layers"], rows, texts=[5]) if rows else ""
+    plan = _table(["stage", "rank", "device", "parameters", "bytes", "layers"], rows, texts=[2, 5]) if rows else ""
     ranks = _table(["rank", "device", "clock known to"], tracks, texts=[1])
     return (plan or "<p>The trace has no plan.</p>") + shared + ranks

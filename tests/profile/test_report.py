@@ -1,0 +1,327 @@
+"""What a report finds: idle time by cause, peaks, edges, and advice whose gains are the simulator's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.errors import ScheduleError
+from penstock.profile.report.advice import LEAST, Advice, advise
+from penstock.profile.report.balance import better_cut, recut
+from penstock.profile.report.causes import CAUSES, idle_times
+from penstock.profile.report.contents import peak
+from penstock.profile.report.findings import look
+from penstock.profile.report.replay import replay
+from penstock.profile.trace.steps import Done, Part, Step, Track, Wait
+from penstock.schedule import SCHEDULES, Costs, auto, build, simulate
+from penstock.schedule.recompute import with_recompute
+from tests.profile.test_trace import pipeline
+from tests.profile.test_trace_files import example
+from tests.support.models import batch, labels
+
+
+def plan(*stages: list[str], parameters: list[int] | None = None) -> dict[str, Any]:
+    sizes = parameters or [10] * len(stages)
+    rows = [{"layers": names, "parameters": n, "bytes": 4 * n} for names, n in zip(stages, sizes, strict=True)]
+    return {"penstock_plan": 1, "stages": rows, "edges": [], "ties": [], "devices": None, "ranks": None, "recipe": {}}
+
+
+def traced(name: str, p: int, m: int, costs: Costs, **plans: Any) -> ps.Trace:
+    return replace(replay(simulate(build(name, p, m), costs)), **plans)
+
+
+def found(trace: ps.Trace, what: str) -> list[Advice]:
+    return [advice for advice in advise(trace) if advice.what == what]
+
+
+def uncovered(actions: tuple[Done, ...], first: float, last: float) -> float:
+    """Idle time counted another way: at the middles between all begins and ends."""
+    marks = sorted({first, last, *(d.start for d in actions), *(d.end for d in actions)})
+    pieces = [(a, b) for a, b in zip(marks, marks[1:], strict=False) if b > a]
+    return math.fsum(b - a for a, b in pieces if not any(d.start <= (a + b) / 2 < d.end for d in actions))
+
+
+# ── why ranks are idle ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_causes_by_hand() -> None:
+    """Rank 0 waits from 1.5 for 1B0, which ends at 4 and is there at 4.5; even stages would take 2.5 for 1F0 and 1B0."""
+    trace = example()
+    first, second = idle_times(trace, trace.steps[0])
+    assert (first.total, first.busy) == (6.0, 2.5)
+    assert first.causes == {"fill": 2.5, "drain": 0.0, "imbalance": 0.0, "communication": 0.5, "host": 0.5}
+    assert (second.total, second.busy) == (6.0, 2.5)
+    assert second.causes == {"fill": 1.5, "drain": 2.0, "imbalance": 0.0, "communication": 0.0, "host": 0.0}
+
+
+def test_even_stages_have_no_imbalance() -> None:
+    """A pipeline fills and drains however even it is: GPipe's first rank waits in the middle of a step."""
+    for name in ("gpipe", "1f1b", "zb_h1", "interleaved"):
+        trace = traced(name, 4, 8, Costs())
+        for idle in idle_times(trace, trace.steps[0]):
+            assert idle.imbalance == idle.communication == idle.host == 0.0
+            assert idle.fill + idle.drain == pytest.approx(idle.idle)
+    gpipe = traced("gpipe", 3, 4, Costs())
+    first, _, last = idle_times(gpipe, gpipe.steps[0])
+    assert (first.fill, first.drain) == (6.0, 0.0)
+    assert (last.fill, last.drain) == (2.0, 4.0)
+
+
+def test_a_slow_stage_is_imbalance_and_a_slow_edge_communication() -> None:
+    slow = traced("1f1b", 3, 6, Costs(f=(1.0, 1.0, 2.0), i=(1.0, 1.0, 2.0), w=(1.0, 1.0, 2.0)))
+    times = idle_times(slow, slow.steps[0])
+    assert times[0].imbalance > 8
+    assert times[1].imbalance > 8
+    assert times[2].imbalance == 0.0
+    assert all(idle.communication == 0.0 for idle in times)
+    # Each of 6 micro-batches goes 0 → 1 → 0; rank 0 waits for the last gradient's last half unit on its way.
+    far = traced("gpipe", 2, 1, Costs(latency=0.5))
+    assert [idle.communication for idle in idle_times(far, far.steps[0])] == [0.5, 0.0]
+    assert idle_times(far, far.steps[0])[1].fill == 1.5
+
+
+def test_several_waits_at_a_time_count_once() -> None:
+    """A device waits for two messages from 1 to 5: the first sender is done at 2, the other one at 4."""
+    trace = example()
+    first, second = trace.steps[0].parts
+    waits = (Wait(1, 1.5, 4.5), Wait(1, 1.5, 4.0, "sent"))
+    both = replace(first, actions=(first.actions[0], replace(first.actions[1], waits=waits)))
+    step = Step(0, "step", (both, second))
+    causes = idle_times(replace(trace, steps=(step,)), step)[0].causes
+    assert causes == {"fill": 2.5, "drain": 0.0, "imbalance": 0.0, "communication": 0.5, "host": 0.5}
+
+
+COST = st.floats(0.01, 10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_causes_add_up(data: st.DataObject) -> None:
+    """Of any schedule with any costs, and of one that was delayed, here and there, on its way through a real machine."""
+    name = data.draw(st.sampled_from(sorted(SCHEDULES)))
+    p, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    try:
+        schedule = build(name, p, m)
+    except ScheduleError:
+        return
+    stages = schedule.num_stages
+    per_stage = [tuple(data.draw(st.lists(COST, min_size=stages, max_size=stages))) for _ in range(3)]
+    costs = Costs(*per_stage, latency=data.draw(st.floats(0, 3)))
+    trace = replay(simulate(schedule, costs))
+    step = trace.steps[0]
+    late = data.draw(st.floats(0, 2))
+    parts = [
+        replace(part, actions=tuple(replace(d, start=d.start + late * (d.end - d.start) / 3) for d in part.actions))
+        for part in step.parts
+    ]
+    for one in (step, replace(step, parts=tuple(parts))):
+        again = replace(trace, steps=(one,))
+        first = min(part.actions[0].start for part in one.parts)
+        last = max(done.end for part in one.parts for done in part.actions)
+        times = idle_times(again, one)
+        assert len(times) == p
+        for idle, part in zip(times, one.parts, strict=True):
+            assert all(seconds >= -1e-9 for seconds in idle.causes.values())
+            assert sum(idle.causes.values()) == pytest.approx(uncovered(part.actions, first, last), abs=1e-9)
+            assert idle.busy == pytest.approx(part.busy, abs=1e-9)
+        assert again.bubble == pytest.approx(sum(i.idle for i in times) / sum(i.total for i in times), abs=1e-9)
+    assert all(idle.host == pytest.approx(0, abs=1e-9) for idle in idle_times(trace, step))
+
+
+def test_one_ranks_part_alone() -> None:
+    trace = example()
+    step = Step(0, "step", trace.steps[0].parts[:1])
+    alone = replace(trace, steps=(step,), missing="the others are gone")
+    (idle,) = idle_times(alone, step)
+    assert idle.causes == {"fill": 0.0, "drain": 0.0, "imbalance": 3.0, "communication": 0.0, "host": 0.5}
+    findings = look(alone)
+    assert findings.simulation is None
+    assert findings.cut is None
+    assert [advice.what for advice in findings.advice] == ["host"]
+
+
+# ── what is kept, and what crosses ───────────────────────────────────────────────────────────────────────────
+
+
+def test_peaks_and_edges_by_hand() -> None:
+    trace = example()
+    one = peak(trace.steps[0].parts[0], trace.saved)
+    assert one is not None
+    assert (one.bytes, one.after, one.at, one.flight, one.saved, one.rest) == (100, "0F0", 1.0, {0: [0]}, 100, 0)
+    findings = look(trace)
+    (edge,) = findings.edges
+    assert (edge.messages, edge.forward, edge.backward, edge.seconds) == (2, 64, 32, 0.5)
+    assert edge.bandwidth == 128
+    assert findings.bubble == pytest.approx(trace.bubble)
+    assert sum(findings.causes.values()) == pytest.approx(findings.bubble)
+
+
+def test_what_a_peak_holds_of_each_schedule() -> None:
+    trace = traced("1f1b", 3, 6, Costs(activation=7.0))
+    peaks = [peak(part, trace.saved) for part in trace.steps[0].parts]
+    assert [(one.bytes, one.flight) for one in peaks if one] == [(21, {0: [0, 1, 2]}), (14, {1: [0, 1]}), (7, {2: [0]})]
+    again = replay(simulate(with_recompute(build("gpipe", 2, 3), ["always"] * 2), Costs(activation=5.0)))
+    assert [one.bytes for part in again.steps[0].parts for one in [peak(part, again.saved)] if one] == [5, 5]
+    device = replace(trace.steps[0].parts[0], actions=(replace(trace.steps[0].parts[0].actions[0], memory=100),))
+    one = peak(device, trace.saved)
+    assert one is not None
+    assert (one.saved, one.rest) == (7, 93)
+    assert peak(Part(0, 0.0, 1.0, (Done(ps.Action(0, "F", 0), 0.0, 1.0),)), {}) is None
+
+
+# ── advice ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_schedules_save_what_the_simulator_says() -> None:
+    costs = Costs(f=(1.0, 1.5, 1.0, 1.0), latency=0.05, activation=10.0)
+    trace = traced("1f1b", 4, 8, costs)
+    base = trace.simulation()
+    gain = {name: 1 - simulate(build(name, 4, 8), base.costs).makespan / base.makespan for name in ("zb_h1", "zb_h2")}
+    best = auto(base.costs, base.schedule.placement, 8, cap=max(base.peak_memory), edges=trace.edges).makespan
+    texts = {advice.text.split()[1]: advice for advice in found(trace, "schedule")}
+    assert set(texts) == {"zb_h1", "zb_h2", "auto"}
+    assert texts["zb_h1"].saved == pytest.approx(gain["zb_h1"])
+    assert texts["zb_h2"].saved == pytest.approx(gain["zb_h2"])
+    assert texts["auto"].saved == pytest.approx(1 - best / base.makespan, abs=0.02)
+    assert f"saves {gain['zb_h1']:.0%} at the same memory (if a weight's gradient" in texts["zb_h1"].text
+    assert "with 1.8 times the memory" in texts["zb_h2"].text
+    assert [a.saved for a in advise(trace)] == sorted((a.saved for a in advise(trace)), reverse=True)
+
+
+def test_recomputes_stay_in_other_schedules() -> None:
+    modes = ["always", "except_last", "never"]
+    schedule = with_recompute(build("gpipe", 3, 6), modes)
+    trace = replay(simulate(schedule, Costs(activation=10.0)))
+    base = trace.simulation()
+    texts = {advice.text.split()[1]: advice.saved for advice in found(trace, "schedule")}
+    for name, saved in texts.items():
+        other = simulate(with_recompute(build(name, 3, 6), modes), base.costs)
+        assert saved == pytest.approx(1 - other.makespan / base.makespan)
+    assert texts
+
+
+def test_more_microbatches() -> None:
+    trace = traced("gpipe", 4, 4, Costs(activation=10.0))
+    (advice,) = found(trace, "micro-batches")
+    # (m + 3) / m of the work: 7 quarters against 11 eighths.
+    assert advice.saved == pytest.approx(1 - (11 / 8) / (7 / 4))
+    assert advice.text.startswith("8 micro-batches, not 4, save 21%")
+    own = replace(trace.schedule, name="my own")
+    assert not found(replace(trace, schedule=own), "micro-batches")
+
+
+def test_a_layer_moves() -> None:
+    """Stages of 5 and 3 even layers: one to the right, and both have 4."""
+    costs = Costs(f=(5.0, 3.0), i=(5.0, 3.0), w=(5.0, 3.0), activation=(50.0, 30.0))
+    trace = traced("1f1b", 2, 8, costs, plan=plan(list("abcde"), list("fgh")))
+    base = trace.simulation()
+    cut = better_cut(trace, base)
+    assert cut is not None
+    assert (cut.before, cut.after, cut.text) == ((5, 3), (4, 4), "moving layer e from stage 0 to stage 1")
+    even = simulate(base.schedule, Costs(f=4.0, i=4.0, w=4.0), trace.edges)
+    assert cut.saved == pytest.approx(1 - even.makespan / base.makespan)
+    (advice,) = found(trace, "cut")
+    assert advice.text == f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)"
+    assert cut.costs.of_stages("activation", 2) == [40.0, 40.0]
+    assert better_cut(replace(trace, plan={}), base) is None
+    assert better_cut(replace(trace, plan=plan(["a"], ["b"])), base) is None
+
+
+def test_several_layers_move() -> None:
+    costs = Costs(f=(6.0, 2.0, 1.0), i=(6.0, 2.0, 1.0), w=(6.0, 2.0, 1.0), activation=(6.0, 2.0, 1.0))
+    trace = traced("gpipe", 3, 8, costs, plan=plan(list("abcdef"), list("gh"), list("i")))
+    (advice,) = found(trace, "cut")
+    assert advice.text.startswith("a cut into stages of 3, 3, 3 layers, not 6, 2, 1, saves ")
+
+
+def test_no_cut_that_needs_more_memory() -> None:
+    """The second stage is light in time and heavy in what it keeps."""
+    costs = Costs(f=(5.0, 3.0), i=(5.0, 3.0), w=(5.0, 3.0), activation=(1.0, 90.0))
+    trace = traced("gpipe", 2, 8, costs, plan=plan(list("abcde"), list("fgh")))
+    assert better_cut(trace, trace.simulation()) is None
+
+
+def test_recut_keeps_the_sum() -> None:
+    costs = recut(Costs(f=(6.0, 3.0), activation=(4.0, 9.0)), (2, 3), (4, 1))
+    assert costs.f == (8.0, 1.0)
+    assert costs.activation == (10.0, 3.0)
+
+
+def test_a_slow_rank_of_the_same_work() -> None:
+    costs = Costs(f=(1.0, 1.5, 1.0), i=(1.0, 1.5, 1.0), w=(1.0, 1.5, 1.0))
+    trace = traced("1f1b", 3, 6, costs, plan=plan(["a"], ["b"], ["c"]))
+    (advice,) = found(trace, "slow rank")
+    even = simulate(build("1f1b", 3, 6), Costs())
+    assert advice.saved == pytest.approx(1 - even.makespan / trace.simulation().makespan)
+    assert advice.text.startswith("rank 1 takes 1.50 times as long as others")
+    other = plan(["a"], ["b"], ["c"], parameters=[10, 15, 10])
+    assert not found(replace(trace, plan=other), "slow rank")  # it has more to do
+    assert not found(replace(trace, plan={}), "slow rank")
+
+
+def test_a_slow_rank_of_a_replica() -> None:
+    fast, slow = (replay(simulate(build("1f1b", 2, 4), Costs(f=(1.0, f), i=(1.0, f), w=(1.0, f)))) for f in (1.0, 2.0))
+    parts = [*fast.steps[0].parts]
+    parts += [replace(part, track=part.track + 2) for part in slow.steps[0].parts]
+    tracks = tuple(Track(2 * replica + rank, replica, rank, "cpu") for replica in (0, 1) for rank in (0, 1))
+    trace = replace(fast, tracks=tracks, steps=(Step(0, "step", tuple(parts)),))
+    (advice,) = found(trace, "slow rank")
+    assert advice.text.startswith("rank 3 takes 2.00 times as long")
+    wanted = 1 - fast.simulation().makespan / slow.simulation().makespan
+    assert advice.saved == pytest.approx(wanted)
+
+
+def test_edges_and_hosts_are_bounds() -> None:
+    trace = traced("gpipe", 3, 2, Costs(latency={(0, 1): 4.0, (1, 2): 0.0}))
+    (advice,) = found(trace, "edge")
+    assert advice.bound
+    without = simulate(build("gpipe", 3, 2), Costs()).makespan
+    assert advice.saved == pytest.approx(1 - without / trace.simulation().makespan)
+    assert advice.text.startswith("messages from stage 0 to stage 1 and back take 4.00 s each")
+    host = [one for one in look(example()).advice if one.what == "host"]
+    assert [(one.saved, one.bound) for one in host] == [(pytest.approx(0.5 / 6), True)]
+    assert [one.bound for one in look(example()).advice] == sorted(one.bound for one in look(example()).advice)
+
+
+def test_nothing_to_say() -> None:
+    trace = traced("1f1b", 1, 4, Costs())
+    assert advise(trace) == []
+    assert look(trace).best == f"no change was found that saves {LEAST:.0%} or more"
+
+
+def test_a_forward_has_no_schedule_to_change() -> None:
+    with pipeline(3) as pipe, pipe.trace() as trace, torch.no_grad():
+        pipe(batch())
+    findings = look(trace)
+    assert findings.step.kind == "evaluate"
+    assert not [advice for advice in findings.advice if advice.what in ("schedule", "micro-batches")]
+
+
+# ── of what ran ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_real_run(schedule: str) -> None:
+    with pipeline(4, schedule=schedule) as pipe, pipe.trace() as trace:
+        for _ in range(3):
+            pipe.step(batch(), labels())
+    findings = look(trace)
+    assert sorted(step.seconds for step in trace.steps)[1] == findings.step.seconds
+    assert len(findings.idle) == len(trace.tracks) == len(findings.peaks)
+    for idle in findings.idle:
+        assert sum(idle.causes.values()) == pytest.approx(idle.idle)
+        assert all(seconds >= -1e-9 for seconds in idle.causes.values())
+    assert set(findings.causes) == set(CAUSES)
+    assert findings.simulation is not None
+
+
+def test_a_trace_without_steps() -> None:
+    with pytest.raises(ps.PlanError, match="no whole step to report on"):
+        look(ps.Trace(build("gpipe", 2, 2), ((0, 1),)))
