@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def found(trace: ps.Trace, what: str) -> list[Advice]:
 def uncovered(actions: tuple[Done, ...], first: float, last: float) -> float:
     """Idle time counted another way: at the middles between all begins and ends."""
     marks = sorted({first, last, *(d.start for d in actions), *(d.end for d in actions)})
-    pieces = [(a, b) for a, b in zip(marks, marks[1:], strict=False) if b > a]
+    pieces = [(a, b) for a, b in pairwise(marks) if b > a]
     return math.fsum(b - a for a, b in pieces if not any(d.start <= (a + b) / 2 < d.end for d in actions))
 
 
@@ -52,7 +53,7 @@ def uncovered(actions: tuple[Done, ...], first: float, last: float) -> float:
 
 
 def test_causes_by_hand() -> None:
-    """Rank 0 waits from 1.5 for 1B0, which ends at 4 and is there at 4.5; even stages would take 2.5 for 1F0 and 1B0."""
+    """Rank 0 waits from 1.5 for 1B0, which ends at 4 and is there at 4.5; even stages would have it wait for 2.5."""
     trace = example()
     first, second = idle_times(trace, trace.steps[0])
     assert (first.total, first.busy) == (6.0, 2.5)
@@ -104,7 +105,7 @@ COST = st.floats(0.01, 10)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_causes_add_up(data: st.DataObject) -> None:
-    """Of any schedule with any costs, and of one that was delayed, here and there, on its way through a real machine."""
+    """Of any schedule with any costs, and of one whose actions begin late for no reason that a trace knows."""
     name = data.draw(st.sampled_from(sorted(SCHEDULES)))
     p, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     try:

@@ -185,7 +185,9 @@ def test_another_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"penstock_trace": 7}', b'{"penstock_plan": 1}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"penstock_trace": 7}', b'{"penstock_plan": 1}']
+)
 def test_files_that_are_no_traces(data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_bytes(data)
     assert main(["report", str(tmp_path / "run.json")]) == 1

@@ -17,7 +17,7 @@ __all__ = ["Browser", "chromium"]
 SECONDS = 60.0  # after which a browser that says nothing is given up
 
 # The browser reads commands from file 3 and writes answers to file 4.
-_START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+_START = "import os, sys; a = sys.argv; os.dup2(int(a[1]), 3); os.dup2(int(a[2]), 4); os.execv(a[3], a[3:])"
 
 
 def chromium() -> str | None:

@@ -60,7 +60,8 @@ def advise(trace: Trace, idle: Sequence[Idle] = ()) -> list[Advice]:
         found += [_cut(cut) for cut in [better_cut(trace, base)] if cut is not None]
         found += [Advice("slow rank", slow.text, slow.saved) for slow in slow_ranks(trace, base)]
         found += _edges(trace, base)
-    return sorted((advice for advice in found if advice.saved >= LEAST), key=lambda advice: (advice.bound, -advice.saved))
+    worth = [advice for advice in found if advice.saved >= LEAST]
+    return sorted(worth, key=lambda advice: (advice.bound, -advice.saved))
 
 
 def _saved(base: Simulation, makespan: float) -> float:
@@ -172,15 +173,15 @@ def _cut(cut: Cut) -> Advice:
 def _edges(trace: Trace, base: Simulation) -> Iterator[Advice]:
     """What the slowest messages cost: an upper bound of what a faster link would save."""
     costs, placement = base.costs, base.schedule.placement
-    crossing = [edge for edge in trace.edges if placement[edge[0]] != placement[edge[1]] and costs.of_edge("latency", edge)]
+    crossing = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
     slowest = sorted(crossing, key=lambda edge: -costs.of_edge("latency", edge))[:_EDGES]
-    for edge in slowest:
+    for edge in (edge for edge in slowest if costs.of_edge("latency", edge)):
         latency = {other: costs.of_edge("latency", other) * (other != edge) for other in trace.edges}
         saved = _saved(base, simulate(base.schedule, replace(costs, latency=latency), trace.edges).makespan)
         takes = milliseconds(costs.of_edge("latency", edge))
         text = (
-            f"messages from stage {edge[0]} to stage {edge[1]} and back take {takes} each: a faster link, or a cut where "
-            f"less crosses, saves at most {saved:.0%}"
+            f"messages from stage {edge[0]} to stage {edge[1]} and back take {takes} each: a faster link, or a cut "
+            f"where less crosses, saves at most {saved:.0%}"
         )
         yield Advice("edge", text, saved, bound=True)
 

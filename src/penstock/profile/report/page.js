@@ -86,6 +86,7 @@
       this.width = this.box.clientWidth;
       this.tall = Math.min(full, Math.max(160, Math.floor(window.innerHeight * 0.72)));
       this.space.style.height = full - this.tall + "px";
+      this.box.style.height = this.tall + 2 + "px"; // and its border
       const ratio = window.devicePixelRatio || 1;
       this.canvas.style.height = this.tall + "px";
       this.canvas.width = Math.round(this.width * ratio);
@@ -152,7 +153,8 @@
           pan((event.deltaX || event.deltaY) / (this.width - this.gutter));
         } else if (event.deltaY < 0 || view.to - view.from < whole) { // zoomed out, the page scrolls on
           event.preventDefault();
-          zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300))), this.moment(event.clientX - canvas.getBoundingClientRect().left));
+          const by = Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300)));
+          zoom(by, this.moment(event.clientX - canvas.getBoundingClientRect().left));
         }
       }, { passive: false });
       canvas.addEventListener("pointerdown", (event) => {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.profile.report import sections
 from penstock.profile.report.findings import Findings, look
-from penstock.profile.trace.steps import Done
+from penstock.profile.trace.steps import Done, Part, Span
 
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
@@ -54,12 +54,16 @@ def _data(findings: Findings) -> dict[str, Any]:
         sent = sum(sent.bytes for sent in done.sends)
         return [*done.action, since(done.start), since(done.end), done.memory, sent, waits]
 
+    def shown(part: Part) -> list[Span]:  # a GPU does its actions beside them
+        on_host = all(done.launched is None for done in part.actions)
+        return [span for span in part.spans if on_host and span.end > zero]
+
     rows = [
         {
             "name": sections.rank_name(trace, part.track),
             "place": trace.tracks[part.track].place,
             "actions": [row(done) for done in part.actions],
-            "spans": [[span.name, since(span.start), since(span.end)] for span in part.spans if span.end > zero],
+            "spans": [[span.name, since(span.start), since(span.end)] for span in shown(part)],
         }
         for part in parts
     ]
@@ -68,7 +72,7 @@ def _data(findings: Findings) -> dict[str, Any]:
         for rank, order in enumerate(simulation.schedule.orders):
             times = zip(order, simulation.starts[rank], simulation.ends[rank], strict=True)
             simulated[rank] = [[*action, round(start, 9), round(end, 9)] for action, start, end in times]
-    ends = [done.end - zero for part in parts for done in part.actions]
+    ends = [done.end - zero for part in parts for done in (*part.actions, *shown(part))]
     return {
         "seconds": max([*ends, 0.0 if simulation is None else simulation.makespan]),
         "many_stages": trace.schedule.num_stages > trace.schedule.num_ranks,

@@ -66,13 +66,13 @@ def size(number: float) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", texts: Sequence[int] = ()) -> str:
     """Cells are HTML already; the first column, and those of ``texts``, stand left."""
-    about = f"<caption>{caption}</caption>" if caption else ""
+    about = f'<p class="note">{caption}</p>' if caption else ""
     kind = ['class="text"' if i in texts else "" for i in range(len(head))]
     top = "".join(f'<th scope="col" {k}>{cell}</th>' for k, cell in zip(kind, head, strict=True))
     lines = "".join(
         "<tr>" + "".join(f"<td {k}>{cell}</td>" for k, cell in zip(kind, row, strict=True)) + "</tr>" for row in rows
     )
-    return f'<div class="wide"><table>{about}<thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+    return f'{about}<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def _stack(parts: Iterable[tuple[str, float]], kind: str = "") -> str:
