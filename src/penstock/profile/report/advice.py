@@ -28,6 +28,7 @@ __all__ = ["LEAST", "Advice", "advise"]
 LEAST = 0.01
 """The share of a step that advice must save to be given."""
 
+_MORE = "more memory"
 _EDGES = 4  # of all edges, those that take longest
 _SAME = 1 + 1e-9  # two sums of the same sizes
 _LARGE = 50_000  # actions; for more of them a search takes too long to be worth it
@@ -44,10 +45,10 @@ class Advice:
 
 
 def advise(trace: Trace, idle: Sequence[Idle] = ()) -> list[Advice]:
-    """All changes that save at least a hundredth of a step, the best first, and bounds after all others.
+    """All changes that save at least a hundredth of a step: first those in the memory of now, last bounds.
 
-    ``idle`` are the causes of idle time in a step, if they are known. Where the steps cannot be simulated, as of half
-    a call or of one rank's part, there is nothing but what these say.
+    Within each, what saves most comes first. ``idle`` are the causes of idle time in a step, if they are known. Where
+    steps cannot be simulated, as of half a call or of one rank's part, there is nothing but what these say.
     """
     found = list(_host(idle))
     try:
@@ -61,7 +62,7 @@ def advise(trace: Trace, idle: Sequence[Idle] = ()) -> list[Advice]:
         found += [Advice("slow rank", slow.text, slow.saved) for slow in slow_ranks(trace, base)]
         found += _edges(trace, base)
     worth = [advice for advice in found if advice.saved >= LEAST]
-    return sorted(worth, key=lambda advice: (advice.bound, -advice.saved))
+    return sorted(worth, key=lambda advice: (advice.bound, advice.what == _MORE, -advice.saved))
 
 
 def _saved(base: Simulation, makespan: float) -> float:
@@ -90,7 +91,7 @@ def _schedules(trace: Trace, base: Simulation) -> Iterator[Advice]:
             break
         if not larger.text:
             more = f"{peak / kept:.2g} times the memory" if kept else "more memory"
-            larger = Advice("schedule", f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
+            larger = Advice(_MORE, f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
     if larger.saved > best + LEAST:
         yield larger
     if "R" in base.schedule.kinds or sum(map(len, base.schedule.orders)) > _LARGE:

@@ -72,7 +72,8 @@ def _data(findings: Findings) -> dict[str, Any]:
         for rank, order in enumerate(simulation.schedule.orders):
             times = zip(order, simulation.starts[rank], simulation.ends[rank], strict=True)
             simulated[rank] = [[*action, round(start, 9), round(end, 9)] for action, start, end in times]
-    ends = [done.end - zero for part in parts for done in (*part.actions, *shown(part))]
+    ends = [done.end - zero for part in parts for done in part.actions]
+    ends += [span.end - zero for part in parts for span in shown(part)]
     return {
         "seconds": max([*ends, 0.0 if simulation is None else simulation.makespan]),
         "many_stages": trace.schedule.num_stages > trace.schedule.num_ranks,
