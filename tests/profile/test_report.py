@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.profile.report.advice import LEAST, Advice, advise
-from penstock.profile.report.balance import better_cut, recut
+from penstock.profile.report.balance import better_cut, moves, recut
 from penstock.profile.report.causes import CAUSES, idle_times
 from penstock.profile.report.contents import peak
 from penstock.profile.report.findings import look
@@ -69,6 +69,8 @@ def test_even_stages_have_no_imbalance() -> None:
         for idle in idle_times(trace, trace.steps[0]):
             assert idle.imbalance == idle.communication == idle.host == 0.0
             assert idle.fill + idle.drain == pytest.approx(idle.idle)
+    again = replay(simulate(with_recompute(build("1f1b", 4, 8), ["always"] * 4), Costs()))
+    assert all(idle.imbalance == 0.0 for idle in idle_times(again, again.steps[0]))
     gpipe = traced("gpipe", 3, 4, Costs())
     first, _, last = idle_times(gpipe, gpipe.steps[0])
     assert (first.fill, first.drain) == (6.0, 0.0)
@@ -88,15 +90,24 @@ def test_a_slow_stage_is_imbalance_and_a_slow_edge_communication() -> None:
     assert idle_times(far, far.steps[0])[1].fill == 1.5
 
 
-def test_several_waits_at_a_time_count_once() -> None:
-    """A device waits for two messages from 1 to 5: the first sender is done at 2, the other one at 4."""
+@pytest.mark.parametrize(
+    ("waits", "imbalance", "communication", "host"),
+    [
+        ([Wait(1, 1.5, 4.5), Wait(1, 1.5, 4.0, "sent")], 0.0, 0.5, 0.5),  # at the same time
+        ([Wait(1, 1.0, 1.5, "sent"), Wait(1, 1.5, 4.5)], 0.0, 1.0, 0.0),  # the first until a send is over
+        ([Wait(1, 0.5, 4.5)], 0.5, 0.5, 0.0),  # from before the end of 0F0
+        ([], 0.0, 0.0, 3.5),
+    ],
+)
+def test_waits_of_all_sorts(waits: list[Wait], imbalance: float, communication: float, host: float) -> None:
+    """Before 0B0, from 1 to 4.5, for 1B0, which ends at 4."""
     trace = example()
     first, second = trace.steps[0].parts
-    waits = (Wait(1, 1.5, 4.5), Wait(1, 1.5, 4.0, "sent"))
-    both = replace(first, actions=(first.actions[0], replace(first.actions[1], waits=waits)))
-    step = Step(0, "step", (both, second))
-    causes = idle_times(replace(trace, steps=(step,)), step)[0].causes
-    assert causes == {"fill": 2.5, "drain": 0.0, "imbalance": 0.0, "communication": 0.5, "host": 0.5}
+    other = replace(first, actions=(first.actions[0], replace(first.actions[1], waits=tuple(waits))))
+    step = Step(0, "step", (other, second))
+    idle = idle_times(replace(trace, steps=(step,)), step)[0]
+    assert (idle.imbalance, idle.communication, idle.host) == (imbalance, communication, host)
+    assert (idle.fill, idle.idle) == (3.5 - imbalance - communication - host, 3.5)
 
 
 COST = st.floats(0.01, 10)
@@ -134,6 +145,8 @@ def test_causes_add_up(data: st.DataObject) -> None:
             assert idle.busy == pytest.approx(part.busy, abs=1e-9)
         assert again.bubble == pytest.approx(sum(i.idle for i in times) / sum(i.total for i in times), abs=1e-9)
     assert all(idle.host == pytest.approx(0, abs=1e-9) for idle in idle_times(trace, step))
+    dones = [(part.track, done) for part in step.parts for done in part.actions]
+    assert all(schedule.placement[wait.peer] != rank for rank, done in dones for wait in done.waits)
 
 
 def test_one_ranks_part_alone() -> None:
@@ -168,6 +181,9 @@ def test_what_a_peak_holds_of_each_schedule() -> None:
     trace = traced("1f1b", 3, 6, Costs(activation=7.0))
     peaks = [peak(part, trace.saved) for part in trace.steps[0].parts]
     assert [(one.bytes, one.flight) for one in peaks if one] == [(21, {0: [0, 1, 2]}), (14, {1: [0, 1]}), (7, {2: [0]})]
+    for name in ("zb_h1", "zbv", "interleaved"):
+        trace = traced(name, 3, 6, Costs(activation=7.0))
+        assert all(one and one.saved == one.bytes for part in trace.steps[0].parts for one in [peak(part, trace.saved)])
     again = replay(simulate(with_recompute(build("gpipe", 2, 3), ["always"] * 2), Costs(activation=5.0)))
     assert [one.bytes for part in again.steps[0].parts for one in [peak(part, again.saved)] if one] == [5, 5]
     device = replace(trace.steps[0].parts[0], actions=(replace(trace.steps[0].parts[0].actions[0], memory=100),))
@@ -195,6 +211,17 @@ def test_schedules_save_what_the_simulator_says() -> None:
     assert f"saves {gain['zb_h1']:.0%} at the same memory (if a weight's gradient" in texts["zb_h1"].text
     assert "with 1.8 times the memory" in texts["zb_h2"].text
     assert [advice.what for advice in advise(trace)] == ["schedule", "schedule", "micro-batches", "more memory"]
+
+
+def test_a_search_that_finds_next_to_nothing_is_not_told_of() -> None:
+    trace = traced("1f1b", 4, 8, Costs())
+    assert [advice.text.split()[1] for advice in found(trace, "schedule")] == ["zb_h1"]
+
+
+def test_memory_that_is_not_known_is_counted_in_micro_batches() -> None:
+    trace = replace(traced("1f1b", 4, 8, Costs(f=(1.0, 1.5, 1.0, 1.0), latency=0.05)), saved={})
+    assert [advice.text.split()[1] for advice in found(trace, "schedule")] == ["auto", "zb_h1"]
+    assert [advice.text.split()[1] for advice in found(trace, "more memory")] == ["zb_h2"]
 
 
 def test_recomputes_stay_in_other_schedules() -> None:
@@ -248,6 +275,10 @@ def test_no_cut_that_needs_more_memory() -> None:
     costs = Costs(f=(5.0, 3.0), i=(5.0, 3.0), w=(5.0, 3.0), activation=(1.0, 90.0))
     trace = traced("gpipe", 2, 8, costs, plan=plan(list("abcde"), list("fgh")))
     assert better_cut(trace, trace.simulation()) is None
+
+
+def test_one_layer_on_the_other_side_of_a_cut() -> None:
+    assert list(moves((2, 1, 2))) == [(1, 2, 2), (2, 2, 1)]
 
 
 def test_recut_keeps_the_sum() -> None:

@@ -12,6 +12,7 @@ import pytest
 import penstock as ps
 from penstock.profile.report.findings import look
 from penstock.profile.report.page import page
+from penstock.profile.trace.steps import Span
 from penstock.schedule import Costs
 from tests.profile.test_report import plan, traced
 from tests.profile.test_report_page import HOSTILE, uneven
@@ -106,6 +107,13 @@ def test_bars_are_where_actions_are(browser: Browser, tmp_path: Path) -> None:
     assert pixel(browser, 3 / 6, high=13) == [0xB4, 0xBC, 0xC4, 255]
     assert pixel(browser, 1.2 / 6, high=13)[3] == 0
     assert pixel(browser, 2.2 / 6, row=1, high=20) == [0x00, 0x72, 0xB2, 255]
+    browser.run("document.querySelector('button[data-do=in]').click()")
+    browser.run("document.querySelector('button[data-do=in]').click()")
+    browser.frame()
+    assert pixel(browser, 0.01, row=1, high=20) == [0x00, 0x72, 0xB2, 255]
+    assert pixel(browser, -0.01, row=1, high=20)[3] == 0  # what began before stays within the chart
+    browser.run("document.querySelector('button[data-do=all]').click()")
+    browser.frame()
     faint = pixel(browser, 5.2 / 6, high=30)  # simulated
     assert faint[:3] != [0, 0, 0]
     assert 150 < faint[3] < 180
@@ -222,6 +230,12 @@ def test_hostile_names_are_shown_as_they_are(browser: Browser, tmp_path: Path) -
     assert browser.run("document.images.length") == 0
     assert HOSTILE in browser.run("document.querySelector('#plan td:last-child').textContent")
     assert HOSTILE in browser.run("document.querySelector('h1').textContent")
+    trace = example()
+    first, second = trace.steps[0].parts
+    parts = (first, replace(second, spans=(Span(HOSTILE, 4.2, 5.0),)))
+    show(browser, replace(trace, steps=(replace(trace.steps[0], parts=parts),)), tmp_path)
+    browser.mouse("mouseMoved", *place(browser, 4.6 / 6, row=1))
+    assert tip(browser) == f"rank 1\n{HOSTILE}: 800 ms"
 
 
 def test_many_ranks_and_actions(browser: Browser, tmp_path: Path) -> None:

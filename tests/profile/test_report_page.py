@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.profile.report.findings import look
 from penstock.profile.report.page import page
-from penstock.profile.trace.steps import Track
+from penstock.profile.trace.steps import Span, Track
 from penstock.schedule import Costs
 from tests.profile.test_report import plan, traced
 from tests.profile.test_trace import pipeline
@@ -112,13 +112,29 @@ def test_names_are_texts_and_nothing_else() -> None:
     names["ties"] = [{"names": [HOSTILE, "i.weight"], "stages": [0, 2]}]
     tracks = tuple(replace(track, device=HOSTILE) for track in trace.tracks)
     schedule = replace(trace.schedule, name=HOSTILE)
-    text = page(look(replace(trace, plan=names, tracks=tracks, schedule=schedule, missing=HOSTILE)))
+    parts = [replace(part, spans=(Span(HOSTILE, 0.0, 0.1),)) for part in trace.steps[0].parts]
+    steps = (replace(trace.steps[0], parts=tuple(parts)),)
+    hostile = replace(trace, plan=names, tracks=tracks, schedule=schedule, steps=steps, missing=HOSTILE)
+    text = page(look(hostile))
     reader = read(text)
     plain = read(page(look(replace(trace, missing="")))).tags
     assert [tag for tag, _ in reader.tags if tag in ("img", "script")] == ["script", "script"]
     assert {tag for tag, _ in reader.tags} == {tag for tag, _ in plain}
     assert any(HOSTILE in data for data in reader.texts["td"])
     assert any(HOSTILE in data for data in reader.texts["h1"])
+    assert json.loads("".join(reader.texts["script"][:1]))["rows"][0]["spans"][0][0] == HOSTILE
+
+
+def test_names_in_advice_are_texts() -> None:
+    costs = Costs(*[(5.0, 3.0)] * 3, activation=(50.0, 30.0))
+    trace = traced("1f1b", 2, 8, costs, plan=plan([*"abcd", HOSTILE], list("fgh")))
+    reader = read(page(look(trace)))
+    assert any(f"moving layer {HOSTILE} from stage 0" in text for text in reader.texts["li"])
+    assert any(f"Moving layer {HOSTILE} from stage 0" in text for text in reader.texts["p"])
+    data = json.loads("".join(reader.texts["script"][:1]))
+    waits = [wait for row in data["rows"] for action in row["actions"] for wait in action[7]]
+    assert waits
+    assert all(wait[2] > wait[1] for wait in waits)
 
 
 @pytest.mark.parametrize("kind", ["html", "css", "js"])

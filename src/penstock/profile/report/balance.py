@@ -14,7 +14,7 @@ from penstock.split.partition import partition
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
 
-__all__ = ["Cut", "better_cut", "layers_of", "mapped", "recut", "stage_seconds"]
+__all__ = ["Cut", "better_cut", "layers_of", "mapped", "moves", "recut", "stage_seconds"]
 
 _LARGE = 200_000  # actions to simulate; for more of them, only the most even cut is looked at
 
@@ -72,7 +72,7 @@ def better_cut(trace: Trace, base: Simulation) -> Cut | None:
     shares = [s / count for s, count in zip(seconds, before, strict=True) for _ in range(count)]
     cuts = [tuple(partition(shares, len(groups)))]
     if sum(map(len, base.schedule.orders)) * len(groups) <= _LARGE:
-        cuts += _moves(before)
+        cuts += moves(before)
     best: Cut | None = None
     for after in cuts:
         costs = recut(base.costs, before, after)
@@ -84,7 +84,7 @@ def better_cut(trace: Trace, base: Simulation) -> Cut | None:
     return best
 
 
-def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """All cuts in which one layer is on the other side of one cut."""
     for stage in range(len(sizes) - 1):
         for here, there in ((stage, stage + 1), (stage + 1, stage)):
@@ -96,17 +96,17 @@ def recut(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:
     """The costs of stages of other sizes, each layer with an even share of what its stage had."""
     ends = list(accumulate(after))
 
-    def moved(_: str, numbers: list[float]) -> list[float]:
+    def moved(numbers: list[float]) -> list[float]:
         shares = [number / count for number, count in zip(numbers, before, strict=True) for _ in range(count)]
         return [sum(shares[end - count : end]) for end, count in zip(ends, after, strict=True)]
 
     return mapped(costs, len(before), moved)
 
 
-def mapped(costs: Costs, num_stages: int, change: Callable[[str, list[float]], list[float]]) -> Costs:
-    """The costs with all that is counted by stages changed: ``change`` gets its name and its numbers."""
+def mapped(costs: Costs, num_stages: int, change: Callable[[list[float]], list[float]]) -> Costs:
+    """The costs with all that is counted by stages changed: ``change`` gets the numbers of all stages."""
     names = [name for name in ("f", "i", "w", "b", "r", "activation") if getattr(costs, name) is not None]
-    changed: dict[str, Any] = {name: tuple(change(name, costs.of_stages(name, num_stages))) for name in names}
+    changed: dict[str, Any] = {name: tuple(change(costs.of_stages(name, num_stages))) for name in names}
     return replace(costs, **changed)
 
 

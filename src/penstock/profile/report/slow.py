@@ -88,7 +88,7 @@ def _pooled(base: Simulation) -> list[float]:
 
 
 def _scaled(base: Simulation, factors: Mapping[int, float]) -> Costs:
-    def scaled(name: str, numbers: list[float]) -> list[float]:
-        return [x if name == "activation" else x * factors.get(s, 1.0) for s, x in enumerate(numbers)]
+    def scaled(numbers: list[float]) -> list[float]:
+        return [x * factors.get(stage, 1.0) for stage, x in enumerate(numbers)]
 
     return mapped(base.costs, base.schedule.num_stages, scaled)
