@@ -69,8 +69,9 @@ def test_even_stages_have_no_imbalance() -> None:
         for idle in idle_times(trace, trace.steps[0]):
             assert idle.imbalance == idle.communication == idle.host == 0.0
             assert idle.fill + idle.drain == pytest.approx(idle.idle)
-    again = replay(simulate(with_recompute(build("1f1b", 4, 8), ["always"] * 4), Costs()))
-    assert all(idle.imbalance == 0.0 for idle in idle_times(again, again.steps[0]))
+    for modes in (["always"] * 4, ["never"] * 3 + ["always"]):
+        again = replay(simulate(with_recompute(build("gpipe", 4, 8), modes), Costs()))
+        assert all(idle.imbalance == 0.0 for idle in idle_times(again, again.steps[0]))
     gpipe = traced("gpipe", 3, 4, Costs())
     first, _, last = idle_times(gpipe, gpipe.steps[0])
     assert (first.fill, first.drain) == (6.0, 0.0)
@@ -186,6 +187,11 @@ def test_what_a_peak_holds_of_each_schedule() -> None:
         assert all(one and one.saved == one.bytes for part in trace.steps[0].parts for one in [peak(part, trace.saved)])
     again = replay(simulate(with_recompute(build("gpipe", 2, 3), ["always"] * 2), Costs(activation=5.0)))
     assert [one.bytes for part in again.steps[0].parts for one in [peak(part, again.saved)] if one] == [5, 5]
+    turns = zip(("0F0", "0I0", "0W0", "0F1"), (10, 9, 3, 20), strict=True)
+    split = tuple(Done(ps.Action.parse(name), 0.0, 1.0, memory=memory) for name, memory in turns)
+    late = peak(Part(0, 0.0, 1.0, split), {0: 7})
+    assert late is not None
+    assert (late.flight, late.rest) == ({0: [1]}, 13)
     device = replace(trace.steps[0].parts[0], actions=(replace(trace.steps[0].parts[0].actions[0], memory=100),))
     one = peak(device, trace.saved)
     assert one is not None
