@@ -137,7 +137,7 @@ def test_names_in_advice_are_texts() -> None:
     assert all(wait[2] > wait[1] for wait in waits)
 
 
-@pytest.mark.parametrize("kind", ["html", "css", "js"])
+@pytest.mark.parametrize("kind", ["html", "css", "words.js", "chart.js", "js"])
 def test_the_files_are_in_the_package(kind: str) -> None:
     assert files("penstock.profile.report").joinpath(f"page.{kind}").is_file()
     assert "profile/report/page.*" in (Path(__file__).parents[2] / "pyproject.toml").read_text()

@@ -28,10 +28,10 @@ def write_report(trace: Trace, path: str | Path) -> Findings:
 def page(findings: Findings) -> str:
     """The whole page as text."""
     here = files("penstock.profile.report")
-    texts = [here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")]
-    template, style, script = texts
+    kinds = ("html", "css", "words.js", "chart.js", "js")
+    template, style, *scripts = (here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in kinds)
     return Template(template).substitute(
-        style=style, script=script, data=_embedded(_data(findings)), **sections.sections(findings)
+        style=style, script="".join(scripts), data=_embedded(_data(findings)), **sections.sections(findings)
     )
 
 
