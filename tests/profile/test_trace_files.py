@@ -114,6 +114,11 @@ def test_parts_that_belong_to_nobody(tmp_path: Path) -> None:
         (lambda data: data["tracks"].pop(), "2 tracks|1 tracks"),
         (lambda data: data["steps"][0]["parts"][0]["actions"][0].__setitem__(0, "7F0"), "2 stages, but actions of"),
         (lambda data: data["steps"][0]["parts"][0]["actions"][0].pop(), "is not a saved trace"),
+        (lambda data: data["steps"][0]["parts"][0].update(begin=float("nan")), "NaN is not a time"),
+        (lambda data: data["tracks"][1].update(place=2), "2 ranks, but stages or tracks of others"),
+        (lambda data: data["edges"].append([1, 2]), "2 stages, but edges of others"),
+        (lambda data: data.update(plan={"stages": [{}]}), "is not a saved trace: KeyError"),
+        (lambda data: data.update(plan={"stages": [], "ties": [], "devices": ["cpu"]}), "0 stages, but 1 devices"),
     ):
         data = example().to_data()
         change(data)

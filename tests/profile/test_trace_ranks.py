@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.profile.trace import recording
 from penstock.profile.trace.align import Aligned, Offset
-from penstock.profile.trace.measure import crossings
+from penstock.profile.trace.measure import bubble, crossings
 from tests.profile.test_trace import check_consistent, orders
 from tests.profile.test_trace_files import check_chrome, events_of
 from tests.support.models import batch, gradients, labels, mlp
@@ -51,6 +51,15 @@ def traced(rank: int, stages: int, data: int, shift: float, options: dict[str, A
         recording.clock = before
 
 
+def check_report(trace: ps.Trace, folder: Path) -> None:
+    """A page of it can be made, and the causes of idle time add up to the bubble of the step that it shows."""
+    findings = trace.report(folder / "run.html")
+    assert len(findings.idle) == len(trace.tracks)
+    assert sum(findings.causes.values()) == pytest.approx(bubble(trace, findings.step))
+    assert min(min(idle.causes.values()) for idle in findings.idle) >= -1e-9
+    assert (folder / "run.html").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "1f1b", "dynamic": True}])
 def test_every_rank_has_the_whole(four: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
     traces = four.check(traced, 4, 1, 0.0, options)
@@ -70,6 +79,7 @@ def test_every_rank_has_the_whole(four: Ranks, tmp_path: Path, options: dict[str
     assert rows["0F0"]["sent"] == rows["1F0"]["received"] == rows["1B0"]["sent"] == rows["0B0"]["received"] == 32
     assert all(b == 32.0 for b in trace.costs().bytes.values())  # type: ignore[union-attr]
     assert trace.simulation().makespan > 0
+    check_report(trace, tmp_path)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv", "looped_bfs", "dualpipev"])
@@ -90,6 +100,7 @@ def test_replicas_have_tracks_of_their_own(four: Ranks, tmp_path: Path) -> None:
     events = events_of(trace, tmp_path / "run.trace.json")
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"replica 0", "replica 1"}
     check_causal(trace)
+    check_report(trace, tmp_path)
     begins = [part.begin for part in trace.steps[0].parts]
     assert max(begins) - min(begins) < 3.0, "they begin a step together, and their clocks are 9 seconds apart"
 

@@ -44,6 +44,8 @@ def _counted(
             kept[pair] += 1
         elif kind in "BW" and kept[pair]:
             kept[pair] -= 1
+            if not kept[pair]:
+                del kept[pair]  # so that those in flight are all that is summed
         total = sum(saved.get(s, 0) * count for (s, _), count in kept.items())
         found.append(done if done.memory is not None else replace(done, memory=total))
     return tuple(found)

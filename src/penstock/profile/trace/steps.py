@@ -147,6 +147,11 @@ class Track:
     device: str
     clock_error: float = 0.0  # seconds by which its clock may be off that of the first rank
 
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Track:
+        rank, replica, place = (int(data[name]) for name in ("rank", "replica", "place"))
+        return cls(rank, replica, place, str(data["device"]), float(data["clock_error"]))
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

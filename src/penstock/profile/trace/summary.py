@@ -12,15 +12,15 @@ from penstock.profile.trace.measure import typical
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
 
-__all__ = ["summary"]
+__all__ = ["counted", "milliseconds", "summary"]
 
 
 def summary(trace: Trace) -> str:
     """How long a step takes, its bubble beside the simulated one, and what each rank does meanwhile."""
     schedule = trace.schedule
     head = (
-        f"trace of {_count(len(trace.steps), 'step')}: {schedule.name}, {_count(schedule.num_stages, 'stage')} on "
-        f"{_count(schedule.num_ranks, 'rank')}, {_count(schedule.num_microbatches, 'micro-batch')}"
+        f"trace of {counted(len(trace.steps), 'step')}: {schedule.name}, {counted(schedule.num_stages, 'stage')} on "
+        f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_microbatches, 'micro-batch')}"
     )
     if len(trace.replicas) > 1:
         head += f", {len(trace.replicas)} replicas"
@@ -29,7 +29,8 @@ def summary(trace: Trace) -> str:
     if not steps:
         return "\n".join([*lines, "no whole step"])
     times = [step.seconds for step in steps]
-    lines.append(f"step    {_ms(median(times))} (median of {len(times)}; {_ms(min(times))} to {_ms(max(times))})")
+    middle, least, most = (milliseconds(pick(times)) for pick in (median, min, max))
+    lines.append(f"step    {middle} (median of {len(times)}; {least} to {most})")
     lines += [f"bubble  {text}" for text in [_bubble(trace)] if text]
     cells: list[tuple[str, ...]] = [("rank", "device", "stages", "busy", "waits", "around", "other")]
     for t, track in enumerate(trace.tracks):
@@ -39,7 +40,7 @@ def summary(trace: Trace) -> str:
             other = [max(0.0, p.end - p.begin - sum(row)) for p, row in zip(parts, known, strict=True)]
             times = [median(column) for column in (*zip(*known, strict=True), other)]
             stages = " ".join(map(str, schedule.stages_of(track.place)))
-            cells.append((str(track.rank), track.device, stages, *map(_ms, times)))
+            cells.append((str(track.rank), track.device, stages, *map(milliseconds, times)))
     return "\n".join([*lines, "", *_columns(cells)])
 
 
@@ -63,9 +64,11 @@ def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """As in "3 stages"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """As in "1.23 ms"; from a second on, in seconds."""
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

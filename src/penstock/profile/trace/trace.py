@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PlanError
 from penstock.profile.trace import measure
@@ -19,6 +19,9 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Simulation, simulate
+
+if TYPE_CHECKING:
+    from penstock.profile.report.findings import Findings
 
 __all__ = ["Trace"]
 
@@ -100,7 +103,7 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read what ``save`` wrote."""
         try:
-            return cls.from_data(json.loads(Path(path).read_text()))
+            return cls.from_data(json.loads(Path(path).read_text(), parse_constant=_no_number))
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             if isinstance(error, PlanError):
                 raise
@@ -137,27 +140,33 @@ class Trace:
             raise PlanError(f"trace format {data['penstock_trace']!r} cannot be read here: expected {FORMAT}")
         given = data["schedule"]
         orders = [[Action.parse(name) for name in order.split()] for order in given["orders"]]
-        tracks = tuple(Track(**track) for track in data["tracks"])
+        tracks = tuple(Track.from_data(track) for track in data["tracks"])
         steps = tuple(
-            Step(int(s["number"]), s["kind"], tuple(map(Part.from_data, s["parts"])), bool(s["failed"]))
+            Step(int(s["number"]), str(s["kind"]), tuple(map(Part.from_data, s["parts"])), bool(s["failed"]))
             for s in data["steps"]
         )
         parts = [part for step in steps for part in step.parts]
         if any(not 0 <= part.track < len(tracks) for part in parts):
             raise PlanError(f"the trace has {len(tracks)} tracks, but its steps have parts of others")
-        stages = len(given["placement"])
+        placement = [int(rank) for rank in given["placement"]]
+        stages = len(placement)
+        if any(not 0 <= rank < len(orders) for rank in (*placement, *(track.place for track in tracks))):
+            raise PlanError(f"the trace has {len(orders)} ranks, but stages or tracks of others")
+        edges = tuple((int(src), int(dst)) for src, dst in data["edges"])
+        if any(not 0 <= src < dst < stages for src, dst in edges):
+            raise PlanError(f"the trace has {stages} stages, but edges of others")
         if any(done.action.stage >= stages for part in parts for done in part.actions):
             raise PlanError(f"the trace has {stages} stages, but actions of others")
         return cls(
-            Schedule.of(given["name"], given["placement"], orders, given["microbatches"]),
-            tuple((int(src), int(dst)) for src, dst in data["edges"]),
-            plan=data["plan"],
+            Schedule.of(str(given["name"]), placement, orders, int(given["microbatches"])),
+            edges,
+            plan=_plan(data["plan"]),
             tracks=tracks,
             steps=steps,
             saved={int(stage): int(size) for stage, size in data["saved"].items()},
-            memory=data["memory"],
-            versions=data["versions"],
-            missing=data["missing"],
+            memory=str(data["memory"]),
+            versions={str(name): str(version) for name, version in data["versions"].items()},
+            missing=None if data["missing"] is None else str(data["missing"]),
         )
 
     def chrome(self, path: str | Path) -> None:
@@ -171,6 +180,15 @@ class Trace:
             write_rows(found, Path(path))
         return found
 
+    def report(self, path: str | Path) -> Findings:
+        """Write a page to look at in a browser: the timeline of a step, why ranks are idle, and what would help.
+
+        What it says comes back as data, too.
+        """
+        from penstock.profile.report import write_report
+
+        return write_report(self, path)
+
     def __str__(self) -> str:
         return summary(self)
 
@@ -182,3 +200,22 @@ class Trace:
 
     def __repr__(self) -> str:
         return f"Trace({len(self.steps)} steps of {len(self.tracks)} ranks, schedule {self.schedule.name!r})"
+
+
+def _plan(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan as it was saved, if it is one; or none at all."""
+    if not data:
+        return {}
+    stages = [
+        {**s, "layers": list(map(str, s["layers"])), "parameters": int(s["parameters"]), "bytes": int(s["bytes"])}
+        for s in data["stages"]
+    ]
+    ties = [{**tie, "names": [str(name) for name in tie["names"]]} for tie in data["ties"]]
+    devices = None if data["devices"] is None else [str(device) for device in data["devices"]]
+    if devices is not None and len(devices) != len(stages):
+        raise PlanError(f"the trace's plan has {len(stages)} stages, but {len(devices)} devices")
+    return {**data, "stages": stages, "ties": ties, "devices": devices}
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not a time")

@@ -1,0 +1,257 @@
+"""The sections of the page that are plain HTML. All texts of a trace go through ``escape``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from penstock.profile.report.advice import LEAST
+from penstock.profile.report.balance import layers_of, stage_seconds
+from penstock.profile.report.causes import CAUSES, Idle
+from penstock.profile.report.findings import Findings
+from penstock.profile.trace.chrome import NAMES
+from penstock.profile.trace.summary import counted, milliseconds
+
+if TYPE_CHECKING:
+    from penstock.profile.trace.trace import Trace
+
+__all__ = ["rank_name", "sections", "size"]
+
+_MEANINGS = {
+    "fill": "until work reaches the rank, and its first gradient",
+    "drain": "no more, or ever less work comes",
+    "imbalance": "waits for a stage that computes longer than an even one would",
+    "communication": "the other rank is done, its message is on its way",
+    "host": "nothing is waited for: launching, sending, Python",
+}
+
+
+def sections(findings: Findings) -> dict[str, str]:
+    """By their names in ``page.html``."""
+    trace, schedule = findings.trace, findings.trace.schedule
+    versions = ", ".join(f"{name} {version}" for name, version in trace.versions.items())
+    missing = "" if trace.missing is None else f"One rank's part only: {trace.missing}. "
+    return {
+        "title": escape(f"Penstock report: {schedule.name}"),
+        "subtitle": escape(f"{missing}{findings.head}."),
+        "tiles": _tiles(findings),
+        "advice": _advice(findings),
+        "timeline_note": _timeline_note(findings),
+        "legend": _legend(findings),
+        "bubble": _bubble(findings),
+        "memory_note": _memory_note(trace),
+        "memory": _memory(findings),
+        "stages": _stages(findings),
+        "edges": _edges(findings),
+        "plan": _plan(trace),
+        "footer": escape(f"{counted(len(trace.steps), 'step')} recorded. {versions}"),
+    }
+
+
+def rank_name(trace: Trace, track: int) -> str:
+    """A rank of the world, and the replica where there are several."""
+    one = trace.tracks[track]
+    return f"rank {one.rank}" + (f" ({one.replica})" if len(trace.replicas) > 1 else "")
+
+
+def size(number: float) -> str:
+    """As in ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} TiB"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", texts: Sequence[int] = ()) -> str:
+    """Cells are HTML already; the first column, and those of ``texts``, stand left."""
+    about = f'<p class="note">{caption}</p>' if caption else ""
+    kind = ['class="text"' if i in texts else "" for i in range(len(head))]
+    top = "".join(f'<th scope="col" {k}>{cell}</th>' for k, cell in zip(kind, head, strict=True))
+    lines = "".join(
+        "<tr>" + "".join(f"<td {k}>{cell}</td>" for k, cell in zip(kind, row, strict=True)) + "</tr>" for row in rows
+    )
+    return f'{about}<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _stack(parts: Iterable[tuple[str, float]], kind: str = "") -> str:
+    """A bar of parts, each with its colour's name and its share of the width."""
+    spans = "".join(
+        f'<i style="width:{100 * share:.2f}%;background:var(--{colour})"></i>' for colour, share in parts if share > 0
+    )
+    return f'<div class="stack {kind}" aria-hidden="true">{spans}</div>'
+
+
+def _tiles(findings: Findings) -> str:
+    trace, simulation = findings.trace, findings.simulation
+    tiles = [(milliseconds(findings.step.seconds), f"{findings.what}, in the middle of all that were recorded")]
+    tiles.append((f"{findings.bubble:.1%}", "bubble, measured"))
+    if simulation is not None:
+        tiles.append((f"{simulation.bubble:.1%}", "bubble, simulated with the median time of each action"))
+    if findings.peaks:
+        most = max(findings.peaks, key=lambda peak: peak.bytes)
+        kind = "saved for backwards" if trace.memory == "saved" else trace.memory
+        tiles.append((size(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
+    first = next(iter(findings.advice), None)
+    gain = "–" if first is None else f"{'≤ ' * first.bound}{first.saved:.0%}"
+    tiles.append((gain, "the first advice saves"))
+    return "".join(f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles)
+
+
+def _advice(findings: Findings) -> str:
+    if findings.simulation is None and not findings.advice:
+        return "<p>None: this step cannot be simulated, for it is not whole.</p>"
+    if not findings.advice:
+        return f"<p>None: no change was found that saves {LEAST:.0%} of a step or more.</p>"
+    items = "".join(
+        f'<li data-saved="{advice.saved:.6f}"><b>{"≤ " * advice.bound}{advice.saved:.0%}</b> {escape(advice.text)}</li>'
+        for advice in findings.advice
+    )
+    note = "Each change alone, simulated with the times that were measured. Gains do not add up."
+    return f'<ol class="advice">{items}</ol><p class="note">{note}</p>'
+
+
+def _timeline_note(findings: Findings) -> str:
+    text = "Each rank has a bar for what it did"
+    if findings.simulation is not None:
+        text += ", and below it a thinner one for the same order, simulated with the median time of each action"
+    text += ". Grey lines between actions are waits; light boxes are what is done around them."
+    first = min(part.actions[0].start for part in findings.step.of(range(len(findings.trace.tracks))))
+    before = max(0.0, first - findings.step.begin)
+    return escape(f"{text} Time counts from the first action, {milliseconds(before)} after the step's begin.")
+
+
+def _legend(findings: Findings) -> str:
+    kinds = sorted(findings.trace.order.kinds, key="FRBIW".index)
+    shown = [(kind, f"{kind} {NAMES[kind]}") for kind in kinds] + [("wait", "wait")]
+    return "".join(f'<span><i style="background:var(--{colour})"></i>{name}</span>' for colour, name in shown)
+
+
+def _bubble(findings: Findings) -> str:
+    trace = findings.trace
+    paper = {idle.track: idle for idle in findings.idle_simulated}
+    legend = "".join(
+        f'<span><i style="background:var(--{cause})"></i><b>{cause}</b>: {_MEANINGS[cause]}</span>' for cause in CAUSES
+    )
+    rows = []
+    for idle in findings.idle:
+        bar = _stack((cause, seconds / idle.total if idle.total else 0.0) for cause, seconds in idle.causes.items())
+        twin = paper.get(trace.tracks[idle.track].place)
+        if twin is not None:
+            bar += _stack((cause, s / twin.total if twin.total else 0.0) for cause, s in twin.causes.items())
+        rows.append([escape(rank_name(trace, idle.track)), *_shares(idle), bar])
+    total = [f"{share:.1%}" for share in (findings.bubble, *findings.causes.values())]
+    rows.append(["<b>all</b>", *(f"<b>{cell}</b>" for cell in total), ""])
+    caption = "Shares of the time from a step's first action to its last."
+    if paper:
+        caption += " The thin bar is the simulated step."
+    head = ["rank", "idle", *CAUSES, '<span class="unseen">bar</span>']
+    return f'<div class="legend">{legend}</div>' + _table(head, rows, caption)
+
+
+def _shares(idle: Idle) -> list[str]:
+    return [f"{seconds / idle.total:.1%}" if idle.total else "–" for seconds in (idle.idle, *idle.causes.values())]
+
+
+def _memory_note(trace: Trace) -> str:
+    if trace.memory == "saved":
+        return "What each rank keeps for backwards to come, after each action. All rows have the same scale."
+    return f"The bytes {escape(trace.memory)} on each rank's device, after each action. All rows have the same scale."
+
+
+def _memory(findings: Findings) -> str:
+    trace, simulation = findings.trace, findings.simulation
+    if not findings.peaks:
+        return "<p>The memory of this run is not known.</p>"
+    rows = []
+    for peak in findings.peaks:
+        inside = [
+            f"stage {stage}: {counted(len(flight), 'micro-batch')} ({_numbers(flight)})"
+            + (f" of {size(trace.saved[stage])}" if trace.saved.get(stage) else "")
+            for stage, flight in peak.flight.items()
+        ]
+        if peak.rest:
+            inside.append(f"{size(peak.rest)} of parameters, gradients, optimizer and others")
+        place = trace.tracks[peak.track].place
+        expected = "" if simulation is None else size(simulation.peak_memory[place])
+        who = escape(rank_name(trace, peak.track))
+        rows.append([who, size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
+    head = ["rank", "peak", "after", "what it is", "simulated, of activations"]
+    return _table(head, rows, "The moment in which each rank keeps most.", texts=[3])
+
+
+def _numbers(flight: Sequence[int]) -> str:
+    return ", ".join(map(str, flight[:8])) + (", …" if len(flight) > 8 else "")
+
+
+def _stages(findings: Findings) -> str:
+    trace, simulation, cut = findings.trace, findings.simulation, findings.cut
+    if simulation is None:
+        return "<p>Not known: the trace has not all stages, or not whole steps.</p>"
+    count, trains = trace.schedule.num_stages, simulation.schedule.trains
+    times = simulation.costs.durations(count)
+    seconds = stage_seconds(simulation.costs, count, trains)
+    better = [0.0] * count if cut is None else stage_seconds(cut.costs, count, trains)
+    most = max([*seconds, *better]) or 1.0
+    layers = layers_of(trace)
+    rows = []
+    for stage in range(count):
+        back = times["B"][stage] if trains else 0.0
+        bar = _stack([("F", times["F"][stage] / most), ("B", back / most)], "of-stage")
+        row = [str(stage), str(trace.schedule.placement[stage]), "–" if layers is None else str(len(layers[stage]))]
+        row += [milliseconds(times["F"][stage]), milliseconds(back)]
+        if cut is not None:
+            bar += _stack([("W", better[stage] / most)], "of-stage")
+            row += [str(cut.after[stage]), milliseconds(better[stage])]
+        rows.append([*row, bar])
+    head = ["stage", "rank", "layers", "forward", "backward"]
+    head += [] if cut is None else ["layers, better cut", "both, better cut"]
+    words = "No cut is better, as far as the times of stages tell."
+    if layers is None:
+        words = "The trace's plan does not name the layers, so no other cut is suggested."
+    elif cut is not None:
+        words = f"{cut.text[0].upper()}{cut.text[1:]} saves {cut.saved:.1%}, if the layers of a stage cost alike."
+    caption = "The time of one micro-batch in each stage." + (" The thin bar is the better cut." if cut else "")
+    return f"<p>{escape(words)}</p>" + _table([*head, '<span class="unseen">bar</span>'], rows, caption)
+
+
+def _edges(findings: Findings) -> str:
+    if not findings.edges:
+        return "<p>There are none: the model is one stage.</p>"
+    rows = []
+    for edge in findings.edges:
+        inside = edge.ranks[0] == edge.ranks[1]
+        took = "within a rank" if inside else "–" if edge.seconds is None else milliseconds(edge.seconds)
+        speed = "–" if inside or not edge.bandwidth else f"{size(edge.bandwidth)}/s"
+        ends = f"{edge.src} → {edge.dst}", f"{edge.ranks[0]} → {edge.ranks[1]}"
+        total = edge.messages // 2 * (edge.forward + edge.backward) if edge.backward else edge.messages * edge.forward
+        rows.append([*ends, str(edge.messages), size(edge.forward), size(edge.backward), size(total), took, speed])
+    caption = "Bytes forward and back are those of one message. A time is known where a rank waited for messages."
+    head = ["stages", "ranks", "messages", "bytes forward", "bytes back", "bytes in all", "takes", "bandwidth"]
+    return _table(head, rows, caption)
+
+
+def _plan(trace: Trace) -> str:
+    stages = trace.plan.get("stages", [])
+    devices = trace.plan.get("devices") or [""] * len(stages)
+    rows = [
+        [
+            str(number),
+            str(trace.schedule.placement[number]) if number < trace.schedule.num_stages else "–",
+            escape(str(devices[number])) or "–",
+            f"{int(stage['parameters']):,}",
+            size(float(stage["bytes"])),
+            escape(", ".join(map(str, stage["layers"]))),
+        ]
+        for number, stage in enumerate(stages)
+    ]
+    ties = [" = ".join(map(str, tie["names"])) for tie in trace.plan.get("ties", [])]
+    shared = f"<p>Shared between stages: {escape('; '.join(ties))}</p>" if ties else ""
+    tracks = [
+        [escape(rank_name(trace, t)), escape(track.device), f"{track.clock_error * 1e6:.1f} µs"]
+        for t, track in enumerate(trace.tracks)
+    ]
+    plan = _table(["stage", "rank", "device", "parameters", "bytes", "layers"], rows, texts=[2, 5]) if rows else ""
+    ranks = _table(["rank", "device", "clock known to"], tracks, texts=[1])
+    return (plan or "<p>The trace has no plan.</p>") + shared + ranks
