@@ -43,6 +43,11 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where the report is written
+
+
 def run(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 0) -> tuple[str, str]:
     assert main(["demo", *map(str, argv)]) == code
     return capsys.readouterr()
@@ -67,7 +72,8 @@ def test_demo(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     closing = out.splitlines()[-3:]
     assert closing[0] == "4 stages on 4 threads trained 6 steps of 4 micro-batches by 1f1b."  # of 50, 50 and 20 digits
     assert closing[1].startswith("Loss and gradient norm were the plain model's at every step, but for rounding (")
-    assert re.match(r"The bubble of 1f1b is 42\.9% with even stages, \S+% as measured(: | on \d+ cores?: )", closing[2])
+    bubble = r"The bubble of 1f1b is 42\.9% with even stages, \S+% as measured( on \d+ cores?)?"
+    assert re.match(rf"{bubble}\. The report is penstock-demo\.html\.$", closing[2])
     assert torch.get_num_threads() == threads
 
 
@@ -108,7 +114,8 @@ def test_processes(few: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "4 stages on 2 processes trained 3 steps of 8 micro-batches by zbv, with the optimiser's state on the" in out
     assert re.search(r"with even stages, \S+% as measured", out)
     assert re.findall(r"^epoch 1, step (\d)/3: ", out, re.MULTILINE) == ["2", "3"]
-    assert out.splitlines()[-1].endswith(f": its trace is {place / 'trace.json'}.")
+    assert out.splitlines()[-1].endswith(". The report is penstock-demo.html.")
+    assert "<title>" in Path("penstock-demo.html").read_text(encoding="utf-8")
     assert err == ""
     trace = ps.Trace.load(place / "trace.json")
     assert (len(trace.steps), len(trace.tracks), trace.missing) == (2, 2, None)

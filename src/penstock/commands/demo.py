@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -79,6 +80,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the stages are (default cpu)")
     add("--offload-optimiser", action="store_true", help="keep the optimiser's state on the host: for --device cuda")
     add("--profile", action="store_true", help="record some steps, and tell what their time went into")
+    add("--report", default="penstock-demo.html", metavar="FILE", help="the page to write (default penstock-demo.html)")
     add("--profile-dir", default="profile", metavar="DIR", help=f"for {TRACE} and {PERFETTO} (default profile)")
     add("--debug", action="store_true", help="tell shapes and orders before, and how it goes after each call")
     add("--data", metavar="DIR", help="where MNIST's four files are (default: the extract in the package)")
@@ -88,7 +90,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what ``args`` say."""
-    settings = _settings(args)
+    if args.profile:
+        return _train(args, args.profile_dir)
+    with tempfile.TemporaryDirectory() as folder:  # for a trace that nobody has asked for but the report
+        return _train(args, folder)
+
+
+def _train(args: argparse.Namespace, folder: str) -> int:
+    settings = _settings(args, folder)
     train, test = _digits(args, settings)
     source = _source(args, settings)
     simulation = _simulation(source)
@@ -117,22 +126,22 @@ def run(args: argparse.Namespace) -> int:
         raise PenstockError(f"{accuracy:.2%} of the test digits are right as a pipeline, but {expected:.2%} plain")
     steps = settings.epochs * steps_per_epoch
     finished = Finished(settings, plan, simulation, comparison, steps, accuracy, args.processes)
-    if finished.trace is not None:
+    if args.profile:
         print_text(f"{Trace.load(finished.trace)}\n", sys.stdout)
-    _conclude(finished)
+    _conclude(finished, report(finished, args.report))
     return 0
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace, folder: str) -> Settings:
     if args.strategy == "sharded" and args.schedule is not None:
         args.usage_error("--strategy sharded is a schedule itself: leave out --schedule")
     if args.device == "cuda" and not torch.cuda.is_available():
         args.usage_error("--device cuda: there is no GPU here")
-    if args.profile:
+    for option, place in (("--profile-dir", Path(folder)), ("--report", Path(args.report).parent)):
         try:
-            Path(args.profile_dir).mkdir(parents=True, exist_ok=True)
+            place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            args.usage_error(f"--profile-dir: cannot write to {args.profile_dir!r}: {error.strerror}")
+            args.usage_error(f"{option}: cannot write to {str(place)!r}: {error.strerror}")
     return Settings(
         epochs=args.epochs,
         batch_size=args.batch_size,
@@ -146,7 +155,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         device_iterations=args.device_iterations,
         device=args.device,
         offload=args.offload_optimiser,
-        profile=args.profile_dir if args.profile else None,
+        profile=folder,
     )
 
 
@@ -182,28 +191,22 @@ def _pipeline(args: argparse.Namespace, settings: Settings, source: ScheduleSour
     return PipelineRun(settings)
 
 
-def _conclude(finished: Finished) -> None:
+def _conclude(finished: Finished, page: Path) -> None:
     """What happened, and where the report is, in three lines."""
     schedule, settings = finished.simulation.schedule, finished.settings
     workers = _count(schedule.num_ranks, "process" if finished.processes else "thread")
     offloaded = ", with the optimiser's state on the host" if settings.offload else ""
-    page, measured = report(finished), finished.comparison.bubble
+    measured = finished.comparison.bubble
     bubble = f"{finished.simulation.bubble:.1%} with even stages"
     if measured is not None:
         cores = usable_cores()
         bubble += f", {measured:.1%} as measured" + f" on {_count(cores, 'core')}" * (cores < schedule.num_ranks)
-    if page is not None:
-        more = f"the report is {page}"
-    elif finished.trace is not None:
-        more = f"its trace is {finished.trace}"
-    else:
-        more = "'penstock schedule --list' has others to try"
     print_text(
         f"{_count(schedule.num_stages, 'stage')} on {workers} trained {_count(finished.steps, 'step')} of "
         f"{_count(schedule.num_microbatches, 'micro-batch')} by {schedule.name}{offloaded}.\n"
         "Loss and gradient norm were the plain model's at every step, but for rounding "
         f"({finished.comparison.difference:.0e}).\n"
-        f"The bubble of {schedule.name} is {bubble}: {more}.",
+        f"The bubble of {schedule.name} is {bubble}. The report is {page}.",
         sys.stdout,
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.demo.compare import Comparison
 from penstock.demo.runs import TRACE, Settings
+from penstock.profile.trace import Trace
 from penstock.schedule.simulate import Simulation
 from penstock.split.plan import Plan
 
@@ -26,11 +27,12 @@ class Finished:
     processes: bool
 
     @property
-    def trace(self) -> Path | None:
-        """The file that ``--profile`` has written: ``ps.Trace.load`` reads it."""
-        return None if self.settings.profile is None else Path(self.settings.profile, TRACE)
+    def trace(self) -> Path:
+        """The file of the steps that were recorded: ``ps.Trace.load`` reads it."""
+        return Path(self.settings.profile or "", TRACE)
 
 
-def report(finished: Finished) -> Path | None:
-    """Where the report of a demo is: this is the place to make it. None where there is none."""
-    return None
+def report(finished: Finished, path: str) -> Path:
+    """Make a page of what was recorded."""
+    Trace.load(finished.trace).report(path)
+    return Path(path)

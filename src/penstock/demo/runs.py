@@ -45,7 +45,7 @@ class Settings:
     """What both runs are given. ``data`` is the directory of the digits; None is the extract.
 
     A call makes ``device_iterations`` steps before their results are looked at. ``profile`` is the directory for a
-    trace of some steps; None: there is none.
+    trace of some steps; None: they are not recorded.
     """
 
     epochs: int
