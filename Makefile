@@ -21,8 +21,9 @@ lint: $(READY)
 	$(PY) -m mypy
 
 # The report's page is tested in a browser; where none can be installed, those tests say that they were skipped.
+# Half of the time tests wait for processes that start: two at a time.
 test: lint browser
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \

@@ -97,8 +97,8 @@ def speaks() -> bool:
 
 def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
     """``print``, on rank 0 only; with threads, or before the processes have met, it works as well."""
-    if speaks():
-        print(*values, sep=sep, end=end, file=file, flush=True)
+    if speaks():  # in one piece, into which other processes cannot write
+        print(sep.join(map(str, values)) + end, end="", file=file, flush=True)
 
 
 def _find_variables() -> None:
