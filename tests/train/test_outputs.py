@@ -44,7 +44,7 @@ KINDS = ["all", "final", "sum", "every:2", "every:3", "every:9", None, running_m
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("outputs", KINDS, ids=str)
+@pytest.mark.parametrize("outputs", KINDS, ids=lambda kind: getattr(kind, "__name__", str(kind)))
 def test_of_a_step_and_of_an_evaluation(outputs: Any, schedule: str) -> None:
     model, x = mlp(), batch(8)
     wanted = expected(model, outputs, x)
