@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.commands.numbers import positive
 from penstock.errors import PenstockError, PlanError
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--costs", metavar="FILE", help="costs that were measured before, or written by hand")
     add("--layers", metavar="MODEL", help="a transformer by numbers: gpt:175b, llama:70b, or layers=24,hidden=1024,…")
     add("--hardware", metavar="NAME", help="the devices of --layers: h100, a100, …")
-    add("--tensor", type=_count, metavar="N", help="devices that share each layer of --layers (default: searched)")
+    add("--tensor", type=positive, metavar="N", help="devices that share each layer of --layers (default: searched)")
     add("--half-layers", action="store_true", help="let --layers be cut between attention and MLP, too")
-    add("--devices", type=_count, metavar="N", required=True, help="how many devices there are")
+    add("--devices", type=positive, metavar="N", required=True, help="how many devices there are")
     add("--memory", metavar="SIZE", help="what each device has, as 16GiB (default: what it has, where that is known)")
-    add("--batch", type=_count, metavar="N", help="samples of a mini-batch")
-    add("--microbatches", type=_count, metavar="N", help="what a replica's share is cut into (default: searched)")
+    add("--batch", type=positive, metavar="N", help="samples of a mini-batch")
+    add("--microbatches", type=positive, metavar="N", help="what a replica's share is cut into (default: searched)")
     add("--recompute", choices=("yes", "no"), help="whether to recompute (default: where memory asks for it)")
     add("--threads", action="store_true", help="a pipeline of threads, without replicas, on up to so many devices")
     add("--seconds", type=float, default=10.0, metavar="S", help="how long to search (default 10)")
@@ -155,13 +156,3 @@ def _find(text: str) -> Any:
 def _called(found: Any) -> Any:
     """The result of a function or of a class; anything else is what it is."""
     return found() if inspect.isclass(found) or inspect.isroutine(found) else found
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return number

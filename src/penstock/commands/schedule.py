@@ -10,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from penstock.commands.numbers import positive
 from penstock.draw import describe, kept, print_schedule, print_text, table
 from penstock.errors import ScheduleError
 from penstock.schedule.auto import Found, auto
@@ -55,9 +56,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.epilog = _EXAMPLES
     parser.add_argument("name", nargs="?", metavar="SCHEDULE", help="its name: see --list")
-    parser.add_argument("-p", type=_positive, default=4, metavar="RANKS", help="ranks (default 4)")
-    parser.add_argument("-m", type=_positive, default=8, metavar="MICROBATCHES", help="micro-batches (default 8)")
-    parser.add_argument("-v", type=_positive, metavar="STAGES", help="stages per rank, where one can choose")
+    parser.add_argument("-p", type=positive, default=4, metavar="RANKS", help="ranks (default 4)")
+    parser.add_argument("-m", type=positive, default=8, metavar="MICROBATCHES", help="micro-batches (default 8)")
+    parser.add_argument("-v", type=positive, metavar="STAGES", help="stages per rank, where one can choose")
     parser.add_argument(
         "--costs",
         type=_costs,
@@ -179,16 +180,6 @@ def _parse(source: str, data: bytes) -> Schedule:
 
 def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return number
 
 
 def _memory(text: str) -> float:
