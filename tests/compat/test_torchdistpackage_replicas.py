@@ -128,6 +128,24 @@ def test_buffers_of_wrapped_stages(four: Ranks) -> None:
     four.check(buffers)
 
 
+def buffers_alone(rank: int) -> None:
+    """What a backward has kept is not written over while other micro-batches are in flight."""
+    tpc.setup_process_groups([("data", 1), ("pipe", 4)])
+    wrapped = DistributedDataParallel(nn.BatchNorm1d(4), process_group=tpc.get_group("data"))
+    broadcasts = []
+    wrapped._sync_buffers = lambda: broadcasts.append(rank)  # type: ignore[attr-defined, method-assign]
+    first, last = tpc.is_first_in_pipeline_group(), tpc.is_last_in_pipeline_group()
+    for call in range(2):
+        forward_backward(
+            None, lambda x: wrapped(x).sum() if last else wrapped(x), None, [batch(8)] if first else [], 4
+        )
+        assert len(broadcasts) == call + 1
+
+
+def test_buffers_of_wrapped_stages_without_replicas(four: Ranks) -> None:
+    four.check(buffers_alone)
+
+
 def naive(rank: int) -> None:
     """Without a pipeline, too."""
     tpc.setup_process_groups([("data", 4)])

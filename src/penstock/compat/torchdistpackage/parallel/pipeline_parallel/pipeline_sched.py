@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from penstock.compat.own_errors import own_errors
@@ -45,9 +44,8 @@ def forward_backward(
         optimizer.zero_grad()
     own = [*inputs] if isinstance(inputs, (list, tuple)) else [] if inputs is None else [inputs]
     pipeline = tpc.pipeline()
-    replicated = not forward_only and dist.get_world_size() > len(pipeline.ranks)
     after: dict[type[nn.Module], Any] = {NaiveDDP: partial(NaiveDDP.after_backwards, count=num_microbatches)}
-    with deferring(after) if replicated else nullcontext(), own_errors():
+    with nullcontext() if forward_only else deferring(after), own_errors():
         return pipeline.run(partial(_call, fwd_fn), bwd_fn, own, num_microbatches, training=not forward_only)
 
 
