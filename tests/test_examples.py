@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.data import mnist
 from tests.support.programs import environment, in_process
-from tests.support.ranks import Ranks
+from tests.support.ranks import crew
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ["gpt", "llama", "mnist", "resnet", "unet"]
@@ -94,13 +94,10 @@ def test_threads(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "names"), [(2, ["gpt", "llama", "resnet"]), (4, ["mnist", "unet"])])
 def test_processes(ranks: int, names: list[str]) -> None:
     """As under torchrun, with as many processes as the example says."""
-    crew = Ranks(ranks)
-    try:
+    with crew(ranks) as processes:
         for name in names:
             if name == "llama" and importlib.util.find_spec("transformers") is None:
                 continue
-            shown, *silent = crew.check(of_rank, name, "--steps", 2, *FEW.get(name, []), timeout=120)
+            shown, *silent = processes.check(of_rank, name, "--steps", 2, *FEW.get(name, []), timeout=120)
             assert losses(shown, 2)[0] == pytest.approx(first_loss(name, load(name)), abs=2e-4)
             assert not any(silent)
-    finally:
-        crew.stop()

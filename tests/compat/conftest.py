@@ -6,20 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.ranks import Ranks
-
-
-def _crew(n: int) -> Iterator[Ranks]:
-    crew = Ranks(n)
-    yield crew
-    crew.stop()
+from tests.support.ranks import Ranks, crew
 
 
 @pytest.fixture(scope="session")
 def three() -> Iterator[Ranks]:
-    yield from _crew(3)
+    with crew(3) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
-    yield from _crew(4)
+    with crew(4) as made:
+        yield made

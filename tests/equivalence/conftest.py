@@ -1,4 +1,7 @@
-"""Worker processes that all files in here share: starting them takes longer than most cases."""
+"""Worker processes that all files in here share: starting them takes longer than most cases.
+
+``two_ranks`` and ``four_ranks`` run the cases of ``tests.equivalence.ranks``, ``two`` and ``four`` any function.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,29 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.equivalence.ranks import Ranks, ranks
-from tests.support import ranks as support
+from tests.equivalence import ranks as cases
+from tests.support.ranks import Ranks, crew
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    with ranks(2) as made:
+def two_ranks() -> Iterator[cases.Ranks]:
+    with cases.ranks(2) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Ranks]:
-    with ranks(4) as made:
+def four_ranks() -> Iterator[cases.Ranks]:
+    with cases.ranks(4) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def four() -> Iterator[support.Ranks]:
-    """Four processes that run any function, as ``tests.support.ranks`` has it."""
-    crew = support.Ranks(4)
-    yield crew
-    crew.stop()
+def two() -> Iterator[Ranks]:
+    with crew(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Ranks]:
+    with crew(4) as made:
+        yield made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,13 +21,6 @@ RECOMPUTE = ["never", "except_last", "always"]
 # Micro-batches, batch, momentum: even, uneven, one sample in some, fewer than usual.
 SIZES = [(4, 12, 0.1), (4, 10, None), (4, 5, 0.3), (3, 2, None)]
 Size = tuple[int, int, float | None]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    crew = Ranks(2)
-    yield crew
-    crew.stop()
 
 
 def model(momentum: float | None = 0.1) -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,13 +74,6 @@ def check_same(ours: Record, plain: Record) -> None:
 def test_threads(schedule: str) -> None:
     case = case_for(schedule, 2)
     check_same(train(case, offload_optimizer, offload=ps.Offload(budget="2GiB")), train(case, plain_optimizer))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    crew = Ranks(2)
-    yield crew
-    crew.stop()
 
 
 def in_rank(rank: int, schedule: str) -> None:

@@ -20,20 +20,12 @@ import penstock as ps
 from penstock.engine.accumulate import Wide
 from penstock.engine.ties import LocalTies
 from tests.equivalence.check import LOSSES
-from tests.support.ranks import Ranks
 
 WIDTH, BATCH, PARTS = 8, 16, 8
 SCHEDULES = ["1f1b", "zb_h1"]  # B, and I with W
 HALF = [torch.bfloat16, torch.float16]
 
 Case = Callable[..., None]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    crew = Ranks(2)
-    yield crew
-    crew.stop()
 
 
 @pytest.fixture(autouse=True)

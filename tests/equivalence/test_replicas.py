@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,18 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
+from tests.equivalence.ways import CLASSES, SometimesUsed, Tied
 from tests.support.ranks import Ranks
 
-CLASSES = 4
 EVEN, UNEVEN, TINY, ONE_EMPTY = (6, 6), (7, 2), (1, 1), (5, 0)
 SHARDS = [EVEN, UNEVEN, TINY, ONE_EMPTY, (0, 3)]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    crew = Ranks(4)
-    yield crew
-    crew.stop()
 
 
 # ── models and losses ────────────────────────────────────────────────────────────────────────────────────────────
@@ -45,33 +38,6 @@ class Table(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rows((x[:, 0] > 0).long()) + x  # type: ignore[no-any-return]
-
-
-class SometimesUsed(nn.Module):
-    """Two layers, of which the second is used where ``rarely`` says so; a third is not used at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rarely = False
-        self.always, self.second, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.always(x)
-        return out + self.second(x) if self.rarely else out
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6, bias=False)
-        self.middle = nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-        self.last = nn.Linear(6, 6, bias=False)
-        self.last.weight = self.first.weight
-        self.head = nn.Linear(6, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.last(self.middle(self.first(x))))
-        return out
 
 
 def sparse() -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,13 +94,6 @@ def steps_on_a_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, 
     schedule = "1f1b" if stages == 2 else "interleaved"
     with ps.Pipeline(cut(model, stages), microbatches=4, schedule=schedule, mesh=ps.Mesh()) as pipe:
         assert_steps(pipe, plain, mini_batch(build))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.parametrize("stages", [2, 4])

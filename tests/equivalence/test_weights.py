@@ -52,13 +52,6 @@ def test_threads(schedule: str) -> None:
     check_same(train(case, offload_optimizer, offload=ps.Offload(weights=True)), train(case, plain_optimizer))
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    crew = Ranks(2)
-    yield crew
-    crew.stop()
-
-
 def in_rank(rank: int, schedule: str, recompute: str, moves: bool) -> None:
     torch.set_num_threads(1)
     case, mesh = case_for(schedule, 2), ps.Mesh(pipe=2)

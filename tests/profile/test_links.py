@@ -16,14 +16,13 @@ from penstock.profile import links
 from penstock.profile.costs import Link
 from penstock.profile.links import Links, link_between, local_link, measure_links
 from tests.support.models import penstock_threads
-from tests.support.ranks import Gone, Ranks, run_ranks
+from tests.support.ranks import Gone, Ranks, crew, run_ranks
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
-    crew = Ranks(3)
-    yield crew
-    crew.stop()
+    with crew(3) as made:
+        yield made
 
 
 def test_latency_is_what_a_small_value_takes_and_bandwidth_what_the_large_one_adds() -> None:

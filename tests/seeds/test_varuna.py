@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from penstock.compat.varuna import CutPoint, Varuna
 from tests.support.models import assert_same
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, crew
 
 
 class SampleModel(nn.Module):
@@ -147,10 +148,9 @@ def language_model(rank: int, where: str, fp16: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> Any:
-    crew = Ranks(2)
-    yield crew
-    crew.stop()
+def two() -> Iterator[Ranks]:
+    with crew(2) as made:
+        yield made
 
 
 def test_sample_model(where: str, two: Ranks) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Gone", "Ranks", "RanksHung", "run_ranks"]
+__all__ = ["Gone", "Ranks", "RanksHung", "crew", "run_ranks"]
 
 _context = mp.get_context("forkserver")  # torch is imported once, and every rank is a fork of that process
 _context.set_forkserver_preload(["torch", "torch.distributed", "penstock", "pytest"])
@@ -115,18 +115,19 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def _crew(n: int, store: str) -> Iterator[Ranks]:
-    crew = Ranks(n, store=store)
+def crew(n: int, *, store: str = "parent") -> Iterator[Ranks]:
+    """``n`` processes, killed at the end."""
+    made = Ranks(n, store=store)
     try:
-        yield crew
+        yield made
     finally:
-        crew.stop()
+        made.stop()
 
 
 def run_ranks(case: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, store: str = "parent") -> list[Any]:
     """Run ``case(rank, *args)`` on ``n`` fresh processes: per rank its result, or the exception that it raised."""
-    with _crew(n, store) as crew:
-        return crew.run(case, *args, timeout=timeout)
+    with crew(n, store=store) as made:
+        return made.run(case, *args, timeout=timeout)
 
 
 def _told(result: Any) -> str:
