@@ -142,6 +142,8 @@ def check_chrome(trace: ps.Trace, events: list[dict[str, Any]]) -> None:
     assert times == sorted(times)
     assert min(times) >= 0
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert len({tid for _, tid in named}) == len(named), "a thread belongs to one process"
+    assert min(min(pair) for pair in named) > 0
     slices: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in body:
         assert isinstance(event["pid"], int)
@@ -191,7 +193,7 @@ def test_chrome(trace: ps.Trace, tmp_path: Path) -> None:
     events = events_of(trace, tmp_path / "run.trace.json")
     check_chrome(trace, events)
     titles = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert titles == {(0, 0): "rank 0: stages 0, 3 on cpu", (0, 1): "rank 1: stages 1, 2 on cpu", (0, 2): "steps"}
+    assert titles == {(1, 2): "rank 0: stages 0, 3 on cpu", (1, 3): "rank 1: stages 1, 2 on cpu", (1, 4): "steps"}
     steps = [e["name"] for e in events if e.get("cat") == "step"]
     assert steps == ["step 0", "step 1", "evaluate 2"]
     assert {e["cat"] for e in events if e["ph"] == "X"} == {
@@ -204,8 +206,8 @@ def test_chrome_of_the_example(tmp_path: Path) -> None:
     events = events_of(example(), tmp_path / "run.trace.json")
     check_chrome(example(), events)
     shown = {e["name"]: (e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X" and e["cat"] != "wait"}
-    assert shown["1F0"] == (1.5e6, 1.5e6, 1)
-    assert shown["step 0"] == (0.0, 6.5e6, 2)
+    assert shown["1F0"] == (1.5e6, 1.5e6, 3)
+    assert shown["step 0"] == (0.0, 6.5e6, 4)
 
 
 def test_chrome_of_clocks_that_disagree(tmp_path: Path) -> None:
