@@ -20,9 +20,9 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-# The report's page is tested in a browser; where none can be installed, those tests say that they were skipped.
-# Half of the time tests wait for processes that start: two at a time.
-test: lint browser
+# The report's page is tested in a browser; where none can be installed, those tests say that they were skipped. The site
+# is built by a test, too. Half of the time tests wait for processes that start: two at a time.
+test: lint browser $(VENV)/.docs
 	$(PY) -m pytest -n 2 --dist loadfile
 
 browser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,16 @@ def test_tables(trace: ps.Trace, tmp_path: Path) -> None:
 def test_parquet(trace: ps.Trace, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = trace.table(tmp_path / "table.parquet")
-    assert parquet.read_table(tmp_path / "table.parquet").to_pylist() == list(rows)
+    table = parquet.read_table(tmp_path / "table.parquet")
+    assert table.to_pylist() == list(rows)
+    assert table.column_names == list(rows[0])
+    data = example().to_data()
+    for part in data["steps"][0]["parts"]:
+        for done in part["actions"]:
+            done[3:5] = [done[1] - 0.25, None]  # launched, as on a GPU, and memory that is not known
+    for other in (ps.Trace.from_data(data), replace(example(), steps=())):
+        other.table(tmp_path / "other.parquet")
+        assert parquet.read_schema(tmp_path / "other.parquet").equals(table.schema)
 
 
 def test_parquet_without_pyarrow(trace: ps.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
