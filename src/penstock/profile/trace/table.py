@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["rows", "write_rows"]
 
 _TYPES = {
-    **{"step": "int64", "run": "string", "failed": "bool", "replica": "int64", "rank": "int64"},
-    **{"action": "string", "stage": "int64", "kind": "string", "microbatch": "int64"},
-    **dict.fromkeys(("start", "end", "seconds", "launched", "waited"), "float64"),
-    **dict.fromkeys(("waited_for", "sent", "received", "memory"), "int64"),
-}
+    "step": "int64", "run": "string", "failed": "bool", "replica": "int64", "rank": "int64", "action": "string",
+    "stage": "int64", "kind": "string", "microbatch": "int64", "start": "float64", "end": "float64",
+    "seconds": "float64", "launched": "float64", "waited": "float64", "waited_for": "int64", "sent": "int64",
+    "received": "int64", "memory": "int64",
+}  # fmt: skip
 """Of the columns in Parquet: they do not depend on what a trace has, so that the files of several are one table."""
 
 
