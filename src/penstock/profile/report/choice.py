@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from penstock.profile.report.findings import Findings
@@ -55,7 +55,9 @@ def picker(findings: Findings) -> str:
         selected = " selected" if step is findings.step else ""
         options.append(f'<option value="{number}"{selected}>{escape(text)}</option>')
     here = {id(step): number for number, step in enumerate(shown)}
-    words = f"Each bar is a step: {counted(len(all_steps), 'step')} of "
+    each = -(-len(all_steps) // _COLUMNS)
+    words = "Each bar is a step" if each == 1 else f"Each bar is the slowest of {each} steps"
+    words += f": {counted(len(all_steps), 'step')} of "
     words += " to ".join(milliseconds(f(step.seconds for step in all_steps)) for f in (min, max))
     if len(shown) < len(all_steps):
         words += (
@@ -67,22 +69,22 @@ def picker(findings: Findings) -> str:
         '<div role="group" aria-label="Step" class="buttons">'
         '<button type="button" data-do="before" aria-label="Previous step">‹</button> '
         '<button type="button" data-do="after" aria-label="Next step">›</button></div></div>'
-        + _bars([(step.seconds, here.get(id(step))) for step in all_steps], words)
+        + _bars([(step.seconds, here.get(id(step))) for step in all_steps], each, words)
         + f'<p class="note">{escape(words)}. The rest of this page is of {escape(step_name(findings.step))}.</p>'
     )
 
 
-def _bars(steps: Sequence[tuple[float, int | None]], words: str) -> str:
-    """The times of steps; those with a number can be chosen."""
-    each = -(-len(steps) // _COLUMNS)
+def _bars(steps: Sequence[tuple[float, int | None]], each: int, words: str) -> str:
+    """The times of so many steps each; those with a number can be chosen."""
     groups = [steps[i : i + each] for i in range(0, len(steps), each)]
     most = max(seconds for seconds, _ in steps) or 1.0
     bars = []
     for x, group in enumerate(groups):
         height = max(seconds for seconds, _ in group) / most * _HIGH
-        number = next((number for _, number in group if number is not None), None)
+        numbers = [number for _, number in group if number is not None]
         place = f'x="{x + 0.1}" y="{_HIGH - height:.2f}" width="0.8" height="{height:.2f}"'
-        bars.append(f"<rect {place}/>" if number is None else f'<rect {place} data-step="{number}"/>')
+        shown = f' data-step="{numbers[0]}" data-last="{numbers[-1]}"' if numbers else ""
+        bars.append(f"<rect {place}{shown}/>")
     return (
         f'<svg id="step-times" role="img" aria-label="{escape(words)}" viewBox="0 0 {max(len(groups), 8)} {_HIGH}" '
         f'preserveAspectRatio="none">{"".join(bars)}</svg>'
@@ -93,9 +95,7 @@ def _size(step: Step) -> int:
     return sum(len(part.actions) for part in step.parts)
 
 
-def _spread(count: int) -> Iterable[int]:
-    """All numbers below ``count``: the ends of halves, of quarters, of eighths, and so on."""
-    pace = 1 << max(0, (count - 1).bit_length())
-    while pace:
-        yield from range(0, count, pace)
-        pace //= 2
+def _spread(count: int) -> list[int]:
+    """All numbers below ``count``, in an order of which any beginning is even: 0, 4, 2, 6, 1, 5, 3, 7."""
+    bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))

@@ -145,8 +145,9 @@ more.addEventListener("click", fill);
 const chooser = document.getElementById("step"); // there is none where there is one step
 const times = document.getElementById("step-times");
 function mark() {
+  const number = data.steps.indexOf(now);
   for (const bar of times ? times.querySelectorAll("[data-step]") : []) {
-    bar.classList.toggle("chosen", data.steps[bar.dataset.step] === now);
+    bar.classList.toggle("chosen", bar.dataset.step <= number && number <= bar.dataset.last);
   }
 }
 function go(number) {
