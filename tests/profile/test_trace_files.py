@@ -96,11 +96,14 @@ def test_json_round_trip(trace: ps.Trace, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is not a saved trace: JSONDecodeError"),
-        ("[]", "is not a saved trace: TypeError"),
-        ("{}", "is not a saved trace: KeyError"),
-        ('{"penstock_plan": 1}', "is not a saved trace"),
-        ('{"penstock_trace": 2}', "trace format 2 cannot be read here: expected 1"),
+        ("", r"wrong\.json is not a saved trace, nor JSON at all: Expecting value: line 1"),
+        ("\ufeff{", "is not a saved trace, nor JSON at all"),
+        ("[]", "is not a saved trace: something else wrote it, and trace.save writes what can be read here"),
+        ("{}", "is not a saved trace: something else wrote it"),
+        ('{"penstock_plan": 1}', "is not a saved trace: something else wrote it"),
+        ('{"traceEvents": []}', "is not a saved trace: trace.chrome wrote it, for Perfetto"),
+        ('{"penstock_trace": 2}', r"wrong\.json: trace format 2 cannot be read here: expected 1\. Read it with"),
+        ('{"penstock_trace": 1}', "is not a saved trace: KeyError: 'schedule'"),
         ('{"penstock_trace": 1, "schedule": {"orders": ["x"]}}', "'x' is not an action"),
     ],
 )
