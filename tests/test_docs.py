@@ -22,7 +22,7 @@ import torch
 
 import penstock as ps
 from penstock.cli import main
-from tests.support.programs import environment, run, torchrun
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -38,10 +38,8 @@ SHOWN = (
 _IMPORTS = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\nimport penstock as ps\n\n"
 BEFORE = {
     "AsyncPipe(": """
-import torch.distributed
 from penstock.compat.fairscale.nn import model_parallel
 from penstock.compat.fairscale.nn.pipe import AsyncPipe, LazyModule
-torch.distributed.init_process_group("gloo")
 model_parallel.initialize_model_parallel(1, 2)
 x, y = torch.randn(8, 10), torch.randint(5, (8,))
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
@@ -51,6 +49,8 @@ x, y = torch.randn(8, 10), torch.randint(5, (8,))
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 """,
     "ps.plan(": """
+from functools import partial
+ps.plan = partial(ps.plan, seconds=0.3, measure_seconds=0.1)  # not as long as by default
 model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
 x, loss_fn = torch.randn(16, 8), F.mse_loss
 """,
@@ -67,11 +67,8 @@ loader = [(torch.randn(8, 1, 8, 8), torch.randint(4, (8,))) for _ in range(2)]
 """,
     "varuna": """
 import argparse
-from tests.compat.varuna_models import Words, tokens
-import torch.distributed
-torch.distributed.init_process_group("gloo")
-Net, dry_run_input, batches, global_batch_size = Words, tokens(2), [tokens(4), tokens(4)], 4
-rank = torch.distributed.get_rank()
+from tests.compat.varuna_models import Words as Net, tokens
+dry_run_input, batches, global_batch_size = tokens(2), [tokens(4), tokens(4)], 4
 args = argparse.Namespace(stage_to_rank_map="0;1", chunk_size=2, fp16=False, local_rank="cpu")
 """,
 }
@@ -146,15 +143,15 @@ def test_program(code: str, prints: str | None, tmp_path: Path, monkeypatch: pyt
             pipe.close()
 
 
+def on_rank(rank: int, code: str, folder: Path) -> None:
+    os.chdir(folder)
+    exec(compile(code, "docs", "exec"), {"__name__": "docs"})
+
+
 @pytest.mark.parametrize(("code", "ranks"), ON_RANKS)
 def test_program_on_ranks(code: str, ranks: int, tmp_path: Path) -> None:
     (before,) = (text for word, text in BEFORE.items() if word in code)
-    (tmp_path / "train.py").write_text(f'{_IMPORTS}{before}\n{code}\nprint("all of it")\n', encoding="utf-8")
-    paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    command = torchrun("--standalone", f"--nproc-per-node={ranks}", "train.py")
-    done = run(command, environment(OMP_NUM_THREADS="1", PYTHONPATH=paths), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all of it") == ranks
+    assert run_ranks(on_rank, ranks, f"{_IMPORTS}{before}\n{code}", tmp_path) == [None] * ranks
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
