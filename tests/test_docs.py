@@ -172,6 +172,10 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
     for name, page in PAGES.items():
         assert page.count("\n```") == 2 * len(re.findall(r"^```\w+\n.*?^```$", page, re.MULTILINE | re.DOTALL)), name
         assert {block.language for block in blocks(page)} <= {"python", "console", "text", "bash"}, name
+        for block in blocks(page):
+            if block.language == "text":
+                with pytest.raises(SyntaxError):  # no program goes by as a text
+                    compile(block.text, name, "exec")
 
 
 @pytest.mark.parametrize("name", [name for name, console in COMMANDS.items() if console])
