@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: demo test browser bench docs lint clean
+.PHONY: demo test browser shells bench docs lint clean
 
 # What builds the package comes first: without isolation, pip builds it with what is in the environment.
 $(READY): pyproject.toml constraints.txt
@@ -20,16 +20,22 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-# The report's page is tested in a browser; where none can be installed, those tests say that they were skipped.
-# Half of the time tests wait for processes that start: two at a time.
-test: lint browser
+# The report's page is tested in a browser; where none can be installed, those tests say that they were skipped. The site
+# is built by a test, too. Half of the time tests wait for processes that start: two at a time.
+test: lint browser shells $(VENV)/.docs
 	$(PY) -m pytest -n 2 --dist loadfile
 
+# What a machine has not, Debian's packages bring, where they can be installed.
+APT := test "$$(id -u)" = 0 && command -v apt-get >/dev/null && timeout 300 sh -c \
+  'timeout 20 apt-get -qq update; apt-get -qq install -y --no-install-recommends "$$@"' apt >/dev/null 2>&1
+
 browser:
-	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
-	  { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
-	    { timeout 20 apt-get -qq update; timeout 300 apt-get -qq install -y --no-install-recommends chromium; } \
-	    >/dev/null 2>&1; } || echo "no browser here: the tests that need one are skipped"
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { $(APT) chromium; } || \
+	  echo "no browser here: the tests that need one are skipped"
+
+shells:
+	@{ command -v zsh && command -v fish; } >/dev/null || { $(APT) zsh fish; } || \
+	  echo "no zsh or fish here: the tests that need them are skipped"
 
 bench: $(READY)
 	$(PY) -m benchmarks

@@ -281,6 +281,8 @@ def test_a_loss_that_explodes_is_not_the_pipelines_fault() -> None:
         (("--stages", "3", "--schedule", "zbv"), "--schedule: "),
         (("--device-iterations", "0"), "'0' is not a whole number from 1"),
         (("--profile", "--profile-dir", __file__), "--profile-dir: cannot write to"),
+        (("--report", "."), "--report: cannot write '.': it is a directory"),
+        (("--report", f"{__file__}/page.html"), "--report: cannot write to"),
     ],
 )
 def test_bad_options(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str) -> None:

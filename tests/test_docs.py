@@ -1,8 +1,9 @@
 """The documents tell the truth: their programs run, and print what they show; so do their commands.
 
 A page's blocks of Python stand alone, except on the pages of ``IN_ORDER``, where each goes on from the one before. What
-follows a block after the line "It prints:" is what it prints. Commands of ``penstock schedule`` are run, too; the other
-commands that are shown are those of ``SHOWN``.
+follows a block after the line "It prints:" is what it prints. Before blocks that are a part of a program for several
+processes stands how many, and ``BEFORE`` has what comes before them in such a program. Commands of ``penstock
+schedule`` and ``penstock plan`` are run, too; the other commands that are shown are those of ``SHOWN``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +22,57 @@ import torch
 
 import penstock as ps
 from penstock.cli import main
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {path.stem: path.read_text("utf-8") for path in sorted(DOCS.glob("*.md"))}
 IN_ORDER = ["two-hundred-lines"]
 SHOWN = (
-    *("penstock run ", "penstock plan ", "torchrun ", "python train.py", "python -m penstock.compat.alias "),
+    *("penstock run ", "torchrun ", "python train.py", "python -m penstock.compat.alias "),
     *("make ", "pip install ."),
 )
 """Commands that start whole programs: in tests of their own, or the reader's."""
+
+
+_IMPORTS = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\nimport penstock as ps\n\n"
+BEFORE = {
+    "AsyncPipe(": """
+from penstock.compat.fairscale.nn import model_parallel
+from penstock.compat.fairscale.nn.pipe import AsyncPipe, LazyModule
+model_parallel.initialize_model_parallel(1, 2)
+x, y = torch.randn(8, 10), torch.randint(5, (8,))
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+""",
+    "ps.Lazy(make)": """
+x, y = torch.randn(8, 10), torch.randint(5, (8,))
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+""",
+    "ps.plan(": """
+from functools import partial
+ps.plan = partial(ps.plan, seconds=0.3, measure_seconds=0.1)  # not as long as by default
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+x, loss_fn = torch.randn(16, 8), F.mse_loss
+""",
+    "torchdistpackage": """
+from torch.nn.parallel import DistributedDataParallel
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(1, 2, 3), nn.Linear(72, 4)
+        self.blocks = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU())
+model = Model()
+optimizer = torch.optim.SGD(model.parameters())
+loader = [(torch.randn(8, 1, 8, 8), torch.randint(4, (8,))) for _ in range(2)]
+""",
+    "varuna": """
+import argparse
+from tests.compat.varuna_models import Words as Net, tokens
+dry_run_input, batches, global_batch_size = tokens(2), [tokens(4), tokens(4)], 4
+args = argparse.Namespace(stage_to_rank_map="0;1", chunk_size=2, fp16=False, local_rank="cpu")
+""",
+}
+"""What stands before the blocks for several processes, by a word that is in them."""
 
 
 class Block(NamedTuple):
@@ -37,6 +80,7 @@ class Block(NamedTuple):
     text: str
     heading: str
     prints: str | None
+    ranks: int | None
 
 
 def blocks(page: str) -> list[Block]:
@@ -48,7 +92,8 @@ def blocks(page: str) -> list[Block]:
         if between.strip() == "It prints:":
             found[-1] = found[-1]._replace(prints=match[2])
         else:
-            found.append(Block(match[1], match[2], heading, None))
+            ranks = re.search(r"^<!-- (\d+) ranks -->\n\Z", between, re.MULTILINE)
+            found.append(Block(match[1], match[2], heading, None, None if ranks is None else int(ranks[1])))
         end = match.end()
     return found
 
@@ -58,7 +103,13 @@ PROGRAMS = [
     for name, page in PAGES.items()
     if name not in IN_ORDER
     for block in blocks(page)
-    if block.language == "python"
+    if block.language == "python" and block.ranks is None
+]
+ON_RANKS = [
+    pytest.param(block.text, block.ranks, id=f"{name}: {block.heading} {number}")
+    for name, page in PAGES.items()
+    for number, block in enumerate(blocks(page))
+    if block.ranks is not None
 ]
 COMMANDS = {
     name: "".join(block.text for block in blocks(page) if block.language == "console") for name, page in PAGES.items()
@@ -92,6 +143,17 @@ def test_program(code: str, prints: str | None, tmp_path: Path, monkeypatch: pyt
             pipe.close()
 
 
+def on_rank(rank: int, code: str, folder: Path) -> None:
+    os.chdir(folder)
+    exec(compile(code, "docs", "exec"), {"__name__": "docs"})
+
+
+@pytest.mark.parametrize(("code", "ranks"), ON_RANKS)
+def test_program_on_ranks(code: str, ranks: int, tmp_path: Path) -> None:
+    (before,) = (text for word, text in BEFORE.items() if word in code)
+    assert run_ranks(on_rank, ranks, f"{_IMPORTS}{before}\n{code}", tmp_path) == [None] * ranks
+
+
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_program_in_parts(name: str) -> None:
     names: dict[str, Any] = {"__name__": "docs"}
@@ -102,6 +164,7 @@ def test_program_in_parts(name: str) -> None:
 
 def test_there_are_programs() -> None:
     assert len(PROGRAMS) >= 30
+    assert len(ON_RANKS) >= 5
     assert sum(prints is not None for _, prints in (param.values for param in PROGRAMS)) >= 9
 
 
@@ -109,6 +172,10 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
     for name, page in PAGES.items():
         assert page.count("\n```") == 2 * len(re.findall(r"^```\w+\n.*?^```$", page, re.MULTILINE | re.DOTALL)), name
         assert {block.language for block in blocks(page)} <= {"python", "console", "text", "bash"}, name
+        for block in blocks(page):
+            if block.language == "text":
+                with pytest.raises(SyntaxError):  # no program goes by as a text
+                    compile(block.text, name, "exec")
 
 
 @pytest.mark.parametrize("name", [name for name, console in COMMANDS.items() if console])
@@ -125,6 +192,8 @@ def test_commands(
             main(command.split()[1:])
             printed = capsys.readouterr()
             assert printed.out + printed.err == expected
+        elif command.startswith("penstock plan --layers "):
+            assert main([*command.split()[1:], "--seconds", "0.5"]) == 0
         else:
             assert command.startswith(SHOWN), command
         if command.startswith("make "):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.schedule import SCHEDULES, build, from_text, simulate
+from penstock.profile.planner.ways import Candidate, Lost, Way
+from penstock.schedule import SCHEDULES, Costs, build, from_text, simulate
 from penstock.split.plan import Edge, Plan, StageSpec, Tie
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -120,6 +123,71 @@ def test_traces() -> None:
     assert empty.find(f"{SVG}svg") is None
     evil = replace(trace, schedule=replace(trace.schedule, name=EVIL))
     assert "<script>alert('1')</script>&" in text(tree(evil._repr_html_()))
+
+
+# What a planner found ---------------------------------------------------------------------------------------
+
+
+def planned(layer: str = "c", stages: int = 3, microbatches: int = 4) -> ps.Planned:
+    """A stage of two layers, and of one layer each after it; every message takes a quarter of a second."""
+    schedule = build("1f1b", stages, microbatches)
+    names = ("a", "b", layer, *(f"layer{i}" for i in range(3, stages + 1)))
+    edges = {(i, i + 1): 1.0 for i in range(stages - 1)}
+    costs = Costs((2.0,) + (1.0,) * (stages - 1), 1.0, 1.0, latency=0.25, bytes=edges)
+    simulation = simulate(schedule, costs, tuple(edges))
+    memory = tuple(2.0**20 * (stages - rank) for rank in range(stages))
+    way = Way(1, stages, "straight", 1, 8, microbatches)
+    cuts = tuple(range(2, stages + 2))
+    best = Candidate(way, cuts, schedule, simulation.makespan, 20.0, memory, simulation.bubble, costs)
+    others = tuple(Lost(replace(way, samples=n), f"{n}% slower", 30.0 + n) for n in range(1, 12))
+    return ps.Planned(best, (*others, Lost(way, EVIL)), names)
+
+
+def test_planned() -> None:
+    found = planned()
+    page = tree(found._repr_html_())
+    tips = {element.text for element in page.iter(f"{SVG}title")}
+    assert {str(action) for order in found.schedule.orders for action in order} <= tips
+    said = text(page)
+    assert said.startswith(f"3 ranks, 4 micro-batches of 8 {found.expected}")
+    assert f"a step of {found.seconds:.3g} s, {found.best.bubble:.1%} of it idle" in found.expected
+    assert f"bubble {found.best.bubble:.1%}" in said  # of the picture: it is simulated again with the same costs
+    rows = [[cell.text for cell in row] for row in page.iter("tr")]
+    assert rows[1][:5] == ["0", "0", "a … b (2)", "2 s", "2 s"]
+    assert rows[3][:5] == ["2", "2", "layer3", "1 s", "2 s"]
+    assert rows[5][:2] == ["0", "3.00 MiB"]
+    bars = [float(rect.attrib["width"]) for row in page.iter("tr") for rect in row.iter(f"{SVG}rect")]
+    assert bars == [120, 90, 90, 120, 80, 40]
+    assert rows[9] == ["3 ranks, 4 micro-batches of 1", "31 s", "1% slower"]
+    assert said.endswith("and 4 more")
+
+
+def test_planned_that_was_saved(tmp_path: Path) -> None:
+    found = planned()
+    found.save(tmp_path / "planned.json")
+    assert ps.Planned.load(tmp_path / "planned.json") == found
+    assert ps.Planned.load(tmp_path / "planned.json")._repr_html_() == found._repr_html_()
+    data = json.loads(found.to_json())
+    del data["costs"]  # as before they were kept
+    old = ps.Planned.from_json(json.dumps(data))
+    page = tree(old._repr_html_())
+    assert page.find(f"{SVG}svg") is None
+    assert [cell.text for cell in page.iter("th")][:4] == ["stage", "rank", "layers", "rank"]
+    with pytest.raises(ps.PlanError, match="plan it again"):
+        old.simulation()
+    for wrong in ({"g": 1.0}, {"bytes": [[0, 1]]}, []):
+        with pytest.raises(ps.PlanError, match="not what a planner saved"):
+            ps.Planned.from_json(json.dumps({**data, "costs": wrong}))
+
+
+def test_planned_of_any_size_and_names() -> None:
+    assert "<script>alert('1')</script>&" in text(tree(planned(EVIL)._repr_html_()))
+    evil = replace(planned(), others=planned().others[-1:])
+    assert "<script>alert('1')</script>&" in text(tree(evil._repr_html_()))
+    large = planned(stages=200, microbatches=100)
+    assert "… 100 more" in text(tree(large._repr_html_()))
+    alone = tree(planned(stages=1)._repr_html_())
+    assert alone.find(f"{SVG}svg") is not None
 
 
 # Plans ------------------------------------------------------------------------------------------------------

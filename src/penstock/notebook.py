@@ -1,4 +1,4 @@
-"""Plans, schedules, simulations and traces as notebooks show them: HTML with pictures, on light and dark."""
+"""Plans, schedules, simulations, traces as notebooks show them, and what a planner found: HTML with pictures."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
+    from penstock.profile.planner.planned import Planned
     from penstock.profile.trace import Trace
     from penstock.split.plan import Plan
 
-__all__ = ["plan_html", "schedule_html", "schedule_svg", "simulation_html", "simulation_svg", "trace_html"]
+__all__ = [
+    "plan_html", "planned_html", "schedule_html", "schedule_svg", "simulation_html", "simulation_svg", "trace_html",
+]  # fmt: skip
 
 _MOST_ACTIONS, _MOST_BOXES = 50_000, 6_000
 """Beyond them a picture takes seconds, and megabytes: it has at most about a thousand boxes for a rank."""
@@ -80,6 +83,36 @@ def trace_html(trace: Trace) -> str:
     return f"<div>{text}{to_svg(simulation)}<p>A step with the median time of each action.</p></div>"
 
 
+def planned_html(planned: Planned) -> str:
+    """The step as it is expected, what each stage takes and each rank keeps, and what else there was."""
+    from penstock.profile.planner.planned import bytes_of, run_of, time_of
+
+    placement, memory = planned.schedule.placement, planned.memory
+    most, full = max(memory), planned.best.costs
+    parts = [f"<p><b>{_text(str(planned.way))}</b><br/>{_text(planned.expected)}</p>"]
+    if full is not None and _drawable(planned.schedule):
+        parts += [to_svg(planned.simulation()), "<p>A step with the time that each action should take.</p>"]
+    rows: list[list[str]] = [
+        [str(stage), str(placement[stage]), run_of(layers)] for stage, layers in enumerate(planned.groups)
+    ]
+    header = ["stage", "rank", "layers"]
+    if full is not None:
+        times = full.durations(len(rows))
+        both = [f + b for f, b in zip(times["F"], times["B"], strict=True)]
+        header += ["forward", "backward", "of a micro-batch"]
+        for row, forward, backward, sum_ in zip(rows, times["F"], times["B"], both, strict=True):
+            row += [time_of(forward), time_of(backward), _bar(sum_, max(both))]
+    parts.append(_table(header, rows))
+    parts.append(
+        _table(["rank", "memory", "at its peak"], [[str(r), bytes_of(x), _bar(x, most)] for r, x in enumerate(memory)])
+    )
+    if planned.others:
+        parts.append(_table(["others", "step", "why not"], planned.runners_up))
+        if len(planned.others) > len(planned.runners_up):
+            parts.append(f"<p>and {len(planned.others) - len(planned.runners_up)} more</p>")
+    return f"<div>{''.join(parts)}</div>"
+
+
 def plan_html(plan: Plan) -> str:
     """A row for each stage, and a picture of what crosses between them and what they share."""
     rows = []
@@ -123,8 +156,22 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<table style="color:inherit">{head}<tbody>{body}</tbody></table>'
 
 
+class _Picture(str):
+    """In a cell as it is, and not as text."""
+
+
 def _row(cells: Sequence[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{_text(cell)}</{tag}>' for cell in cells)}</tr>"
+    shown = (cell if isinstance(cell, _Picture) else _text(cell) for cell in cells)
+    return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in shown)}</tr>"
+
+
+def _bar(number: float, most: float) -> _Picture:
+    """Beside its number: as long as that is of the largest."""
+    width = round(120 * number / most, 1) if most else 0
+    return _Picture(
+        '<svg xmlns="http://www.w3.org/2000/svg" aria-hidden="true" width="120" height="10">'
+        f'<rect width="{width}" height="10" rx="2" fill="currentColor" opacity="0.55"/></svg>'
+    )
 
 
 def _plan_svg(plan: Plan) -> str:

@@ -66,6 +66,8 @@ def test_a_model_by_numbers_on_devices_that_are_not_here(capsys: pytest.CaptureF
         (["x:y", "--layers", "gpt:22b", "--devices", "2"], 2, "Give one of"),
         (["--layers", "gpt:22b", "--devices", "2"], 2, "say which by --hardware"),
         (["--layers", "gpt:22b", "--hardware", "h101", "--devices", "2"], 1, "did you mean"),
+        (["{models}:build", "--devices", "2", "--save", "."], 2, "--save: cannot write '.': it is a directory"),
+        (["{models}:build", "--devices", "2", "--save", "no/x"], 2, "cannot write 'no/x': there is no directory 'no'"),
         (["{models}:build", "--devices", "0"], 2, "is not a whole number from 1"),
         (["nothing_there:build", "--devices", "2"], 1, "nothing_there cannot be imported"),
         (["{models}:nothing", "--devices", "2"], 1, "has no 'nothing'"),

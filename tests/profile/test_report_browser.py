@@ -15,7 +15,7 @@ from penstock.profile.report.page import page
 from penstock.profile.trace.steps import Span
 from penstock.schedule import Costs
 from tests.profile.test_report import plan, traced
-from tests.profile.test_report_page import HOSTILE, uneven
+from tests.profile.test_report_page import HOSTILE, several, uneven
 from tests.profile.test_trace_files import example
 from tests.support.browser import Browser, chromium
 
@@ -104,7 +104,7 @@ def test_bars_are_where_actions_are(browser: Browser, tmp_path: Path) -> None:
     assert view(browser) == (0, 6)
     assert pixel(browser, 0.5 / 6, high=20) == [0x00, 0x72, 0xB2, 255]
     assert pixel(browser, 5.2 / 6, high=20) == [0xD5, 0x5E, 0x00, 255]
-    assert pixel(browser, 3 / 6, high=13) == [0xB4, 0xBC, 0xC4, 255]
+    assert pixel(browser, 3 / 6, high=13) == [0x8B, 0x94, 0x9E, 255]
     assert pixel(browser, 1.2 / 6, high=13)[3] == 0
     assert pixel(browser, 2.2 / 6, row=1, high=20) == [0x00, 0x72, 0xB2, 255]
     browser.run("document.querySelector('button[data-do=in]').click()")
@@ -204,6 +204,100 @@ def test_the_same_as_a_table(browser: Browser, tmp_path: Path) -> None:
     browser.run("document.getElementById('table-rank').value = 1")
     browser.run("document.getElementById('table-rank').dispatchEvent(new Event('change'))")
     assert browser.run("document.querySelector('#table-rows td').textContent") == "1F0"
+
+
+# ── several steps ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chosen(browser: Browser) -> tuple[str, float]:
+    """The step that is chosen, and how much time its timeline has."""
+    browser.frame()
+    return browser.run("document.getElementById('step').selectedOptions[0].text"), round(span(browser), 6)
+
+
+STEPS = [
+    ("step 0: 6.50 s (the middle one)", 6.0),
+    ("step 1: 13.00 s (slowest)", 12.0),
+    ("step 2: 5.85 s", 5.875),
+    ("evaluate 3: 3.25 s (fastest)", 1.5),
+]
+
+
+def test_a_step_is_chosen(browser: Browser, tmp_path: Path) -> None:
+    show(browser, several(), tmp_path)
+    options = browser.run("[...document.getElementById('step').options].map((option) => option.text)")
+    assert options == [name for name, _ in STEPS]
+    assert chosen(browser) == STEPS[0]
+    browser.run("document.getElementById('step').focus()")
+    browser.press("ArrowDown")
+    assert chosen(browser) == STEPS[1]
+    for name, at in (("after", 2), ("after", 3), ("after", 3), ("before", 2)):
+        browser.run(f"document.querySelector('button[data-do={name}]').click()")
+        assert chosen(browser) == STEPS[at]
+    browser.run(f"{CANVAS}.focus()")
+    for key, at in (("s", 3), ("s", 3), ("S", 2), ("S", 1), ("S", 0), ("S", 0)):
+        browser.press(key)
+        assert chosen(browser) == STEPS[at]
+    assert browser.run("document.getElementById('said').textContent") == STEPS[0][0]
+    bar = "document.querySelector('#step-times [data-step=\"1\"]')"
+    x, y, width, height = browser.run(f"((b) => [b.x, b.y, b.width, b.height])({bar}.getBoundingClientRect())")
+    assert height == pytest.approx(40, abs=1)
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.mouse(kind, x + width / 2, y + height / 2, button="left", clickCount=1)
+    assert chosen(browser) == STEPS[1]
+    assert browser.run("[...document.querySelectorAll('#step-times .chosen')].map((bar) => bar.dataset.step)") == ["1"]
+
+
+def test_all_is_of_the_step_that_is_chosen(browser: Browser, tmp_path: Path) -> None:
+    show(browser, several(), tmp_path)
+    browser.run("document.getElementById('table').open = true")
+    browser.run("document.getElementById('table-rank').value = 1")
+    browser.run("document.getElementById('table-rank').dispatchEvent(new Event('change'))")
+    browser.run(f"{CANVAS}.focus()")
+    browser.press("+")
+    browser.press("s")
+    assert view(browser) == (0, 12)
+    browser.mouse("mouseMoved", *place(browser, 10 / 12))
+    assert (tip(browser) or "").startswith(
+        "0B0 on rank 0\nbackward of stage 0, micro-batch 0\n9 s to 12 s: takes 3 s\nsimulated: from "
+    )
+    two = "(row) => [row.cells[0].innerText, row.cells[1].innerText]"
+    rows = f"[...document.querySelectorAll('#table-rows tr')].map({two})"
+    assert browser.run(rows) == [["1F0", "3 s"], ["1B0", "6 s"]]  # the same rank, of another step
+    assert pixel(browser, 1 / 12, high=20) == [0x00, 0x72, 0xB2, 255]
+    assert pixel(browser, 11 / 12, high=20) == [0xD5, 0x5E, 0x00, 255]
+    browser.press("s")
+    browser.press("s")  # a forward without gradients, which was not simulated
+    browser.run(f"{CANVAS}.blur()")
+    assert browser.run(rows) == [["1F0", "750 ms"]]
+    browser.mouse("mouseMoved", *place(browser, 0.25 / 1.5))
+    assert "simulated" not in (tip(browser) or "simulated")
+    assert pixel(browser, 0.25 / 1.5, high=30)[3] == 0
+
+
+def test_one_step_has_nothing_to_choose(browser: Browser, tmp_path: Path) -> None:
+    show(browser, example(), tmp_path)
+    assert browser.run("document.getElementById('step')") is None
+    browser.run(f"{CANVAS}.focus()")
+    browser.press("s")
+    assert view(browser) == (0, 6)
+
+
+def test_tab_goes_through_all_in_order_and_shows_where(browser: Browser, tmp_path: Path) -> None:
+    show(browser, several(), tmp_path)
+    browser.run("document.activeElement.blur()")
+    found = []
+    who = "((e) => e.id || e.dataset.do || e.getAttribute('href') || e.parentElement.id)(document.activeElement)"
+    for _ in range(24):
+        browser.call("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9)
+        browser.call("Input.dispatchKeyEvent", type="keyUp", key="Tab", code="Tab", windowsVirtualKeyCode=9)
+        found.append(browser.run(who))
+        assert browser.run("getComputedStyle(document.activeElement).outlineStyle") == "solid", found
+        if found[-1] == "memory-chart":
+            break
+    links = [f"#{name}" for name in ("advice", "advice", "timeline", "bubble", "memory", "stages", "edges", "plan")]
+    tools = ["before", "after", "in", "out", "left", "right", "all"]
+    assert found == [*links, "step", *tools, "timeline-chart", "table", "memory-chart"]
 
 
 def test_dark_and_light(browser: Browser, tmp_path: Path) -> None:

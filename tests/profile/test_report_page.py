@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.profile.report.choice import MOST_ACTIONS, chosen
 from penstock.profile.report.findings import look
 from penstock.profile.report.page import page
-from penstock.profile.trace.steps import Span, Track
+from penstock.profile.trace.steps import Done, Part, Span, Step, Track
 from penstock.schedule import Costs
 from tests.profile.test_report import plan, traced
 from tests.profile.test_trace import pipeline
@@ -64,6 +66,31 @@ def uneven(**more: Any) -> ps.Trace:
     return traced("1f1b", 3, 8, costs, plan=plan(list("abcdef"), ["g", "h"], ["i"]), **more)
 
 
+def several() -> ps.Trace:
+    """The example; the same at half the speed; a bit faster; and a forward without gradients at twice the speed."""
+    trace = example()
+    (step,) = trace.steps
+    later = [_again(step, 1, 10.0, 2.0), _again(step, 2, 30.0, 0.9), _again(step, 3, 40.0, 0.5)]
+    parts = [replace(part, actions=part.actions[:1]) for part in later[2].parts]
+    later[2] = replace(later[2], kind="evaluate", parts=tuple(parts))
+    return replace(trace, steps=(step, *later))
+
+
+def _again(step: Step, number: int, begin: float, factor: float) -> Step:
+    """The same step, at another time, so many times as long."""
+
+    def then(thing: Any) -> Any:
+        return replace(thing, start=begin + factor * thing.start, end=begin + factor * thing.end)
+
+    def done(one: Done) -> Done:
+        return replace(then(one), waits=tuple(map(then, one.waits)), sends=tuple(map(then, one.sends)))
+
+    parts = [
+        Part(p.track, begin + factor * p.begin, begin + factor * p.end, tuple(map(done, p.actions))) for p in step.parts
+    ]
+    return Step(number, step.kind, tuple(parts))
+
+
 def test_well_formed_and_alone() -> None:
     text = page(look(uneven()))
     reader = read(text)
@@ -97,13 +124,83 @@ def test_what_it_says() -> None:
 def test_the_data_of_the_charts() -> None:
     trace = example()
     data = json.loads("".join(read(page(look(trace))).texts["script"][:1]))
-    assert data["seconds"] == 6.0
-    assert [row["name"] for row in data["rows"]] == ["rank 0", "rank 1"]
-    assert data["rows"][0]["actions"] == [
+    (step,) = data["steps"]
+    assert step["seconds"] == 6.0
+    assert [row["name"] for row in step["rows"]] == ["rank 0", "rank 1"]
+    assert step["rows"][0]["actions"] == [
         [0, "F", 0, 0.0, 1.0, 100, 64, []],
         [0, "B", 0, 4.5, 6.0, 0, 0, [[1, 1.5, 4.5, "message"]]],
     ]
     assert data["simulated"]["0"] == [[0, "F", 0, 0.0, 1.0], [0, "B", 0, 4.5, 6.0]]
+
+
+def test_steps_to_choose_from() -> None:
+    text = page(look(several()))
+    reader = read(text)
+    data = json.loads("".join(reader.texts["script"][:1]))
+    assert [(step["name"], round(step["seconds"], 6), step["paper"]) for step in data["steps"]] == [
+        ("step 0", 6.0, True),
+        ("step 1", 12.0, True),
+        ("step 2", 5.875, True),  # as long as the simulated one
+        ("evaluate 3", 1.5, False),
+    ]
+    assert data["step"] == 0
+    assert "Each bar is a step: 4 steps of 3.25 s to 13.00 s. The rest of this page is of step 0." in text
+    assert 'id="step"' not in page(look(example()))
+
+
+def test_of_many_steps_some_have_timelines() -> None:
+    """A page of a long run stays small: all times of steps are in it, and some timelines."""
+    trace = uneven()
+    (step,) = trace.steps
+    steps = [_again(step, n, 10.0 * n, 3.0 if n == 777 else 0.1 if n == 20 else 1 + n / 1e4) for n in range(1500)]
+    steps[333] = replace(steps[333], failed=True)
+    found = look(replace(trace, steps=tuple(steps)))
+    shown = chosen(found)
+    size = sum(len(part.actions) for part in step.parts)
+    assert len(shown) == MOST_ACTIONS // size == 208
+    assert {step.number for step in shown} >= {20, 333, 777, found.step.number, 0, 1024, 512, 256, 1280}
+    assert [step.number for step in shown] == sorted(step.number for step in shown)
+    gaps = [b.number - a.number for a, b in pairwise(shown)]
+    assert max(gaps) <= 8 + 1
+    text = page(found)
+    read(text)
+    assert len(text) < 1_500_000
+    assert f"{len(shown)} of them, in colour, have a timeline here" in text
+    assert text.count("<rect ") == 375
+    assert "Each bar is the slowest of 4 steps: 1500 steps of" in text
+    assert "failed" in page(look(replace(trace, steps=(*steps[:5], replace(steps[5], failed=True)))))
+
+
+def test_a_step_of_very_many_actions_is_shown_anyway() -> None:
+    trace = traced("1f1b", 16, 400, Costs(f=1e-3, i=1e-3, w=1e-3))
+    (step,) = trace.steps
+    both = replace(trace, steps=(step, _again(step, 1, 10.0, 1.1)))
+    assert [step.number for step in chosen(look(both))] == [0]
+    assert "1 of them, in colour, have a timeline here" in page(look(both))
+
+
+def test_texts_can_be_read_on_what_is_behind_them() -> None:
+    """The contrast that the Web Content Accessibility Guidelines ask of texts, at least; and of lines, less."""
+    style = files("penstock.profile.report").joinpath("page.css").read_text("utf-8")
+    light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part)) for part in style.split("@media")[:2])
+    for colours in (light, {**light, **dark}):
+        for text, behind in (
+            *((text, behind) for text in ("ink", "soft") for behind in ("paper", "raised")),
+            *(("mark", "paper"), ("on", "F"), *(("on-light", kind) for kind in "BIWR")),
+        ):
+            assert contrast(colours[text], colours[behind]) >= 4.5, (text, behind)
+        assert contrast(colours["wait"], colours["paper"]) >= 3
+
+
+def contrast(one: str, other: str) -> float:
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    dark, bright = sorted((light(one), light(other)))
+    return (bright + 0.05) / (dark + 0.05)
 
 
 def test_names_are_texts_and_nothing_else() -> None:
@@ -122,7 +219,7 @@ def test_names_are_texts_and_nothing_else() -> None:
     assert {tag for tag, _ in reader.tags} == {tag for tag, _ in plain}
     assert any(HOSTILE in data for data in reader.texts["td"])
     assert any(HOSTILE in data for data in reader.texts["h1"])
-    assert json.loads("".join(reader.texts["script"][:1]))["rows"][0]["spans"][0][0] == HOSTILE
+    assert json.loads("".join(reader.texts["script"][:1]))["steps"][0]["rows"][0]["spans"][0][0] == HOSTILE
 
 
 def test_names_in_advice_are_texts() -> None:
@@ -132,7 +229,7 @@ def test_names_in_advice_are_texts() -> None:
     assert any(f"moving layer {HOSTILE} from stage 0" in text for text in reader.texts["li"])
     assert any(f"Moving layer {HOSTILE} from stage 0" in text for text in reader.texts["p"])
     data = json.loads("".join(reader.texts["script"][:1]))
-    waits = [wait for row in data["rows"] for action in row["actions"] for wait in action[7]]
+    waits = [wait for row in data["steps"][0]["rows"] for action in row["actions"] for wait in action[7]]
     assert waits
     assert all(wait[2] > wait[1] for wait in waits)
 
@@ -190,8 +287,10 @@ def test_another_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(saved), "-o", str(target)]) == 0
     assert target.is_file()
     assert not saved.with_suffix(".html").exists()
+    (saved.parent / "link.html").symlink_to(saved)
     for wrong, words in (
         ([str(saved), "-o", str(saved)], "over the trace"),
+        ([str(saved), "-o", str(saved.parent / "link.html")], "over the trace"),
         ([str(saved), "-o", str(saved.parent / "no" / "x.html")], "No such file or directory"),
         ([str(saved.parent)], "Is a directory"),
         ([str(saved.parent / "none.json")], "No such file or directory"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,14 @@ def test_json_round_trip(trace: ps.Trace, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is not a saved trace: JSONDecodeError"),
-        ("[]", "is not a saved trace: TypeError"),
-        ("{}", "is not a saved trace: KeyError"),
-        ('{"penstock_plan": 1}', "is not a saved trace"),
-        ('{"penstock_trace": 2}', "trace format 2 cannot be read here: expected 1"),
+        ("", r"wrong\.json is not a saved trace, nor JSON at all: Expecting value: line 1"),
+        ("\ufeff{", "is not a saved trace, nor JSON at all"),
+        ("[]", "is not a saved trace: something else wrote it, and trace.save writes what can be read here"),
+        ("{}", "is not a saved trace: something else wrote it"),
+        ('{"penstock_plan": 1}', "is not a saved trace: something else wrote it"),
+        ('{"traceEvents": []}', "is not a saved trace: trace.chrome wrote it, for Perfetto"),
+        ('{"penstock_trace": 2}', r"wrong\.json: trace format 2 cannot be read here: expected 1\. Read it with"),
+        ('{"penstock_trace": 1}', "is not a saved trace: KeyError: 'schedule'"),
         ('{"penstock_trace": 1, "schedule": {"orders": ["x"]}}', "'x' is not an action"),
     ],
 )
@@ -142,6 +146,8 @@ def check_chrome(trace: ps.Trace, events: list[dict[str, Any]]) -> None:
     assert times == sorted(times)
     assert min(times) >= 0
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert len({tid for _, tid in named}) == len(named), "a thread belongs to one process"
+    assert min(min(pair) for pair in named) > 0
     slices: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in body:
         assert isinstance(event["pid"], int)
@@ -191,7 +197,7 @@ def test_chrome(trace: ps.Trace, tmp_path: Path) -> None:
     events = events_of(trace, tmp_path / "run.trace.json")
     check_chrome(trace, events)
     titles = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert titles == {(0, 0): "rank 0: stages 0, 3 on cpu", (0, 1): "rank 1: stages 1, 2 on cpu", (0, 2): "steps"}
+    assert titles == {(1, 2): "rank 0: stages 0, 3 on cpu", (1, 3): "rank 1: stages 1, 2 on cpu", (1, 4): "steps"}
     steps = [e["name"] for e in events if e.get("cat") == "step"]
     assert steps == ["step 0", "step 1", "evaluate 2"]
     assert {e["cat"] for e in events if e["ph"] == "X"} == {
@@ -204,8 +210,8 @@ def test_chrome_of_the_example(tmp_path: Path) -> None:
     events = events_of(example(), tmp_path / "run.trace.json")
     check_chrome(example(), events)
     shown = {e["name"]: (e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X" and e["cat"] != "wait"}
-    assert shown["1F0"] == (1.5e6, 1.5e6, 1)
-    assert shown["step 0"] == (0.0, 6.5e6, 2)
+    assert shown["1F0"] == (1.5e6, 1.5e6, 3)
+    assert shown["step 0"] == (0.0, 6.5e6, 4)
 
 
 def test_chrome_of_clocks_that_disagree(tmp_path: Path) -> None:
@@ -237,7 +243,16 @@ def test_tables(trace: ps.Trace, tmp_path: Path) -> None:
 def test_parquet(trace: ps.Trace, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = trace.table(tmp_path / "table.parquet")
-    assert parquet.read_table(tmp_path / "table.parquet").to_pylist() == list(rows)
+    table = parquet.read_table(tmp_path / "table.parquet")
+    assert table.to_pylist() == list(rows)
+    assert table.column_names == list(rows[0])
+    data = example().to_data()
+    for part in data["steps"][0]["parts"]:
+        for done in part["actions"]:
+            done[3:5] = [done[1] - 0.25, None]  # launched, as on a GPU, and memory that is not known
+    for other in (ps.Trace.from_data(data), replace(example(), steps=())):
+        other.table(tmp_path / "other.parquet")
+        assert parquet.read_schema(tmp_path / "other.parquet").equals(table.schema)
 
 
 def test_parquet_without_pyarrow(trace: ps.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

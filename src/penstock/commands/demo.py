@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.commands.files import unwritable
 from penstock.data import mnist
 from penstock.data.mnist import Digits
 from penstock.demo.compare import compare
@@ -142,6 +143,8 @@ def _settings(args: argparse.Namespace, folder: str) -> Settings:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             args.usage_error(f"{option}: cannot write to {str(place)!r}: {error.strerror}")
+    if reason := unwritable(args.report):
+        args.usage_error(f"--report: cannot write {args.report!r}: {reason}")
     return Settings(
         epochs=args.epochs,
         batch_size=args.batch_size,

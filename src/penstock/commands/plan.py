@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.commands.files import unwritable
 from penstock.commands.numbers import positive
 from penstock.errors import PenstockError, PlanError
 
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("what is to be planned? Give one of MODULE:NAME, --costs FILE and --layers MODEL")
     if args.layers and not args.hardware:
         args.usage_error("--layers describes a model for devices that are not here: say which by --hardware")
+    if args.save and (reason := unwritable(args.save)):
+        args.usage_error(f"--save: cannot write {args.save!r}: {reason}")
     planned = _described(args) if args.layers else _from_costs(args) if not args.model else _measured(args)
     print(planned)
     if args.save:

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     source = Path(args.trace)
     target = Path(args.output) if args.output else source.with_suffix(".html")
-    if target == source:
+    if target.resolve() == source.resolve():
         args.usage_error(f"the page would be written over the trace {args.trace!r}: give another file with -o")
     try:
         trace = Trace.load(source)

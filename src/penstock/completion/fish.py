@@ -9,17 +9,50 @@ from penstock.completion.words import Command, Option, Value
 __all__ = ["fish"]
 
 
+_SCRIPT = """\
+# Completion of penstock for fish, made by 'penstock completion fish'.
+function __penstock_command
+    set -l words (commandline -opc)
+    test "$words[2]" = "$argv[1]"
+end
+{functions}
+complete -c penstock -f
+{lines}
+"""
+
+# After the first word that is not an option, or belongs to one, options are not ours. One whose value is still to come
+# makes argparse fail.
+_OWN = """\
+function __penstock_{name}_itself
+    __penstock_command {name}; or return
+    set -l words (commandline -opc)
+    if argparse --stop-nonopt {options} -- $words[3..] 2>/dev/null
+        not set -q argv[1]
+    end
+end
+"""
+
+
 def fish(program: Command, commands: Sequence[Command]) -> str:
     """The script: a line for each thing that can be said, and when."""
-    first = "__fish_use_subcommand"
-    lines = ["# Completion of penstock for fish, made by 'penstock completion fish'.", "complete -c penstock -f"]
-    lines += [f"complete -c penstock -n {first} {_option(option)}" for option in program.options]
-    lines += [f"complete -c penstock -n {first} -a {c.name} -d {_quoted(c.help)}" for c in commands]
+    lines = [f"complete -c penstock -n '__penstock_command \\'\\'' {_option(option)}" for option in program.options]
+    lines += [f"complete -c penstock -n '__penstock_command \\'\\'' -a {c.name} -d {_quoted(c.help)}" for c in commands]
     for command in commands:
-        when = f"complete -c penstock -n '__fish_seen_subcommand_from {command.name}'"
-        lines += [f"{when} {_option(option)}" for option in command.options]
-        lines += [f"{when} {words}" for words in _places(command)]
-    return "\n".join(lines) + "\n"
+        here = f"complete -c penstock -n '__penstock_command {command.name}'"
+        itself = f"complete -c penstock -n __penstock_{command.name}_itself" if command.rest else here
+        lines += [f"{itself} {_option(option)}" for option in command.options]
+        lines += [f"{here} {words}" for words in _places(command)]
+    functions = "".join(_OWN.format(name=c.name, options=_parsed(c)) for c in commands if c.rest)
+    return _SCRIPT.format(functions=functions, lines="\n".join(lines))
+
+
+def _parsed(command: Command) -> str:
+    """The options of a command as argparse has them."""
+    found = []
+    for option in command.options:
+        taken = "" if option.value is None else "=?" if option.value.optional else "="
+        found.append(f"{'/'.join(sorted((flag.lstrip('-') for flag in option.flags), key=len))}{taken}")
+    return " ".join(map(_quoted, found))
 
 
 def _option(option: Option) -> str:

@@ -12,7 +12,7 @@ __all__ = ["Command", "Option", "Value", "words_of"]
 
 Paths = Literal["", "files", "directories"]
 
-_FILES = ("FILE", "train.py")
+_FILES = ("FILE", "TRACE", "train.py")
 _DIRECTORIES = ("DIR",)
 
 

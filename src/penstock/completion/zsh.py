@@ -70,7 +70,7 @@ def _option(option: Option) -> Iterator[str]:
 
 def _place(value: Value) -> str:
     """What goes there, and how it is completed: a space stands for not at all."""
-    actions = {"files": "_files", "directories": "_files -/", "": " "}
+    actions = {"files": "_files", "directories": "_path_files -/", "": " "}  # _files -/ has files, too, where none is
     action = f"({' '.join(value.words)})" if value.words else actions[value.paths]
     return f"{':' * (1 + value.optional)}{_escaped(value.name)}:{action}"
 

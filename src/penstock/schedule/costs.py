@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import COMPUTE
@@ -116,6 +117,29 @@ class Costs:
         if edge not in value:
             raise ScheduleError(f"cost {name} has no number for the edge {edge[0]}->{edge[1]}")
         return float(value[edge])
+
+    def to_data(self) -> dict[str, Any]:
+        """As numbers, lists and dicts; what is as it is by default is left out."""
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                edges = isinstance(value, Mapping)
+                found[field.name] = [[*edge, number] for edge, number in value.items()] if edges else value
+        return found
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Costs:
+        """The inverse of ``to_data``."""
+
+        def read(value: Any) -> Any:
+            if not isinstance(value, list | tuple):
+                return value
+            if value and isinstance(value[0], list | tuple):
+                return {(src, dst): number for src, dst, number in value}
+            return tuple(value)
+
+        return cls(**{name: read(value) for name, value in data.items()})
 
 
 def _numbers(value: PerStage | PerEdge) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import PlanError
+from penstock.errors import PenstockError, PlanError
 from penstock.profile.planner.ways import Candidate, Lost, Way
+from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.simulate import Simulation, simulate
 from penstock.schedule.text import from_text, to_text
 from penstock.split.plan import Plan
 from penstock.train.pipeline import Pipeline
@@ -67,6 +69,29 @@ class Planned:
         """The layers of each stage."""
         return [self.layers[i:j] for i, j in pairwise((0, *self.best.cuts))]
 
+    @property
+    def expected(self) -> str:
+        """How long a step should take, in words, and how sure that is."""
+        best = self.best
+        certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
+        return f"a step of {time_of(best.seconds)}, {best.bubble:.1%} of it idle ({certain})"
+
+    @property
+    def runners_up(self) -> list[tuple[str, str, str]]:
+        """The first of ``others``, as texts: the way, what its step takes, and why it is not the best."""
+        return [
+            (str(lost.way), "-" if lost.seconds is None else time_of(lost.seconds), lost.reason)
+            for lost in self.others[:SHOWN]
+        ]
+
+    def simulation(self) -> Simulation:
+        """The step as it is expected, without the sums of gradients over replicas at its end."""
+        costs = self.best.costs
+        if costs is None:
+            raise PlanError("this was planned by a version that did not keep the times of stages: plan it again")
+        edges = tuple(costs.bytes) if isinstance(costs.bytes, Mapping) else None
+        return simulate(self.schedule, costs, edges)
+
     def pipeline(self, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Pipeline:
         """The pipeline of this plan; ``options`` are those of ``ps.Pipeline``, such as ``mesh``."""
         if self.plan is None:
@@ -76,30 +101,30 @@ class Planned:
         return Pipeline(self.plan, loss_fn, microbatches=self.microbatches, schedule=self.schedule, **options)
 
     def __str__(self) -> str:
-        best = self.best
-        certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
         lines = [
-            f"{best.way}",
-            f"a step of {time_of(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
+            f"{self.way}",
+            self.expected,
             "",
             *_shortened(table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3})),
         ]
         if self.others:
-            rows = [
-                (str(lost.way), "-" if lost.seconds is None else time_of(lost.seconds), lost.reason)
-                for lost in self.others[:SHOWN]
-            ]
-            lines += ["", *table(["others", "step", "why not"], rows, right={1})]
+            lines += ["", *table(["others", "step", "why not"], self.runners_up, right={1})]
             if len(self.others) > SHOWN:
                 lines.append(f"and {len(self.others) - SHOWN} more")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from penstock.notebook import planned_html
+
+        return planned_html(self)
 
     def _ranks(self) -> list[tuple[str, ...]]:
         groups, placement = self.groups, self.schedule.placement
         rows: list[tuple[str, ...]] = []
         for rank, memory in enumerate(self.memory):
             own = [stage for stage, home in enumerate(placement) if home == rank]
-            runs = [_run(groups[stage]) for stage in own]
+            runs = [run_of(groups[stage]) for stage in own]
             rows.append((str(rank), " ".join(map(str, own)), " | ".join(runs), bytes_of(memory)))
         return rows
 
@@ -108,8 +133,9 @@ class Planned:
         Path(path).write_text(self.to_json())
 
     def to_json(self) -> str:
-        best = asdict(replace(self.best, schedule=Schedule("", (), (), 0)))
+        best = asdict(replace(self.best, schedule=Schedule("", (), (), 0), costs=None))
         del best["schedule"]
+        best["costs"] = None if self.best.costs is None else self.best.costs.to_data()
         data = {
             "penstock_planned": FORMAT,
             **best,
@@ -141,12 +167,15 @@ class Planned:
                 data["floor"],
                 tuple(data["memory"]),
                 data["bubble"],
+                None if data.get("costs") is None else Costs.from_data(data["costs"]),
             )
             others = tuple(Lost(Way(**lost.pop("way")), **lost) for lost in data["others"])
             plan = None if data["plan"] is None else Plan._from_data(data["plan"])
             devices = None if data["devices"] is None else tuple(data["devices"])
             layers = tuple(data["layers"])
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except PenstockError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"{origin} is not what a planner saved: {type(error).__name__}: {error}") from error
         if plan is not None and model is not None:
             plan = plan.attach(model)
@@ -159,7 +188,8 @@ def _shortened(lines: list[str]) -> list[str]:
     return lines if len(rows) <= RANKS else [*lines[: RANKS + 1], f"… {len(rows) - RANKS} more …", lines[-1]]
 
 
-def _run(layers: Sequence[str]) -> str:
+def run_of(layers: Sequence[str]) -> str:
+    """The layers of a stage, in short."""
     return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)})"
 
 

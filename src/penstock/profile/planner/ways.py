@@ -8,6 +8,7 @@ from math import inf
 
 from penstock.profile.costs import Link
 from penstock.profile.planner.times import Cuts
+from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["Candidate", "Cluster", "Lost", "Way", "grids_of", "ways"]
@@ -62,6 +63,7 @@ class Candidate:
     floor: float  # no order of these stages takes less
     memory: tuple[float, ...]  # of each rank at its peak
     bubble: float
+    costs: Costs | None = None  # of its stages and edges
 
     @property
     def gap(self) -> float:

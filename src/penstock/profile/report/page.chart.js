@@ -16,8 +16,13 @@ class Chart {
   get gutter() { return this.width < 600 ? 58 : 92; }
   x(moment) { return this.gutter + ((moment - view.from) / (view.to - view.from)) * (this.width - this.gutter); }
   moment(x) { return view.from + ((x - this.gutter) / (this.width - this.gutter)) * (view.to - view.from); }
+  restart() { // with another step
+    this.row = Math.min(this.row, now.rows.length - 1);
+    this.chosen = null;
+    this.size();
+  }
   size() {
-    const full = AXIS + data.rows.length * this.height;
+    const full = AXIS + now.rows.length * this.height;
     this.width = this.box.clientWidth;
     this.tall = Math.min(full, Math.max(160, Math.floor(window.innerHeight * 0.72)));
     this.space.style.height = full - this.tall + "px";
@@ -36,7 +41,7 @@ class Chart {
     pen.textBaseline = "middle";
     const top = this.box.scrollTop;
     const from = Math.floor(top / this.height);
-    const to = Math.min(data.rows.length, Math.ceil((top + this.tall) / this.height));
+    const to = Math.min(now.rows.length, Math.ceil((top + this.tall) / this.height));
     for (let at = from; at < to; at++) {
       const y = AXIS + at * this.height - top;
       pen.save();
@@ -46,7 +51,7 @@ class Chart {
       this.paint(this, pen, at, y);
       pen.restore();
       pen.fillStyle = at === this.row && document.activeElement === this.canvas ? inks.mark : inks.ink;
-      pen.fillText(data.rows[at].name, 6, y + this.height / 2, this.gutter - 10);
+      pen.fillText(now.rows[at].name, 6, y + this.height / 2, this.gutter - 10);
       pen.fillStyle = inks.line;
       pen.fillRect(0, y + this.height - 1, this.width, 1);
     }
@@ -75,7 +80,7 @@ class Chart {
     const y = event.clientY - box.top - AXIS + this.box.scrollTop;
     const row = Math.floor(y / this.height);
     const x = event.clientX - box.left;
-    return event.clientY - box.top < AXIS || row < 0 || row >= data.rows.length || x < this.gutter
+    return event.clientY - box.top < AXIS || row < 0 || row >= now.rows.length || x < this.gutter
       ? null : { row, x, y: y - row * this.height };
   }
   listen() {
@@ -126,23 +131,23 @@ class Chart {
     const keys = {
       ArrowLeft: () => pan(-0.1), ArrowRight: () => pan(0.1), ArrowUp: () => this.choose(-1), ArrowDown: () => this.choose(1),
       "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), _: () => zoom(1 / 0.6),
-      0: all, Home: all, n: () => this.next(1), p: () => this.next(-1), Escape: hide,
+      0: all, Home: all, n: () => this.next(1), p: () => this.next(-1), s: () => turn(1), S: () => turn(-1), Escape: hide,
     };
     if (!keys[event.key]) return;
     event.preventDefault();
     keys[event.key]();
   }
   choose(by) {
-    this.row = Math.max(0, Math.min(data.rows.length - 1, this.row + by));
+    this.row = Math.max(0, Math.min(now.rows.length - 1, this.row + by));
     this.chosen = null;
     const y = this.row * this.height;
     if (y < this.box.scrollTop) this.box.scrollTop = y;
     if (y + this.height + AXIS > this.box.scrollTop + this.tall) this.box.scrollTop = y + this.height + AXIS - this.tall;
-    said.textContent = data.rows[this.row].name;
+    said.textContent = now.rows[this.row].name;
     this.draw();
   }
   next(by) {
-    const { actions } = data.rows[this.row];
+    const { actions } = now.rows[this.row];
     if (!actions.length) return;
     const start = by > 0 ? first(actions, view.from) : first(actions, view.to) - 1;
     this.chosen = Math.max(0, Math.min(actions.length - 1, this.chosen === null ? start : this.chosen + by));

@@ -28,7 +28,7 @@ function show(lines, x, y) {
 function hide() { tip.hidden = true; }
 
 // ── what each chart paints ───────────────────────────────────────────────────────────────────────────────
-const many = data.rows.length > 16;
+const many = Math.max(...data.steps.map((step) => step.rows.length)) > 16;
 const BAR = many ? 13 : 20;
 const THIN = many ? 6 : 9;
 const paper = Object.keys(data.simulated).length > 0;
@@ -48,13 +48,13 @@ function bars(chart, pen, actions, y, height, labels, chosen) {
     }
     const text = (data.many_stages ? stage : "") + kind + microbatch;
     if (labels && right - left > 7 * text.length + 4) {
-      pen.fillStyle = kind === "I" ? inks["on-light"] : inks.on;
+      pen.fillStyle = kind === "F" ? inks.on : inks["on-light"];
       pen.fillText(text, Math.max(left, chart.gutter) + 3, y + height / 2 + 0.5);
     }
   }
 }
 function paintActions(chart, pen, at, y) {
-  const row = data.rows[at];
+  const row = now.rows[at];
   pen.fillStyle = inks.span;
   for (const [, start, end] of row.spans) pen.fillRect(chart.x(start), y + 3, Math.max(1, chart.x(end) - chart.x(start)), BAR);
   pen.fillStyle = inks.wait;
@@ -74,8 +74,8 @@ function paintActions(chart, pen, at, y) {
   pen.globalAlpha = 1;
 }
 function hitActions(chart, { row: at, x, y }) {
-  const row = data.rows[at], moment = chart.moment(x);
-  const onPaper = paper && y > BAR + 4;
+  const row = now.rows[at], moment = chart.moment(x);
+  const onPaper = now.paper && y > BAR + 4;
   const actions = onPaper ? simulated(row) : row.actions;
   const near = (view.to - view.from) / (chart.width - chart.gutter);
   const i = first(actions, moment - near);
@@ -91,10 +91,10 @@ function hitActions(chart, { row: at, x, y }) {
     : [`${before}: nothing is waited for`])];
 }
 let largest = 0;
-for (const row of data.rows) for (const action of row.actions) largest = Math.max(largest, action[5] || 0);
+for (const step of data.steps) for (const row of step.rows) for (const action of row.actions) largest = Math.max(largest, action[5] || 0);
 const MEMORY = many ? 24 : 40;
 function paintMemory(chart, pen, at, y) {
-  const { actions } = data.rows[at];
+  const { actions } = now.rows[at];
   const base = y + MEMORY - 2;
   pen.fillStyle = inks.F;
   let drawn = -1, high = 0;
@@ -108,7 +108,7 @@ function paintMemory(chart, pen, at, y) {
   }
 }
 function hitMemory(chart, { row: at, x }) {
-  const { actions, name: who } = data.rows[at];
+  const { actions, name: who } = now.rows[at];
   const i = first(actions, chart.moment(x)) - 1;
   if (i < 0 || actions[i][5] === null) return null;
   return [`${who}: ${bytes(actions[i][5])}`, `after ${name(actions[i])}, from ${time(actions[i][4])}`];
@@ -119,9 +119,8 @@ const details = document.getElementById("table");
 const pick = document.getElementById("table-rank");
 const body = document.getElementById("table-rows");
 const more = document.getElementById("table-more");
-for (const [at, row] of data.rows.entries()) pick.add(new Option(row.name, at));
 function fill() {
-  const at = Number(pick.value), { actions } = data.rows[at];
+  const at = Number(pick.value), { actions } = now.rows[at];
   const here = body.rows.length;
   for (const action of actions.slice(here, here + 500)) {
     const other = twin(at, action);
@@ -132,10 +131,54 @@ function fill() {
   }
   more.hidden = body.rows.length >= actions.length;
 }
-function restart() { body.replaceChildren(); if (details.open && data.rows.length) fill(); }
+function restart() { body.replaceChildren(); if (details.open) fill(); }
+function names() { // of the step's ranks; the same one stays chosen
+  const before = pick.selectedOptions[0]?.text;
+  pick.replaceChildren(...now.rows.map((row, at) => new Option(row.name, at, false, row.name === before)));
+}
+names();
 details.addEventListener("toggle", restart);
 pick.addEventListener("change", restart);
 more.addEventListener("click", fill);
+
+// ── another step ─────────────────────────────────────────────────────────────────────────────────────────
+const chooser = document.getElementById("step"); // there is none where there is one step
+const times = document.getElementById("step-times");
+function mark() {
+  const number = data.steps.indexOf(now);
+  for (const bar of times ? times.querySelectorAll("[data-step]") : []) {
+    bar.classList.toggle("chosen", bar.dataset.step <= number && number <= bar.dataset.last);
+  }
+}
+function go(number) {
+  now = data.steps[number];
+  whole = Math.max(now.seconds, 1e-9);
+  chooser.value = number;
+  hide();
+  mark();
+  for (const chart of charts) chart.restart();
+  names();
+  restart();
+  all();
+  said.textContent = chooser.selectedOptions[0].textContent;
+}
+function turn(by) {
+  const number = data.steps.indexOf(now) + by;
+  if (data.steps[number]) go(number);
+}
+if (chooser) {
+  chooser.addEventListener("change", () => go(Number(chooser.value)));
+  times.addEventListener("click", ({ clientX }) => { // the nearest bar that has a timeline
+    let best = null, near = Infinity;
+    for (const bar of times.querySelectorAll("[data-step]")) {
+      const { left, right } = bar.getBoundingClientRect();
+      const apart = Math.abs((left + right) / 2 - clientX);
+      if (apart < near) [best, near] = [bar, apart];
+    }
+    go(Number(best.dataset.step));
+  });
+}
+mark();
 
 // ── begin ────────────────────────────────────────────────────────────────────────────────────────────────
 function colours() {
@@ -148,7 +191,8 @@ function resize() { for (const chart of charts) chart.size(); redraw(); }
 colours();
 new Chart("timeline-chart", BAR + (paper ? THIN + 2 : 0) + 7, paintActions, hitActions);
 new Chart("memory-chart", MEMORY, paintMemory, hitMemory);
-const does = { in: () => zoom(0.6), out: () => zoom(1 / 0.6), left: () => pan(-0.25), right: () => pan(0.25), all };
+const does = { in: () => zoom(0.6), out: () => zoom(1 / 0.6), left: () => pan(-0.25), right: () => pan(0.25), all,
+  before: () => turn(-1), after: () => turn(1) };
 for (const button of document.querySelectorAll("button[data-do]")) button.addEventListener("click", does[button.dataset.do]);
 window.addEventListener("resize", resize);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { colours(); redraw(); });

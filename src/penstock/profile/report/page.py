@@ -9,8 +9,10 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from penstock.profile.report import sections
+from penstock.profile.report.choice import chosen, picker, step_name
 from penstock.profile.report.findings import Findings, look
-from penstock.profile.trace.steps import Done, Part, Span
+from penstock.profile.trace.measure import typical
+from penstock.profile.trace.steps import Done, Part, Span, Step
 
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
@@ -31,7 +33,11 @@ def page(findings: Findings) -> str:
     kinds = ("html", "css", "words.js", "chart.js", "js")
     template, style, *scripts = (here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in kinds)
     return Template(template).substitute(
-        style=style, script="".join(scripts), data=_embedded(_data(findings)), **sections.sections(findings)
+        style=style,
+        script="".join(scripts),
+        data=_embedded(_data(findings)),
+        picker=picker(findings),
+        **sections.sections(findings),
     )
 
 
@@ -41,8 +47,28 @@ def _embedded(data: Any) -> str:
 
 
 def _data(findings: Findings) -> dict[str, Any]:
-    """What the charts draw. Times are in seconds since the first action of the step."""
-    trace, step, simulation = findings.trace, findings.step, findings.simulation
+    """What the charts draw."""
+    trace, simulation = findings.trace, findings.simulation
+    shown = chosen(findings)
+    simulated = {}
+    if simulation is not None:
+        for rank, order in enumerate(simulation.schedule.orders):
+            times = zip(order, simulation.starts[rank], simulation.ends[rank], strict=True)
+            simulated[rank] = [[*action, round(start, 9), round(end, 9)] for action, start, end in times]
+    alike = set() if simulation is None else {id(step) for step in typical(trace)}
+    return {
+        "many_stages": trace.schedule.num_stages > trace.schedule.num_ranks,
+        "simulated": simulated,
+        "step": shown.index(findings.step),
+        "steps": [
+            _step(trace, step, simulation.makespan if simulation is not None and id(step) in alike else None)
+            for step in shown
+        ],
+    }
+
+
+def _step(trace: Trace, step: Step, simulated: float | None) -> dict[str, Any]:
+    """One step. Times are in seconds since its first action; ``simulated`` is how long it would be on paper."""
     parts = step.of(range(len(trace.tracks)))
     zero = min(part.actions[0].start for part in parts)
 
@@ -67,16 +93,11 @@ def _data(findings: Findings) -> dict[str, Any]:
         }
         for part in parts
     ]
-    simulated = {}
-    if simulation is not None:
-        for rank, order in enumerate(simulation.schedule.orders):
-            times = zip(order, simulation.starts[rank], simulation.ends[rank], strict=True)
-            simulated[rank] = [[*action, round(start, 9), round(end, 9)] for action, start, end in times]
     ends = [done.end - zero for part in parts for done in part.actions]
     ends += [span.end - zero for part in parts for span in shown(part)]
     return {
-        "seconds": max([*ends, 0.0 if simulation is None else simulation.makespan]),
-        "many_stages": trace.schedule.num_stages > trace.schedule.num_ranks,
+        "name": step_name(step),
+        "seconds": max([*ends, simulated or 0.0]),
+        "paper": simulated is not None,
         "rows": rows,
-        "simulated": simulated,
     }

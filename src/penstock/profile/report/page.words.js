@@ -1,10 +1,11 @@
 // Two charts over one stretch of time, view.from to view.to in seconds: who does what, and what is kept.
-// data.rows has a row for each rank; an action is [stage, kind, micro-batch, start, end, memory, sent bytes, waits].
+// data.steps has the steps, now is the one that is shown. now.rows has a row for each rank; an action is [stage, kind, micro-batch, start, end, memory, sent bytes, waits].
 // What actions and numbers are called, and where they are. page.py puts page.words.js, page.chart.js and page.js together.
 const data = JSON.parse(document.getElementById("data").textContent);
 const KINDS = { F: "forward", R: "recompute", B: "backward", I: "input gradient", W: "weight gradient" };
 const AXIS = 22;
-const whole = Math.max(data.seconds, 1e-9);
+let now = data.steps[data.step];
+let whole = Math.max(now.seconds, 1e-9);
 const view = { from: 0, to: whole };
 const charts = [];
 const tip = document.getElementById("tip");
@@ -30,14 +31,15 @@ const waited = (a) => {
   }
   return total;
 };
-const simulated = (row) => data.simulated[row.place] || [];
-const twins = data.rows.map(() => null);
+const simulated = (row) => (now.paper && data.simulated[row.place]) || [];
+const twins = new Map(); // the simulated actions of a rank, by their names
 function twin(at, action) { // the same action, simulated
-  twins[at] = twins[at] || new Map(simulated(data.rows[at]).map((a) => [name(a), a]));
-  return twins[at].get(name(action));
+  const row = now.rows[at];
+  if (!twins.has(row)) twins.set(row, new Map(simulated(row).map((a) => [name(a), a])));
+  return twins.get(row).get(name(action));
 }
 function describe(at, action, paper) {
-  const row = data.rows[at];
+  const row = now.rows[at];
   const lines = [`${name(action)} on ${row.name}${paper ? ", simulated" : ""}`];
   lines.push(`${KINDS[action[1]]} of stage ${action[0]}, micro-batch ${action[2]}`);
   lines.push(`${time(action[3])} to ${time(action[4])}: takes ${time(action[4] - action[3])}`);

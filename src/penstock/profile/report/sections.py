@@ -155,9 +155,11 @@ def _shares(idle: Idle) -> list[str]:
 
 
 def _memory_note(trace: Trace) -> str:
-    if trace.memory == "saved":
-        return "What each rank keeps for backwards to come, after each action. All rows have the same scale."
-    return f"The bytes {escape(trace.memory)} on each rank's device, after each action. All rows have the same scale."
+    what = "What each rank keeps for backwards to come"
+    if trace.memory != "saved":
+        what = f"The bytes {escape(trace.memory)} on each rank's device"
+    chosen = " The chart is of the step that is chosen above." if len(trace.steps) > 1 else ""
+    return f"{what}, after each action. All rows have the same scale.{chosen}"
 
 
 def _memory(findings: Findings) -> str:

@@ -41,8 +41,11 @@ def _titles(trace: Trace) -> list[Event]:
     titles = []
     for replica in trace.replicas:
         name = "pipeline" if trace.replicas == [0] else f"replica {replica}"
-        titles.append(_title("process_name", replica, 0, name=name))
-        titles.append(_title("thread_name", replica, trace.schedule.num_ranks, name="steps"))
+        where = _steps(trace, replica)
+        titles.append(_title("process_name", **where, name=name))
+        titles.append(_title("process_sort_index", **where, sort_index=replica))
+        titles.append(_title("thread_name", **where, name="steps"))
+        titles.append(_title("thread_sort_index", **where, sort_index=trace.schedule.num_ranks))
     for t, track in enumerate(trace.tracks):
         where = _where(trace, t)
         stages = trace.schedule.stages_of(track.place)
@@ -57,15 +60,22 @@ def _title(what: str, pid: int, tid: int, **args: Any) -> Event:
 
 
 def _where(trace: Trace, track: int) -> dict[str, int]:
-    return {"pid": trace.tracks[track].replica, "tid": trace.tracks[track].place}
+    """A rank's ids. Perfetto takes a thread 0 for its process's first one: none is 0, nor the same as another."""
+    return {"pid": 1 + trace.tracks[track].replica, "tid": 1 + len(trace.replicas) + track}
+
+
+def _steps(trace: Trace, replica: int) -> dict[str, int]:
+    """The ids of the row in which a pipeline's steps are."""
+    return {"pid": 1 + replica, "tid": 1 + len(trace.replicas) + len(trace.tracks) + replica}
 
 
 def _step(trace: Trace, step: Step) -> list[Event]:
     events = []
     for part in step.parts:
         where = _where(trace, part.track)
-        if where["tid"] == 0:  # as the pipeline's first rank saw it: the next one may begin before others have ended
-            there = {"pid": where["pid"], "tid": trace.schedule.num_ranks}
+        track = trace.tracks[part.track]
+        if track.place == 0:  # as the pipeline's first rank saw it: the next one may begin before others have ended
+            there = _steps(trace, track.replica)
             name = f"{step.kind} {step.number}" + (" (failed)" if step.failed else "")
             events.append(_slice(name, "step", part.begin, part.end, there))
         for done in part.actions:

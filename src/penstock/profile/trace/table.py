@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["rows", "write_rows"]
 
+_TYPES = {
+    "step": "int64", "run": "string", "failed": "bool", "replica": "int64", "rank": "int64", "action": "string",
+    "stage": "int64", "kind": "string", "microbatch": "int64", "start": "float64", "end": "float64",
+    "seconds": "float64", "launched": "float64", "waited": "float64", "waited_for": "int64", "sent": "int64",
+    "received": "int64", "memory": "int64",
+}  # fmt: skip
+"""Of the columns in Parquet: they do not depend on what a trace has, so that the files of several are one table."""
+
 
 def rows(trace: Trace) -> list[dict[str, Any]]:
     """The actions of all ranks and steps. ``received`` counts bytes from other stages, of this rank or of others."""
@@ -63,4 +71,5 @@ def write_rows(found: Sequence[Mapping[str, Any]], path: Path) -> None:
         import pyarrow.parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
         raise PlanError("to write .parquet, pyarrow is needed: pip install pyarrow, or write .json") from error
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(found)), path)
+    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in _TYPES.items()])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(found), schema), path)

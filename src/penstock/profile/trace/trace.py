@@ -103,10 +103,18 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read what ``save`` wrote."""
         try:
-            return cls.from_data(json.loads(Path(path).read_text(), parse_constant=_no_number))
+            data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+        except ValueError as error:
+            raise PlanError(f"{path} is not a saved trace, nor JSON at all: {error}") from error
+        if not isinstance(data, dict) or "penstock_trace" not in data:
+            chrome = isinstance(data, dict) and "traceEvents" in data
+            what = "trace.chrome wrote it, for Perfetto" if chrome else "something else wrote it"
+            raise PlanError(f"{path} is not a saved trace: {what}, and trace.save writes what can be read here")
+        try:
+            return cls.from_data(data)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            if isinstance(error, PlanError):
-                raise
             raise PlanError(f"{path} is not a saved trace: {type(error).__name__}: {error}") from error
 
     def to_data(self) -> dict[str, Any]:
@@ -137,7 +145,10 @@ class Trace:
     def from_data(cls, data: dict[str, Any]) -> Trace:
         """The inverse of ``to_data``."""
         if data["penstock_trace"] != FORMAT:
-            raise PlanError(f"trace format {data['penstock_trace']!r} cannot be read here: expected {FORMAT}")
+            raise PlanError(
+                f"trace format {data['penstock_trace']!r} cannot be read here: expected {FORMAT}. Read it with the "
+                "version of penstock that wrote it, or record it again"
+            )
         given = data["schedule"]
         orders = [[Action.parse(name) for name in order.split()] for order in given["orders"]]
         tracks = tuple(Track.from_data(track) for track in data["tracks"])
