@@ -154,8 +154,8 @@ def test_planned() -> None:
     assert "3 ranks, 4 micro-batches of 1 31 s 1% slower" in said
     assert f"bubble {found.best.bubble:.1%}" in said  # of the picture: it is simulated again with the same costs
     rows = [[cell.text for cell in row] for row in page.iter("tr")]
-    assert rows[1][:4] == ["0", "0", "2000", "2000"]
-    assert rows[3][:4] == ["2", "2", "1000", "2000"]
+    assert rows[1][:4] == ["0", "0", "2,000", "2,000"]
+    assert rows[3][:4] == ["2", "2", "1,000", "2,000"]
     assert rows[5][:2] == ["0", "3"]
     bars = [float(rect.attrib["width"]) for row in page.iter("tr") for rect in row.iter(f"{SVG}rect")]
     assert bars == [120, 90, 90, 120, 80, 40]
@@ -183,6 +183,9 @@ def test_planned_of_any_size_and_names() -> None:
     assert "<script>alert('1')</script>&" in text(tree(planned(EVIL)._repr_html_()))
     evil = replace(planned(), others=planned().others[-1:])
     assert "<script>alert('1')</script>&" in text(tree(evil._repr_html_()))
+    full = planned()
+    full = replace(full, best=replace(full.best, memory=(2.0**36, 2.0**20, 0.0)))
+    assert "0 65,536 1 1 2 0" in text(tree(full._repr_html_()))
     large = planned(stages=200, microbatches=100)
     assert "… 100 more" in text(tree(large._repr_html_()))
     alone = tree(planned(stages=1)._repr_html_())

@@ -93,12 +93,12 @@ def planned_html(planned: Planned) -> str:
         times = costs.durations(planned.schedule.num_stages)
         both = [f + b for f, b in zip(times["F"], times["B"], strict=True)]
         rows = [
-            [str(stage), str(rank), f"{times['F'][stage] * 1e3:.4g}", f"{times['B'][stage] * 1e3:.4g}"]
+            [str(stage), str(rank), _number(times["F"][stage] * 1e3), _number(times["B"][stage] * 1e3)]
             for stage, rank in enumerate(planned.schedule.placement)
         ]
         rows = [[*row, _bar(seconds, max(both))] for row, seconds in zip(rows, both, strict=True)]
         parts.append(_table(["stage", "rank", "forward, ms", "backward, ms", "of a micro-batch"], rows))
-    peaks = [[str(rank), f"{size / 2**20:,.4g}", _bar(size, max(memory))] for rank, size in enumerate(memory)]
+    peaks = [[str(rank), _number(size / 2**20), _bar(size, max(memory))] for rank, size in enumerate(memory)]
     parts.append(_table(["rank", "memory, MiB", "at its peak"], peaks))
     return f"<div>{''.join(parts)}</div>"
 
@@ -144,6 +144,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = f"<thead>{_row(header, 'th')}</thead>" if header else ""
     body = "".join(_row(row, "td") for row in rows)
     return f'<table style="color:inherit">{head}<tbody>{body}</tbody></table>'
+
+
+def _number(number: float) -> str:
+    return f"{number:.4g}" if number < 1000 else f"{number:,.0f}"
 
 
 class _Picture(str):
