@@ -84,32 +84,22 @@ def trace_html(trace: Trace) -> str:
 
 
 def planned_html(planned: Planned) -> str:
-    """The step as it is expected, what each stage takes and each rank keeps, and what else there was."""
-    from penstock.profile.planner.planned import bytes_of, run_of, time_of
-
-    placement, memory = planned.schedule.placement, planned.memory
-    most, full = max(memory), planned.best.costs
-    parts = [f"<p><b>{_text(str(planned.way))}</b><br/>{_text(planned.expected)}</p>"]
-    if full is not None and _drawable(planned.schedule):
-        parts += [to_svg(planned.simulation()), "<p>A step with the time that each action should take.</p>"]
-    rows: list[list[str]] = [
-        [str(stage), str(placement[stage]), run_of(layers)] for stage, layers in enumerate(planned.groups)
-    ]
-    header = ["stage", "rank", "layers"]
-    if full is not None:
-        times = full.durations(len(rows))
+    """What it says; the picture of the step that it expects; what each stage takes, and each rank keeps."""
+    costs, memory = planned.best.costs, planned.memory
+    parts = [f"<pre>{_text(str(planned), lines=True)}</pre>"]
+    if costs is not None:
+        if _drawable(planned.schedule):
+            parts += [to_svg(planned.simulation()), "<p>A step with the time that each action should take.</p>"]
+        times = costs.durations(planned.schedule.num_stages)
         both = [f + b for f, b in zip(times["F"], times["B"], strict=True)]
-        header += ["forward", "backward", "of a micro-batch"]
-        for row, forward, backward, sum_ in zip(rows, times["F"], times["B"], both, strict=True):
-            row += [time_of(forward), time_of(backward), _bar(sum_, max(both))]
-    parts.append(_table(header, rows))
-    parts.append(
-        _table(["rank", "memory", "at its peak"], [[str(r), bytes_of(x), _bar(x, most)] for r, x in enumerate(memory)])
-    )
-    if planned.others:
-        parts.append(_table(["others", "step", "why not"], planned.runners_up))
-        if len(planned.others) > len(planned.runners_up):
-            parts.append(f"<p>and {len(planned.others) - len(planned.runners_up)} more</p>")
+        rows = [
+            [str(stage), str(rank), _number(times["F"][stage] * 1e3), _number(times["B"][stage] * 1e3)]
+            for stage, rank in enumerate(planned.schedule.placement)
+        ]
+        rows = [[*row, _bar(seconds, max(both))] for row, seconds in zip(rows, both, strict=True)]
+        parts.append(_table(["stage", "rank", "forward, ms", "backward, ms", "of a micro-batch"], rows))
+    peaks = [[str(rank), _number(size / 2**20), _bar(size, max(memory))] for rank, size in enumerate(memory)]
+    parts.append(_table(["rank", "memory, MiB", "at its peak"], peaks))
     return f"<div>{''.join(parts)}</div>"
 
 
@@ -154,6 +144,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = f"<thead>{_row(header, 'th')}</thead>" if header else ""
     body = "".join(_row(row, "td") for row in rows)
     return f'<table style="color:inherit">{head}<tbody>{body}</tbody></table>'
+
+
+def _number(number: float) -> str:
+    return f"{number:.4g}" if number < 1000 else f"{number:,.0f}"
 
 
 class _Picture(str):

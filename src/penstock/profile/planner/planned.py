@@ -69,21 +69,6 @@ class Planned:
         """The layers of each stage."""
         return [self.layers[i:j] for i, j in pairwise((0, *self.best.cuts))]
 
-    @property
-    def expected(self) -> str:
-        """How long a step should take, in words, and how sure that is."""
-        best = self.best
-        certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
-        return f"a step of {time_of(best.seconds)}, {best.bubble:.1%} of it idle ({certain})"
-
-    @property
-    def runners_up(self) -> list[tuple[str, str, str]]:
-        """The first of ``others``, as texts: the way, what its step takes, and why it is not the best."""
-        return [
-            (str(lost.way), "-" if lost.seconds is None else time_of(lost.seconds), lost.reason)
-            for lost in self.others[:SHOWN]
-        ]
-
     def simulation(self) -> Simulation:
         """The step as it is expected, without the sums of gradients over replicas at its end."""
         costs = self.best.costs
@@ -101,14 +86,20 @@ class Planned:
         return Pipeline(self.plan, loss_fn, microbatches=self.microbatches, schedule=self.schedule, **options)
 
     def __str__(self) -> str:
+        best = self.best
+        certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
         lines = [
-            f"{self.way}",
-            self.expected,
+            f"{best.way}",
+            f"a step of {time_of(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
             "",
             *_shortened(table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3})),
         ]
         if self.others:
-            lines += ["", *table(["others", "step", "why not"], self.runners_up, right={1})]
+            rows = [
+                (str(lost.way), "-" if lost.seconds is None else time_of(lost.seconds), lost.reason)
+                for lost in self.others[:SHOWN]
+            ]
+            lines += ["", *table(["others", "step", "why not"], rows, right={1})]
             if len(self.others) > SHOWN:
                 lines.append(f"and {len(self.others) - SHOWN} more")
         return "\n".join(lines)
@@ -124,7 +115,7 @@ class Planned:
         rows: list[tuple[str, ...]] = []
         for rank, memory in enumerate(self.memory):
             own = [stage for stage, home in enumerate(placement) if home == rank]
-            runs = [run_of(groups[stage]) for stage in own]
+            runs = [_run(groups[stage]) for stage in own]
             rows.append((str(rank), " ".join(map(str, own)), " | ".join(runs), bytes_of(memory)))
         return rows
 
@@ -167,7 +158,7 @@ class Planned:
                 data["floor"],
                 tuple(data["memory"]),
                 data["bubble"],
-                None if data.get("costs") is None else Costs.from_data(data["costs"]),
+                costs=None if data.get("costs") is None else Costs.from_data(data["costs"]),
             )
             others = tuple(Lost(Way(**lost.pop("way")), **lost) for lost in data["others"])
             plan = None if data["plan"] is None else Plan._from_data(data["plan"])
@@ -188,8 +179,7 @@ def _shortened(lines: list[str]) -> list[str]:
     return lines if len(rows) <= RANKS else [*lines[: RANKS + 1], f"… {len(rows) - RANKS} more …", lines[-1]]
 
 
-def run_of(layers: Sequence[str]) -> str:
-    """The layers of a stage, in short."""
+def _run(layers: Sequence[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)})"
 
 

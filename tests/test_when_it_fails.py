@@ -1,0 +1,38 @@
+"""docs/when-it-fails.md tells the truth: its script fails in all the ways it shows, and ranks say what it shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import commands, environment
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "when-it-fails.md").read_text(encoding="utf-8")
+(PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+CONSOLE = dict(re.findall(r"^```console\n\$ (.*)\n((?:.*\n)*?)```$", DOCUMENT, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("kill", 137), ("hang", 1)])
+def test_commands(how: str, code: int, tmp_path: Path) -> None:
+    command = f"penstock run --stages 4 train.py {how}"
+    patient = "stuck_after=6, timeout=16" if how == "hang" else "timeout=None"  # where processes start slowly
+    (tmp_path / "train.py").write_text(PROGRAM.replace("stuck_after=3, timeout=8", patient), encoding="utf-8")
+    (done,) = commands([command.split()[1:]], environment(OMP_NUM_THREADS="1"), tmp_path)
+    assert done.returncode == code, done.stderr
+    steps, said = CONSOLE[command].split("\n\n", 1) if how != "hang" else CONSOLE[command].split("\nrank 0 ", 1)
+    assert done.stdout.splitlines() == steps.splitlines()
+    there = [told(line) for line in done.stderr.splitlines()]
+    for line in said.splitlines():
+        if "[…]" not in line:
+            assert any(line_there.endswith(told(line)) for line_there in there), (line, done.stderr)
+
+
+def told(line: str) -> str:
+    """Without how long it took, and without who was the first to give up."""
+    return re.sub(r"timed out: .*, which has been", "timed out: ", re.sub(r"\b\d+ s\b", "some s", line))
+
+
+def test_every_command_is_run() -> None:
+    assert {command.split()[-1] for command in CONSOLE} == {"raise", "kill", "hang"}
