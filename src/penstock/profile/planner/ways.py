@@ -62,6 +62,7 @@ class Candidate:
     floor: float  # no order of these stages takes less
     memory: tuple[float, ...]  # of each rank at its peak
     bubble: float
+    saved: tuple[float, ...] | None = None  # of it, for backwards to come; None where activations are recomputed
 
     @property
     def gap(self) -> float:
