@@ -31,8 +31,8 @@ def prediction_of(
     share = -(-(samples or 0) // (1 if mesh is None else mesh.data))
     if share and -(-share // source.microbatches) != made_from.samples:
         return None
-    devices = {stage.device for stage in crew.stages.values()}
-    if mesh is None and len(devices) < source.ranks:  # what is allocated on one is not a rank's own
+    gpus = {crew.placement[s]: stage.device for s, stage in crew.stages.items() if stage.device.type != "cpu"}
+    if len(set(gpus.values())) < len(gpus):  # what is allocated on one is not a rank's own
         return replace(made_from, memory=None)
     return made_from
 
