@@ -14,7 +14,7 @@ from penstock.schedule.prediction import Prediction
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
 
-__all__ = ["comparison", "predicted", "prediction_from", "prediction_to", "told"]
+__all__ = ["beside", "comparison", "predicted", "prediction_from", "prediction_to", "told"]
 
 _BY = {
     "plan": "predicted by the plan",
@@ -39,10 +39,16 @@ def predicted(trace: Trace) -> Prediction | None:
 
 def comparison(trace: Trace) -> str | None:
     """One line: both times of a step, and both numbers of bytes of the fullest rank; None without a prediction."""
+    text, seconds = beside(trace), trace.seconds
+    return None if text is None or seconds is None else f"step {milliseconds(seconds)} measured, {text}"
+
+
+def beside(trace: Trace) -> str | None:
+    """What is to be said beside the measured time of a step."""
     found, seconds = trace.predicted, trace.seconds
     if found is None or seconds is None:
         return None
-    text = f"step {milliseconds(seconds)} measured, {milliseconds(found.seconds)} {told(found, seconds)}"
+    text = f"{milliseconds(found.seconds)} {told(found, seconds)}"
     expects = found.saved if trace.memory == "saved" else found.memory
     most = _most(trace)
     if expects is None or not most or len(expects) != trace.schedule.num_ranks:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
-from penstock.profile.trace.compare import comparison
+from penstock.profile.trace.compare import beside
 from penstock.profile.trace.measure import typical
 from penstock.profile.trace.words import counted, milliseconds
 
@@ -33,8 +33,8 @@ def summary(trace: Trace) -> str:
     times = [step.seconds for step in steps]
     middle, least, most = (milliseconds(pick(times)) for pick in (median, min, max))
     lines.append(f"step    {middle} (median of {len(times)}; {least} to {most})")
+    lines += [f"        {text}" for text in [beside(trace)] if text]
     lines += [f"bubble  {text}" for text in [_bubble(trace)] if text]
-    lines += [text for text in [comparison(trace)] if text]
     cells: list[tuple[str, ...]] = [("rank", "device", "stages", "busy", "waits", "around", "other")]
     for t, track in enumerate(trace.tracks):
         parts = [part for step in steps for part in step.of([t])]
