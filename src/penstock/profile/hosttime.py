@@ -27,7 +27,7 @@ __all__ = ["host_time"]
 
 ROWS, WIDTH = 64, 1024  # of what is multiplied: it reads as much as a layer does, so that caches forget the values
 LONGER, SHORTEST = 1.5, 0.001  # times as long as a value is under way; seconds
-ROUNDS = 32
+ROUNDS = 64
 
 
 def host_time(out: Wire, back: Wire, size: int, slowest: float, turn: int) -> float:

@@ -35,7 +35,7 @@ __all__ = ["Links", "link_between", "local_link", "measure_links"]
 
 LARGE = 4 << 20  # bytes
 REPEATS = 11
-PART = 64  # of the large value, for a line through what both take of the host's time: few messages are smaller
+PARTS = 64, 2  # of the large value, for a line through what both take of the host's time: few messages are smaller
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def link_between(small: float, large: float, size: int, host: tuple[float, float
 
 
 def _line(small: float, large: float, less: int, size: int) -> tuple[float, float]:
-    """The seconds that any value takes, and the bytes of which each second more is; of values of two sizes."""
+    """The line through the seconds of values of two sizes: where it begins, and the bytes that take a second more."""
     rate = (size - less) / (large - small) if large > small else inf
     return round(max(0.0, small - less / rate), 9), rate
 
@@ -116,15 +116,15 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
 
 
 def _host(meeting: Meeting, wires: Wires, mesh: Mesh, slowest: float, size: int) -> tuple[float, float]:
-    """What values take of a rank's own time, in the mean of all ranks; the large one is under way for ``slowest``."""
+    """What values take of a rank's own time, in the mean of all ranks; those of ``size`` are ``slowest`` under way."""
     rank, count = mesh.pipe_rank, mesh.pipe
     last, after = (rank - 1) % count, (rank + 1) % count
     out = wires.get((rank, after, "F")) or wires[rank, after, "B"]
     back = wires.get((last, rank, "F")) or wires[last, rank, "B"]
-    less = max(1, size // PART)
-    found = meeting.gather({f"{n}": host_time(out, back, n, slowest * n / size, rank % 2) for n in (less, size)})
-    small, large = (statistics.mean(one[f"{n}"] for one in found) for n in (less, size))
-    return _line(small, large, less, size)
+    sizes = [max(1, size // part) for part in PARTS]
+    found = meeting.gather({f"{n}": host_time(out, back, n, slowest * n / size, rank % 2) for n in sizes})
+    small, large = (statistics.mean(one[f"{n}"] for one in found) for n in sizes)
+    return _line(small, large, *sizes)
 
 
 def _ping_pong(out: Wire, back: Wire, begins: bool, size: int, repeats: int) -> tuple[float, float]:
