@@ -73,7 +73,7 @@ def test_a_value_takes_the_time_on_the_cores_that_it_adds(turn: int) -> None:
     threads = torch.get_num_threads()
     found = host_time(wire, wire, 200, 0.0, turn)
     assert wire.sent.count(200) == wire.sent.count(0) == ROUNDS
-    assert 0.5 * 200e-5 / 2 < found < 3 * 200e-5 / 2  # of two ends, each has half
+    assert 0.7 * 200e-5 / 2 < found < 1.8 * 200e-5 / 2  # of two ends, each has half; other threads here are few
     assert torch.get_num_threads() == threads
 
 
