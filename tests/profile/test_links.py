@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 import penstock as ps
 from penstock.profile import links
 from penstock.profile.costs import Link
+from penstock.profile.hosttime import ROUNDS, host_time
 from penstock.profile.links import Links, link_between, local_link, measure_links
 from tests.support.models import penstock_threads
 from tests.support.ranks import Gone, Ranks, crew, run_ranks
@@ -29,6 +31,49 @@ def test_latency_is_what_a_small_value_takes_and_bandwidth_what_the_large_one_ad
     assert link_between(0.5, 2.5, 1000) == Link(0.5, 500.0)
     assert link_between(0.5, 0.4, 1000) == Link(0.5, math.inf)  # noise
     assert Link(0.5, 500.0).seconds(1000) == 2.5
+    assert link_between(0.5, 2.5, 1000, (0.25, 100.0)) == Link(0.5, 500.0, 0.25, 100.0)
+    assert Link(0.5, 500.0, 0.25, 100.0).host_seconds(1000) == 10.25
+    assert links._line(2.0, 3.0, 500, 1000) == (1.0, 500.0)  # through both, not through the smaller one
+    assert links._line(0.1, 3.1, 500, 1500) == (0.0, pytest.approx(1000 / 3))  # and never below zero
+
+
+class Costly:
+    """A wire that takes some of a rank's own time for each of a number of bytes, and waits for nobody."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.sent: list[int] = []
+
+    def makers(self, metas: Any) -> Any:
+        return metas
+
+    def receive(self, makers: Any) -> list[Any]:
+        return []
+
+    def send(self, values: list[torch.Tensor]) -> list[Any]:
+        self.sent.append(values[0].numel())
+        until = time.thread_time() + self.seconds * values[0].numel()
+        while time.thread_time() < until:
+            pass
+        time.sleep(0.001)  # is nobody's time
+        return []
+
+    def wait(self, works: list[Any]) -> None: ...
+
+    def finish(self, works: list[Any]) -> list[torch.Tensor]:
+        return []
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_value_takes_the_time_on_the_cores_that_it_adds(turn: int) -> None:
+    wire: Any = Costly(1e-5)
+    threads = torch.get_num_threads()
+    found = host_time(wire, wire, 200, 0.0, turn)
+    assert wire.sent.count(200) == wire.sent.count(0) == ROUNDS
+    assert 0.7 * 200e-5 / 2 < found < 1.8 * 200e-5 / 2  # of two ends, each has half; other threads here are few
+    assert torch.get_num_threads() == threads
 
 
 class Air:
@@ -49,8 +94,8 @@ def test_a_way_there_is_half_of_a_way_there_and_back(monkeypatch: pytest.MonkeyP
 
 
 def test_the_worst_of_several() -> None:
-    both = Links({(0, 1): Link(1.0, 50.0), (1, 2): Link(2.0, 100.0)})
-    assert both.worst == Link(2.0, 50.0)
+    both = Links({(0, 1): Link(1.0, 50.0, 3.0, 4.0), (1, 2): Link(2.0, 100.0, 1.0, 2.0)})
+    assert both.worst == Link(2.0, 50.0, 3.0, 2.0)
     assert Links({}).worst == Link()
 
 
@@ -65,6 +110,8 @@ def test_ranks_measure_all_links_of_a_ring_and_leave_nothing_behind(three: Ranks
     assert pairs[0] == pairs[1] == pairs[2]
     assert list(pairs[0]) == [(0, 1), (1, 2), (2, 0)]
     assert all(link.latency > 0 and link.bandwidth > 0 for link in pairs[0].values())
+    assert len({(link.host, link.host_bandwidth) for link in pairs[0].values()}) == 1  # of all ranks at once
+    assert all(link.host_seconds(1 << 16) > 0 for link in pairs[0].values())
     assert [threads for _, threads in found] == [set(), set(), set()]
 
 

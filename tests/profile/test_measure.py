@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.profile import measure as measure_module
 from penstock.profile import timing
 from penstock.profile.costs import Crossing, ModelCosts, Overhead, SharedParameters
 from penstock.profile.measure import _kept_together, measure_costs
@@ -235,6 +237,27 @@ def test_the_first_run_does_not_count_and_a_median_does(clock: Clock, monkeypatc
     monkeypatch.setattr(timing, "LONG", 1e9)
     layer.forward = forward  # type: ignore[method-assign]
     assert measured(nn.Sequential(layer), batch(1)).layers[0].forward == 0.001
+
+
+def test_layers_take_turns_so_that_slow_moments_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is ten times as slow for a while, in the second of four turns: no layer seems to be slower."""
+    told = Told()
+    turns, slow = measure_module.runs_of, 0
+
+    def disturbed(turn: Any, device: Any, budget: float) -> Any:
+        nonlocal slow
+        runs = turns(turn, device, budget)
+        begun = sum(isinstance(said, tuple) for said in told.said)
+        factor, slow = (10.0, slow + 1) if begun == 2 else (1.0, slow)
+        return replace(runs, kept=[(factor,) * 4 for _ in runs.kept], recomputed=[(factor,) for _ in runs.recomputed])
+
+    monkeypatch.setattr(measure_module, "runs_of", disturbed)
+    monkeypatch.setattr(timing, "ENOUGH", 5)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    found = measure_costs(model, batch(4), seconds=20.0, sizes=[4], progress=told).at(4)
+    assert told.said == [("measuring 4 samples", 3), "0 (1 of 3)", "1 (2 of 3)", "2 (3 of 3)"] * measure_module.TURNS
+    assert slow == 3
+    assert [layer.forward for layer in found.layers] == pytest.approx([1.0] * 3, rel=0.01)
 
 
 def test_a_larger_budget_is_spent_on_repeats(clock: Clock) -> None:

@@ -271,13 +271,15 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "run.json"
 
 
-def test_three_lines(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_four_lines(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(saved)]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert lines[0].startswith("1f1b, 2 stages on 2 ranks, 4 micro-batches: a step takes ")
-    assert lines[2] == f"{saved.with_suffix('.html')}: open it in a browser"
+    assert lines[1].startswith("step ")
+    assert "simulated with the times of this trace" in lines[1]
+    assert lines[3] == f"{saved.with_suffix('.html')}: open it in a browser"
     assert err == ""
     read(saved.with_suffix(".html").read_text("utf-8"))
 

@@ -63,6 +63,7 @@ def test_an_example_by_hand() -> None:
     assert str(trace).splitlines() == [
         "trace of 1 step: gpipe, 2 stages on 2 ranks, 1 micro-batch",
         "step    6.50 s (median of 1; 6.50 s to 6.50 s)",
+        "        6.00 s simulated with the times of this trace (7.7% less)",
         "bubble  58.3% measured, 58.3% simulated with the median time of each action",
         "",
         "rank  device  stages    busy   waits   around   other",

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.engine.moment import MicroBatch
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 
 
@@ -61,6 +62,18 @@ def test_it_is_a_key_and_goes_away_with_the_step() -> None:
             torch.testing.assert_close(pipe(x), pipe(x))
         gc.collect()
         assert not kept
+
+
+def test_it_is_a_key_and_not_a_number_which_it_has() -> None:
+    one, other = MicroBatch(3), MicroBatch(3)
+    assert one == one
+    assert one != other
+    assert one != None  # noqa: E711
+    assert {one: 1, other: 2, 3: 3}[one] == 1
+    assert (one.index, int(one), "abcd"[one]) == (3, 3, "d")
+    for compare in (lambda: one == 3, lambda: one != 3, lambda: [3].index(one)):  # type: ignore[arg-type]
+        with pytest.raises(ps.PlanError, match=r"compare current_microbatch\(\).index with 3"):
+            compare()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         args.usage_error(f"cannot write {str(target)!r}: {error.strerror or error}")
     print(findings.head)
+    if trace.comparison is not None:
+        print(trace.comparison)
     print(findings.best)
     print(f"{target}: open it in a browser")
     return 0

@@ -162,7 +162,7 @@ class PipelineRun:
         if self.settings.profile is None:
             yield
             return
-        with self.pipe.trace(steps=_RECORDED, skip=0 if once else 1) as trace:
+        with self.pipe.trace(steps=_RECORDED, skip=0 if once else 1, quiet=True) as trace:
             yield
         if self.rank == 0:
             for name, write in ((TRACE, trace.save), (PERFETTO, trace.chrome)):

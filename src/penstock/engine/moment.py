@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from penstock.errors import PlanError
+
 if TYPE_CHECKING:
     from penstock.engine.keep import Keeper
 
@@ -12,7 +14,10 @@ __all__ = ["MicroBatch", "current_microbatch", "here", "is_checkpointing", "is_r
 
 
 class MicroBatch:
-    """One micro-batch of one step. It is gone when the step is over: a key for what layers keep by micro-batch."""
+    """One micro-batch of one step. It is gone when the step is over: a key for what layers keep by micro-batch.
+
+    It is equal to itself alone, and not to its number, which micro-batches of other steps have too: that is ``index``.
+    """
 
     __slots__ = ("__weakref__", "index", "known")
 
@@ -22,6 +27,16 @@ class MicroBatch:
 
     def __repr__(self) -> str:
         return f"MicroBatch({self.index})"
+
+    def __index__(self) -> int:
+        return self.index
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int):  # would be False, and nobody would see why
+            raise PlanError(f"{self!r} is not a number: compare current_microbatch().index with {other}")
+        return self is other
 
 
 class _Here(threading.local):

@@ -131,7 +131,7 @@ def _crossing(one: Any, numbers: Mapping[str, int]) -> Crossing:
 
 
 def _link(data: Any) -> Link:
-    _check_keys(data, ("latency", "bandwidth"), "link")
+    _check_keys(data, tuple(one.name for one in fields(Link)), "link")
     return Link(**data)
 
 

@@ -96,21 +96,33 @@ class SharedParameters:
 
 @dataclass(frozen=True)
 class Link:
-    """From one device to another: a value of n bytes arrives after ``latency + n / bandwidth`` seconds."""
+    """From one device to another: a value of n bytes arrives after ``latency + n / bandwidth`` seconds.
+
+    Ranks that compute on the host do not compute while it sends and receives: at each end a value takes
+    ``host + n / host_bandwidth`` seconds of its rank's own time.
+    """
 
     latency: float = 0.0
     bandwidth: float = float("inf")
+    host: float = 0.0
+    host_bandwidth: float = float("inf")
 
     def __post_init__(self) -> None:
-        check_number(self.latency, "link: latency")
-        if self.bandwidth != math.inf:
-            check_number(self.bandwidth, "link: bandwidth")
-        if self.bandwidth == 0:
-            raise PlanError("link: bandwidth is 0, which would never deliver anything: it must be above that")
+        for what in ("latency", "host"):
+            check_number(getattr(self, what), f"link: {what}")
+        for what in ("bandwidth", "host_bandwidth"):
+            if getattr(self, what) != math.inf:
+                check_number(getattr(self, what), f"link: {what}")
+            if getattr(self, what) == 0:
+                raise PlanError(f"link: {what} is 0, which would never deliver anything: it must be above that")
 
     def seconds(self, size: float) -> float:
         """How long a value of ``size`` bytes is under way."""
         return self.latency + size / self.bandwidth
+
+    def host_seconds(self, size: float) -> float:
+        """What a value of ``size`` bytes takes of the time of the rank that sends it, and of the one that gets it."""
+        return self.host + size / self.host_bandwidth
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import statistics
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 
 import torch
@@ -27,12 +28,14 @@ from penstock.engine.meeting import Meeting
 from penstock.engine.meta import TensorMeta
 from penstock.errors import PlanError
 from penstock.profile.costs import Link
+from penstock.profile.hosttime import host_time
 from penstock.train.mesh import Mesh
 
 __all__ = ["Links", "link_between", "local_link", "measure_links"]
 
 LARGE = 4 << 20  # bytes
 REPEATS = 11
+PARTS = 64, 2  # of the large value, for a line through what both take of the host's time: few messages are smaller
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,36 @@ class Links:
 
     @property
     def worst(self) -> Link:
-        """The largest latency and the smallest bandwidth of all."""
+        """The largest latency and the smallest bandwidth of all, and the most of the host's time."""
+        links = self.pairs.values()
         return Link(
-            max((link.latency for link in self.pairs.values()), default=0.0),
-            min((link.bandwidth for link in self.pairs.values()), default=float("inf")),
+            max((link.latency for link in links), default=0.0),
+            min((link.bandwidth for link in links), default=inf),
+            max((link.host for link in links), default=0.0),
+            min((link.host_bandwidth for link in links), default=inf),
         )
 
 
-def link_between(small: float, large: float, size: int) -> Link:
-    """The link over which a small value takes ``small`` seconds, and one of ``size`` bytes ``large``."""
-    return Link(round(small, 9), size / (large - small) if large > small else float("inf"))
+def link_between(small: float, large: float, size: int, host: tuple[float, float] = (0.0, inf)) -> Link:
+    """The link over which a small value takes ``small`` seconds, and one of ``size`` bytes ``large``.
+
+    ``host`` is what values take of the ranks' own time, as ``Link`` has it.
+    """
+    return Link(*_line(small, large, 0, size), *host)
+
+
+def _line(small: float, large: float, less: int, size: int) -> tuple[float, float]:
+    """The line through the seconds of values of two sizes: where it begins, and the bytes that take a second more."""
+    rate = (size - less) / (large - small) if large > small else inf
+    return round(max(0.0, small - less / rate), 9), rate
 
 
 def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> Links:
     """The links from each rank of a pipeline to the next, and from the last to the first, one after the other.
 
     All ranks of the mesh take part, and all learn of all links; replicas measure theirs at the same time. ``size`` is
-    that of the large value in bytes.
+    that of the large value in bytes. On a CPU all then measure at once what values take of the time of ranks that
+    compute.
     """
     _check(size, repeats)
     if not isinstance(mesh, Mesh):
@@ -79,6 +95,10 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
                 if mesh.pipe_rank == a:
                     found[f"{mesh.pipe_ranks[a]} {mesh.pipe_ranks[b]}"] = times
         everyone = meeting.gather(found)
+        host = (0.0, inf)
+        if ring and mesh.device.type == "cpu":
+            slowest = max(large for measured in everyone for _, large in measured.values())
+            host = _host(meeting, wires, mesh, slowest, size)
     except BaseException as error:
         meeting.cancel(error)
         raise
@@ -91,8 +111,20 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
     for measured in everyone:
         for key, (small, large) in measured.items():
             here, there = key.split()
-            pairs[int(here), int(there)] = link_between(small, large, size)
+            pairs[int(here), int(there)] = link_between(small, large, size, host)
     return Links(dict(sorted(pairs.items())))
+
+
+def _host(meeting: Meeting, wires: Wires, mesh: Mesh, slowest: float, size: int) -> tuple[float, float]:
+    """What values take of a rank's own time, in the mean of all ranks; those of ``size`` are ``slowest`` under way."""
+    rank, count = mesh.pipe_rank, mesh.pipe
+    last, after = (rank - 1) % count, (rank + 1) % count
+    out = wires.get((rank, after, "F")) or wires[rank, after, "B"]
+    back = wires.get((last, rank, "F")) or wires[last, rank, "B"]
+    sizes = [max(1, size // part) for part in PARTS]
+    found = meeting.gather({f"{n}": host_time(out, back, n, slowest * n / size, rank % 2) for n in sizes})
+    small, large = (statistics.mean(one[f"{n}"] for one in found) for n in sizes)
+    return _line(small, large, *sizes)
 
 
 def _ping_pong(out: Wire, back: Wire, begins: bool, size: int, repeats: int) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from penstock.errors import PlanError
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, SharedParameters
 from penstock.profile.sizes import Profile
 from penstock.profile.states import OptimizerLike, states_per_byte
-from penstock.profile.timing import Times, overhead_of, times_of
+from penstock.profile.timing import Runs, Times, medians_of, overhead_of, runs_of
 from penstock.screen import Screen, screen
 from penstock.split.fronts import line_of
 from penstock.split.line import Line
@@ -35,6 +36,7 @@ from penstock.split.weights import Measurement, tensor_bytes
 
 __all__ = ["measure_costs"]
 
+TURNS = 4  # of each layer, where there is time
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -77,16 +79,19 @@ def measure_costs(
     with _threads(threads), screen() if progress is None else nullcontext(progress) as shown:
         nothing = overhead_of(there, min(0.2, seconds / 20))
         for samples, part, wanted in parts:
-            shown.begin(f"measuring {samples} samples", count)
-            timed: list[Times] = []
+            runs: list[list[Runs]] = [[] for _ in range(count)]
 
-            def timer(turn: Turn, shown: Screen = shown, timed: list[Times] = timed) -> tuple[float, float]:
-                timed.append(times_of(turn, there, seconds / len(parts) / count).beside(nothing))
+            def timer(turn: Turn, shown: Screen = shown, runs: list[list[Runs]] = runs) -> tuple[float, float]:
+                runs[turn.index].append(runs_of(turn, there, seconds / len(parts) / count / TURNS))
                 shown.advance(f"{turn.name} ({turn.index + 1} of {count})")
-                return timed[-1].forward, timed[-1].backward
+                return 0.0, 0.0  # what else is measured are bytes
 
             finish = None if loss_fn is None else _finish(loss_fn, wanted, there)
-            measured = measure(line, part, device=None if spread else there, finish=finish, timer=timer)
+            until = perf_counter() + seconds / len(parts)
+            while not runs[0] or (len(runs[0]) < TURNS and perf_counter() < until):
+                shown.begin(f"measuring {samples} samples", count)
+                measured = measure(line, part, device=None if spread else there, finish=finish, timer=timer)
+            timed = [medians_of(turns).beside(nothing) for turns in runs]
             found.append(_costs(line, samples, measured, timed, states, accumulate, there, nothing))
     return Profile(tuple(found))
 

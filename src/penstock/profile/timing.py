@@ -9,12 +9,15 @@ micro-batch over and over:
 
 Gradients are summed from one run to the next, as they are from the second micro-batch of a step on. Each action takes
 some microseconds beside its layers: these are known from a stage that does nothing, and taken off.
+
+Layers take turns several times, and the medians are those of all turns: a machine that is slower for a while is so for
+all layers alike, and they are weighed against each other as they are.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -34,7 +37,7 @@ from penstock.engine.tree import flatten
 from penstock.split.measure import LONG, REPEATS, Turn
 from penstock.split.trial import roots_of
 
-__all__ = ["Times", "overhead_of", "times_of"]
+__all__ = ["Runs", "Times", "medians_of", "overhead_of", "runs_of"]
 
 ENOUGH = 1000  # runs, for any median
 
@@ -59,10 +62,25 @@ def overhead_of(device: torch.device, budget: float) -> Times:
     devices = set() if device.type == "cpu" else {device}
     with torch.inference_mode(False), torch.enable_grad():
         value = torch.ones(1, device=device, requires_grad=True)
-        return times_of(Turn(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)
+        return medians_of([runs_of(Turn(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)])
 
 
-def times_of(turn: Turn, device: torch.device, budget: float) -> Times:
+@dataclass(frozen=True)
+class Runs:
+    """The seconds of one layer's actions in one of its turns: of F, B, I and W together, and of R."""
+
+    kept: list[tuple[float, ...]]
+    recomputed: list[tuple[float, ...]]
+
+
+def medians_of(turns: Sequence[Runs]) -> Times:
+    """The medians of all runs."""
+    kept, recomputed = ([run for turn in turns for run in getattr(turn, name)] for name in ("kept", "recomputed"))
+    medians = [statistics.median(column) for rows in (kept, recomputed) for column in zip(*rows, strict=True)]
+    return Times(*(round(median, 9) for median in medians))  # no clock knows more
+
+
+def runs_of(turn: Turn, device: torch.device, budget: float) -> Runs:
     """Run a layer's actions for about ``budget`` seconds; they have run before what is counted."""
     module = turn.stage if turn.targets else _Roots(turn.stage)
     takes, gives = len(turn.values), max(1, len(turn.targets))
@@ -103,9 +121,7 @@ def times_of(turn: Turn, device: torch.device, budget: float) -> Times:
         for kind, *_ in ambient().autocast:  # forwards enter it by themselves; a backward runs outside of it
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(again.close)
-        f, b, i, w = _medians(kept, budget * 0.8)
-        (r,) = _medians(recomputed, budget * 0.2)
-    return Times(f, b, i, w, r)
+        return Runs(_repeated(kept, budget * 0.8), _repeated(recomputed, budget * 0.2))
 
 
 class _Roots(nn.Module):
@@ -135,19 +151,18 @@ def _ones(slot: Slot) -> list[Tensor | None]:
     return grads
 
 
-def _medians(run: Callable[[], dict[str, float]], budget: float) -> list[float]:
-    """The medians of what runs take: of as many as the budget allows, and of as many as a median needs."""
+def _repeated(run: Callable[[], dict[str, float]], budget: float) -> list[tuple[float, ...]]:
+    """What runs take: as many as the budget allows, and as many as a median needs."""
     until = perf_counter() + budget
     run()  # is slower than any other
-    runs = [run()]
+    runs = [tuple(run().values())]
     while (perf_counter() < until and len(runs) < ENOUGH) or not _settled(runs):
-        runs.append(run())
-    medians = map(statistics.median, zip(*(found.values() for found in runs), strict=True))
-    return [round(median, 9) for median in medians]  # no clock knows more
+        runs.append(tuple(run().values()))
+    return runs
 
 
-def _settled(runs: list[dict[str, float]]) -> bool:
-    return len(runs) >= REPEATS or (len(runs) >= 2 and min(sum(found.values()) for found in runs) > LONG)
+def _settled(runs: list[tuple[float, ...]]) -> bool:
+    return len(runs) >= REPEATS or (len(runs) >= 2 and min(map(sum, runs)) > LONG)
 
 
 def _seconds(work: Callable[[], object], devices: set[torch.device]) -> float:

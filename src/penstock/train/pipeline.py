@@ -23,6 +23,7 @@ from penstock.engine.process import ProcessCrew
 from penstock.engine.stream import stream
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.costs import Costs
+from penstock.schedule.prediction import Prediction
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
 from penstock.split.plan import Plan
@@ -34,6 +35,7 @@ from penstock.train.members import Members
 from penstock.train.mesh import Mesh
 from penstock.train.offload import Offload, offload_optimizer, require_offloaded
 from penstock.train.options import Options, Parallelize
+from penstock.train.predicting import from_costs, prediction_of
 from penstock.train.replan import Replanned, reordered
 from penstock.train.result import StepResult
 from penstock.train.tally import Tally
@@ -145,6 +147,7 @@ class Pipeline(Members):
         self._crew = built.crew
         self._meeting = meeting
         self._traced: Trace | None = None  # the last of ``trace``
+        self.prediction: Prediction | None = None  # of what this pipeline was made from, such as a plan
         self._outputs = outputs
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
@@ -290,16 +293,17 @@ class Pipeline(Members):
         """The schedule of a step of a full number of micro-batches."""
         return self._source.training(self._source.microbatches)
 
-    def trace(self, steps: int | None = None, *, skip: int = 0) -> AbstractContextManager[Trace]:
+    def trace(self, steps: int | None = None, *, skip: int = 0, quiet: bool = False) -> AbstractContextManager[Trace]:
         """Record what every rank does in the next ``steps`` mini-batches, all within the block if None.
 
         The first ``skip`` are left out. When ``with pipe.trace(steps=3) as trace:`` has ended, ``trace`` tells what was
-        recorded: of all ranks, on every one of them. Under a mesh all ranks begin and end the block together.
+        recorded: of all ranks, on every one of them. Under a mesh all ranks begin and end the block together. At its
+        end the time of a step is said beside what was predicted, unless ``quiet``.
         """
         from penstock.profile.trace.recording import Recording
 
         self._check_open()
-        recording = Recording(self._crew, self.plan, self.schedule, self.mesh, steps, skip)
+        recording = Recording(self._crew, self.plan, self.schedule, self.mesh, steps, skip, self._predicted, quiet)
         self._traced = recording.trace
         return recording
 
@@ -320,7 +324,12 @@ class Pipeline(Members):
         if found.changed:
             self._source = self._source.replaced(schedule)
             self._crew.reschedule(self._crew.source.replaced(schedule))
+        self.prediction = from_costs("replan", costs, self._crew)
         return found
+
+    def _predicted(self) -> Prediction | None:
+        samples = None if self.last is None else self.last.samples
+        return prediction_of(self.prediction, self._source, self._crew, self.mesh, samples)
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
@@ -64,6 +65,30 @@ def test_the_answer_is_no_slower_than_what_fixed_schedules_do_with_its_cuts() ->
     costs = stage_costs(segments, Ranks((1.0,) * 4, (inf,) * 4, (1.0,) * 4), range(4), cuts)
     for name in ("gpipe", "1f1b", "zb_h1"):
         assert planned.seconds <= simulate(build(name, 4, 8), costs).makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_messages_between_ranks_take_the_time_of_both_ends(recomputed: bool) -> None:
+    free, dear = uniform(), replace(uniform(), link=Link(0.0, inf, 0.5, 2.0))  # a second for each message of a byte
+    ranks, placement = Ranks((1.0, 1.0), (inf, inf), (1.0, 1.0)), (0, 1, 1, 0)
+    costs, more = (
+        stage_costs(Segments(model, recomputed=recomputed), ranks, placement, (2, 4, 6, 8)).durations(4)
+        for model in (free, dear)
+    )
+    for kind, added in (("F", [1.0] * 4), ("I", [1.0] * 4), ("B", [1.0] * 4), ("W", [0.0] * 4), ("R", [0.0] * 4)):
+        assert more[kind] == pytest.approx([a + b for a, b in zip(costs[kind], added, strict=True)]), kind
+    straight = stage_costs(Segments(dear), Ranks((1.0,) * 4, (inf,) * 4, (1.0,) * 4), range(4), (2, 4, 6, 8))
+    assert straight.durations(4)["F"] == pytest.approx([0.02 + ends for ends in (1.0, 2.0, 2.0, 1.0)])
+
+
+def test_few_messages_are_sent_where_they_are_dear() -> None:
+    free, dear = (
+        plan_costs(Profile((replace(uniform(), link=link),)), batch=32, grids=[(1, 2)], microbatches=8, seconds=1.0)
+        for link in (Link(), Link(host=0.02))
+    )
+    assert free.way.v > 1
+    assert dear.way.v == 1
+    assert dear.seconds > free.seconds + 8 * 2 * 0.02 * 0.9
 
 
 def test_replicas_are_used_where_they_are_faster_and_cost_their_sums() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from penstock.errors import PenstockError, PlanError
 from penstock.profile.planner.ways import Candidate, Lost, Way
 from penstock.schedule.costs import Costs
+from penstock.schedule.prediction import Prediction
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Simulation, simulate
 from penstock.schedule.text import from_text, to_text
@@ -65,6 +66,11 @@ class Planned:
         return self.best.memory
 
     @property
+    def prediction(self) -> Prediction:
+        """All of that, for what ``pipe.trace()`` says beside what it has measured."""
+        return Prediction(self.seconds, "plan", self.memory, self.best.saved, self.way.samples)
+
+    @property
     def groups(self) -> list[tuple[str, ...]]:
         """The layers of each stage."""
         return [self.layers[i:j] for i, j in pairwise((0, *self.best.cuts))]
@@ -83,7 +89,9 @@ class Planned:
             raise PlanError("this was planned without a model: load it with one, Planned.load(path, model)")
         if "mesh" not in options and "devices" not in options and self.devices is not None:
             options["devices"] = list(self.devices[: self.way.pipe])
-        return Pipeline(self.plan, loss_fn, microbatches=self.microbatches, schedule=self.schedule, **options)
+        pipe = Pipeline(self.plan, loss_fn, microbatches=self.microbatches, schedule=self.schedule, **options)
+        pipe.prediction = self.prediction
+        return pipe
 
     def __str__(self) -> str:
         best = self.best
@@ -159,6 +167,7 @@ class Planned:
                 tuple(data["memory"]),
                 data["bubble"],
                 costs=None if data.get("costs") is None else Costs.from_data(data["costs"]),
+                saved=None if data.get("saved") is None else tuple(data["saved"]),
             )
             others = tuple(Lost(Way(**lost.pop("way")), **lost) for lost in data["others"])
             plan = None if data["plan"] is None else Plan._from_data(data["plan"])

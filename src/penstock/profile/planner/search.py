@@ -153,7 +153,8 @@ class _Look:
         summing = self._summing(sizes)
         done = max(ends[-1] + sums for ends, sums in zip(simulation.ends, summing, strict=True))
         floor = min(done, found.found.floor)
-        return Candidate(self.way, found.cuts, schedule, done, floor, found.memory, simulation.bubble, costs=costs)
+        saved = None if self.way.recompute else tuple(found.found.peak)
+        return Candidate(self.way, found.cuts, schedule, done, floor, found.memory, simulation.bubble, costs, saved)
 
     def _summing(self, sizes: Sequence[float]) -> list[float]:
         """The seconds in which ranks' gradients, of so many bytes, are summed over the replicas, in a ring."""

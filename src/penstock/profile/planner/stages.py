@@ -15,7 +15,10 @@ __all__ = ["edges_between", "stage_costs", "static_bytes"]
 
 
 def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> Costs:
-    """Seconds and bytes of each stage, on the rank that it is placed on; a recompute is part of the input gradient."""
+    """Seconds and bytes of each stage, on the rank that it is placed on.
+
+    A recompute is part of the input gradient, and the host's time for messages part of the actions around them.
+    """
     layers, link, beside = segments.costs.layers, segments.costs.link, segments.costs.overhead
     runs = list(pairwise((0, *cuts)))
 
@@ -25,19 +28,29 @@ def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts
             for rank, (i, j) in zip(placement, runs, strict=True)
         ]
 
+    edges = edges_between(segments, cuts)
+    messages = [  # of one micro-batch there, and as much back
+        sum(link.host_seconds(size) for edge, size in edges.items() if stage in edge and _crosses(edge, placement))
+        for stage in range(len(runs))
+    ]
     again = of("recompute", beside.recompute)
-    more = again if segments.recomputed else [0.0] * len(runs)
+    more = list(map(add, messages, again)) if segments.recomputed else messages
     return Costs(
-        f=tuple(of("forward", beside.forward)),
+        f=tuple(map(add, of("forward", beside.forward), messages)),
         i=tuple(map(add, of("input_gradient", beside.input_gradient), more)),
         w=tuple(of("weight_gradient", beside.weight_gradient)),
         b=tuple(map(add, of("full_backward", beside.backward), more)),
         r=tuple(again),
         latency=link.latency,
         bandwidth=link.bandwidth,
-        bytes=edges_between(segments, cuts),
+        bytes=edges,
         activation=tuple(segments.activation(i, j) for i, j in runs),
     )
+
+
+def _crosses(edge: Edge, placement: Sequence[int]) -> bool:
+    """Whether an edge goes from one rank to another."""
+    return placement[edge[0]] != placement[edge[1]]
 
 
 def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:

@@ -10,7 +10,7 @@ from penstock.errors import PenstockError, ScheduleError
 from penstock.profile.report.balance import Cut, better_cut, mapped
 from penstock.profile.report.causes import Idle
 from penstock.profile.report.slow import slow_ranks
-from penstock.profile.trace.summary import milliseconds
+from penstock.profile.trace.words import milliseconds
 from penstock.schedule.auto import auto
 from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import with_recompute

@@ -11,7 +11,7 @@ from html import escape
 
 from penstock.profile.report.findings import Findings
 from penstock.profile.trace.steps import Step
-from penstock.profile.trace.summary import counted, milliseconds
+from penstock.profile.trace.words import counted, milliseconds
 
 __all__ = ["MOST_ACTIONS", "chosen", "picker", "step_name"]
 

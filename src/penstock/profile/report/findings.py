@@ -16,7 +16,7 @@ from penstock.profile.report.contents import Peak, peak
 from penstock.profile.report.replay import replay
 from penstock.profile.trace.measure import crossings, typical
 from penstock.profile.trace.steps import Step
-from penstock.profile.trace.summary import counted, milliseconds
+from penstock.profile.trace.words import counted, milliseconds
 from penstock.schedule.simulate import Simulation
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from penstock.profile.report.balance import layers_of, stage_seconds
 from penstock.profile.report.causes import CAUSES, Idle
 from penstock.profile.report.findings import Findings
 from penstock.profile.trace.chrome import NAMES
-from penstock.profile.trace.summary import counted, milliseconds
+from penstock.profile.trace.compare import told
+from penstock.profile.trace.words import counted, milliseconds, size
 
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
@@ -55,15 +56,6 @@ def rank_name(trace: Trace, track: int) -> str:
     return f"rank {one.rank}" + (f" ({one.replica})" if len(trace.replicas) > 1 else "")
 
 
-def size(number: float) -> str:
-    """As in ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} TiB"
-
-
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", texts: Sequence[int] = ()) -> str:
     """Cells are HTML already; the first column, and those of ``texts``, stand left."""
     about = f'<p class="note">{caption}</p>' if caption else ""
@@ -86,6 +78,8 @@ def _stack(parts: Iterable[tuple[str, float]], kind: str = "") -> str:
 def _tiles(findings: Findings) -> str:
     trace, simulation = findings.trace, findings.simulation
     tiles = [(milliseconds(findings.step.seconds), f"{findings.what}, in the middle of all that were recorded")]
+    if trace.predicted is not None and trace.seconds is not None:
+        tiles.append((milliseconds(trace.predicted.seconds), told(trace.predicted, trace.seconds)))
     tiles.append((f"{findings.bubble:.1%}", "bubble, measured"))
     if simulation is not None:
         tiles.append((f"{simulation.bubble:.1%}", "bubble, simulated with the median time of each action"))

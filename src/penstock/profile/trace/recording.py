@@ -23,8 +23,10 @@ from penstock.profile.trace.align import Aligned, Offset, align
 from penstock.profile.trace.parts import parts_of
 from penstock.profile.trace.steps import Part, Step, Track
 from penstock.profile.trace.trace import Trace
+from penstock.schedule.prediction import Prediction
 from penstock.schedule.schedule import Schedule
 from penstock.split.plan import Plan
+from penstock.train.launch import say, speaks
 from penstock.train.mesh import Mesh
 from penstock.version import __version__
 
@@ -54,13 +56,17 @@ class Recording:
         mesh: Mesh | None,
         steps: int | None,
         skip: int,
+        prediction: Callable[[], Prediction | None] = lambda: None,
+        quiet: bool = False,
     ) -> None:
+        """``prediction`` is asked when the block has ended; ``quiet``: nothing is said then."""
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise PlanError(f"trace(steps={steps!r}): how many steps to record must be at least 1, or None for all")
         if not isinstance(skip, int) or isinstance(skip, bool) or skip < 0:
             raise PlanError(f"trace(skip={skip!r}): how many steps to leave out first must be at least 0")
         self.crew, self.mesh = crew, mesh
         self.steps, self.skip = steps, skip
+        self.prediction, self.quiet = prediction, quiet
         self.number = 0
         order = schedule if isinstance(crew, ProcessCrew) else crew.source.training(crew.source.microbatches)
         self.trace = Trace(order, tuple(crew.edges), plan=json.loads(plan.to_json()), versions=_versions())
@@ -94,6 +100,7 @@ class Recording:
             self.tape.forget_devices()  # a GPU that has failed cannot be asked
         if not isinstance(crew, ProcessCrew):
             self._fill([self._share()])
+            self._tell(error)
             return
         alone = None
         if error is not None:
@@ -115,6 +122,15 @@ class Recording:
         offset = crew.guarded(lambda: align(crew, self._read))
         self.aligned.again(self._read(), offset)
         self._fill(crew.guarded(lambda: _gathered(crew, self._share())))
+        self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Say what was predicted beside what was measured, where anybody is told anything."""
+        self.trace.prediction = self.prediction()
+        if error is None and not self.quiet and speaks():
+            text = self.trace.comparison
+            if text is not None:
+                say(text)
 
     def _read(self) -> int:
         return self.tape.clock() - self.tape.begin

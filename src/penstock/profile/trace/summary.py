@@ -7,12 +7,14 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
+from penstock.profile.trace.compare import beside
 from penstock.profile.trace.measure import typical
+from penstock.profile.trace.words import counted, milliseconds
 
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
 
-__all__ = ["counted", "milliseconds", "summary"]
+__all__ = ["summary"]
 
 
 def summary(trace: Trace) -> str:
@@ -31,6 +33,7 @@ def summary(trace: Trace) -> str:
     times = [step.seconds for step in steps]
     middle, least, most = (milliseconds(pick(times)) for pick in (median, min, max))
     lines.append(f"step    {middle} (median of {len(times)}; {least} to {most})")
+    lines += [f"        {text}" for text in [beside(trace)] if text]
     lines += [f"bubble  {text}" for text in [_bubble(trace)] if text]
     cells: list[tuple[str, ...]] = [("rank", "device", "stages", "busy", "waits", "around", "other")]
     for t, track in enumerate(trace.tracks):
@@ -62,13 +65,3 @@ def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
         lines.append("  ".join(padded).rstrip())
     lines.insert(1, "  ".join("─" * width for width in widths))
     return lines
-
-
-def counted(number: int, what: str) -> str:
-    """As in "3 stages"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
-
-
-def milliseconds(seconds: float) -> str:
-    """As in "1.23 ms"; from a second on, in seconds."""
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

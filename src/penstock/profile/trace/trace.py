@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import PlanError
 from penstock.profile.trace import measure
 from penstock.profile.trace.chrome import chrome_trace
+from penstock.profile.trace.compare import comparison, predicted, prediction_from, prediction_to
 from penstock.profile.trace.steps import Part, Step, Track
 from penstock.profile.trace.summary import summary
 from penstock.profile.trace.table import rows, write_rows
 from penstock.schedule.action import Action
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
+from penstock.schedule.prediction import Prediction
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Simulation, simulate
 
@@ -49,6 +51,7 @@ class Trace:
     memory: str = "saved"
     versions: Mapping[str, str] = field(default_factory=dict)
     missing: str | None = None
+    prediction: Prediction | None = None  # of what the pipeline was made from, where that has one
 
     # ── what it says ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -73,6 +76,21 @@ class Trace:
     def seconds(self) -> float | None:
         """How long a step takes: the median."""
         return measure.middle([step.seconds for step in measure.typical(self)])
+
+    @property
+    def predicted(self) -> Prediction | None:
+        """What a step should have taken, and ``by`` whom that is said.
+
+        It is what the pipeline was made from that predicts: a plan, costs, or ``replan``. Without any, or where steps
+        were recorded for which that does not hold, it is the simulation of this trace: how well it explains the run.
+        None where no step was recorded, or not all of it.
+        """
+        return predicted(self)
+
+    @property
+    def comparison(self) -> str | None:
+        """The prediction beside the measurement, in a line."""
+        return comparison(self)
 
     def costs(self) -> Costs:
         """The median time of each kind of action on each stage, in seconds, and of each edge between ranks.
@@ -134,6 +152,7 @@ class Trace:
             "memory": self.memory,
             "saved": {str(stage): size for stage, size in self.saved.items()},
             "missing": self.missing,
+            "prediction": prediction_to(self.prediction),
             "tracks": [asdict(track) for track in self.tracks],
             "steps": [
                 {"number": s.number, "kind": s.kind, "failed": s.failed, "parts": [part.to_data() for part in s.parts]}
@@ -178,6 +197,7 @@ class Trace:
             memory=str(data["memory"]),
             versions={str(name): str(version) for name, version in data["versions"].items()},
             missing=None if data["missing"] is None else str(data["missing"]),
+            prediction=prediction_from(data.get("prediction")),
         )
 
     def chrome(self, path: str | Path) -> None:
@@ -210,7 +230,8 @@ class Trace:
         return trace_html(self)
 
     def __repr__(self) -> str:
-        return f"Trace({len(self.steps)} steps of {len(self.tracks)} ranks, schedule {self.schedule.name!r})"
+        text = f"Trace({len(self.steps)} steps of {len(self.tracks)} ranks, schedule {self.schedule.name!r})"
+        return text if self.comparison is None else f"{text[:-1]}: {self.comparison})"
 
 
 def _plan(data: Mapping[str, Any]) -> dict[str, Any]:
