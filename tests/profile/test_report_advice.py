@@ -140,6 +140,18 @@ def test_a_slow_rank_of_a_replica() -> None:
     assert advice.saved == pytest.approx(wanted)
 
 
+def test_ranks_that_share_a_gpu_are_not_slow_by_themselves() -> None:
+    costs = Costs(f=(1.0, 1.5, 1.0), i=(1.0, 1.5, 1.0), w=(1.0, 1.5, 1.0))
+    trace = traced("1f1b", 3, 6, costs, plan=plan(["a"], ["b"], ["c"]))
+    for gpus, shares in ((["x", "x", "y"], [[0, 1]]), (["x", "y", "z"], []), (["", "", ""], [])):
+        tracks = tuple(replace(track, gpu=gpu) for track, gpu in zip(trace.tracks, gpus, strict=True))
+        on_gpus = replace(trace, tracks=tracks)
+        assert on_gpus.sharing == shares
+        assert bool(found(on_gpus, "slow rank")) == (not shares)
+        assert ("ranks 0, 1 share a GPU" in str(on_gpus)) == bool(shares)
+        assert ps.Trace.from_data(on_gpus.to_data()).sharing == shares
+
+
 def test_edges_and_hosts_are_bounds() -> None:
     trace = traced("gpipe", 3, 2, Costs(latency={(0, 1): 4.0, (1, 2): 0.0}))
     (advice,) = found(trace, "edge")

@@ -12,6 +12,7 @@ from penstock.profile.report.causes import CAUSES, Idle
 from penstock.profile.report.findings import Findings
 from penstock.profile.trace.chrome import NAMES
 from penstock.profile.trace.compare import told
+from penstock.profile.trace.summary import sharing
 from penstock.profile.trace.words import counted, milliseconds, size
 
 if TYPE_CHECKING:
@@ -94,6 +95,10 @@ def _tiles(findings: Findings) -> str:
 
 
 def _advice(findings: Findings) -> str:
+    return "".join(f"<p>{escape(text)}.</p>" for text in sharing(findings.trace)) + _changes(findings)
+
+
+def _changes(findings: Findings) -> str:
     if findings.simulation is None and not findings.advice:
         return "<p>None: this step cannot be simulated, for it is not whole.</p>"
     if not findings.advice:

@@ -39,12 +39,16 @@ class SlowRank:
 
 
 def slow_ranks(trace: Trace, base: Simulation) -> Iterator[SlowRank]:
-    """The same work is that of one stage in several replicas, or of stages with as many layers and parameters."""
+    """The same work is that of one stage in several replicas, or of stages with as many layers and parameters.
+
+    Of ranks that share a GPU none is slow by itself.
+    """
+    sharing = {track for tracks in trace.sharing for track in tracks}
     times = _times(trace)
     groups: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
     for (track, stage, kind), seconds in times.items():
         groups[_work(trace, stage), kind].append((track, seconds))
-    for track in range(len(trace.tracks)):
+    for track in sorted(set(range(len(trace.tracks))) - sharing):
         own: dict[int, float] = defaultdict(float)
         others: dict[int, float] = defaultdict(float)
         for (t, stage, kind), seconds in times.items():

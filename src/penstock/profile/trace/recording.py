@@ -206,13 +206,17 @@ def _tracks(crew: LocalCrew | ProcessCrew, mesh: Mesh | None, error: float) -> l
     """The ranks of this process."""
     if mesh is not None:
         replica = mesh.data_rank * mesh.tensor + mesh.tensor_rank
-        return [Track(mesh.rank, replica, mesh.pipe_rank, _device(mesh.device), error)]
+        return [Track(mesh.rank, replica, mesh.pipe_rank, _device(mesh.device), error, _gpu(mesh.device))]
     of_rank = {crew.placement[s]: stage.device for s, stage in reversed(crew.stages.items())}
-    return [Track(rank, 0, rank, _device(device)) for rank, device in sorted(of_rank.items())]
+    return [Track(rank, 0, rank, _device(device), gpu=_gpu(device)) for rank, device in sorted(of_rank.items())]
 
 
 def _device(device: torch.device) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def _gpu(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _gathered(crew: ProcessCrew, share: _Share) -> list[_Share]:

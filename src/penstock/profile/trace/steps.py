@@ -146,11 +146,13 @@ class Track:
     place: int  # its rank in that pipeline
     device: str
     clock_error: float = 0.0  # seconds by which its clock may be off that of the first rank
+    gpu: str = ""  # what no other GPU is called, on any machine
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Track:
         rank, replica, place = (int(data[name]) for name in ("rank", "replica", "place"))
-        return cls(rank, replica, place, str(data["device"]), float(data["clock_error"]))
+        gpu = str(data.get("gpu", ""))
+        return cls(rank, replica, place, str(data["device"]), float(data["clock_error"]), gpu)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from penstock.profile.trace.words import counted, milliseconds
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
 
-__all__ = ["summary"]
+__all__ = ["sharing", "summary"]
 
 
 def summary(trace: Trace) -> str:
@@ -35,6 +35,7 @@ def summary(trace: Trace) -> str:
     lines.append(f"step    {middle} (median of {len(times)}; {least} to {most})")
     lines += [f"        {text}" for text in [beside(trace)] if text]
     lines += [f"bubble  {text}" for text in [_bubble(trace)] if text]
+    lines += sharing(trace)
     cells: list[tuple[str, ...]] = [("rank", "device", "stages", "busy", "waits", "around", "other")]
     for t, track in enumerate(trace.tracks):
         parts = [part for step in steps for part in step.of([t])]
@@ -45,6 +46,15 @@ def summary(trace: Trace) -> str:
             stages = " ".join(map(str, schedule.stages_of(track.place)))
             cells.append((str(track.rank), track.device, stages, *map(milliseconds, times)))
     return "\n".join([*lines, "", *_columns(cells)])
+
+
+def sharing(trace: Trace) -> list[str]:
+    """A sentence for each GPU that ranks share."""
+    return [
+        f"ranks {', '.join(str(trace.tracks[t].rank) for t in tracks)} share a GPU: what they do on it takes as long "
+        "as all of it together, and its memory is counted for each"
+        for tracks in trace.sharing
+    ]
 
 
 def _bubble(trace: Trace) -> str | None:

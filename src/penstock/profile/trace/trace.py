@@ -92,6 +92,15 @@ class Trace:
         """The prediction beside the measurement, in a line."""
         return comparison(self)
 
+    @property
+    def sharing(self) -> list[list[int]]:
+        """The tracks that share a GPU, for each GPU that several have: what they do there adds up."""
+        of: dict[str, list[int]] = {}
+        for t, track in enumerate(self.tracks):
+            if track.gpu:
+                of.setdefault(track.gpu, []).append(t)
+        return [tracks for tracks in of.values() if len(tracks) > 1]
+
     def costs(self) -> Costs:
         """The median time of each kind of action on each stage, in seconds, and of each edge between ranks.
 
