@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from random import Random
 
 from penstock.errors import ScheduleError
+from penstock.schedule.auto.fill import evaluate
 from penstock.schedule.auto.floor import lower_bound
 from penstock.schedule.auto.found import Found, simulated
 from penstock.schedule.auto.problem import SLACK, make_problem
 from penstock.schedule.auto.search import search
 from penstock.schedule.auto.seeds import fixed_schedules, to_words
-from penstock.schedule.auto.words import evaluate, fits_all
+from penstock.schedule.auto.words import fits_all
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
 
