@@ -42,7 +42,8 @@ class Graph:
         self.at = [0] * self.nothing
         for i, work in enumerate(self.sequence):
             self.at[work] = i
-        self._update(0, len(self.sequence) - 1)
+        self.first, self.last = 0, len(self.sequence) - 1
+        self.update()
 
     @property
     def words(self) -> Words:
@@ -128,59 +129,52 @@ class Graph:
                         ready.append(self.rank[other])
         return done
 
-    def _update(self, first: int, last: int) -> None:
-        """Times before and after: work of the sequence up to ``first`` and from ``last`` on keeps its own."""
+    def update(self) -> None:
+        """The times before and after, once moves are done."""
         before, after, duration, sources, targets = self.before, self.after, self.duration, self.sources, self.targets
         end, tail, sequence = self.end, self.tail, self.sequence
-        for work in sequence[first:]:
+        for work in sequence[self.first :]:
             start = end[before[work]]
             for other, time in sources[work]:
                 if end[other] + time > start:
                     start = end[other] + time
             end[work] = start + duration[work]
-        for work in reversed(sequence[: last + 1]):
+        for work in reversed(sequence[: self.last + 1]):
             rest = tail[after[work]]
             for other, time in targets[work]:
                 if tail[other] + time > rest:
                     rest = tail[other] + time
             tail[work] = rest + duration[work]
         self.makespan = max(end[order[-1]] for order in self.orders)
-
-    def must_follow(self, one: int, other: int) -> bool:
-        """Whether ``other``, which stands after ``one`` on its rank, has to: the same work on the next micro-batch, the
-        next work on the same one, or its target.
-        """
-        m, count = self.m, self.stages
-        if one // m == other // m:
-            return True
-        if one % m != other % m:
-            return False
-        return (one // m) % count == (other // m) % count or any(target == other for target, _ in self.targets[one])
+        self.first, self.last = len(sequence), -1
 
     def moved(self, rank: int, origin: int, to: int) -> list[int] | None:
         """The part of a rank's order between two places, after the work at one has gone to the other.
 
-        None where that breaks an order that must be, or the cap.
+        None where that breaks the cap, or turns round what has its order: the same work on two micro-batches, work of
+        a stage on one, and work that waits for the other.
         """
-        order, takes = self.orders[rank], self.takes
+        order, takes, m, count = self.orders[rank], self.takes, self.m, self.stages
         work = order[origin]
-        if to < origin:
-            passed = order[to:origin]
-            if any(self.must_follow(other, work) for other in passed):
+        kind, k = divmod(work, m)
+        low, high = (to, origin) if to < origin else (origin, to)
+        part = order[low : high + 1]
+        part.remove(work)
+        for other in part:
+            if other // m == kind:
                 return None
-            part = [work, *passed]
-        else:
-            passed = order[origin + 1 : to + 1]
-            if any(self.must_follow(work, other) for other in passed):
+            if other % m == k and ((other // m - kind) % count == 0 or self._linked(work, other)):
                 return None
-            part = [*passed, work]
-        low = min(origin, to)
+        part.insert(to - low, work)
         held, room = self.held[order[low - 1]] if low else 0.0, self.room[rank]
         for other in part:
             held += takes[other]
             if held > room and takes[other] > 0:
                 return None
         return part
+
+    def _linked(self, work: int, other: int) -> bool:
+        return any(near == other for near, _ in (*self.sources[work], *self.targets[work]))
 
     def estimate(self, rank: int, low: int, part: list[int]) -> float:
         """About how long the longest way through a new part of an order is, with the rest as it is."""
@@ -238,5 +232,5 @@ class Graph:
             self.at[other] = i
         order[low : high + 1] = part
         self._link(rank, order, low, high)
-        self._update(first, last)
+        self.first, self.last = min(self.first, first), max(self.last, last)
         return True

@@ -20,20 +20,40 @@ _PERIODS = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3)
 
 def in_turn(problem: Problem, policy: Policy) -> Words:
     """A skeleton: every rank does its work in the order of the wishes, whatever it waits for."""
-    count = problem.num_stages
-    round_ = policy.group * policy.period
-    passes = [k // policy.group * round_ + k % policy.group * policy.step for k in range(problem.m)]
+    count, group = problem.num_stages, policy.group
+    turn = group * policy.period or 1.0
     words: Words = []
     for stages in problem.local:
-        times = [
-            (wish + time, letter)
-            for line in (*stages, *(count + s for s in stages))
-            for wish in (policy.wishes[line],)
-            for letter in (line + count if policy.fused and line >= count and problem.fuses[line - count] else line,)
-            for time in passes
-        ]
-        words.append([letter for _, letter in sorted(times)])
+        passes: list[tuple[float, int]] = []
+        behind: dict[int, int] = {}  # by letter, of how many micro-batches the first turn is too early
+        for line in (*stages, *(count + s for s in stages)):
+            letter = line + count if policy.fused and line >= count and problem.fuses[line - count] else line
+            behind[letter] = 0
+            for k in range(group):
+                turns, at = divmod(policy.wishes[line] + k * policy.step, turn)
+                behind[letter] += int(turns)
+                passes.append((at, letter))
+        words.append(_unroll([letter for _, letter in sorted(passes)], behind, group, problem.m))
     return words
+
+
+def _unroll(kernel: list[int], behind: dict[int, int], group: int, m: int) -> list[int]:
+    """A kernel, which holds ``group`` of each letter, repeated for ``m`` micro-batches: each letter m times."""
+    least, most = min(behind.values()), max(behind.values())
+    number = {letter: least - late for letter, late in behind.items()}
+    word: list[int] = []
+    full = max(0, m // group - -(-(most - least) // group))  # turns in which every letter stands
+    while min(number.values()) < m:
+        if full and min(number.values()) >= 0:
+            word += kernel * full
+            number = {letter: k + full * group for letter, k in number.items()}
+            full = 0
+            continue
+        for letter in kernel:
+            if 0 <= number[letter] < m:
+                word.append(letter)
+            number[letter] += 1
+    return word
 
 
 def pack(problem: Problem, random: Random) -> Policy | None:
@@ -71,7 +91,7 @@ def pack(problem: Problem, random: Random) -> Policy | None:
             done = place + times[letter]
             if _place(taken[problem.placement[stage]], period, done, times[letter + 2 * count]) is None:
                 return None
-    return Policy(wishes, period, fused=fused)
+    return Policy(wishes, period, overrun=random.choice((0.0, 0.5)), fused=fused)
 
 
 def _place(taken: list[tuple[float, float]], period: float, ready: float, duration: float) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -22,10 +22,10 @@ _LETTERS_PER_SECOND = 3.2e6
 _OVERHEAD = 300
 """What a core gets through, at least, and what an order costs besides its letters: so much searching is done."""
 
-_STARTS = 0.3
-"""The part of the search that goes to finding where to start."""
-_LISTED = 10
-"""One in so many policies is given to the list scheduler, which costs as much as this many letters of an order:"""
+_FOR_PERIODS, _FOR_LISTS = 0.15, 0.25
+"""The parts of the search that go to finding where to start. A list schedule costs as much as so many letters of an
+order:
+"""
 _LIST_COST = 9.0
 
 _STEP_COST, _STEP_OVERHEAD = 1.6, 400
@@ -34,7 +34,7 @@ _STEP_COST, _STEP_OVERHEAD = 1.6, 400
 _ROUNDS = (4, 2, 1)
 """So many different orders are improved: in each round the better ones of the last, for longer."""
 
-_WORTH = 1.1
+_WORTH = 1.05
 """A start that takes so much longer than the best is dropped."""
 
 _OVERRUNS = (0.0, 0.5)
@@ -60,19 +60,24 @@ def search(
     small_goal = (goal - (problem.m - small.m) * max(problem.work)) * (1 + SLACK)
     letters = 3 * small.num_stages * small.m
     budget = share * seconds * _LETTERS_PER_SECOND
+    effort = budget / (letters + _OVERHEAD)
     pool = _Pool(small, random)
-    for number, skeleton in enumerate(skeletons(small, families=int(budget / (letters + _OVERHEAD) / 60))):
+    for number, skeleton in enumerate(skeletons(small, families=int(effort / 60))):
         if pool.best <= small_goal or (number >= 2 and expired()):
             break
         pool.offer(skeleton)
-    for number in range(1 + int(_STARTS * budget / (letters + _OVERHEAD) / (2 + _LIST_COST / _LISTED))):
+    for number in range(1 + int(_FOR_LISTS * effort / _LIST_COST)):
         if pool.best <= small_goal or (number >= 1 and expired()):
             break
         pool.try_policy(number)
+    for number in range(int(_FOR_PERIODS * effort)):
+        if pool.best <= small_goal or expired():
+            break
+        pool.try_period(number)
     if not pool.starts:
         pool.offer(one_at_a_time(small))
     orders = [start.order(small) for start in pool.pick(_ROUNDS[0])]
-    steps = int((1 - _STARTS) * budget / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
+    steps = int((1 - _FOR_PERIODS - _FOR_LISTS) * budget / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
     for tracks in _ROUNDS:
         for i, (makespan, words) in enumerate(orders[:tracks]):
             if min(orders)[0] > small_goal:
@@ -107,9 +112,9 @@ class _Pool:
         self.starts: list[_Start] = []
         self.policies: list[tuple[float, int, Policy]] = []
 
-    def offer(self, skeleton: Words) -> float:
+    def offer(self, skeleton: Words, overruns: Sequence[float] = _OVERRUNS) -> float:
         makespans = []
-        for overrun in _OVERRUNS:
+        for overrun in overruns:
             makespan = fill(self.problem, skeleton, overrun, limit=self.best * _WORTH)
             if makespan < math.inf:
                 self.starts.append(_Start(makespan, skeleton, overrun))
@@ -118,26 +123,24 @@ class _Pool:
         return min(makespans)
 
     def try_policy(self, number: int) -> None:
-        """The plain policy first, then as many drawn, packed, and varied from good ones."""
-        policy: Policy | None
+        """The plain policy first, then as many drawn as varied."""
         if number == 0:
             policy = plain(self.problem)
-        elif number % 3 == 0 and self.policies:
+        elif number % 2 and self.policies:
             _, _, good = self.policies[int(self.random.random() ** 2 * len(self.policies))]
             policy = vary(self.problem, good, self.random)
-        elif number % 3 == 1:
-            policy = pack(self.problem, self.random)
         else:
             policy = draw(self.problem, self.random)
-        if policy is None:
-            return
-        makespan = self.offer(in_turn(self.problem, policy))
-        if number % _LISTED == 0:
-            listed, words = list_schedule(self.problem, policy)
-            if listed < math.inf:
-                makespan = min(makespan, self.offer(words), self.offer(to_skeleton(self.problem, words)))
+        makespan, words = list_schedule(self.problem, policy)
         if makespan < math.inf:
+            makespan = min(self.offer(words), self.offer(to_skeleton(self.problem, words)))
             self.policies = sorted([*self.policies, (makespan, number, policy)], key=lambda entry: entry[:2])[:6]
+
+    def try_period(self, number: int) -> None:
+        """As many packed as drawn."""
+        policy = pack(self.problem, self.random) if number % 2 else draw(self.problem, self.random)
+        if policy is not None:
+            self.offer(in_turn(self.problem, policy), (policy.overrun,))
 
     def pick(self, count: int) -> list[_Start]:
         """The best starts, of different makespans."""

@@ -17,7 +17,10 @@ __all__ = ["improve"]
 _REACH = 7
 """From how far inside a block work is moved to its end."""
 
-_TENURE = (8, 16)
+_AT_ONCE = 3
+_TRIES = 10
+
+_TENURE = (12, 24)
 """For how many steps a move is not undone."""
 
 
@@ -31,19 +34,22 @@ def improve(
     for step in range(steps):
         if best <= goal or (step % 8 == 0 and expired()):
             break
-        moves = _moves(graph, random, tabu, step, best)
-        for _, rank, origin, to, part in moves[:5]:
+        touched: set[int] = set()
+        for time, rank, origin, to, part in _moves(graph, random, tabu, step, best)[:_TRIES]:
+            if touched and (len(touched) == _AT_ONCE or rank in touched or time >= graph.makespan):
+                continue
             order = graph.orders[rank]
             work, passed = order[origin], order[min(origin, to) : max(origin, to) + 1]
             if not graph.move(rank, origin, to, part):
                 continue
+            touched.add(rank)
             until = step + random.randint(*_TENURE)
             for other in passed:
                 tabu[(other, work) if to < origin else (work, other)] = until
-            break
-        else:
+        if not touched:
             tabu.clear()
             _shake(graph, random)
+        graph.update()
         if graph.makespan < best * (1 - SLACK):
             best, best_words = graph.makespan, graph.words
     return best, best_words
@@ -60,7 +66,7 @@ def _moves(
         tries = []
         if number > 0:
             tries += [(origin, first) for origin in range(first + 1, min(first + _REACH, last) + 1)]
-        if number < len(blocks) - 1:
+        if number < len(blocks) - 1 and not (tries and last == first + 1):
             tries += [(origin, last) for origin in range(max(first, last - _REACH), last)]
         for origin, to in tries:
             part = graph.moved(rank, origin, to)
@@ -89,18 +95,18 @@ def _blocks(graph: Graph, random: Random) -> list[tuple[int, int, int]]:
     blocks = []
     last = graph.place[work]
     while True:
-        rank = graph.rank[work]
         start = end[work] - duration[work] - slack
-        before = graph.before[work]
-        sources = [other for other, time in graph.sources[work] if end[other] + time >= start]
-        follows = before != nothing and end[before] >= start
-        if follows and not (sources and random.random() < 0.5):
+        before, source = graph.before[work], nothing
+        for other, time in graph.sources[work]:
+            if end[other] + time >= start:
+                source = other
+        if before != nothing and end[before] >= start and (source == nothing or random.random() < 0.5):
             work = before
             continue
-        blocks.append((rank, graph.place[work], last))
-        if not sources:
+        blocks.append((graph.rank[work], graph.place[work], last))
+        if source == nothing:
             break
-        work = sources[0]
+        work = source
         last = graph.place[work]
     blocks.reverse()
     return blocks
