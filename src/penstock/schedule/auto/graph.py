@@ -8,41 +8,56 @@ what a move does to the makespan, about.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 
-__all__ = ["Graph"]
+__all__ = ["Graph", "Pieces"]
+
+
+class Pieces:
+    """What all orders of a problem have in common. Lists by piece of work."""
+
+    def __init__(self, problem: Problem) -> None:
+        count, m = problem.num_stages, problem.m
+        self.problem = problem
+        self.nothing = 3 * count * m  # stands before the first and after the last work of a rank
+        kinds = (*range(2 * count), *range(3 * count, 4 * count))
+        self.rank = [problem.placement[kind % count] for kind in kinds for _ in range(m)]
+        self.duration = [*(problem.durations[kind] for kind in kinds for _ in range(m)), 0.0]
+        self.takes = [problem.takes[kind] for kind in kinds for _ in range(m)]
+        sources: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
+        targets: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
+        for src, dst, time in problem.arcs:
+            for one, other in ((src, dst), (count + dst, count + src)):
+                for k in range(m):
+                    sources[other * m + k].append((one * m + k, time))
+                    targets[one * m + k].append((other * m + k, time))
+        self.sources = [tuple(each) for each in sources]
+        self.targets = [tuple(each) for each in targets]
 
 
 class Graph:
     """A complete order, W included, that fits and has no deadlock."""
 
-    def __init__(self, problem: Problem, words: Words) -> None:
-        self.problem = problem
-        count, m = problem.num_stages, problem.m
-        self.nothing = 3 * count * m  # stands before the first and after the last work of a rank
-        self.stages, self.m = count, m
-        self.room = [cap * (1 + SLACK) for cap in problem.cap]
-        self.rank = [problem.placement[c % count] for c in range(3 * count) for _ in range(m)]
-        self.duration = [time for c in (*range(2 * count), *range(3 * count, 4 * count))
-                         for time in [problem.durations[c]] * m] + [0.0]
-        self.takes = [size for c in (*range(2 * count), *range(3 * count, 4 * count))
-                      for size in [problem.takes[c]] * m]
+    def __init__(self, pieces: Pieces, words: Words) -> None:
+        self.stages, self.m = pieces.problem.num_stages, pieces.problem.m
+        self.room = [cap * (1 + SLACK) for cap in pieces.problem.cap]
+        self.nothing, self.rank = pieces.nothing, pieces.rank
+        self.sources, self.targets = pieces.sources, pieces.targets
+        self.duration, self.takes = list(pieces.duration), list(pieces.takes)
         self.fused = [False] * self.nothing
-        self.orders = self._numbered(words)
-        self._connect()
+        self.orders = self._numbered(pieces.problem, words)
         self.place = [0] * self.nothing
         self.held = [0.0] * (self.nothing + 1)
         self.before, self.after = [self.nothing] * self.nothing, [self.nothing] * self.nothing
-        for rank, order in enumerate(self.orders):
-            self._link(rank, order, 0, len(order) - 1)
-        self.end, self.tail = [0.0] * (self.nothing + 1), [0.0] * (self.nothing + 1)
+        for order in self.orders:
+            self._link(order, 0, len(order) - 1)
         self.sequence = self._sorted()
         self.at = [0] * self.nothing
         for i, work in enumerate(self.sequence):
             self.at[work] = i
-        self.first, self.last = 0, len(self.sequence) - 1
+        self.end, self.tail = [0.0] * (self.nothing + 1), [0.0] * (self.nothing + 1)
+        self._first, self._last = 0, len(self.sequence) - 1
         self.update()
 
     @property
@@ -53,8 +68,8 @@ class Graph:
             for order in self.orders
         ]
 
-    def _numbered(self, words: Words) -> list[list[int]]:
-        count, m, problem = self.stages, self.m, self.problem
+    def _numbered(self, problem: Problem, words: Words) -> list[list[int]]:
+        count, m = self.stages, self.m
         done = [0] * (2 * count)
         deferred: list[deque[int]] = [deque() for _ in range(count)]
         orders = []
@@ -79,20 +94,7 @@ class Graph:
             orders.append(order)
         return orders
 
-    def _connect(self) -> None:
-        """What work waits for and what waits for it, with the time between the end of one and the start of the other."""
-        count, m = self.stages, self.m
-        sources: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
-        targets: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
-        for src, dst, time in self.problem.arcs:
-            for one, other in ((src, dst), (count + dst, count + src)):
-                for k in range(m):
-                    sources[other * m + k].append((one * m + k, time))
-                    targets[one * m + k].append((other * m + k, time))
-        self.sources: list[Sequence[tuple[int, float]]] = [tuple(each) for each in sources]
-        self.targets: list[Sequence[tuple[int, float]]] = [tuple(each) for each in targets]
-
-    def _link(self, rank: int, order: list[int], low: int, high: int) -> None:
+    def _link(self, order: list[int], low: int, high: int) -> None:
         """Neighbours, places and memory of a part of an order."""
         before = order[low - 1] if low else self.nothing
         held = self.held[before]
@@ -133,20 +135,20 @@ class Graph:
         """The times before and after, once moves are done."""
         before, after, duration, sources, targets = self.before, self.after, self.duration, self.sources, self.targets
         end, tail, sequence = self.end, self.tail, self.sequence
-        for work in sequence[self.first :]:
+        for work in sequence[self._first :]:
             start = end[before[work]]
             for other, time in sources[work]:
                 if end[other] + time > start:
                     start = end[other] + time
             end[work] = start + duration[work]
-        for work in reversed(sequence[: self.last + 1]):
+        for work in reversed(sequence[: self._last + 1]):
             rest = tail[after[work]]
             for other, time in targets[work]:
                 if tail[other] + time > rest:
                     rest = tail[other] + time
             tail[work] = rest + duration[work]
         self.makespan = max(end[order[-1]] for order in self.orders)
-        self.first, self.last = len(sequence), -1
+        self._first, self._last = len(sequence), -1
 
     def moved(self, rank: int, origin: int, to: int) -> list[int] | None:
         """The part of a rank's order between two places, after the work at one has gone to the other.
@@ -231,6 +233,6 @@ class Graph:
         for i, other in enumerate(window, first):
             self.at[other] = i
         order[low : high + 1] = part
-        self._link(rank, order, low, high)
-        self.first, self.last = min(self.first, first), max(self.last, last)
+        self._link(order, low, high)
+        self._first, self._last = min(self._first, first), max(self._last, last)
         return True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from penstock.schedule.auto.fill import evaluate, fill
+from penstock.schedule.auto.graph import Pieces
 from penstock.schedule.auto.lists import Policy, list_schedule
 from penstock.schedule.auto.periodic import in_turn, pack
 from penstock.schedule.auto.policies import draw, plain, vary
@@ -78,10 +79,11 @@ def search(
         pool.offer(one_at_a_time(small))
     orders = [start.order(small) for start in pool.pick(_ROUNDS[0])]
     steps = int((1 - _FOR_PERIODS - _FOR_LISTS) * budget / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
+    pieces = Pieces(small)
     for tracks in _ROUNDS:
-        for i, (makespan, words) in enumerate(orders[:tracks]):
+        for i, (_, words) in enumerate(orders[:tracks]):
             if min(orders)[0] > small_goal:
-                orders[i] = improve(small, words, steps // tracks, random, small_goal, expired)
+                orders[i] = improve(pieces, words, steps // tracks, random, small_goal, expired)
         orders.sort(key=lambda entry: entry[0])
     if small.m < problem.m:
         return _for_all(problem, small.m, orders, pool, lambda: spent() >= seconds)
