@@ -40,13 +40,14 @@ class Graph:
     """A complete order, W included, that fits and has no deadlock."""
 
     def __init__(self, pieces: Pieces, words: Words) -> None:
-        self.stages, self.m = pieces.problem.num_stages, pieces.problem.m
-        self.room = [cap * (1 + SLACK) for cap in pieces.problem.cap]
+        self.problem = problem = pieces.problem
+        self.stages, self.m = problem.num_stages, problem.m
+        self.room = [cap * (1 + SLACK) for cap in problem.cap]
         self.nothing, self.rank = pieces.nothing, pieces.rank
         self.sources, self.targets = pieces.sources, pieces.targets
         self.duration, self.takes = list(pieces.duration), list(pieces.takes)
         self.fused = [False] * self.nothing
-        self.orders = self._numbered(pieces.problem, words)
+        self.orders = self._numbered(words)
         self.place = [0] * self.nothing
         self.held = [0.0] * (self.nothing + 1)
         self.before, self.after = [self.nothing] * self.nothing, [self.nothing] * self.nothing
@@ -68,7 +69,7 @@ class Graph:
             for order in self.orders
         ]
 
-    def _numbered(self, problem: Problem, words: Words) -> list[list[int]]:
+    def _numbered(self, words: Words) -> list[list[int]]:
         count, m = self.stages, self.m
         done = [0] * (2 * count)
         deferred: list[deque[int]] = [deque() for _ in range(count)]
@@ -89,8 +90,8 @@ class Graph:
                     deferred[stage].append(k)
                 elif kind == 2:
                     self.fused[work] = True
-                    self.duration[work] = problem.durations[letter]
-                    self.takes[work] = problem.takes[letter]
+                    self.duration[work] = self.problem.durations[letter]
+                    self.takes[work] = self.problem.takes[letter]
             orders.append(order)
         return orders
 
@@ -236,3 +237,34 @@ class Graph:
         self._link(order, low, high)
         self._first, self._last = min(self._first, first), max(self._last, last)
         return True
+
+    def fuse(self, backward: int) -> int:
+        """Make an I and its W a B, and say where the W was."""
+        rank, weight = self.rank[backward], backward + self.stages * self.m
+        order, place, at = self.orders[rank], self.place[weight], self.at[weight]
+        del order[place], self.sequence[at]
+        self._change(backward, 2, at)
+        return place
+
+    def split(self, backward: int, place: int | None = None) -> None:
+        """Make a B an I and a W: at this place of the order, or right after the I."""
+        rank, weight = self.rank[backward], backward + self.stages * self.m
+        order = self.orders[rank]
+        if place is None:
+            place = self.place[backward] + 1
+        at = self.at[order[place - 1]] + 1
+        order.insert(place, weight)
+        self.sequence.insert(at, weight)
+        self._change(backward, 1, at)
+
+    def _change(self, backward: int, kind: int, last: int) -> None:
+        """A backward is now of this kind, I or B, and its W in the order and the sequence, there, or not."""
+        letter = backward // self.m + (kind - 1) * self.stages
+        self.fused[backward] = kind == 2
+        self.duration[backward] = self.problem.durations[letter]
+        self.takes[backward] = self.problem.takes[letter]
+        order, first = self.orders[self.rank[backward]], self.at[backward]
+        self._link(order, self.place[backward], len(order) - 1)
+        for i in range(first, len(self.sequence)):
+            self.at[self.sequence[i]] = i
+        self._first, self._last = min(self._first, first), max(self._last, min(last, len(self.sequence) - 1))

@@ -24,13 +24,13 @@ _OVERHEAD = 300
 """What a core gets through, at least, and what an order costs besides its letters: so much searching is done."""
 
 _FOR_PERIODS, _FOR_LISTS = 0.15, 0.25
-"""The parts of the search that go to finding where to start. A list schedule costs as much as so many letters of an
-order:
-"""
-_LIST_COST = 9.0
+"""The parts of the search that go to finding where to start."""
 
-_STEP_COST, _STEP_OVERHEAD = 1.6, 400
-"""What a step of tabu search costs for a letter and besides, in letters of an order."""
+_PERIOD_COST, _LIST_COST = 0.6, 9.0
+"""What a period costs, which mostly turns out bad soon, and a list schedule, in letters of an order for each letter."""
+
+_STEP_COST, _STEP_OVERHEAD = 1.3, 250
+"""What a step of tabu search costs for each letter, and besides, in letters of an order."""
 
 _ROUNDS = (4, 2, 1)
 """So many different orders are improved: in each round the better ones of the last, for longer."""
@@ -52,7 +52,7 @@ def search(
 ) -> list[tuple[float, Words]]:
     """The best orders found, with their makespans, best first. ``goal`` is a makespan that ends the search."""
     small = problem.with_m(few(problem))
-    share = 1.0 if small.m == problem.m else 0.7  # carrying over to more micro-batches takes its time, too
+    share = 1.0 if small.m == problem.m else 0.6  # carrying over to more micro-batches takes its time, too
 
     def expired() -> bool:
         return spent() >= share * seconds
@@ -71,7 +71,7 @@ def search(
         if pool.best <= small_goal or (number >= 1 and expired()):
             break
         pool.try_policy(number)
-    for number in range(int(_FOR_PERIODS * effort)):
+    for number in range(int(_FOR_PERIODS * effort / _PERIOD_COST)):
         if pool.best <= small_goal or expired():
             break
         pool.try_period(number)

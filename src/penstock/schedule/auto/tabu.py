@@ -9,58 +9,99 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from penstock.schedule.auto.graph import Graph
-from penstock.schedule.auto.problem import SLACK, Problem, Words
+from penstock.schedule.auto.graph import Graph, Pieces
+from penstock.schedule.auto.problem import SLACK, Words
 
 __all__ = ["improve"]
+
+Block = tuple[int, int, int]
+"""Rank, first and last place."""
 
 _REACH = 7
 """From how far inside a block work is moved to its end."""
 
 _AT_ONCE = 3
+"""So many moves are made in a step, on different ranks; the others only where they shorten the path."""
+
 _TRIES = 10
+"""So many of the best moves are looked at in a step: work may turn out to wait for itself."""
+
+_FUSING = 0.3
+"""How often a step is one that fuses or splits a backward, where B takes less time than I and W."""
 
 _TENURE = (12, 24)
 """For how many steps a move is not undone."""
 
 
 def improve(
-    problem: Problem, words: Words, steps: int, random: Random, goal: float, expired: Callable[[], bool]
+    pieces: Pieces, words: Words, steps: int, random: Random, goal: float, expired: Callable[[], bool]
 ) -> tuple[float, Words]:
     """The best order found in so many steps; sooner where the goal is reached or time is up."""
-    graph = Graph(problem, words)
+    graph = Graph(pieces, words)
     best, best_words = graph.makespan, words
+    fuses = any(pieces.problem.fuses)
     tabu: dict[tuple[int, int], int] = {}
     for step in range(steps):
         if best <= goal or (step % 8 == 0 and expired()):
             break
-        touched: set[int] = set()
-        for time, rank, origin, to, part in _moves(graph, random, tabu, step, best)[:_TRIES]:
-            if touched and (len(touched) == _AT_ONCE or rank in touched or time >= graph.makespan):
-                continue
-            order = graph.orders[rank]
-            work, passed = order[origin], order[min(origin, to) : max(origin, to) + 1]
-            if not graph.move(rank, origin, to, part):
-                continue
-            touched.add(rank)
-            until = step + random.randint(*_TENURE)
-            for other in passed:
-                tabu[(other, work) if to < origin else (work, other)] = until
-        if not touched:
-            tabu.clear()
-            _shake(graph, random)
-        graph.update()
+        blocks = _blocks(graph, random)
+        if fuses and random.random() < _FUSING:
+            _fuse_or_split(graph, random, blocks)
+        else:
+            _go_on(graph, random, blocks, tabu, step, best)
         if graph.makespan < best * (1 - SLACK):
             best, best_words = graph.makespan, graph.words
     return best, best_words
 
 
+def _go_on(
+    graph: Graph, random: Random, blocks: list[Block], tabu: dict[tuple[int, int], int], step: int, best: float
+) -> None:
+    """The best move, and with it some on other ranks that shorten the path, too."""
+    touched: set[int] = set()
+    for time, rank, origin, to, part in _moves(graph, blocks, random, tabu, step, best)[:_TRIES]:
+        if touched and (len(touched) == _AT_ONCE or rank in touched or time >= graph.makespan):
+            continue
+        order = graph.orders[rank]
+        work, passed = order[origin], order[min(origin, to) : max(origin, to) + 1]
+        if not graph.move(rank, origin, to, part):
+            continue
+        touched.add(rank)
+        until = step + random.randint(*_TENURE)
+        for other in passed:
+            tabu[(other, work) if to < origin else (work, other)] = until
+    if not touched:
+        tabu.clear()
+        _shake(graph, random)
+    graph.update()
+
+
+def _fuse_or_split(graph: Graph, random: Random, blocks: list[Block]) -> None:
+    """Make a B of an I and a W on the path, or the other way round, unless that takes longer."""
+    rank, first, last = random.choice(blocks)
+    work, half = graph.orders[rank][random.randint(first, last)], graph.stages * graph.m
+    if work < half or not graph.problem.fuses[work // graph.m % graph.stages]:
+        return
+    backward, makespan = work if work < 2 * half else work - half, graph.makespan
+    if graph.fused[backward]:
+        graph.split(backward)
+        graph.update()
+        if graph.makespan > makespan * (1 + SLACK):
+            graph.fuse(backward)
+            graph.update()
+    else:
+        place = graph.fuse(backward)
+        graph.update()
+        if graph.makespan > makespan * (1 + SLACK):
+            graph.split(backward, place)
+            graph.update()
+
+
 def _moves(
-    graph: Graph, random: Random, tabu: dict[tuple[int, int], int], step: int, best: float
+    graph: Graph, blocks: list[Block], random: Random, tabu: dict[tuple[int, int], int], step: int, best: float
 ) -> list[tuple[float, int, int, int, list[int]]]:
-    """What can be done at the blocks of a longest path, with its estimate, the best first."""
+    """What can be done at the blocks, with its estimate, the best first."""
     moves = []
-    blocks = _blocks(graph, random)
     for number, (rank, first, last) in enumerate(blocks):
         order = graph.orders[rank]
         tries = []
@@ -87,8 +128,8 @@ def _moves(
     return moves
 
 
-def _blocks(graph: Graph, random: Random) -> list[tuple[int, int, int]]:
-    """The blocks of one longest path, drawn at random, from its beginning: rank, first and last place."""
+def _blocks(graph: Graph, random: Random) -> list[Block]:
+    """The blocks of one longest path, drawn at random, from its beginning."""
     end, duration, nothing = graph.end, graph.duration, graph.nothing
     slack = SLACK * graph.makespan
     work = random.choice([order[-1] for order in graph.orders if end[order[-1]] >= graph.makespan - slack])
