@@ -29,7 +29,7 @@ _TRIES = 10
 _FUSING = 0.3
 """How often a step is one that fuses or splits a backward, where B takes less time than I and W."""
 
-_TENURE = (12, 24)
+_TENURE = (20, 40)
 """For how many steps a move is not undone."""
 
 
@@ -63,7 +63,7 @@ def _go_on(
         if touched and (len(touched) == _AT_ONCE or rank in touched or time >= graph.makespan):
             continue
         order = graph.orders[rank]
-        work, passed = order[origin], order[min(origin, to) : max(origin, to) + 1]
+        work, passed = order[origin], order[to:origin] or order[origin + 1 : to + 1]
         if not graph.move(rank, origin, to, part):
             continue
         touched.add(rank)
