@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -40,8 +41,11 @@ def check(graph: Graph) -> None:
     words = graph.words
     assert fits_all(graph.problem, words)
     assert graph.makespan == pytest.approx(evaluate(graph.problem, words))
-    for order in graph.orders:
-        for work in order:
+    for order, word in zip(graph.orders, words, strict=True):
+        held = 0.0
+        for work, letter in zip(order, word, strict=True):
+            held += graph.problem.takes[letter]
+            assert graph.held[work] == pytest.approx(held)
             assert graph.end[work] - graph.duration[work] + graph.tail[work] <= graph.makespan * (1 + 1e-9)
 
 
@@ -190,7 +194,7 @@ def test_in_turn_is_the_order_of_the_wishes(case: dict[str, Any], seed: int) -> 
             times.append(policy.wishes[line] + k // policy.group * policy.group * policy.period
                          + k % policy.group * policy.step)
         if policy.group == 1:
-            assert all(b >= a - 1e-6 for a, b in zip(times, times[1:], strict=False))
+            assert all(b >= a - 1e-6 for a, b in pairwise(times))
 
 
 @pytest.mark.parametrize("placement", [loop(4), loop(4, 2), vee(4), (0, 1, 2, 2, 0)])
@@ -236,8 +240,16 @@ def test_a_complete_order_is_repeated_with_its_weight_gradients() -> None:
     longer = repeat(many, words, 8, None, makespan)
     assert longer is not None
     assert fits_all(many, longer)
-    assert all(Counter(word) == {letter: 20 for letter in set(word)} for word in longer)
+    assert all(Counter(word) == dict.fromkeys(word, 20) for word in longer)
     assert evaluate(many, longer) == makespan + 12 * 3
+
+
+def test_a_kernel_of_a_complete_order_has_its_weight_gradients() -> None:
+    """The third micro-batch, in the middle, has none: another is repeated."""
+    words: Words = [[0, 1, 3, 0, 1, 3, 0, 1, 0, 1, 3, 3]]
+    longer = repeat(problem_of(Costs(), loop(1), 9, cap=2), words, 4, None, 12.0)
+    assert longer is not None
+    assert Counter(longer[0]) == {0: 9, 1: 9, 3: 9}
 
 
 def test_policies_without_a_period() -> None:
