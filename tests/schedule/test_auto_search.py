@@ -247,7 +247,7 @@ def test_a_complete_order_is_repeated_with_its_weight_gradients() -> None:
 def test_a_kernel_of_a_complete_order_has_its_weight_gradients() -> None:
     """The third micro-batch, in the middle, has none: another is repeated."""
     words: Words = [[0, 1, 3, 0, 1, 3, 0, 1, 0, 1, 3, 3]]
-    longer = repeat(problem_of(Costs(), loop(1), 9, cap=2), words, 4, None, 12.0)
+    longer = repeat(problem_of(Costs(), loop(1), 9, cap=9), words, 4, None, 12.0)
     assert longer is not None
     assert Counter(longer[0]) == {0: 9, 1: 9, 3: 9}
 
