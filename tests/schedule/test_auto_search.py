@@ -21,9 +21,9 @@ from penstock.schedule.auto.problem import Problem, Words, make_problem
 from penstock.schedule.auto.repeat import repeat
 from penstock.schedule.auto.seeds import one_at_a_time
 from penstock.schedule.auto.tabu import improve
-from penstock.schedule.auto.words import fits_all
 from penstock.schedule.costs import Costs
 from penstock.schedule.placement import loop, vee
+from tests.schedule.fits import fits_all
 from tests.schedule.test_auto import cases
 
 
@@ -237,19 +237,20 @@ def test_a_complete_order_is_repeated_with_its_weight_gradients() -> None:
     few, many = (problem_of(Costs(), loop(2), m, cap=2) for m in (8, 20))
     _, words = list_schedule(few, plain(few))
     makespan, words = improve(Pieces(few), words, 300, Random(0), 25.0, lambda: False)
-    longer = repeat(many, words, 8, None, makespan)
-    assert longer is not None
+    found = repeat(many, words, 8, None, makespan)
+    assert found is not None
+    takes, longer = found
     assert fits_all(many, longer)
     assert all(Counter(word) == dict.fromkeys(word, 20) for word in longer)
-    assert evaluate(many, longer) == makespan + 12 * 3
+    assert evaluate(many, longer) == takes == makespan + 12 * 3
 
 
 def test_a_kernel_of_a_complete_order_has_its_weight_gradients() -> None:
     """The third micro-batch, in the middle, has none: another is repeated."""
     words: Words = [[0, 1, 3, 0, 1, 3, 0, 1, 0, 1, 3, 3]]
-    longer = repeat(problem_of(Costs(), loop(1), 9, cap=9), words, 4, None, 12.0)
-    assert longer is not None
-    assert Counter(longer[0]) == {0: 9, 1: 9, 3: 9}
+    found = repeat(problem_of(Costs(), loop(1), 9, cap=9), words, 4, None, 12.0)
+    assert found is not None
+    assert Counter(found[1][0]) == {0: 9, 1: 9, 3: 9}
 
 
 def test_policies_without_a_period() -> None:

@@ -26,9 +26,11 @@ def few(problem: Problem) -> int:
     return m if m <= enough or problem.num_stages * m <= _SMALL else enough
 
 
-def repeat(problem: Problem, words: Words, m: int, overrun: float | None, makespan: float) -> Words | None:
-    """Words that take ``makespan`` for ``m`` micro-batches, for all of the problem's; None where they nowhere repeat
-    themselves. ``overrun`` says how they are filled; with None, every W is in its place.
+def repeat(
+    problem: Problem, words: Words, m: int, overrun: float | None, makespan: float
+) -> tuple[float, Words] | None:
+    """Words that take ``makespan`` for ``m`` micro-batches, for all of the problem's, filled, and what they take then;
+    None where they nowhere repeat themselves. ``overrun`` says how they are filled; with None, every W is in its place.
 
     Kernels of 1, 2, 4 … p micro-batches are tried, near several places, with one turn of p more: the one that adds the
     least time is taken, or the first that adds no more than the busiest rank's work.
@@ -52,8 +54,10 @@ def repeat(problem: Problem, words: Words, m: int, overrun: float | None, makesp
     for time, length, near in sorted(tried)[:2]:
         if time < math.inf:
             longer = _stretch(words, near, (problem.m - m) // length)
-            if fill(problem, longer, overrun) < math.inf:
-                return longer
+            filled: Words = [[] for _ in words]
+            takes = fill(problem, longer, overrun, filled=filled)
+            if takes < math.inf:
+                return takes, filled
     return None
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 
-__all__ = ["fits_all"]
-
 
 def _fits(problem: Problem, rank: int, word: list[int]) -> bool:
     """Whether a rank's word keeps its cap, and every stage does F, then I, then W of each micro-batch."""
