@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.auto import Found, auto
+from penstock.schedule.auto.fill import evaluate
 from penstock.schedule.auto.floor import lower_bound
 from penstock.schedule.auto.lists import list_schedule
 from penstock.schedule.auto.policies import plain
 from penstock.schedule.auto.problem import make_problem
 from penstock.schedule.auto.seeds import fixed_schedules, one_at_a_time
-from penstock.schedule.auto.words import evaluate, fits_all
 from penstock.schedule.costs import Costs
 from penstock.schedule.looped_bfs import looped_bfs
 from penstock.schedule.placement import loop, vee
 from penstock.schedule.simulate import simulate
 from penstock.schedule.verify import verify
+from tests.schedule.fits import fits_all
 from tests.schedule.zoo import placed
 
 SHORT = 0.02

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from random import Random
 
 from penstock.errors import ScheduleError
+from penstock.schedule.auto.fill import fill
 from penstock.schedule.auto.floor import lower_bound
 from penstock.schedule.auto.found import Found, simulated
 from penstock.schedule.auto.problem import SLACK, make_problem
 from penstock.schedule.auto.search import search
 from penstock.schedule.auto.seeds import fixed_schedules, to_words
-from penstock.schedule.auto.words import evaluate, fits_all
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
 
@@ -56,8 +56,10 @@ def auto(
         problem, goal, seconds, Random(seed), lambda: 0.0 if repeatable else time.thread_time() - begin
     )
     if orders[0][0] > goal or problem.contended:
-        known = [to_words(problem, schedule) for schedule in fixed_schedules(problem)]
-        orders += [(evaluate(problem, words), words) for words in known if fits_all(problem, words)]
+        limit = math.inf if problem.contended else orders[0][0]
+        known = (to_words(problem, schedule) for schedule in fixed_schedules(problem))
+        timed = ((fill(problem, words, None, limit), words) for words in known)
+        orders += [(makespan, words) for makespan, words in timed if makespan < math.inf]
         orders.sort(key=lambda entry: entry[0])
     if not problem.contended:
         del orders[1:]

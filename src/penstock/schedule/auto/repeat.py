@@ -1,4 +1,4 @@
-"""More micro-batches from few: the middle of a skeleton, where it repeats itself, once more and once more.
+"""More micro-batches from few: the middle of an order, where it repeats itself, once more and once more.
 
     F F F I F I F I F I I I      for 6 micro-batches
     F F F I F I F I F I F I F I I I      for 8: "I F", which holds one F and one I, twice more
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-from penstock.schedule.auto.anneal import Plan
 from penstock.schedule.auto.fill import fill
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 
@@ -27,41 +26,46 @@ def few(problem: Problem) -> int:
     return m if m <= enough or problem.num_stages * m <= _SMALL else enough
 
 
-def repeat(problem: Problem, plan: Plan, m: int) -> Plan | None:
-    """The plan, made for ``m`` micro-batches, for all of the problem's; None where it nowhere repeats itself.
+def repeat(
+    problem: Problem, words: Words, m: int, overrun: float | None, makespan: float
+) -> tuple[float, Words] | None:
+    """Words that take ``makespan`` for ``m`` micro-batches, for all of the problem's, filled, and what they take then;
+    None where they nowhere repeat themselves. ``overrun`` says how they are filled; with None, every W is in its place.
 
     Kernels of 1, 2, 4 … p micro-batches are tried, near several places, with one turn of p more: the one that adds the
     least time is taken, or the first that adds no more than the busiest rank's work.
     """
     ranks = problem.num_ranks
     trial = problem.with_m(m + ranks)
-    hoped = (plan.makespan + ranks * max(problem.work)) * (1 + SLACK)
+    hoped = (makespan + ranks * max(problem.work)) * (1 + SLACK)
     tried: list[tuple[float, int, list[tuple[int, int]]]] = []
     for length in (q for q in range(1, ranks + 1) if ranks % q == 0):
-        kernels = [_kernels(problem, rank, word, length) for rank, word in enumerate(plan.skeleton)]
+        kernels = [_kernels(problem, rank, word, length, overrun is None) for rank, word in enumerate(words)]
         if not all(kernels):
             continue
         for middle in (m // 2, m // 3, 3 * m // 5):
             near = [min(found, key=lambda entry: abs(entry[0] - middle))[1] for found in kernels]
-            longer = _stretch(plan.skeleton, near, ranks // length)
-            tried.append((fill(trial, longer, plan.overrun), length, near))
+            longer = _stretch(words, near, ranks // length)
+            tried.append((fill(trial, longer, overrun), length, near))
             if tried[-1][0] <= hoped:
                 break
         if tried[-1][0] <= hoped:
             break
     for time, length, near in sorted(tried)[:2]:
         if time < math.inf:
-            longer = _stretch(plan.skeleton, near, (problem.m - m) // length)
-            makespan = fill(problem, longer, plan.overrun)
-            if makespan < math.inf:
-                return Plan(makespan, longer, plan.overrun)
+            longer = _stretch(words, near, (problem.m - m) // length)
+            filled: Words = [[] for _ in words]
+            takes = fill(problem, longer, overrun, filled=filled)
+            if takes < math.inf:
+                return takes, filled
     return None
 
 
-def _kernels(problem: Problem, rank: int, word: list[int], length: int) -> list[tuple[int, tuple[int, int]]]:
-    """Parts of a rank's word, from a forward of its first stage on, that hold ``length`` of each F and backward.
-
-    For each, the micro-batch it starts with, and where it begins and ends.
+def _kernels(
+    problem: Problem, rank: int, word: list[int], length: int, complete: bool
+) -> list[tuple[int, tuple[int, int]]]:
+    """Parts of a rank's word, from a forward of its first stage on, that hold ``length`` of each F and backward, and
+    of each W if they are to be complete. For each, the micro-batch it starts with, and where it begins and ends.
     """
     count, stages = problem.num_stages, problem.local[rank]
     passed = [at for at, letter in enumerate(word) if letter == stages[0]]
@@ -70,14 +74,17 @@ def _kernels(problem: Problem, rank: int, word: list[int], length: int) -> list[
         seen = [0] * (4 * count)
         for letter in word[begin:end]:
             seen[letter] += 1
-        if all(seen[s] == seen[count + s] + seen[2 * count + s] == length for s in stages):
+        if all(
+            seen[s] == seen[count + s] + seen[2 * count + s] == length
+            and (not complete or seen[count + s] == seen[3 * count + s])
+            for s in stages
+        ):
             found.append((k, (begin, end)))
     return found
 
 
-def _stretch(skeleton: Words, kernels: list[tuple[int, int]], times: int) -> Words:
+def _stretch(words: Words, kernels: list[tuple[int, int]], times: int) -> Words:
     """Each rank's kernel so many times more."""
     return [
-        word[:end] + word[begin:end] * times + word[end:]
-        for word, (begin, end) in zip(skeleton, kernels, strict=True)
+        word[:end] + word[begin:end] * times + word[end:] for word, (begin, end) in zip(words, kernels, strict=True)
     ]

@@ -1,19 +1,21 @@
-"""The search: seeds, then policies, then annealing, on few micro-batches; then as many as are wanted."""
+"""The search: seeds and policies, then tabu search, on few micro-batches; then as many as are wanted."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 
-from penstock.schedule.auto.anneal import Plan, anneal
-from penstock.schedule.auto.fill import Record, fill
+from penstock.schedule.auto.fill import evaluate, fill
+from penstock.schedule.auto.graph import Pieces
 from penstock.schedule.auto.lists import Policy, list_schedule
+from penstock.schedule.auto.periodic import in_turn, pack
 from penstock.schedule.auto.policies import draw, plain, vary
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 from penstock.schedule.auto.repeat import few, repeat
 from penstock.schedule.auto.seeds import one_at_a_time, skeletons, to_skeleton
-from penstock.schedule.auto.words import evaluate
+from penstock.schedule.auto.tabu import improve
 
 __all__ = ["first_order", "search"]
 
@@ -21,15 +23,20 @@ _LETTERS_PER_SECOND = 3.2e6
 _OVERHEAD = 300
 """What a core gets through, at least, and what an order costs besides its letters: so much searching is done."""
 
-_FOR_POLICIES = 0.45
-"""The part of the search that goes to policies; one costs as much as this many letters of an order:"""
-_POLICY_COST = 9.0
+_FOR_PERIODS, _FOR_LISTS = 0.15, 0.25
+"""The parts of the search that go to finding where to start."""
+
+_PERIOD_COST, _LIST_COST = 0.6, 9.0
+"""What a period costs, which mostly turns out bad soon, and a list schedule, in letters of an order for each letter."""
+
+_STEP_COST, _STEP_OVERHEAD = 1.3, 250
+"""What a step of tabu search costs for each letter, and besides, in letters of an order."""
 
 _ROUNDS = (4, 2, 1)
-"""So many different plans are annealed: in each round the better ones of the last, for longer."""
+"""So many different orders are improved: in each round the better ones of the last, for longer."""
 
-_WORTH = 1.1
-"""A plan that takes so much longer than the best is dropped."""
+_WORTH = 1.05
+"""A start that takes so much longer than the best is dropped."""
 
 _OVERRUNS = (0.0, 0.5)
 
@@ -45,7 +52,7 @@ def search(
 ) -> list[tuple[float, Words]]:
     """The best orders found, with their makespans, best first. ``goal`` is a makespan that ends the search."""
     small = problem.with_m(few(problem))
-    share = 1.0 if small.m == problem.m else 0.7  # carrying over to more micro-batches takes its time, too
+    share = 1.0 if small.m == problem.m else 0.65  # carrying over to more micro-batches takes its time, too
 
     def expired() -> bool:
         return spent() >= share * seconds
@@ -53,47 +60,66 @@ def search(
     # A makespan of the small problem that would make one of the goal, as every rank would have to be busy.
     small_goal = (goal - (problem.m - small.m) * max(problem.work)) * (1 + SLACK)
     letters = 3 * small.num_stages * small.m
-    effort = share * seconds * _LETTERS_PER_SECOND / (letters + _OVERHEAD)
+    budget = share * seconds * _LETTERS_PER_SECOND
+    effort = budget / (letters + _OVERHEAD)
     pool = _Pool(small, random)
     for number, skeleton in enumerate(skeletons(small, families=int(effort / 60))):
         if pool.best <= small_goal or (number >= 2 and expired()):
             break
         pool.offer(skeleton)
-    for number in range(1 + int(_FOR_POLICIES * effort / _POLICY_COST)):
+    for number in range(1 + int(_FOR_LISTS * effort / _LIST_COST)):
         if pool.best <= small_goal or (number >= 1 and expired()):
             break
         pool.try_policy(number)
-    if not pool.plans:
+    for number in range(int(_FOR_PERIODS * effort / _PERIOD_COST)):
+        if pool.best <= small_goal or expired():
+            break
+        pool.try_period(number)
+    if not pool.starts:
         pool.offer(one_at_a_time(small))
-    plans = pool.pick(_ROUNDS[0])
+    orders = [start.order(small) for start in pool.pick(_ROUNDS[0])]
+    steps = int((1 - _FOR_PERIODS - _FOR_LISTS) * budget / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
+    pieces = Pieces(small)
     for tracks in _ROUNDS:
-        steps = int((1 - _FOR_POLICIES) * effort / len(_ROUNDS) / tracks)
-        for i, plan in enumerate(plans[:tracks]):
-            if min(plan.makespan for plan in plans) > small_goal:
-                plans[i] = anneal(small, plan, steps, random, small_goal, expired)
-        plans.sort(key=lambda plan: plan.makespan)
+        for i, (_, words) in enumerate(orders[:tracks]):
+            if min(orders)[0] > small_goal:
+                orders[i] = improve(pieces, words, steps // tracks, random, small_goal, expired)
+        orders.sort(key=lambda entry: entry[0])
     if small.m < problem.m:
-        return _for_all(problem, small.m, plans, pool, lambda: spent() >= seconds)
-    return [_order(problem, plan) for plan in plans]
+        return _for_all(problem, small.m, orders, pool, lambda: spent() >= seconds)
+    return orders
+
+
+@dataclass
+class _Start:
+    """A skeleton, how far a W may stand out of a gap, and the makespan that comes of them."""
+
+    makespan: float
+    skeleton: Words
+    overrun: float
+
+    def order(self, problem: Problem) -> tuple[float, Words]:
+        words: Words = [[] for _ in self.skeleton]
+        fill(problem, self.skeleton, self.overrun, filled=words)
+        return evaluate(problem, words), words
 
 
 class _Pool:
-    """The plans met so far, and the policies that some of them come from."""
+    """The starts met so far, and the policies that some of them come from."""
 
     def __init__(self, problem: Problem, random: Random) -> None:
         self.problem = problem
         self.random = random
         self.best = math.inf
-        self.plans: list[Plan] = []
+        self.starts: list[_Start] = []
         self.policies: list[tuple[float, int, Policy]] = []
 
-    def offer(self, skeleton: Words) -> float:
+    def offer(self, skeleton: Words, overruns: Sequence[float] = _OVERRUNS) -> float:
         makespans = []
-        for part in _OVERRUNS:
-            overrun = [part] * self.problem.num_ranks
+        for overrun in overruns:
             makespan = fill(self.problem, skeleton, overrun, limit=self.best * _WORTH)
             if makespan < math.inf:
-                self.plans.append(Plan(makespan, skeleton, overrun))
+                self.starts.append(_Start(makespan, skeleton, overrun))
             makespans.append(makespan)
         self.best = min(self.best, *makespans)
         return min(makespans)
@@ -112,36 +138,42 @@ class _Pool:
             makespan = min(self.offer(words), self.offer(to_skeleton(self.problem, words)))
             self.policies = sorted([*self.policies, (makespan, number, policy)], key=lambda entry: entry[:2])[:6]
 
-    def pick(self, count: int) -> list[Plan]:
-        """The best plans, of different makespans."""
-        picked: list[Plan] = []
-        for plan in sorted(self.plans, key=lambda plan: plan.makespan):
-            if not picked or plan.makespan > picked[-1].makespan * (1 + SLACK):
-                picked.append(plan)
+    def try_period(self, number: int) -> None:
+        """As many packed as drawn."""
+        policy = pack(self.problem, self.random) if number % 2 else draw(self.problem, self.random)
+        if policy is not None:
+            self.offer(in_turn(self.problem, policy), (policy.overrun,))
+
+    def pick(self, count: int) -> list[_Start]:
+        """The best starts, of different makespans."""
+        picked: list[_Start] = []
+        for start in sorted(self.starts, key=lambda start: start.makespan):
+            if not picked or start.makespan > picked[-1].makespan * (1 + SLACK):
+                picked.append(start)
             if len(picked) == count:
                 break
         return picked
 
 
-def _order(problem: Problem, plan: Plan) -> tuple[float, Words]:
-    record = Record(problem.num_ranks, every=sum(map(len, plan.skeleton)) + 1)
-    return fill(problem, plan.skeleton, plan.overrun, record=record), record.words
-
-
 def _for_all(
-    problem: Problem, m: int, plans: list[Plan], pool: _Pool, expired: Callable[[], bool]
+    problem: Problem, m: int, orders: list[tuple[float, Words]], pool: _Pool, expired: Callable[[], bool]
 ) -> list[tuple[float, Words]]:
-    """Plans for ``m`` micro-batches, and the best policies, carried over to all micro-batches of the problem."""
+    """Orders for ``m`` micro-batches, and the best policies, carried over to all micro-batches of the problem."""
     found: list[tuple[float, Words]] = []
-    hoped = plans[0].makespan + (problem.m - m) * max(problem.work)
-    for plan in [*plans, *pool.pick(4)]:
-        longer = repeat(problem, plan, m)
+    hoped = (orders[0][0] + (problem.m - m) * max(problem.work)) * (1 + SLACK)
+    plans: list[tuple[float, Words, float | None]] = []
+    for makespan, words in orders:
+        plans.append((makespan, words, None))
+        plans.append((makespan, to_skeleton(problem, words), 0.0))
+    plans += [(start.makespan, start.skeleton, start.overrun) for start in pool.pick(4)]
+    for makespan, words, overrun in plans:
+        longer = repeat(problem, words, m, overrun, makespan)
         if longer is not None:
-            found.append(_order(problem, longer))
-        if found and (expired() or (longer and longer.makespan <= hoped * (1 + SLACK))):
+            found.append(longer)
+        if found and (expired() or found[-1][0] <= hoped):
             break
     for _, _, policy in pool.policies[:1]:
-        if not found or (not expired() and min(found)[0] > hoped * (1 + SLACK)):
+        if not found or (not expired() and min(found)[0] > hoped):
             makespan, words = list_schedule(problem, policy)
             if makespan < math.inf:
                 found.append((makespan, words))

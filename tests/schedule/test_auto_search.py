@@ -1,0 +1,258 @@
+"""The parts of the search for an order: the graph that moves keep up to date, tabu search, and periods."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule.auto.fill import evaluate, fill
+from penstock.schedule.auto.graph import Graph, Pieces
+from penstock.schedule.auto.lists import Policy, list_schedule
+from penstock.schedule.auto.periodic import in_turn, pack
+from penstock.schedule.auto.policies import draw, plain
+from penstock.schedule.auto.problem import Problem, Words, make_problem
+from penstock.schedule.auto.repeat import repeat
+from penstock.schedule.auto.seeds import one_at_a_time
+from penstock.schedule.auto.tabu import improve
+from penstock.schedule.costs import Costs
+from penstock.schedule.placement import loop, vee
+from tests.schedule.fits import fits_all
+from tests.schedule.test_auto import cases
+
+
+def problem_of(costs: Costs, placement: tuple[int, ...], m: int, cap: float | None = None) -> Problem:
+    return make_problem(costs, placement, m, cap, None)[0]
+
+
+def some_order(problem: Problem) -> Words:
+    makespan, words = list_schedule(problem, plain(problem))
+    return words if makespan < math.inf else one_at_a_time(problem)
+
+
+def check(graph: Graph) -> None:
+    """The graph says what the words say."""
+    words = graph.words
+    assert fits_all(graph.problem, words)
+    assert graph.makespan == pytest.approx(evaluate(graph.problem, words))
+    for order, word in zip(graph.orders, words, strict=True):
+        held = 0.0
+        for work, letter in zip(order, word, strict=True):
+            held += graph.problem.takes[letter]
+            assert graph.held[work] == pytest.approx(held)
+            assert graph.end[work] - graph.duration[work] + graph.tail[work] <= graph.makespan * (1 + 1e-9)
+
+
+# The graph -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=80)
+@given(cases(), st.integers(0, 2**16))
+def test_moves_keep_the_graph_right(case: dict[str, Any], seed: int) -> None:
+    problem, _ = make_problem(*(case[key] for key in ("costs", "placement", "m", "cap", "edges")))
+    random = Random(seed)
+    graph = Graph(Pieces(problem), some_order(problem))
+    check(graph)
+    for _ in range(25):
+        rank = random.randrange(problem.num_ranks)
+        origin, to = (random.randrange(len(graph.orders[rank])) for _ in range(2))
+        part = graph.moved(rank, origin, to) if origin != to else None
+        if part is not None:
+            before = graph.words
+            if not graph.move(rank, origin, to, part):
+                assert graph.words == before
+                word = graph.orders[rank]
+                low = min(origin, to)
+                turned = [*graph.orders[:rank], word[:low] + part + word[low + len(part) :], *graph.orders[rank + 1 :]]
+                graph.orders, kept = turned, graph.orders
+                assert evaluate(problem, graph.words) == math.inf  # it would have been a deadlock
+                graph.orders = kept
+        graph.update()
+        check(graph)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(), st.integers(0, 2**16))
+def test_a_backward_is_fused_and_split_again(case: dict[str, Any], seed: int) -> None:
+    problem, _ = make_problem(*(case[key] for key in ("costs", "placement", "m", "cap", "edges")))
+    graph = Graph(Pieces(problem), some_order(problem))
+    random, half = Random(seed), problem.num_stages * problem.m
+    for _ in range(10):
+        backward = half + random.randrange(half)
+        before = graph.words
+        if graph.fused[backward]:
+            graph.split(backward)
+            graph.update()
+            check(graph)
+            continue
+        place = graph.fuse(backward)
+        graph.update()
+        check(graph)
+        if random.random() < 0.5:
+            graph.split(backward, place)
+            graph.update()
+            check(graph)
+            assert graph.words == before
+
+
+def test_what_has_its_order_keeps_it() -> None:
+    """Of rank 0 of a V, F F of two micro-batches, F and I, I and W, and F of the two stages of the turn."""
+    problem = problem_of(Costs(), vee(1), 2)
+    graph = Graph(Pieces(problem), one_at_a_time(problem))
+    kinds = [[work // 2 for work in order] for order in graph.orders]
+    assert kinds == [[0, 1, 3, 5, 2, 4, 0, 1, 3, 5, 2, 4]]  # F0 F1 I1 W1 I0 W0, twice
+    for origin, to in ((1, 0), (2, 1), (3, 2), (0, 6), (4, 2), (5, 4), (10, 8)):
+        assert graph.moved(0, origin, to) is None
+    assert graph.moved(0, 4, 3) is not None  # I0 before W1
+
+
+def test_no_move_breaks_the_cap() -> None:
+    problem = problem_of(Costs(), loop(1), 3, cap=1)
+    graph = Graph(Pieces(problem), one_at_a_time(problem))
+    assert graph.moved(0, 3, 2) is None  # the second F before the W of the first
+    roomy = problem_of(Costs(), loop(1), 3, cap=2)
+    assert Graph(Pieces(roomy), one_at_a_time(roomy)).moved(0, 3, 2) is not None
+
+
+def test_an_estimate_is_what_comes_of_it() -> None:
+    """The W of rank 1 goes behind its second I, and off the longest path."""
+    problem = problem_of(Costs(), loop(2), 2, cap=4)
+    graph = Graph(Pieces(problem), [[0, 0, 2, 6, 2, 6], [1, 3, 7, 1, 3, 7]])
+    assert graph.makespan == 8
+    part = graph.moved(1, 2, 4)
+    assert part is not None
+    estimate = graph.estimate(1, 2, part)
+    assert graph.move(1, 2, 4, part)
+    graph.update()
+    assert graph.makespan == estimate == 7
+
+
+# Tabu search -----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases(), st.integers(0, 2**16))
+def test_tabu_search_is_never_worse(case: dict[str, Any], seed: int) -> None:
+    problem, _ = make_problem(*(case[key] for key in ("costs", "placement", "m", "cap", "edges")))
+    words = some_order(problem)
+    begin = evaluate(problem, words)
+    makespan, better = improve(Pieces(problem), words, 40, Random(seed), 0.0, lambda: False)
+    assert fits_all(problem, better)
+    assert makespan == pytest.approx(evaluate(problem, better))
+    assert makespan <= begin * (1 + 1e-9)
+
+
+def test_tabu_search_finds_the_best_order_from_a_bad_one() -> None:
+    """From one micro-batch at a time to no wait but for the first input."""
+    problem = problem_of(Costs(), loop(2), 4, cap=3)
+    makespan, _ = improve(Pieces(problem), one_at_a_time(problem), 400, Random(0), 13.0, lambda: False)
+    assert makespan == 13
+
+
+def test_tabu_search_ends_when_time_is_up() -> None:
+    problem = problem_of(Costs(), loop(2), 4, cap=3)
+    words = one_at_a_time(problem)
+    assert improve(Pieces(problem), words, 400, Random(0), 0.0, lambda: True) == (evaluate(problem, words), words)
+
+
+def test_backwards_are_fused_where_that_is_faster() -> None:
+    problem = problem_of(Costs(f=1, i=1, w=1, b=1), loop(1), 6, cap=2)
+    split: Words = [[0, 1, 3] * 6]
+    makespan, words = improve(Pieces(problem), split, 400, Random(0), 0.0, lambda: False)
+    assert makespan == 12
+    assert Counter(words[0]) == {0: 6, 2: 6}
+
+
+# Periods ---------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(), st.integers(0, 2**16))
+def test_in_turn_is_the_order_of_the_wishes(case: dict[str, Any], seed: int) -> None:
+    problem, _ = make_problem(*(case[key] for key in ("costs", "placement", "m", "cap", "edges")))
+    random = Random(seed)
+    policy = draw(problem, random)
+    if not policy.period:
+        return
+    count, m = problem.num_stages, problem.m
+    for stages, word in zip(problem.local, in_turn(problem, policy), strict=True):
+        assert Counter(letter if letter < 2 * count else letter - count for letter in word) == {
+            line: m for s in stages for line in (s, count + s)
+        }
+        done: Counter[int] = Counter()
+        times = []
+        for letter in word:
+            line = letter if letter < 2 * count else letter - count
+            k = done[line]
+            done[line] += 1
+            times.append(policy.wishes[line] + k // policy.group * policy.group * policy.period
+                         + k % policy.group * policy.step)
+        if policy.group == 1:
+            assert all(b >= a - 1e-6 for a, b in pairwise(times))
+
+
+@pytest.mark.parametrize("placement", [loop(4), loop(4, 2), vee(4), (0, 1, 2, 2, 0)])
+def test_packed_work_never_meets(placement: tuple[int, ...]) -> None:
+    costs = Costs(f=1.0, i=1.3, w=0.7, latency=0.1)
+    problem = problem_of(costs, placement, 6, cap=2.0 * max(map(placement.count, placement)))
+    count, random, packed = problem.num_stages, Random(0), 0
+    for _ in range(60):
+        policy = pack(problem, random)
+        if policy is None:
+            continue
+        packed += 1
+        for src, dst, time in problem.arcs:
+            assert policy.wishes[dst] >= policy.wishes[src] + problem.durations[src] + time - 1e-6
+            back = policy.wishes[count + dst] + problem.durations[count + dst] + time
+            assert policy.wishes[count + src] >= back - 1e-6
+        for stages in problem.local:
+            lines = [line for s in stages for line in (s, count + s)]
+            spans = sorted((policy.wishes[line] % policy.period, problem.durations[line]) for line in lines)
+            follow = [*spans[1:], (spans[0][0] + policy.period, 0.0)]
+            assert all(at + length <= then + 1e-6 for (at, length), (then, _) in zip(spans, follow, strict=True))
+    assert packed > 10
+
+
+def test_a_period_leads_where_memory_is_short() -> None:
+    """Vocabulary layers at both ends, half of 1F1B's memory: a packed period holds the pace of the busiest rank."""
+    times = (0.7, *[0.5] * 6, 1.0)
+    costs = Costs(f=times, i=times, w=times, activation=0.5)
+    problem = problem_of(costs, loop(4, 2), 16, cap=2)
+    random = Random(0)
+    packed = (pack(problem, random) for _ in range(300))
+    best = min(fill(problem, in_turn(problem, policy), policy.overrun) for policy in packed if policy is not None)
+    assert best < 1.06 * problem.m * max(problem.work) + 3
+
+
+# More micro-batches ----------------------------------------------------------------------------------------------
+
+
+def test_a_complete_order_is_repeated_with_its_weight_gradients() -> None:
+    few, many = (problem_of(Costs(), loop(2), m, cap=2) for m in (8, 20))
+    _, words = list_schedule(few, plain(few))
+    makespan, words = improve(Pieces(few), words, 300, Random(0), 25.0, lambda: False)
+    found = repeat(many, words, 8, None, makespan)
+    assert found is not None
+    takes, longer = found
+    assert fits_all(many, longer)
+    assert all(Counter(word) == dict.fromkeys(word, 20) for word in longer)
+    assert evaluate(many, longer) == takes == makespan + 12 * 3
+
+
+def test_a_kernel_of_a_complete_order_has_its_weight_gradients() -> None:
+    """The third micro-batch, in the middle, has none: another is repeated."""
+    words: Words = [[0, 1, 3, 0, 1, 3, 0, 1, 0, 1, 3, 3]]
+    found = repeat(problem_of(Costs(), loop(1), 9, cap=9), words, 4, None, 12.0)
+    assert found is not None
+    assert Counter(found[1][0]) == {0: 9, 1: 9, 3: 9}
+
+
+def test_policies_without_a_period() -> None:
+    problem = problem_of(Costs(f=0, i=0, w=0), loop(2), 3)
+    assert all(len(word) == 6 for word in in_turn(problem, Policy([0.0] * 4, 0.0)))
