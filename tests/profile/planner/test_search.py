@@ -78,9 +78,9 @@ def test_replicas_are_used_where_they_are_faster_and_cost_their_sums() -> None:
 def test_memory_is_kept_by_more_ranks_and_by_recomputing() -> None:
     heavy = uniform(kept=100.0)
     roomy = plan_costs(Profile((heavy,)), batch=16, grids=[(1, 4)], microbatches=4, seconds=0.5)
-    assert not roomy.way.recompute
+    assert not roomy.best.recomputed
     tight = plan_costs(Profile((heavy,)), batch=16, grids=[(1, 4)], microbatches=4, memory=230.0, seconds=0.5)
-    assert tight.way.recompute
+    assert tight.best.recomputed
     assert max(tight.memory) <= 230.0
     assert "R" in tight.schedule.kinds
     assert tight.seconds > roomy.seconds

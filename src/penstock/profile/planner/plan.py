@@ -74,7 +74,7 @@ def plan(
     limit on a CPU, where a rank then keeps no more activations than the fullest rank of 1F1B. ``speeds`` tells how fast
     devices are that are not alike.
 
-    ``recompute`` is looked into where memory is limited, or as it says. ``cuts`` and ``blocks`` say where the model may
+    Where memory is limited, as many stages are recomputed as it takes; with ``recompute`` all or none are. ``cuts`` and ``blocks`` say where the model may
     be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the loss is measured too.
 
     The search takes about ``seconds`` of a core, measuring about ``measure_seconds``.
@@ -160,7 +160,7 @@ def plan_costs(
     if not fits:
         fewest = min(pipe for _, pipe in grids)
         raise PlanError(f"{fewest} devices asked for, but the model has only {len(layers)} layers to divide among them")
-    again = (recompute,) if recompute is not None else (False, True) if min(limits) < inf else (False,)
+    again = False if recompute is None and min(limits) == inf else recompute
     found = ways(batch, fits, len(layers), microbatches=microbatches, largest=largest, recompute=again)
     if not found:
         raise PlanError(f"a mini-batch of {batch} samples cannot be divided among {min(d for d, _ in fits)} replicas")

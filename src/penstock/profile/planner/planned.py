@@ -78,8 +78,9 @@ class Planned:
     def __str__(self) -> str:
         best = self.best
         certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
+        again = "" if best.way.recompute or not best.recomputed else f", stages {_numbers(best.recomputed)} recomputed"
         lines = [
-            f"{best.way}",
+            f"{best.way}{again}",
             f"a step of {time_of(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
             "",
             *_shortened(table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3})),
@@ -157,6 +158,17 @@ def _shortened(lines: list[str]) -> list[str]:
     """A table's head, and of many rows the first and the last."""
     rows = lines[2:]
     return lines if len(rows) <= RANKS else [*lines[: RANKS + 1], f"… {len(rows) - RANKS} more …", lines[-1]]
+
+
+def _numbers(stages: Sequence[int]) -> str:
+    """0 to 3, 7."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and stage == runs[-1][-1] + 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def _run(layers: Sequence[str]) -> str:

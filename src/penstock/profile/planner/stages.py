@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import add
 
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Cuts, Ranks
@@ -15,28 +14,29 @@ __all__ = ["edges_between", "stage_costs", "static_bytes"]
 
 
 def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> Costs:
-    """Seconds and bytes of each stage, on the rank that it is placed on; a recompute is part of the input gradient."""
-    layers, link, beside = segments.costs.layers, segments.costs.link, segments.costs.overhead
+    """Seconds and bytes of each stage, on the rank that it is placed on."""
+    link, beside = segments.costs.link, segments.costs.overhead
     runs = list(pairwise((0, *cuts)))
 
-    def of(what: str, extra: float) -> list[float]:
-        return [
-            (sum(getattr(layer, what) for layer in layers[i:j]) + extra) / ranks.speed[rank]
+    def of(what: str, extra: float) -> tuple[float, ...]:
+        return tuple(
+            (segments.total(what, i, j) + extra) / ranks.speed[rank]
             for rank, (i, j) in zip(placement, runs, strict=True)
-        ]
+        )
 
-    again = of("recompute", beside.recompute)
-    more = again if segments.recomputed else [0.0] * len(runs)
+    activation = [segments.activation(i, j) for i, j in runs]
+    inputs = [min(segments.inputs(i, j), kept) for (i, j), kept in zip(runs, activation, strict=True)]
     return Costs(
-        f=tuple(of("forward", beside.forward)),
-        i=tuple(map(add, of("input_gradient", beside.input_gradient), more)),
-        w=tuple(of("weight_gradient", beside.weight_gradient)),
-        b=tuple(map(add, of("full_backward", beside.backward), more)),
-        r=tuple(again),
+        f=of("forward", beside.forward),
+        i=of("input_gradient", beside.input_gradient),
+        w=of("weight_gradient", beside.weight_gradient),
+        b=of("full_backward", beside.backward),
+        r=of("recompute", beside.recompute),
         latency=link.latency,
         bandwidth=link.bandwidth,
         bytes=edges_between(segments, cuts),
-        activation=tuple(segments.activation(i, j) for i, j in runs),
+        activation=tuple(activation),
+        checkpoint=tuple(came / kept if kept else 0.0 for came, kept in zip(inputs, activation, strict=True)),
     )
 
 

@@ -39,7 +39,7 @@ class Way:
     v: int
     samples: int  # of a micro-batch
     microbatches: int  # of each replica
-    recompute: bool = False
+    recompute: bool | None = False  # all stages, none, or (None) those that need it for the memory
     tensor: int = 1  # devices that share each layer: a rank is a group of so many
 
     def __str__(self) -> str:
@@ -64,6 +64,11 @@ class Candidate:
     bubble: float
 
     @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The stages whose forwards are run again."""
+        return tuple(sorted({a.stage for order in self.schedule.orders for a in order if a.kind == "R"}))
+
+    @property
     def gap(self) -> float:
         """How far above the floor."""
         return self.seconds / self.floor - 1 if self.floor else 0.0
@@ -86,7 +91,7 @@ def ways(
     *,
     microbatches: int | None = None,
     largest: int | None = None,
-    recompute: tuple[bool, ...] = (False,),
+    recompute: bool | None = False,
     tensor: int = 1,
 ) -> list[Way]:
     """All ways worth a look. ``grids``: numbers of replicas and of ranks; ``largest``: samples of a micro-batch."""
@@ -98,8 +103,7 @@ def ways(
         for samples in _sizes(share, microbatches, largest):
             for shape, v in (("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)):
                 if pipe * v <= layers and (pipe > 1 or v == 1):
-                    for again in recompute:
-                        found.append(Way(data, pipe, shape, v, samples, -(-share // samples), again, tensor))
+                    found.append(Way(data, pipe, shape, v, samples, -(-share // samples), recompute, tensor))
     return found
 
 
