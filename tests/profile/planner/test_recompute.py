@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Overhead
-from penstock.profile.measure import measure_costs
+from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts
 from penstock.profile.planner.cuts import placement_of
 from penstock.profile.planner.joint import joint
 from penstock.profile.planner.orders import Stages, order
@@ -86,7 +85,8 @@ def test_no_cuts_and_recomputes_of_all_are_much_better(shape: str, p: int, v: in
         static = static_bytes(segments, placement, cuts, p)
         room = tuple(memory - held for held in static)
         if min(room) >= 0:
-            found = order(Stages(stage_costs(segments, ranks, placement, cuts), again, placement, m, room), seconds=0.01)
+            costs = stage_costs(segments, ranks, placement, cuts)
+            found = order(Stages(costs, again, placement, m, room), seconds=0.01)
             best = best if found is None else min(best, found.makespan)
     assert best < inf
     answer = joint(segments, ranks, m, shape=shape, v=v, seconds=1.0)
@@ -155,20 +155,20 @@ class Ledger:
         self._of: dict[int, Counter[int]] = {}
         self._lock = threading.RLock()
 
-    def take(self, storage: int, size: int) -> tuple[int, int, int]:
+    def take(self, where: int, size: int) -> tuple[int, int, int]:
         whose = threading.get_ident()
         with self._lock:
             count = self._of.setdefault(whose, Counter())
-            count[storage] += 1
-            if count[storage] == 1:
+            count[where] += 1
+            if count[where] == 1:
                 self.now[whose] += size
                 self.most[whose] = max(self.most[whose], self.now[whose])
-        return whose, storage, size
+        return whose, where, size
 
-    def give(self, whose: int, storage: int, size: int) -> None:
+    def give(self, whose: int, where: int, size: int) -> None:
         with self._lock:
-            self._of[whose][storage] -= 1
-            if not self._of[whose][storage]:
+            self._of[whose][where] -= 1
+            if not self._of[whose][where]:
                 self.now[whose] -= size
 
 
@@ -177,22 +177,25 @@ ledger = Ledger()
 
 class Held:
     def __init__(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
         self.tensor = tensor.detach()
-        self.taken = ledger.take(storage.data_ptr(), storage.nbytes())
+        self.taken = ledger.take(tensor.data_ptr(), tensor.nbytes)
 
     def __del__(self) -> None:
         ledger.give(*self.taken)
 
 
 class Watched(nn.Module):
-    """A layer whose saved activations are counted; parameters are not among them."""
+    """A layer whose saved activations are counted, if at all; parameters are not among them."""
+
+    counted = False
 
     def __init__(self, width: int, wide: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, wide), nn.Linear(wide, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not Watched.counted:
+            return x + self.down(torch.tanh(self.up(x)))
         own = {p.untyped_storage().data_ptr() for p in self.parameters()}
 
         def pack(tensor: Tensor) -> Any:
@@ -202,38 +205,44 @@ class Watched(nn.Module):
             return x + self.down(torch.tanh(self.up(x)))
 
 
-def test_a_plan_that_recomputes_some_stages_trains_in_the_memory_that_it_says() -> None:
+def test_a_plan_that_recomputes_some_stages_trains_in_the_memory_that_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Watched(16, 256 if i % 2 == 0 else 16) for i in range(4)))
+    model = nn.Sequential(*(Watched(16, 160 if i % 2 == 0 else 16) for i in range(8)))
     x, y = torch.randn(64, 16), torch.randn(64, 16)
-    profile = measure_costs(model, x[:8], seconds=0.05)
-    times = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 1.0, "recompute": 1.0}
-    layers = [replace(layer, **times, backward=None) for layer in profile.at(8).layers]
-    costs = replace(profile.at(8), layers=tuple(layers), overhead=Overhead())
-    stays = sum(layer.parameters + layer.gradients + layer.optimizer for layer in layers) / 2
-    memory = stays + 1.9 * layers[0].activation
+    rows = []
+    for i, layer in enumerate(model):  # what keeps the most is computed soonest; a float has 4 bytes
+        work, size = (0.5, 160) if i % 2 == 0 else (1.5, 16)
+        weights = 4.0 * sum(p.numel() for p in layer.parameters())
+        kept = 4.0 * 8 * (16 + size)  # of 8 samples: the input, and what tanh gave
+        rows.append(LayerCosts(str(i), work, work, work, work, kept, weights, weights, 0.0))
+    crossings = tuple(Crossing(i, i + 1, 4.0 * 8 * 16) for i in range(7))
+    costs = ModelCosts(tuple(rows), crossings, samples=8)
+    memory = sum(row.parameters + row.gradients for row in rows) / 4 + 1.8 * rows[0].activation
     planned = ps.plan(
-        model, costs=costs, devices=["cpu", "cpu"], memory=memory, batch=64, microbatches=8, seconds=0.3, link=Link()
+        model, costs=costs, devices=["cpu"] * 4, memory=memory, batch=64, microbatches=8, seconds=0.3, link=Link()
     )
-    assert planned.way.pipe == 2
     assert 0 < len(planned.best.recomputed) < len(planned.best.cuts)
     assert max(planned.memory) <= memory
     plain = copy.deepcopy(model)
     loss = F.mse_loss(plain(x), y)
     loss.backward()
     with planned.pipeline(F.mse_loss) as pipe:
-        ledger.now.clear()
-        ledger.most.clear()
+        pipe.step(x, y)  # in its first step a stage is given copies, to see whether it changes them
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        monkeypatch.setattr(Watched, "counted", True)
         torch.testing.assert_close(pipe.step(x, y).loss, loss.detach())
         most = sorted(ledger.most.values())
     for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
-    segments, placement = Segments(costs), planned.schedule.placement
-    of_stages = stage_costs(segments, Ranks((1.0,) * 2, (inf,) * 2, (1.0,) * 2), placement, planned.best.cuts)
+    segments, placement, p = Segments(costs), planned.schedule.placement, planned.way.pipe
+    of_stages = stage_costs(segments, Ranks((1.0,) * p, (inf,) * p, (1.0,) * p), placement, planned.best.cuts)
     saved = simulate(planned.schedule, replace(of_stages, checkpoint=0.0)).peak_memory  # autograd has no inputs
-    assert [size for size, _ in zip(most, saved, strict=True)] == pytest.approx(sorted(saved), rel=0.35)
-    assert all(size <= said * 1.001 for size, said in zip(most, sorted(saved), strict=True))
-    static = static_bytes(segments, placement, planned.best.cuts, 2)
+    assert all(size <= said for size, said in zip(most, sorted(saved), strict=True))
+    assert sum(most) > 0.85 * sum(saved)  # what waits for a weight gradient is out of autograd's hands
+    static = static_bytes(segments, placement, planned.best.cuts, p)
     exact = simulate(planned.schedule, of_stages).peak_memory
     assert planned.memory == pytest.approx([a + b for a, b in zip(static, exact, strict=True)])
     runs = list(pairwise((0, *planned.best.cuts)))

@@ -1,10 +1,10 @@
 """Cuts and order together: uneven cuts pay only if the order knows them, and an order is only as good as its cuts.
 
-    cuts that are even, or have the least busy ranks ──▶ orders for them ──▶ each of the best:
-          ┌──────────────────────────────────────────────────────────────────────┘
-          └▶ move a few cuts by a layer, keep the order ──▶ those that are best even so: improve the order ─┐
-          ▲                                                                                                 │
-          └──────────────────────── the best of these and of what there was, improved as well ◀─────────────┘
+    cuts that are even, or have the least busy ranks ──▶ an order for each ──▶ the best of them
+    its neighbours: a few cuts moved by a layer      ──▶ an order for each ──▶ the best of them, and so on
+
+          ┌▶ its neighbours with the same order ──▶ those that are best even so: improve the order ─┐
+          └───────────────── the best of these and of what there was, improved as well ◀────────────┘
 
 Where memory is scarce, it is searched in the same way which stages are recomputed: as few as it takes.
 
@@ -84,6 +84,8 @@ def joint(
     if not moves:
         search.try_(search.points(1)[0], seconds)
         return search.best
+    seconds -= search.descend(quick, 0.3 * seconds)
+    seconds -= search.descend(4 * quick, 0.3 * seconds)
     tracks = [search.track(search.points(1)[0], SHORT * whole, turn) for turn in range(TRACKS)]
     seconds -= TRACKS * SHORT * whole
     for part, count in ((0.4, TRACKS), (0.6, 1)):
@@ -125,6 +127,21 @@ class _Search:
         if stages is not None and found is not None:
             self.meet(point, stages, found)
         return found
+
+    def descend(self, each: float, seconds: float) -> float:
+        """Go to a better neighbour, as long as there is one; how much of the time that took."""
+        spent, seen, before = 0.0, set[Point](), None
+        while self.best is not before and self.best.found.gap > 0:
+            before = self.best
+            for point in _neighbours((before.cuts, before.again), self.placement, self.ranks.recompute):
+                stages = None if point in seen else self.stages(point)
+                seen.add(point)
+                if stages is not None and stages.floor < self.best.found.makespan:
+                    self.try_(point, each)
+                    spent += each + 60 * seconds_of_a_step(stages)
+                    if spent > seconds:
+                        return spent
+        return spent
 
     def meet(self, point: Point, stages: Stages, found: Found) -> None:
         old = self.met.get(point)
@@ -205,7 +222,7 @@ def _recomputed(segments: Segments, ranks: Ranks, placement: tuple[int, ...], cu
 
 
 def _neighbours(point: Point, placement: tuple[int, ...], recompute: bool | None) -> Iterator[Point]:
-    """A few neighbouring cuts moved by a layer; or one stage recomputed that was not, or was, or another of its rank."""
+    """A few neighbouring cuts moved by a layer; or one stage more or less recomputed, or another of the same rank."""
     cuts, again = point
     inner = cuts[:-1]
     for width in (1, 2, 4, 8):

@@ -39,12 +39,18 @@ class Question:
     """
 
     def __init__(
-        self, segments: Segments, ranks: Ranks, below: float, layers: tuple[int, int], other: Sequence[Runs], effort: int
+        self,
+        segments: Segments,
+        ranks: Ranks,
+        below: float,
+        layers: tuple[int, int],
+        other: Sequence[Runs],
+        effort: int,
     ) -> None:
         self.segments, self.ranks, self.below, self.layers, self.other = segments, ranks, below, layers, other
         self.effort, self.unsure = effort, False  # if a no may be wrong
         self.free = ranks.recompute is False and min(ranks.memory) == inf
-        self.open = [seconds < below for seconds in segments.transfer]  # whether what crosses a cut gets through in time
+        self.open = [seconds < below for seconds in segments.transfer]  # whether what crosses a cut is there in time
         self.open[0] = self.open[-1] = True
         self.most = [  # the work that a rank can do in time, of these layers
             below * speed - sum(segments.work(i, j) for i, j in runs)

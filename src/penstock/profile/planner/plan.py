@@ -74,8 +74,9 @@ def plan(
     limit on a CPU, where a rank then keeps no more activations than the fullest rank of 1F1B. ``speeds`` tells how fast
     devices are that are not alike.
 
-    Where memory is limited, as many stages are recomputed as it takes; with ``recompute`` all or none are. ``cuts`` and ``blocks`` say where the model may
-    be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the loss is measured too.
+    Where memory is limited, as many stages are recomputed as it takes; with ``recompute`` all or none are. ``cuts`` and
+    ``blocks`` say where the model may be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the loss is measured
+    too.
 
     The search takes about ``seconds`` of a core, measuring about ``measure_seconds``.
     """

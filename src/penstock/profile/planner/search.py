@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import inf
 
 from penstock.errors import PlanError
+from penstock.inwords import exact_size
 from penstock.profile.costs import ModelCosts
 from penstock.profile.planner.cuts import placement_of
 from penstock.profile.planner.evened import evened
@@ -22,7 +23,6 @@ from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Ranks, held
 from penstock.profile.planner.ways import Candidate, Cluster, Lost, Way
 from penstock.schedule.simulate import simulate
-from penstock.split.weights import readable
 
 __all__ = ["Answer", "search"]
 
@@ -163,7 +163,7 @@ class _Look:
 
     def _misses(self, needs: float) -> None:
         self.needs, limit = needs, max(self.ranks.memory)
-        more = f"needs {readable(needs)} on a device that has {readable(limit)}"
+        more = f"needs {exact_size(needs)} on a device that has {exact_size(limit)}"
         self.reason = more if needs > limit else "no order keeps the memory"
 
 
@@ -174,15 +174,15 @@ def _nothing_fits(looks: Sequence[_Look]) -> str:
     stays = [layer.parameters + layer.gradients + layer.optimizer + layer.buffers for layer in costs.layers]
     heaviest = max(range(len(stays)), key=stays.__getitem__)
     least = min(look.needs or inf for look in looks)
-    lines = [f"nothing keeps the memory of {readable(limit)} a device"]
+    lines = [f"nothing keeps the memory of {exact_size(limit)} a device"]
     if stays[heaviest] > limit:
         name = costs.layers[heaviest].name
         lines.append(
-            f"layer {name} alone needs {readable(stays[heaviest])} with its gradients and the states of the optimizer: "
+            f"layer {name} alone needs {exact_size(stays[heaviest])} with its gradients and the optimizer's states: "
             "divide it into smaller layers, or shard it (parallelize=)"
         )
     elif least < inf:
-        lines.append(f"the least that was found needs {readable(least)}, {readable(least - limit)} more")
+        lines.append(f"the least that was found needs {exact_size(least)}, {exact_size(least - limit)} more")
     hints = ["more devices", "smaller micro-batches", "an optimizer with fewer states (optimizer=)"]
     if all(look.way.recompute is False for look in looks):
         hints.insert(1, "recompute")
