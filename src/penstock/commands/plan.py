@@ -59,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("what is to be planned? Give one of MODULE:NAME, --costs FILE and --layers MODEL")
     if args.layers and not args.hardware:
         args.usage_error("--layers describes a model for devices that are not here: say which by --hardware")
-    planned = _described(args) if args.layers else _from_costs(args) if not args.model else _measured(args)
+    try:
+        planned = _described(args) if args.layers else _from_costs(args) if not args.model else _measured(args)
+    except PlanError as error:  # what was asked for cannot be
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
     print(planned)
     if args.save:
         planned.save(args.save)

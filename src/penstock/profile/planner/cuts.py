@@ -18,7 +18,7 @@ answer has a bound, which says how good it is for certain.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -29,7 +29,7 @@ from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Cuts, Ranks, Runs, bottleneck, fits
 from penstock.schedule.placement import loop, vee
 
-__all__ = ["Cut", "cut", "placement_of"]
+__all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
 _CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
 _EFFORT = 60_000  # fronts that are looked at: about a third of a second
@@ -67,6 +67,24 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
         return _round_by_round(segments, ranks, placement, v)
     search = _straight if v == 1 else there_and_back if shape == "v" else twice_round
     return _least(segments, ranks, placement, _Asking(segments, ranks, search))
+
+
+def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
+    """How many times the memory that they have ranks would need, for there to be cuts; to a hundredth."""
+    placement = placement_of(shape, len(ranks), v)
+
+    def enough(factor: float) -> bool:
+        more = replace(ranks, memory=tuple(factor * size for size in ranks.memory))
+        found = _Asking(segments, more, _straight)(inf) if v == 1 else evened(segments, more, placement)
+        return found is not None
+
+    low, high = 0.0, 1.0
+    while not enough(high):
+        low, high = high, 2 * high
+    while high - low > 1e-2 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 class _Asking:

@@ -32,7 +32,7 @@ from penstock.schedule.costs import Costs
 __all__ = ["Joint", "joint"]
 
 QUICK = 0.05  # seconds for the order of cuts to start from
-TRACKS = 2  # orders that are gone on with for a while; then with the better one
+TRACKS = 2  # orders that are gone on with
 SHORT = 1 / 40  # the part of the time for an order to go on from: a better one would not change any more
 STEPS, CLOSE = 150, 3  # changes that are tried on an order at a time, on so many of the neighbours
 MOST = 4  # times as many are tried where none helps
@@ -84,14 +84,14 @@ def joint(
     if not moves:
         search.try_(search.points(1)[0], seconds)
         return search.best
-    seconds -= search.descend(quick, 0.3 * seconds)
-    seconds -= search.descend(4 * quick, 0.3 * seconds)
+    seconds -= search.descend(quick, 0.2 * seconds)
     tracks = [search.track(search.points(1)[0], SHORT * whole, turn) for turn in range(TRACKS)]
     seconds -= TRACKS * SHORT * whole
-    for part, count in ((0.4, TRACKS), (0.6, 1)):
-        tracks.sort(key=lambda track: track.draft.seconds)
-        for track in tracks[:count]:
-            track.go_on(part * seconds / count)
+    for track in tracks:
+        track.go_on(0.5 * seconds / TRACKS)
+    best = min(tracks, key=lambda track: track.draft.seconds)
+    best.settle(0.25 * seconds)
+    search.try_(best.point, 0.25 * seconds)
     return search.best
 
 
@@ -178,9 +178,17 @@ class _Track:
             better = self.draft.seconds < before * (1 - 1e-9)
             self.effort = 1 if better or self.effort == MOST else 2 * self.effort
             if better and self.draft.seconds < self.search.best.found.makespan * 1.05:
-                found = self.draft.finished()
-                if found is not None:
-                    self.search.meet(self.point, self.draft.stages, found)
+                self._meet()
+
+    def settle(self, seconds: float) -> None:
+        """Improve the order alone, in one go."""
+        self.draft = self.draft.improved(int(seconds / seconds_of_a_step(self.draft.stages)), self.random)
+        self._meet()
+
+    def _meet(self) -> None:
+        found = self.draft.finished()
+        if found is not None:
+            self.search.meet(self.point, self.draft.stages, found)
 
     def _near(self) -> tuple[list[tuple[Point, Draft]], int]:
         """The neighbours with the order as it is, best first; and how many were looked at."""

@@ -16,7 +16,7 @@ from math import inf
 from penstock.errors import PlanError
 from penstock.inwords import exact_size
 from penstock.profile.costs import ModelCosts
-from penstock.profile.planner.cuts import placement_of
+from penstock.profile.planner.cuts import least_memory, placement_of
 from penstock.profile.planner.evened import evened
 from penstock.profile.planner.joint import Joint, joint
 from penstock.profile.planner.segments import Segments
@@ -49,6 +49,8 @@ def search(
     report: Callable[[str], None] = lambda text: None,
 ) -> Answer:
     """Look at all ``ways``, for about ``seconds`` of a core; ``costs_of(way)`` is for its micro-batches."""
+    if not 0 < seconds < inf:
+        raise PlanError(f"seconds={seconds}: expected how long to search, above 0")
     begin = time.thread_time()
     models: dict[tuple[int, int], Segments] = {}
     looks = []
@@ -56,6 +58,8 @@ def search(
         key = way.samples, way.tensor
         if key not in models:
             models[key] = Segments(costs_of(way))
+            if not sum(models[key].works):
+                raise PlanError("all layers take 0 seconds: costs need the time of each, or nothing can be compared")
         looks.append(_Look(way, models[key], cluster))
     looks.sort(key=lambda look: look.estimate)
     lost = [Lost(look.way, look.reason, None, look.needs) for look in looks if look.reason]
@@ -173,7 +177,6 @@ def _nothing_fits(looks: Sequence[_Look]) -> str:
     limit = max(max(look.ranks.memory) for look in looks)
     stays = [layer.parameters + layer.gradients + layer.optimizer + layer.buffers for layer in costs.layers]
     heaviest = max(range(len(stays)), key=stays.__getitem__)
-    least = min(look.needs or inf for look in looks)
     lines = [f"nothing keeps the memory of {exact_size(limit)} a device"]
     if stays[heaviest] > limit:
         name = costs.layers[heaviest].name
@@ -181,9 +184,14 @@ def _nothing_fits(looks: Sequence[_Look]) -> str:
             f"layer {name} alone needs {exact_size(stays[heaviest])} with its gradients and the optimizer's states: "
             "divide it into smaller layers, or shard it (parallelize=)"
         )
-    elif least < inf:
-        lines.append(f"the least that was found needs {exact_size(least)}, {exact_size(least - limit)} more")
-    hints = ["more devices", "smaller micro-batches", "an optimizer with fewer states (optimizer=)"]
+    closest = sorted(looks, key=lambda look: (look.way.v, look.needs or inf))[:REFINED]
+    factor, best = min(
+        ((least_memory(look.segments, look.ranks, look.way.shape, look.way.v), look) for look in closest),
+        key=lambda pair: pair[0],
+    )
+    needs = factor * max(best.ranks.memory)
+    lines.append(f"the least that was found is {exact_size(needs)}, {factor:.3g} times as much ({best.way})")
+    hints = ["more memory or devices", "smaller micro-batches", "an optimizer with fewer states (optimizer=)"]
     if all(look.way.recompute is False for look in looks):
         hints.insert(1, "recompute")
     lines.append(f"what would help: {', '.join(hints)}")

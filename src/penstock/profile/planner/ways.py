@@ -100,10 +100,10 @@ def ways(
         if pipe > layers or data > batch:
             continue
         share = -(-batch // data)
-        for samples in _sizes(share, microbatches, largest):
+        for count in _counts(share, microbatches, largest):
             for shape, v in (("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)):
                 if pipe * v <= layers and (pipe > 1 or v == 1):
-                    found.append(Way(data, pipe, shape, v, samples, -(-share // samples), recompute, tensor))
+                    found.append(Way(data, pipe, shape, v, -(-share // count), count, recompute, tensor))
     return found
 
 
@@ -112,12 +112,12 @@ def grids_of(devices: int) -> list[tuple[int, int]]:
     return [(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
 
 
-def _sizes(share: int, microbatches: int | None, largest: int | None) -> list[int]:
-    """Sizes of micro-batches, from large to small: a share and its halves."""
+def _counts(share: int, microbatches: int | None, largest: int | None) -> list[int]:
+    """Numbers of micro-batches, from few to many: of a whole share, its half, a quarter, and so on."""
     if microbatches is not None:
-        return [-(-share // microbatches)]
+        return [min(share, microbatches)]
     sizes, size = [share], share
     while size > 1:
         size = -(-size // 2)
         sizes.append(size)
-    return [size for size in sizes if largest is None or size <= largest] or sizes[-1:]
+    return [-(-share // size) for size in sizes if largest is None or size <= largest] or [share]
