@@ -113,13 +113,36 @@ def test_all_ways_to_use_devices() -> None:
     assert grids_of(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
     assert {(way.samples, way.microbatches) for way in ways(10, [(2, 2)], 4)} == {(5, 1), (3, 2), (2, 3), (1, 5)}
     assert {way.samples for way in ways(64, [(1, 2)], 4, largest=8)} == {8, 4, 2, 1}
+    asked = ways(4, [(1, 2)], 4, microbatches=3)
+    assert {(way.samples, way.microbatches) for way in asked} == {(2, 3)}  # as the pipeline cuts it: 2, 1 and 1
+
+
+def test_layers_that_take_no_time_cannot_be_planned() -> None:
+    with pytest.raises(PlanError, match="all layers take 0 seconds"):
+        plan_costs(Profile((uniform(seconds=0.0),)), batch=8, grids=[(1, 2)])
+
+
+def test_the_same_arguments_give_the_same_answer() -> None:
+    first, second = (
+        joint(like_8b(halves=False), Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=0.5)
+        for _ in range(2)
+    )
+    assert first == second
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ({"memory": 5.0}, "layer l0 alone needs 10 bytes.*divide it into smaller layers"),
-        ({"memory": 12.0}, r"nothing keeps the memory of 12 bytes.*what would help: more devices"),
+        ({"memory": 12.0}, r"memory of 12 bytes.*the least that was found is 4\d bytes, 3\.\d+ times.*would help: more"),
+        ({"memory": [12.0, 30.0]}, "nothing keeps the memory of 30 bytes"),
+        ({"memory": float("nan")}, "memory must be numbers above 0"),
+        ({"memory": [100.0, -1.0]}, "memory must be numbers above 0"),
+        ({"devices": 0}, "devices=0 must be a whole number, from 1 up"),
+        ({"batch": 0}, "batch=0 must be a whole number"),
+        ({"batch": 2.5}, "batch=2.5 must be a whole number"),
+        ({"microbatches": 0}, "microbatches=0 must be a whole number"),
+        ({"seconds": float("nan")}, "expected how long to search"),
         ({"grids": [(1, 9)]}, "9 devices asked for, but the model has only 8 layers"),
         ({"memory": [100.0]}, "memory has 1 numbers, but there are 2 devices"),
         ({"speeds": [1.0, 0.0]}, "speeds must be numbers above 0"),

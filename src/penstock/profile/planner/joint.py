@@ -8,11 +8,13 @@
 
 Where memory is scarce, it is searched in the same way which stages are recomputed: as few as it takes.
 
-How much is done is counted, not timed: the same arguments give the same answer on every machine.
+How much is done is counted, not timed: the same arguments give the same answer on every machine, but for orders of many
+thousand actions.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,7 +24,7 @@ from random import Random
 from penstock.profile.planner.cuts import cut, placement_of
 from penstock.profile.planner.drafts import Draft, first_draft, seconds_of_a_step
 from penstock.profile.planner.evened import evened
-from penstock.profile.planner.orders import Stages, order
+from penstock.profile.planner.orders import COUNTED, Stages, order
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.stages import stage_costs, static_bytes
 from penstock.profile.planner.times import Cuts, Ranks, cheapest
@@ -75,24 +77,47 @@ def joint(
     Without a limit on memory, a rank may keep what the fullest rank of 1F1B would.
     """
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
-    whole, quick = seconds, min(QUICK, seconds / 40)
+    budget = _Budget(seconds, counted=3 * len(search.placement) * m <= COUNTED)
+    quick = min(QUICK, seconds / 40)
     for point in dict.fromkeys(_beginnings(segments, ranks, m, shape, v, exact=moves)):
         search.try_(point, quick)
-        seconds -= quick
+        budget.spend(quick)
+        if not moves and (len(search.met) == 2 or (search.met and budget.left <= 0)):
+            break
     if not search.met:
         return None
     if not moves:
-        search.try_(search.points(1)[0], seconds)
+        if budget.left > 0:
+            search.try_(search.points(1)[0], budget.left)
         return search.best
-    seconds -= search.descend(quick, 0.2 * seconds)
-    tracks = [search.track(search.points(1)[0], SHORT * whole, turn) for turn in range(TRACKS)]
-    seconds -= TRACKS * SHORT * whole
+    search.descend(quick, budget, (0.8 if budget.counted else 0.5) * budget.left)
+    if not budget.counted:  # a change to such an order takes long, and so does each of many
+        search.try_(search.points(1)[0], max(QUICK, budget.left))
+        return search.best
+    tracks = [search.track(search.points(1)[0], SHORT * seconds, turn) for turn in range(TRACKS)]
+    budget.spend(TRACKS * SHORT * seconds)
+    left = max(0.0, budget.left)
     for track in tracks:
-        track.go_on(0.5 * seconds / TRACKS)
+        track.go_on(0.5 * left / TRACKS)
     best = min(tracks, key=lambda track: track.draft.seconds)
-    best.settle(0.25 * seconds)
-    search.try_(best.point, 0.25 * seconds)
+    best.settle(0.25 * left)
+    search.try_(best.point, 0.25 * left)
     return search.best
+
+
+class _Budget:
+    """The seconds that are left: of a usual core, where it is counted what is done; else of this one."""
+
+    def __init__(self, seconds: float, *, counted: bool) -> None:
+        self._seconds, self.counted, self._begin = seconds, counted, time.thread_time()
+
+    def spend(self, seconds: float) -> None:
+        if self.counted:
+            self._seconds -= seconds
+
+    @property
+    def left(self) -> float:
+        return self._seconds - (0.0 if self.counted else time.thread_time() - self._begin)
 
 
 class _Search:
@@ -128,20 +153,19 @@ class _Search:
             self.meet(point, stages, found)
         return found
 
-    def descend(self, each: float, seconds: float) -> float:
-        """Go to a better neighbour, as long as there is one; how much of the time that took."""
-        spent, seen, before = 0.0, set[Point](), None
+    def descend(self, each: float, budget: _Budget, least: float) -> None:
+        """Go to a better neighbour, as long as there is one and more than the least is left."""
+        seen, before = set[Point](), None
         while self.best is not before and self.best.found.gap > 0:
             before = self.best
             for point in _neighbours((before.cuts, before.again), self.placement, self.ranks.recompute):
                 stages = None if point in seen else self.stages(point)
                 seen.add(point)
                 if stages is not None and stages.floor < self.best.found.makespan:
+                    if budget.left < least:
+                        return
                     self.try_(point, each)
-                    spent += each + 60 * seconds_of_a_step(stages)
-                    if spent > seconds:
-                        return spent
-        return spent
+                    budget.spend(each + 60 * seconds_of_a_step(stages))
 
     def meet(self, point: Point, stages: Stages, found: Found) -> None:
         old = self.met.get(point)

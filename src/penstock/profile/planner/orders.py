@@ -25,9 +25,11 @@ from penstock.schedule.recompute import with_recompute
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import simulate
 
-__all__ = ["Stages", "order", "with_recomputes"]
+__all__ = ["COUNTED", "Stages", "order", "with_recomputes"]
 
 _SLACK = 1 + 1e-9
+COUNTED = 4000
+"""For orders of up to so many actions it is counted what is done, and not timed."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,13 @@ class Stages:
 def order(stages: Stages, *, seconds: float, seed: int = 0) -> Found | None:
     """A short order; None if none was found that keeps the ranks' room.
 
-    How much is searched does not depend on the machine: ``seconds`` are those of a usual core.
+    How much is searched does not depend on the machine, up to ``COUNTED`` actions; beyond, it ends when time is up.
     """
+    actions = 3 * len(stages.placement) * stages.m
     try:
         found = auto(
             stages.plain, stages.placement, stages.m, cap=stages.cap, edges=stages.edges, seconds=seconds, seed=seed,
-            repeatable=True,
+            repeatable=actions <= COUNTED,
         )  # fmt: skip
     except ScheduleError:  # no order keeps such a cap
         return None
