@@ -79,7 +79,7 @@ def joint(
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
     budget = _Budget(seconds, counted=3 * len(search.placement) * m <= COUNTED)
     quick = min(QUICK, seconds / 40)
-    for point in dict.fromkeys(_beginnings(segments, ranks, m, shape, v, exact=moves)):
+    for point in dict.fromkeys(_beginnings(segments, ranks, m, shape, v, exact=moves and budget.counted)):
         search.try_(point, quick)
         budget.spend(quick)
         if not moves and (len(search.met) == 2 or (search.met and budget.left <= 0)):
