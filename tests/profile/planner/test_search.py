@@ -35,14 +35,14 @@ def like_8b(*, halves: bool) -> Segments:
     return Segments(ModelCosts(layers, crossings, link=Link(0.05)))
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_cuts_and_order_together_beat_every_fixed_schedule_on_an_even_cut(halves: bool) -> None:
+@pytest.mark.parametrize(("halves", "most"), [(False, 66.0), (True, 63.5)])
+def test_cuts_and_order_together_beat_every_fixed_schedule_on_an_even_cut(halves: bool, most: float) -> None:
     """80.7 is what the best of torch's schedules takes for this model, with as many layers in each stage."""
     segments = like_8b(halves=halves)
     found = joint(segments, Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=2.0)
     assert found is not None
     assert max(found.memory) <= 8.0
-    assert found.found.makespan < 80.7 / 1.15
+    assert found.found.makespan < most
     again = simulate(found.found.schedule, found.costs, tuple(edges_between(segments, found.cuts)))
     assert again.makespan == found.found.makespan
     assert found.found.floor <= again.makespan
