@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts
 from penstock.profile.planner.cuts import placement_of
-from penstock.profile.planner.joint import joint
+from penstock.profile.planner.joint import _Budget, _Search, joint
 from penstock.profile.planner.orders import Stages, order
 from penstock.profile.planner.plan import plan_costs
 from penstock.profile.planner.segments import Segments
@@ -58,6 +58,14 @@ def test_nothing_is_recomputed_where_there_is_room() -> None:
     costs = Profile((chain([10.0] * 8, [1.0] * 8),))
     planned = plan_costs(costs, batch=8, grids=[(1, 4)], microbatches=8, memory=1000.0, seconds=0.5)
     assert planned.best.recomputed == ()
+
+
+def test_what_need_not_be_recomputed_is_kept_again() -> None:
+    ranks = Ranks((1.0,) * 2, (1000.0,) * 2, (1.0,) * 2, None)
+    search = _Search(Segments(chain([10.0] * 4, [1.0] * 4)), ranks, 4, placement_of("loop", 2, 2), 0)
+    search.try_(((1, 2, 3, 4), frozenset(range(4))), 0.01)
+    search.descend(0.01, _Budget(10.0, counted=True), 0.0)
+    assert search.best.again == frozenset()
 
 
 def all_points(n: int, stages: int) -> list[tuple[tuple[int, ...], frozenset[int]]]:

@@ -156,7 +156,7 @@ class _Search:
     def descend(self, each: float, budget: _Budget, least: float) -> None:
         """Go to a better neighbour, as long as there is one and more than the least is left."""
         seen, before = set[Point](), None
-        while self.best is not before and self.best.found.gap > 0:
+        while self.best is not before:
             before = self.best
             for point in _neighbours((before.cuts, before.again), self.placement, self.ranks.recompute):
                 stages = None if point in seen else self.stages(point)
@@ -191,8 +191,10 @@ class _Track:
     def go_on(self, seconds: float) -> None:
         """Do as much as a usual core does in that time."""
         left = seconds / seconds_of_a_step(self.draft.stages)
-        while left > 0 and self.search.best.found.gap > 0:
+        while left > 0:
             near, looks = self._near()
+            if not near and self.draft.seconds <= self.draft.stages.floor * (1 + 1e-9):
+                break  # neither other cuts nor another order can be better
             steps, tried = STEPS * self.effort, list[tuple[Point, Draft]]()
             for point, draft in [(self.point, self.draft), *near[:CLOSE]]:
                 tried.append((point, draft.improved(steps, self.random)))

@@ -177,9 +177,7 @@ def plan_costs(
             f"model has only {len(layers)} layers for ranks: take fewer devices, or a larger batch="
         )
     cluster = Cluster(speed, limits, link)
-    answer = search(
-        lambda way: profile.at(way.samples), found, cluster, seconds=seconds, seed=seed, report=report
-    )
+    answer = search(lambda way: profile.at(way.samples), found, cluster, seconds=seconds, seed=seed, report=report)
     return Planned(answer.best, answer.others, tuple(layers))
 
 

@@ -30,9 +30,9 @@ RANKS = 12
 class Planned:
     """A plan with its schedule, and the time and memory that they should take.
 
-        planned = ps.plan(model, sample, devices=4, batch=64)
-        print(planned)
-        pipe = planned.pipeline(loss_fn)
+    planned = ps.plan(model, sample, devices=4, batch=64)
+    print(planned)
+    pipe = planned.pipeline(loss_fn)
     """
 
     best: Candidate
