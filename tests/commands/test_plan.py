@@ -82,4 +82,6 @@ def test_wrong_words(
     words: list[str], code: int, message: str, models: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *(word.format(models=models) for word in words)]) == code
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.startswith("usage:") or said.count("\n") == 1

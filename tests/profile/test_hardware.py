@@ -283,3 +283,23 @@ def test_a_step_by_hand() -> None:
     assert step_on_paper(costs, 4, 6, recompute=True) == pytest.approx(9 * again)
     with pytest.raises(ps.PlanError, match="8 layers cannot be divided evenly among 3 ranks"):
         step_on_paper(costs, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "published", "off"),
+    [("1f1b", 8, 24, 0.2347, 0.02), ("1f1b", 32, 96, 0.2676, 0.03), ("zbv", 32, 96, 0.0593, 0.02)],
+)
+def test_published_bubbles_are_a_little_above_those_of_even_stages(
+    name: str, p: int, m: int, published: float, off: float
+) -> None:
+    """Zero Bubble, tables 5 and 8."""
+    schedule = build(name, p, m)
+    bubble = simulate(schedule, Costs.per_rank(v=schedule.num_stages // p)).bubble
+    assert published - off < bubble < published
+
+
+@pytest.mark.parametrize(("m", "published"), [(32, 3.70), (64, 4.03)])
+def test_published_speeds_grow_with_micro_batches_as_the_bubble_shrinks(m: int, published: float) -> None:
+    """Zero Bubble, table 4: samples per second of 1F1B on 8 ranks, 3.50 with 24 micro-batches."""
+    few, many = (simulate(build("1f1b", 8, count)).makespan / count for count in (24, m))
+    assert few / many == pytest.approx(published / 3.50, rel=0.015)

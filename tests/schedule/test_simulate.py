@@ -252,6 +252,8 @@ def test_recompute_keeps_little_until_it_runs() -> None:
     simulation = simulate(staircase("F0 F1 R0 B0 R1 B1"), Costs(activation=10, checkpoint=0.1))
     assert [kept for _, kept in simulation.memory[0]] == pytest.approx([0, 10, 1, 11, 2, 11, 1, 10, 0])
     assert simulation.peak_memory == pytest.approx((11,))
+    stages = simulate(staircase("F0 R0 B0", "F0 R0 B0"), Costs(activation=(10, 4), checkpoint=(0.1, 0.5)))
+    assert [[kept for _, kept in curve] for curve in stages.memory] == [[0, 10, 1, 10, 0], [0, 4, 2, 4, 0]]
 
 
 def test_only_forward_keeps_nothing() -> None:

@@ -91,7 +91,8 @@ def step_on_paper(
 
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198: tables 3 (how)
 # and 5 (seconds of an iteration). On A100 with 80 GB, without data parallelism. Each model runs twice: with all layers
-# recomputed, and with their sequence parallelism and the core of the attention recomputed.
+# recomputed, and with their sequence parallelism and the core of the attention recomputed. Written down from memory of
+# the paper: no copy of it was at hand.
 _SOURCE = "arXiv 2205.05198, table 5"
 _RUNS = [
     # model, pipe, interleaved, microbatch, batch, seconds with all recomputed, seconds with selective recomputation

@@ -46,7 +46,7 @@ class Costs:
     bytes: PerEdge = 0.0
     activation: PerStage = 1.0
     keep: float = 1.0
-    checkpoint: float = 0.0
+    checkpoint: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

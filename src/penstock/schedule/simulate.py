@@ -87,11 +87,11 @@ class Simulation:
             return tuple(curve)
         order, starts, ends = self.schedule.orders[rank], self.starts[rank], self.ends[rank]
         sizes = self.costs.of_stages("activation", self.schedule.num_stages)
-        keep, checkpoint = self.costs.keep, self.costs.checkpoint
+        keep, kept_of = self.costs.keep, self.costs.of_stages("checkpoint", self.schedule.num_stages)
         recomputed = {(a.stage, a.microbatch) for a in order if a.kind == "R"}
         kept = 0.0
         for (stage, kind, microbatch), start, end in zip(order, starts, ends, strict=True):
-            size = sizes[stage]
+            size, checkpoint = sizes[stage], kept_of[stage]
             if kind == "F":
                 kept += size
                 curve.append((start, kept))

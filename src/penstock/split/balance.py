@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from penstock.errors import PlanError
+from penstock.inwords import exact_size
 from penstock.split.line import Groups, Line
 from penstock.split.measure import measure
 from penstock.split.partition import Bag, OverLimit, partition
-from penstock.split.weights import TRAINED, Measurement, limits_of, memory_pieces, parameter_counts, readable
+from penstock.split.weights import TRAINED, Measurement, limits_of, memory_pieces, parameter_counts
 
 __all__ = ["balance_by_size", "balance_by_time", "check_limits", "divide"]
 
@@ -148,15 +149,16 @@ def _over(line: Line, stages: int, limits: list[int], error: OverLimit, measured
     lines = [f"{len(line.layers)} layers do not fit into {stages} stages with their {what}:"]
     if len(set(limits)) == 1:
         lines.append(
-            f"the limit is {readable(limits[0])} a stage, the smallest that fits {readable(limits[0] + error.short)}"
+            f"the limit is {exact_size(limits[0])} a stage, "
+            f"the smallest that fits {exact_size(limits[0] + error.short)}"
         )
     else:
         lines.append(
-            f"each of the limits (the largest is {readable(max(limits))}) must grow by {readable(error.short)}"
+            f"each of the limits (the largest is {exact_size(max(limits))}) must grow by {exact_size(error.short)}"
         )
     if error.item is not None:
         lines.append(
-            f"layer {line.layers[error.item]} alone needs {readable(error.needs)}: divide it into smaller layers"
+            f"layer {line.layers[error.item]} alone needs {exact_size(error.needs)}: divide it into smaller layers"
         )
     else:
         lines.append("use more stages, or raise the limit")
@@ -170,8 +172,8 @@ def check_limits(line: Line, groups: Groups, memory: Any, sample: Any) -> None:
         needs = sum({key: value for layer in layers for key, value in pieces[layer].items()}.values())
         if needs > limit:
             raise PlanError(
-                f"stage {stage} has layers that need {readable(needs)}, but its limit is {readable(limit)}: give it "
-                "fewer layers"
+                f"stage {stage} has layers that need {exact_size(needs)}, but its limit is {exact_size(limit)}: "
+                "give it fewer layers"
             )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from penstock.errors import PlanError
+from penstock.inwords import table
 
 if TYPE_CHECKING:
     from penstock.split.check import CheckReport
@@ -204,21 +205,12 @@ def _table(plan: Plan) -> str:
     if plan.ranks is not None:
         devices = plan.devices or [""] * plan.num_stages
         where = [f"{rank} {device}".strip() for rank, device in zip(plan.ranks, devices, strict=True)]
-    rows = [("stage", "rank", "layers", "parameters", "bytes", "sends to")]
+    rows = []
     for index, stage in enumerate(plan.stages):
         to = " ".join(str(edge.dst) for edge in plan.edges if edge.src == index) or "-"
         parameters, size = f"{stage.parameters:,}", f"{stage.bytes:,}"
         rows.append((str(index), where[index], _short(stage.layers), parameters, size, to))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    right = {0, 3, 4}
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("─" * width for width in widths))
+    lines = table(["stage", "rank", "layers", "parameters", "bytes", "sends to"], rows, right={0, 3, 4})
     lines += [f"tie: {' = '.join(tie.names)} (stages {', '.join(map(str, tie.stages))})" for tie in plan.ties]
     return "\n".join(lines)
 

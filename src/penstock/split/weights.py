@@ -21,7 +21,6 @@ __all__ = [
     "limits_of",
     "memory_pieces",
     "parameter_counts",
-    "readable",
     "tensor_bytes",
 ]
 
@@ -122,11 +121,3 @@ def bytes_of(size: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
         raise PlanError(f'memory={size!r} is not a size: write a number of bytes, "16GiB" or "500MB"')
     return int(number * _UNITS[unit])
-
-
-def readable(size: float) -> str:
-    """A number of bytes for people, with the bytes themselves where they were rounded."""
-    for n, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**n:
-            return f"{size / 1024**n:.2f} {unit} ({math.ceil(size):,} bytes)"
-    return f"{math.ceil(size)} bytes"

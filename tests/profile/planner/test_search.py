@@ -36,14 +36,14 @@ def like_8b(*, halves: bool) -> Segments:
     return Segments(ModelCosts(layers, crossings, link=Link(0.05)))
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_cuts_and_order_together_beat_every_fixed_schedule_on_an_even_cut(halves: bool) -> None:
+@pytest.mark.parametrize(("halves", "most"), [(False, 66.0), (True, 63.5)])
+def test_cuts_and_order_together_beat_every_fixed_schedule_on_an_even_cut(halves: bool, most: float) -> None:
     """80.7 is what the best of torch's schedules takes for this model, with as many layers in each stage."""
     segments = like_8b(halves=halves)
     found = joint(segments, Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=2.0)
     assert found is not None
     assert max(found.memory) <= 8.0
-    assert found.found.makespan < 80.7 / 1.15
+    assert found.found.makespan < most
     again = simulate(found.found.schedule, found.costs, tuple(edges_between(segments, found.cuts)))
     assert again.makespan == found.found.makespan
     assert found.found.floor <= again.makespan
@@ -67,13 +67,11 @@ def test_the_answer_is_no_slower_than_what_fixed_schedules_do_with_its_cuts() ->
         assert planned.seconds <= simulate(build(name, 4, 8), costs).makespan * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_messages_between_ranks_take_the_time_of_both_ends(recomputed: bool) -> None:
+def test_messages_between_ranks_take_the_time_of_both_ends() -> None:
     free, dear = uniform(), replace(uniform(), link=Link(0.0, inf, 0.5, 2.0))  # a second for each message of a byte
     ranks, placement = Ranks((1.0, 1.0), (inf, inf), (1.0, 1.0)), (0, 1, 1, 0)
     costs, more = (
-        stage_costs(Segments(model, recomputed=recomputed), ranks, placement, (2, 4, 6, 8)).durations(4)
-        for model in (free, dear)
+        stage_costs(Segments(model), ranks, placement, (2, 4, 6, 8)).durations(4) for model in (free, dear)
     )
     for kind, added in (("F", [1.0] * 4), ("I", [1.0] * 4), ("B", [1.0] * 4), ("W", [0.0] * 4), ("R", [0.0] * 4)):
         assert more[kind] == pytest.approx([a + b for a, b in zip(costs[kind], added, strict=True)]), kind
@@ -103,9 +101,9 @@ def test_replicas_are_used_where_they_are_faster_and_cost_their_sums() -> None:
 def test_memory_is_kept_by_more_ranks_and_by_recomputing() -> None:
     heavy = uniform(kept=100.0)
     roomy = plan_costs(Profile((heavy,)), batch=16, grids=[(1, 4)], microbatches=4, seconds=0.5)
-    assert not roomy.way.recompute
+    assert not roomy.best.recomputed
     tight = plan_costs(Profile((heavy,)), batch=16, grids=[(1, 4)], microbatches=4, memory=230.0, seconds=0.5)
-    assert tight.way.recompute
+    assert tight.best.recomputed
     assert max(tight.memory) <= 230.0
     assert "R" in tight.schedule.kinds
     assert tight.seconds > roomy.seconds
@@ -138,13 +136,36 @@ def test_all_ways_to_use_devices() -> None:
     assert grids_of(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
     assert {(way.samples, way.microbatches) for way in ways(10, [(2, 2)], 4)} == {(5, 1), (3, 2), (2, 3), (1, 5)}
     assert {way.samples for way in ways(64, [(1, 2)], 4, largest=8)} == {8, 4, 2, 1}
+    asked = ways(4, [(1, 2)], 4, microbatches=3)
+    assert {(way.samples, way.microbatches) for way in asked} == {(2, 3)}  # as the pipeline cuts it: 2, 1 and 1
+
+
+def test_layers_that_take_no_time_cannot_be_planned() -> None:
+    with pytest.raises(PlanError, match="all layers take 0 seconds"):
+        plan_costs(Profile((uniform(seconds=0.0),)), batch=8, grids=[(1, 2)])
+
+
+def test_the_same_arguments_give_the_same_answer() -> None:
+    first, second = (
+        joint(like_8b(halves=False), Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=0.5)
+        for _ in range(2)
+    )
+    assert first == second
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ({"memory": 5.0}, "layer l0 alone needs 10 bytes.*divide it into smaller layers"),
-        ({"memory": 12.0}, r"nothing keeps the memory of 12 bytes.*what would help: more devices"),
+        ({"memory": 12.0}, r"memory of 12 bytes.*the least that was found is 4\d bytes, 3\.\d+ times.*would help"),
+        ({"memory": [12.0, 30.0]}, "nothing keeps the memory of 30 bytes"),
+        ({"memory": float("nan")}, "memory must be numbers above 0"),
+        ({"memory": [100.0, -1.0]}, "memory must be numbers above 0"),
+        ({"devices": 0}, "devices=0 must be a whole number, from 1 up"),
+        ({"batch": 0}, "batch=0 must be a whole number"),
+        ({"batch": 2.5}, "batch=2.5 must be a whole number"),
+        ({"microbatches": 0}, "microbatches=0 must be a whole number"),
+        ({"seconds": float("nan")}, "expected how long to search"),
         ({"grids": [(1, 9)]}, "9 devices asked for, but the model has only 8 layers"),
         ({"memory": [100.0]}, "memory has 1 numbers, but there are 2 devices"),
         ({"speeds": [1.0, 0.0]}, "speeds must be numbers above 0"),

@@ -5,31 +5,49 @@
     loop       rank 0 │ rank 1 │ rank 2 │ 0 │ 1 │ 2      round and round
 
 A rank's time is that of its stages together, over its speed; a channel's is that of what crosses its cut. All ranks
-keep within their memory: what stays, and the activations of as many micro-batches as are in flight. Straight cuts are
-exact: no others have a busiest rank with less to do. So are those of a V, up to ``ALL_FRONTS`` layers, and of a loop
-with two stages a rank, up to ``LOOP_LAYERS``. Beyond, the cuts of a V are the best unless a stage would have to be
-empty for them; those of a loop are moved one by one until no move helps.
+keep within their memory: what stays, and the activations of as many micro-batches as are in flight.
 
-How it is exact: whether all can keep below some time is decided by going through the ranks and remembering the furthest
+How it is found: whether all can keep below some time is decided by going through the ranks and remembering the furthest
 that each beginning lets them get; the least such time is approached by halving, and then from below, until no cuts do
-better than those that were found.
+better than those that were found. So straight cuts and those of a V are exact: no others have a busiest rank with less
+to do. So are those of a loop with two stages a rank, unless there are too many ways to begin its second round. Where a
+loop has more stages a rank, two rounds are cut at a time, the others being as they are, until none of that helps. The
+answer has a bound, which says how good it is for certain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 
 from penstock.errors import PlanError
-from penstock.profile.planner.pairs import there_and_back, twice_round
+from penstock.profile.planner.evened import evened
+from penstock.profile.planner.pairs import Question, there_and_back, twice_round
 from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Cuts, Ranks, bottleneck, fits
+from penstock.profile.planner.times import Cuts, Ranks, Runs, bottleneck, fits
 from penstock.schedule.placement import loop, vee
 
-__all__ = ["LOOP_LAYERS", "cut", "evened", "placement_of"]
+__all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
-LOOP_LAYERS = 48
 _CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
+_EFFORT = 60_000  # fronts that are looked at: about a third of a second
+_NEXT = (1.003, 1.01, 1.03, 1.1, 1.3)  # times that are tried, over the least that there can be
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Cuts, the time of their busiest rank or channel, and a time that no cuts can be below."""
+
+    cuts: Cuts
+    busiest: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound: 0 where these are the best cuts."""
+        return self.busiest / self.bound - 1 if self.bound else 0.0
 
 
 def placement_of(shape: str, p: int, v: int) -> tuple[int, ...]:
@@ -37,70 +55,123 @@ def placement_of(shape: str, p: int, v: int) -> tuple[int, ...]:
     return vee(p) if shape == "v" else loop(p, v)
 
 
-def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cuts | None:
+def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
     """The cuts of the least busiest rank; None if no cuts keep the memory."""
     p, n = len(ranks), segments.n
     if p * v > n:
         return None
-    if v == 1:
-        return _exact(segments, ranks, _straight)
-    if shape == "v":
-        if v != 2:
-            raise PlanError(f"a V has two stages a rank, not {v}")
-        return _exact(segments, ranks, there_and_back)
-    if v == 2 and n <= LOOP_LAYERS:
-        return _exact(segments, ranks, twice_round)
-    return evened(segments, ranks, shape, v)
+    if shape == "v" and v != 2:
+        raise PlanError(f"a V has two stages a rank, not {v}")
+    placement = placement_of(shape, p, v)
+    if v > 2:
+        return _round_by_round(segments, ranks, placement, v)
+    search = _straight if v == 1 else there_and_back if shape == "v" else twice_round
+    return _least(segments, ranks, placement, _Asking(segments, ranks, search))
 
 
-Search = Callable[[Segments, Ranks, float], Cuts | None]
-"""Cuts with which every rank and channel takes less than some time, if there are any."""
+def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
+    """How many times the memory that they have ranks would need, for there to be cuts; to a hundredth."""
+    placement = placement_of(shape, len(ranks), v)
+
+    def enough(factor: float) -> bool:
+        more = replace(ranks, memory=tuple(factor * size for size in ranks.memory))
+        found = _Asking(segments, more, _straight)(inf) if v == 1 else evened(segments, more, placement)
+        return found is not None
+
+    low, high = 0.0, 1.0
+    while not enough(high):
+        low, high = high, 2 * high
+    while high - low > 1e-2 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
-def _exact(segments: Segments, ranks: Ranks, search: Search) -> Cuts | None:
-    placement = _placement(search, len(ranks))
-    low = segments.work(0, segments.n) / sum(ranks.speed)
-    largest = max(segments.works) / min(ranks.speed)
-    best = search(segments, ranks, (low + largest) * (1 + _CLOSE)) or search(segments, ranks, float("inf"))
+class _Asking:
+    """Cuts with which every rank keeps below a time: of all layers, or of some, for ranks that have others as well."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        ranks: Ranks,
+        search: Callable[[Question], Cuts | None],
+        layers: tuple[int, int] | None = None,
+        other: Sequence[Runs] | None = None,
+        effort: int = _EFFORT,
+    ) -> None:
+        self.segments, self.ranks, self.search = segments, ranks, search
+        self.layers, self.other = layers or (0, segments.n), other or [()] * len(ranks)
+        self.effort = effort
+        self.bound = 0.0  # no cuts keep below this: that is sure
+
+    def __call__(self, below: float) -> Cuts | None:
+        part = self.effort // 2
+        question = Question(self.segments, self.ranks, below, self.layers, self.other, part)
+        found = self.search(question)
+        self.effort -= part - max(0, question.effort)
+        if found is None and not question.unsure:
+            self.bound = max(self.bound, below)
+        return found
+
+
+def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], ask: _Asking) -> Cut | None:
+    floor = low = _floor(segments, ranks)
+    for more in (1 + 1e-12, *_NEXT, inf):
+        best = ask(floor * more)
+        if best is not None:
+            break
+        low = floor * more
+    if best is None:
+        best = evened(segments, ranks, placement)
     if best is None:
         return None
     high = bottleneck(segments, ranks, placement, best)
-    while high - low > _CLOSE * high:
-        middle = (low + high) / 2
-        found = search(segments, ranks, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, bottleneck(segments, ranks, placement, found)
-    while (found := search(segments, ranks, high)) is not None:
+    while high > floor * (1 + 1e-12) and (found := ask(high)) is not None:
         reached = bottleneck(segments, ranks, placement, found)
         if not reached < high:  # by rounding alone
             break
         best, high = found, reached
-    return best
+        while high - low > _CLOSE * high:
+            middle = (low + high) / 2
+            found = ask(middle)
+            if found is None:
+                low = middle
+                break
+            best, high = found, bottleneck(segments, ranks, placement, found)
+    return Cut(best, high, min(high, max(floor, ask.bound)))
 
 
-def _placement(search: Search, p: int) -> tuple[int, ...]:
-    if search is _straight:
-        return tuple(range(p))
-    return placement_of("v" if search is there_and_back else "loop", p, 2)
+def _floor(segments: Segments, ranks: Ranks) -> float:
+    """A time that the busiest rank has in any case: its share of all work, the largest layer, or the several layers
+    that come together somewhere, because there are more than one for each rank."""
+    works = segments.works
+    if ranks.recompute:
+        works = [work + segments.again(i, i + 1) for i, work in enumerate(works)]
+    fastest, p = max(ranks.speed), len(ranks)
+    time = max(sum(works) / sum(ranks.speed), max(works) / fastest)
+    ordered = sorted(works, reverse=True)
+    for count in range(1, (len(works) - 1) // p + 1):
+        time = max(time, sum(ordered[count * p - count : count * p + 1]) / fastest)
+    return time
 
 
 # ── one run of layers a rank ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _straight(segments: Segments, ranks: Ranks, below: float) -> Cuts | None:
+def _straight(question: Question) -> Cuts | None:
+    segments, ranks, below = question.segments, question.ranks, question.below
     n, p = segments.n, len(ranks)
     came_from: list[dict[int, int]] = []
     reached = [0]
     for rank in range(p):
         fresh: dict[int, int] = {}
-        last = n - (p - rank - 1)
+        last, left = n - (p - rank - 1), question.left[rank]
         end = 0
-        for begin in reached:  # who begins later gets as far, or further
-            end = max(end, begin + 1)
-            while end <= last and fits(segments, ranks, rank, below, (begin, end)):
-                if segments.transfer[end] < below or end == n:
+        for begin in reached:
+            # Who begins later gets as far, or further; but not if what comes to the stage there is more to keep.
+            end = max(end, begin + 1) if ranks.recompute is False else begin + 1
+            while end <= last and fits(segments, ranks, rank, below, ((begin, end),)):
+                if (segments.transfer[end] < below or end == n) and segments.work(end, n) <= left:
                     fresh[end] = begin
                 end += 1
         came_from.append(fresh)
@@ -113,48 +184,28 @@ def _straight(segments: Segments, ranks: Ranks, below: float) -> Cuts | None:
     return tuple(reversed(cuts))
 
 
-# ── any number of runs ───────────────────────────────────────────────────────────────────────────────────────────
+# ── more than two runs a rank ────────────────────────────────────────────────────────────────────────────────────
 
 
-def evened(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cuts | None:
-    """Even stages, moved until no move of up to three neighbouring cuts by a layer lets the busiest rank have less."""
-    placement = placement_of(shape, len(ranks), v)
-    n, stages = segments.n, len(placement)
-    if stages > n:
+def _round_by_round(segments: Segments, ranks: Ranks, placement: Sequence[int], v: int) -> Cut | None:
+    """Two neighbouring rounds are cut anew, as long as that lets the busiest rank have less."""
+    best = evened(segments, ranks, placement)
+    if best is None:
         return None
-    share = segments.work(0, n) / stages
-    cuts, at = list[int](), 0
-    for stage in range(stages - 1):
-        at += 1
-        while at < n - (stages - stage - 1) and segments.work(0, at) + segments.work(at, at + 1) / 2 < share * (
-            stage + 1
-        ):
-            at += 1
-        cuts.append(at)
-    cuts.append(n)
-    best, value = tuple(cuts), _spread(segments, ranks, placement, tuple(cuts))
-    moving = True
-    while moving:
-        moving = False
-        for k in range(stages - 1):
-            for width in (1, 2, 3):
-                for step in (-1, 1):
-                    moved = list(best)
-                    for at in range(k, min(k + width, stages - 1)):
-                        moved[at] += step
-                    if any(b <= a for a, b in pairwise((0, *moved))):
-                        continue
-                    tried = _spread(segments, ranks, placement, tuple(moved))
-                    if tried < value:
-                        best, value, moving = tuple(moved), tried, True
-    return None if value[0] == float("inf") else best
-
-
-def _spread(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> tuple[float, float]:
-    """The bottleneck, and how uneven the ranks are: of two equal bottlenecks the one with fewer such ranks."""
-    work = [0.0] * len(ranks)
-    for rank, (i, j) in zip(placement, pairwise((0, *cuts)), strict=True):
-        work[rank] += segments.work(i, j) / ranks.speed[rank]
-    top = max(work)
-    uneven = sum((time / top) ** 8 for time in work) if top else 0.0
-    return bottleneck(segments, ranks, placement, cuts), uneven
+    p, floor = len(ranks), _floor(segments, ranks)
+    value = bottleneck(segments, ranks, placement, best)
+    first, tried, effort = 0, 0, _EFFORT
+    while tried < v - 1 and value > floor * (1 + 1e-9):
+        begin, end = first * p, (first + 2) * p
+        runs = list(pairwise((0, *best)))
+        other = [[runs[stage] for stage in range(rank, v * p, p) if not begin <= stage < end] for rank in range(p)]
+        ask = _Asking(segments, ranks, twice_round, (runs[begin][0], runs[end - 1][1]), other, effort)
+        tried += 1
+        while (found := ask(floor + (value - floor) / 2) or ask(value)) is not None:
+            whole = (*best[:begin], *found, *best[end:])
+            reached = bottleneck(segments, ranks, placement, whole)
+            if not reached < value:
+                break
+            best, value, tried = whole, reached, 0
+        first, effort = (first + 1) % (v - 1), ask.effort
+    return Cut(best, value, floor)

@@ -1,28 +1,47 @@
 """Cuts and order together: uneven cuts pay only if the order knows them, and an order is only as good as its cuts.
 
-The search starts from the cuts with the least busy ranks, and moves cuts, one or a few neighbours by a layer, as long
-as the order that is made for them becomes shorter. Most moves cost nothing: their lower bound is no better than what
-there is already.
+    cuts that are even, or have the least busy ranks ──▶ an order for each ──▶ the best of them
+    its neighbours: a few cuts moved by a layer      ──▶ an order for each ──▶ the best of them, and so on
+
+          ┌▶ its neighbours with the same order ──▶ those that are best even so: improve the order ─┐
+          └───────────────── the best of these and of what there was, improved as well ◀────────────┘
+
+Where memory is scarce, it is searched in the same way which stages are recomputed: as few as it takes.
+
+How much is done is counted, not timed: the same arguments give the same answer on every machine, but for orders of many
+thousand actions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
+from random import Random
 
-from penstock.errors import ScheduleError
-from penstock.profile.planner.cuts import cut, evened, placement_of
+from penstock.profile.planner.cuts import cut, placement_of
+from penstock.profile.planner.drafts import Draft, first_draft, seconds_of_a_step
+from penstock.profile.planner.evened import evened
+from penstock.profile.planner.orders import COUNTED, Stages, order
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.stages import stage_costs, static_bytes
-from penstock.profile.planner.times import Cuts, Ranks
-from penstock.schedule.auto import Found, auto
+from penstock.profile.planner.times import Cuts, Ranks, cheapest
+from penstock.schedule.auto import Found
 from penstock.schedule.costs import Costs
 
 __all__ = ["Joint", "joint"]
 
-QUICK = 0.05  # seconds for the order of cuts that are only tried; then four times as long
+QUICK = 0.05  # seconds for the order of cuts to start from
+TRACKS = 2  # orders that are gone on with
+SHORT = 1 / 40  # the part of the time for an order to go on from: a better one would not change any more
+STEPS, CLOSE = 150, 3  # changes that are tried on an order at a time, on so many of the neighbours
+MOST = 4  # times as many are tried where none helps
+LOOK = 4  # to look at a neighbour takes as long as so many changes
+
+Point = tuple[Cuts, frozenset[int]]
+"""The cuts, and the stages that are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +49,7 @@ class Joint:
     """Cuts, and the order for them."""
 
     cuts: Cuts
+    again: frozenset[int]
     placement: tuple[int, ...]
     costs: Costs
     found: Found
@@ -52,32 +72,52 @@ def joint(
     moves: bool = True,
     seed: int = 0,
 ) -> Joint | None:
-    """The best that is found in about ``seconds`` of a core; None if nothing keeps the ranks' memory.
+    """The best that is found in about ``seconds`` of a usual core; None if nothing keeps the ranks' memory.
 
     Without a limit on memory, a rank may keep what the fullest rank of 1F1B would.
     """
-    begin = time.thread_time()
-
-    def left() -> float:
-        return seconds - (time.thread_time() - begin)
-
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
-    for cuts in _beginnings(segments, ranks, m, shape, v, exact=moves):
-        search.try_(cuts, min(QUICK, seconds / 40))
-    if search.best is None:
+    budget = _Budget(seconds, counted=3 * len(search.placement) * m <= COUNTED)
+    quick = min(QUICK, seconds / 40)
+    for point in dict.fromkeys(_beginnings(segments, ranks, m, shape, v, exact=moves and budget.counted)):
+        search.try_(point, quick)
+        budget.spend(quick)
+        if not moves and (len(search.met) == 2 or (search.met and budget.left <= 0)):
+            break
+    if not search.met:
         return None
-    for quick in (min(QUICK, seconds / 40), min(4 * QUICK, seconds / 20)) if moves else ():
-        moved = True
-        while moved and search.best.found.gap > 0:
-            before = search.best
-            for cuts in _neighbours(before.cuts):
-                if left() <= seconds / 2:
-                    break
-                search.try_(cuts, quick)
-            moved = search.best is not before
-        search.forget()
-    search.try_(search.best.cuts, max(QUICK, left()))
+    if not moves:
+        if budget.left > 0:
+            search.try_(search.points(1)[0], budget.left)
+        return search.best
+    search.descend(quick, budget, (0.8 if budget.counted else 0.5) * budget.left)
+    if not budget.counted:  # a change to such an order takes long, and so does each of many
+        search.try_(search.points(1)[0], max(QUICK, budget.left))
+        return search.best
+    tracks = [search.track(search.points(1)[0], SHORT * seconds, turn) for turn in range(TRACKS)]
+    budget.spend(TRACKS * SHORT * seconds)
+    left = max(0.0, budget.left)
+    for track in tracks:
+        track.go_on(0.5 * left / TRACKS)
+    best = min(tracks, key=lambda track: track.draft.seconds)
+    best.settle(0.25 * left)
+    search.try_(best.point, 0.25 * left)
     return search.best
+
+
+class _Budget:
+    """The seconds that are left: of a usual core, where it is counted what is done; else of this one."""
+
+    def __init__(self, seconds: float, *, counted: bool) -> None:
+        self._seconds, self.counted, self._begin = seconds, counted, time.thread_time()
+
+    def spend(self, seconds: float) -> None:
+        if self.counted:
+            self._seconds -= seconds
+
+    @property
+    def left(self) -> float:
+        return self._seconds - (0.0 if self.counted else time.thread_time() - self._begin)
 
 
 class _Search:
@@ -85,67 +125,140 @@ class _Search:
 
     def __init__(self, segments: Segments, ranks: Ranks, m: int, placement: tuple[int, ...], seed: int) -> None:
         self.segments, self.ranks, self.m, self.placement, self.seed = segments, ranks, m, placement, seed
-        self.best: Joint | None = None
-        self._seen: set[Cuts] = set()
+        self.met: dict[Point, Joint] = {}
+        self._stages: dict[Point, Stages | None] = {}
 
-    def forget(self) -> None:
-        """Let cuts be tried again, that were: for longer."""
-        self._seen.clear()
+    @property
+    def best(self) -> Joint:
+        return min(self.met.values(), key=lambda one: one.found.makespan)
 
-    def try_(self, cuts: Cuts, seconds: float) -> None:
-        if cuts in self._seen:
-            return
-        self._seen.add(cuts)
-        costs = stage_costs(self.segments, self.ranks, self.placement, cuts)
-        if self.best is not None and self._floor(costs) >= self.best.found.makespan:
-            return
-        static = static_bytes(self.segments, self.placement, cuts, len(self.ranks))
-        caps = [limit - held for limit, held in zip(self.ranks.memory, static, strict=True)]
-        if min(caps) < 0:
-            return
-        cap = None if max(caps) == float("inf") else caps
-        edges = tuple(costs.bytes) if isinstance(costs.bytes, dict) else None
-        try:
-            found = auto(costs, self.placement, self.m, cap=cap, edges=edges, seconds=seconds, seed=self.seed)
-        except ScheduleError:  # no order keeps such a cap
-            return
-        if self.best is None or found.makespan < self.best.found.makespan * (1 - 1e-12):
-            self.best = Joint(cuts, self.placement, costs, found, static)
+    def points(self, count: int) -> list[Point]:
+        """Those with the shortest orders."""
+        return sorted(self.met, key=lambda point: self.met[point].found.makespan)[:count]
 
-    def _floor(self, costs: Costs) -> float:
-        """No order takes less: a rank has its work to do, once the first micro-batch has come to it."""
-        stages = len(self.placement)
-        times = costs.durations(stages)
-        latency = costs.latency if isinstance(costs.latency, float) else 0.0
-        work = [0.0] * len(self.ranks)
-        comes = [float("inf")] * len(self.ranks)
-        passed = 0.0
-        for stage, rank in enumerate(self.placement):
-            if stage and self.placement[stage - 1] != rank:
-                passed += latency
-            comes[rank] = min(comes[rank], passed)
-            passed += times["F"][stage]
-            work[rank] += sum(times[kind][stage] for kind in "FIW")
-        return max(head + self.m * each for head, each in zip(comes, work, strict=True))
+    def stages(self, point: Point) -> Stages | None:
+        """None if the ranks have no room for what stays there."""
+        if point not in self._stages:
+            cuts, again = point
+            costs = stage_costs(self.segments, self.ranks, self.placement, cuts)
+            static = static_bytes(self.segments, self.placement, cuts, len(self.ranks))
+            room = tuple(limit - held for limit, held in zip(self.ranks.memory, static, strict=True))
+            self._stages[point] = None if min(room) < 0 else Stages(costs, again, self.placement, self.m, room)
+        return self._stages[point]
+
+    def try_(self, point: Point, seconds: float, turn: int = 0) -> Found | None:
+        stages = self.stages(point)
+        found = None if stages is None else order(stages, seconds=seconds, seed=self.seed + turn)
+        if stages is not None and found is not None:
+            self.meet(point, stages, found)
+        return found
+
+    def descend(self, each: float, budget: _Budget, least: float) -> None:
+        """Go to a better neighbour, as long as there is one and more than the least is left."""
+        seen, before = set[Point](), None
+        while self.best is not before:
+            before = self.best
+            for point in _neighbours((before.cuts, before.again), self.placement, self.ranks.recompute):
+                stages = None if point in seen else self.stages(point)
+                seen.add(point)
+                if stages is not None and stages.floor < self.best.found.makespan:
+                    if budget.left < least:
+                        return
+                    self.try_(point, each)
+                    budget.spend(each + 60 * seconds_of_a_step(stages))
+
+    def meet(self, point: Point, stages: Stages, found: Found) -> None:
+        old = self.met.get(point)
+        if old is None or found.makespan < old.found.makespan * (1 - 1e-12):
+            static = static_bytes(self.segments, self.placement, point[0], len(self.ranks))
+            self.met[point] = Joint(*point, self.placement, stages.costs, found, static)
+
+    def track(self, point: Point, seconds: float, turn: int) -> _Track:
+        """One more order for a point that was met, to go on from."""
+        stages = self.stages(point)
+        assert stages is not None
+        found = self.try_(point, seconds, turn) or self.met[point].found
+        return _Track(self, point, first_draft(stages, found.schedule), Random(self.seed + turn))
 
 
-def _beginnings(segments: Segments, ranks: Ranks, m: int, shape: str, v: int, *, exact: bool) -> Iterator[Cuts]:
+class _Track:
+    """Cuts that are moved and an order that is changed, in turns."""
+
+    def __init__(self, search: _Search, point: Point, draft: Draft, random: Random) -> None:
+        self.search, self.point, self.draft, self.random = search, point, draft, random
+        self.effort = 1
+
+    def go_on(self, seconds: float) -> None:
+        """Do as much as a usual core does in that time."""
+        left = seconds / seconds_of_a_step(self.draft.stages)
+        while left > 0:
+            near, looks = self._near()
+            if not near and self.draft.seconds <= self.draft.stages.floor * (1 + 1e-9):
+                break  # neither other cuts nor another order can be better
+            steps, tried = STEPS * self.effort, list[tuple[Point, Draft]]()
+            for point, draft in [(self.point, self.draft), *near[:CLOSE]]:
+                tried.append((point, draft.improved(steps, self.random)))
+            left -= LOOK * looks + steps * len(tried)
+            before = self.draft.seconds
+            self.point, self.draft = min(tried, key=lambda pair: pair[1].seconds)
+            better = self.draft.seconds < before * (1 - 1e-9)
+            self.effort = 1 if better or self.effort == MOST else 2 * self.effort
+            if better and self.draft.seconds < self.search.best.found.makespan * 1.05:
+                self._meet()
+
+    def settle(self, seconds: float) -> None:
+        """Improve the order alone, in one go."""
+        self.draft = self.draft.improved(int(seconds / seconds_of_a_step(self.draft.stages)), self.random)
+        self._meet()
+
+    def _meet(self) -> None:
+        found = self.draft.finished()
+        if found is not None:
+            self.search.meet(self.point, self.draft.stages, found)
+
+    def _near(self) -> tuple[list[tuple[Point, Draft]], int]:
+        """The neighbours with the order as it is, best first; and how many were looked at."""
+        near, looks = [], 1
+        for point in _neighbours(self.point, self.search.placement, self.search.ranks.recompute):
+            stages = self.search.stages(point)
+            if stages is not None and stages.floor < self.draft.seconds:
+                draft = self.draft.adapted(stages)
+                looks += 1
+                if draft is not None and draft.seconds < inf:
+                    near.append((point, draft))
+        return sorted(near, key=lambda pair: pair[1].seconds), looks
+
+
+def _beginnings(segments: Segments, ranks: Ranks, m: int, shape: str, v: int, *, exact: bool) -> Iterator[Point]:
     """Cuts to start from: for many micro-batches in flight, and for few. ``exact`` ones take longer to find."""
-    p = len(ranks)
-    for in_flight in sorted({min(m, p), min(m, max(1, p // 2)), 1}):
-        such = Ranks(ranks.speed, ranks.memory, tuple(float(in_flight) for _ in range(p)))
-        even = evened(segments, such, shape, v)
+    p, placement = len(ranks), placement_of(shape, len(ranks), v)
+    flights = [(float(count),) * p for count in sorted({min(m, p), min(m, max(1, p // 2)), 1})]
+    flights.append(tuple(float(min(m, p - rank)) for rank in range(p)))
+    for in_flight in flights:
+        such = replace(ranks, in_flight=in_flight)
+        even = evened(segments, such, placement)
         if even is not None:
-            yield even
+            yield even, _recomputed(segments, such, placement, even)
         if exact or even is None:
             found = cut(segments, such, shape, v)
             if found is not None:
-                yield found
+                yield found.cuts, _recomputed(segments, such, placement, found.cuts)
 
 
-def _neighbours(cuts: Cuts) -> Iterator[Cuts]:
-    """A few neighbouring cuts, moved by a layer."""
-    inner: Sequence[int] = cuts[:-1]
+def _recomputed(segments: Segments, ranks: Ranks, placement: tuple[int, ...], cuts: Cuts) -> frozenset[int]:
+    runs = list(pairwise((0, *cuts)))
+    again: set[int] = set()
+    for rank in range(len(ranks)):
+        own = [stage for stage, home in enumerate(placement) if home == rank]
+        chosen = cheapest(segments, ranks, rank, [runs[stage] for stage in own])
+        again.update(own[number] for number in chosen or ())
+    return frozenset(again)
+
+
+def _neighbours(point: Point, placement: tuple[int, ...], recompute: bool | None) -> Iterator[Point]:
+    """A few neighbouring cuts moved by a layer; or one stage more or less recomputed, or another of the same rank."""
+    cuts, again = point
+    inner = cuts[:-1]
     for width in (1, 2, 4, 8):
         if width > max(1, len(inner)):
             break
@@ -153,4 +266,10 @@ def _neighbours(cuts: Cuts) -> Iterator[Cuts]:
             for step in (-1, 1):
                 moved = (*inner[:k], *(at + step for at in inner[k : k + width]), *inner[k + width :], cuts[-1])
                 if all(a < b for a, b in pairwise((0, *moved))):
-                    yield moved
+                    yield moved, again
+    if recompute is None:
+        for stage, rank in enumerate(placement):
+            yield cuts, again ^ {stage}
+            for other, home in enumerate(placement):
+                if home == rank and stage in again and other not in again:
+                    yield cuts, again ^ {stage, other}

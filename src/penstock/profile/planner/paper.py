@@ -51,12 +51,11 @@ def plan_on_paper(
             f"{model.heads} heads and an MLP of {model.width}"
         )
     layers = model.layers * (2 if half_layers else 1) + 2
-    again = (recompute,) if recompute is not None else (False, True)
     found = [
         way
         for t in fit
         for way in ways(
-            batch, grids_of(devices // t), layers, microbatches=microbatches, largest=64, recompute=again, tensor=t
+            batch, grids_of(devices // t), layers, microbatches=microbatches, largest=64, recompute=recompute, tensor=t
         )
     ]
     if not found:

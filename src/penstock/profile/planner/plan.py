@@ -74,8 +74,9 @@ def plan(
     limit on a CPU, where a rank then keeps no more activations than the fullest rank of 1F1B. ``speeds`` tells how fast
     devices are that are not alike.
 
-    ``recompute`` is looked into where memory is limited, or as it says. ``cuts`` and ``blocks`` say where the model may
-    be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the loss is measured too.
+    Where memory is limited, as many stages are recomputed as it takes; with ``recompute`` all or none are. ``cuts`` and
+    ``blocks`` say where the model may be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the loss is measured
+    too.
 
     The search takes about ``seconds`` of a core, measuring about ``measure_seconds``.
     """
@@ -146,6 +147,9 @@ def plan_costs(
     report: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """The same from costs alone, without a model; ``link`` is the one between replicas."""
+    for what, number in (("batch", batch), ("devices", devices), ("microbatches", microbatches)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise PlanError(f"{what}={number!r} must be a whole number, from 1 up")
     grids = grids if grids is not None else grids_of(devices or 1)
     most = max(data * pipe for data, pipe in grids)
     limits = (memory,) * most if isinstance(memory, (int, float)) else tuple(memory)
@@ -153,21 +157,27 @@ def plan_costs(
     for what, given in (("memory", limits), ("speeds", speed)):
         if len(given) < most:
             raise PlanError(f"{what} has {len(given)} numbers, but there are {most} devices: give one for each")
+    if any(not each > 0 for each in limits):
+        raise PlanError(f"memory must be numbers above 0, got {list(limits)}")
     if any(not 0 < each < inf for each in speed):
         raise PlanError(f"speeds must be numbers above 0, got {list(speed)}")
     layers = [layer.name for layer in profile.sizes[0].layers]
     fits = [(data, pipe) for data, pipe in grids if pipe <= len(layers)]
     if not fits:
         fewest = min(pipe for _, pipe in grids)
-        raise PlanError(f"{fewest} devices asked for, but the model has only {len(layers)} layers to divide among them")
-    again = (recompute,) if recompute is not None else (False, True) if min(limits) < inf else (False,)
+        raise PlanError(
+            f"{fewest} devices asked for, but the model has only {len(layers)} layers to divide among them: take fewer "
+            "ranks and more replicas, or cut it finer (cuts=)"
+        )
+    again = False if recompute is None and min(limits) == inf else recompute
     found = ways(batch, fits, len(layers), microbatches=microbatches, largest=largest, recompute=again)
     if not found:
-        raise PlanError(f"a mini-batch of {batch} samples cannot be divided among {min(d for d, _ in fits)} replicas")
+        raise PlanError(
+            f"a mini-batch of {batch} samples cannot be divided among {min(d for d, _ in fits)} replicas, and the "
+            f"model has only {len(layers)} layers for ranks: take fewer devices, or a larger batch="
+        )
     cluster = Cluster(speed, limits, link)
-    answer = search(
-        lambda way: profile.at(way.samples), found, cluster, seconds=seconds, seed=seed, report=report
-    )
+    answer = search(lambda way: profile.at(way.samples), found, cluster, seconds=seconds, seed=seed, report=report)
     return Planned(answer.best, answer.others, tuple(layers))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PenstockError, PlanError
+from penstock.inwords import size_in_words, table, time_in_words
 from penstock.profile.planner.ways import Candidate, Lost, Way
 from penstock.schedule.costs import Costs
 from penstock.schedule.prediction import Prediction
@@ -32,9 +33,9 @@ RANKS = 12
 class Planned:
     """A plan with its schedule, and the time and memory that they should take.
 
-        planned = ps.plan(model, sample, devices=4, batch=64)
-        print(planned)
-        pipe = planned.pipeline(loss_fn)
+    planned = ps.plan(model, sample, devices=4, batch=64)
+    print(planned)
+    pipe = planned.pipeline(loss_fn)
     """
 
     best: Candidate
@@ -96,15 +97,16 @@ class Planned:
     def __str__(self) -> str:
         best = self.best
         certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
+        again = "" if best.way.recompute or not best.recomputed else f", stages {_numbers(best.recomputed)} recomputed"
         lines = [
-            f"{best.way}",
-            f"a step of {time_of(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
+            f"{best.way}{again}",
+            f"a step of {time_in_words(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
             "",
             *_shortened(table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3})),
         ]
         if self.others:
             rows = [
-                (str(lost.way), "-" if lost.seconds is None else time_of(lost.seconds), lost.reason)
+                (str(lost.way), "-" if lost.seconds is None else time_in_words(lost.seconds), lost.reason)
                 for lost in self.others[:SHOWN]
             ]
             lines += ["", *table(["others", "step", "why not"], rows, right={1})]
@@ -124,7 +126,7 @@ class Planned:
         for rank, memory in enumerate(self.memory):
             own = [stage for stage, home in enumerate(placement) if home == rank]
             runs = [_run(groups[stage]) for stage in own]
-            rows.append((str(rank), " ".join(map(str, own)), " | ".join(runs), bytes_of(memory)))
+            rows.append((str(rank), " ".join(map(str, own)), " | ".join(runs), size_in_words(memory)))
         return rows
 
     def save(self, path: str | Path) -> None:
@@ -188,35 +190,16 @@ def _shortened(lines: list[str]) -> list[str]:
     return lines if len(rows) <= RANKS else [*lines[: RANKS + 1], f"… {len(rows) - RANKS} more …", lines[-1]]
 
 
+def _numbers(stages: Sequence[int]) -> str:
+    """0 to 3, 7."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and stage == runs[-1][-1] + 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
 def _run(layers: Sequence[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)})"
-
-
-def time_of(seconds: float) -> str:
-    """Seconds for people."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    return f"{seconds:.3g} s"
-
-
-def bytes_of(size: float) -> str:
-    """Bytes for people."""
-    for n, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**n:
-            return f"{size / 1024**n:.2f} {unit}"
-    return f"{size:.0f} B"
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Lines of a table."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(padded).rstrip()
-
-    return [line(heads), "  ".join("─" * width for width in widths), *map(line, rows)]

@@ -14,21 +14,21 @@ from itertools import pairwise
 from math import inf
 
 from penstock.errors import PlanError
+from penstock.inwords import exact_size
 from penstock.profile.costs import ModelCosts
-from penstock.profile.planner.cuts import evened, placement_of
+from penstock.profile.planner.cuts import least_memory, placement_of
+from penstock.profile.planner.evened import evened
 from penstock.profile.planner.joint import Joint, joint
 from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.stages import stage_costs, static_bytes
-from penstock.profile.planner.times import Ranks
+from penstock.profile.planner.times import Ranks, held
 from penstock.profile.planner.ways import Candidate, Cluster, Lost, Way
-from penstock.schedule.recompute import with_recompute
 from penstock.schedule.simulate import simulate
-from penstock.split.weights import readable
 
 __all__ = ["Answer", "search"]
 
 LOOKED_AT = 16  # ways that are cut and ordered
 REFINED = 3  # of which so many are gone over again
+PATIENCE = 3  # times as long as it should take is what a slow core may take, before some ways are left out
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,17 @@ def search(
     report: Callable[[str], None] = lambda text: None,
 ) -> Answer:
     """Look at all ``ways``, for about ``seconds`` of a core; ``costs_of(way)`` is for its micro-batches."""
+    if not 0 < seconds < inf:
+        raise PlanError(f"seconds={seconds}: expected how long to search, above 0")
     begin = time.thread_time()
-    models: dict[tuple[int, int, bool], Segments] = {}
+    models: dict[tuple[int, int], Segments] = {}
     looks = []
     for way in ways:
-        key = way.samples, way.tensor, way.recompute
+        key = way.samples, way.tensor
         if key not in models:
-            models[key] = Segments(costs_of(way), recomputed=way.recompute)
+            models[key] = Segments(costs_of(way))
+            if not sum(models[key].works):
+                raise PlanError("all layers take 0 seconds: costs need the time of each, or nothing can be compared")
         looks.append(_Look(way, models[key], cluster))
     looks.sort(key=lambda look: look.estimate)
     lost = [Lost(look.way, look.reason, None, look.needs) for look in looks if look.reason]
@@ -64,7 +68,7 @@ def search(
     for look in looks:
         if look.reason:
             continue
-        late = len(found) >= LOOKED_AT or (len(found) > 3 and time.thread_time() - begin > seconds)
+        late = len(found) >= LOOKED_AT or (len(found) > 3 and time.thread_time() - begin > PATIENCE * seconds)
         if look.floor >= fastest:
             lost.append(Lost(look.way, f"at least {look.floor / fastest - 1:.1%} slower", look.floor))
         elif late:
@@ -80,11 +84,10 @@ def search(
     if not found:
         raise PlanError(_nothing_fits(looks))
     found.sort(key=lambda pair: pair[1].seconds)
-    left = max(0.3 * seconds, seconds - (time.thread_time() - begin))
     for number, (look, candidate) in enumerate(found[:REFINED]):
         if look.floor < fastest:
             report(f"{look.way}, refined")
-            again = look.think(left / REFINED, seed, moves=True)
+            again = look.think(0.7 * seconds / REFINED, seed, moves=True)
             if again is not None and again.seconds < candidate.seconds:
                 found[number] = look, again
     found.sort(key=lambda pair: pair[1].seconds)
@@ -107,17 +110,22 @@ class _Look:
             tuple(min(cluster.speed[d] for d in devices) for devices in of_rank),
             tuple(min(cluster.memory[d] for d in devices) for devices in of_rank),
             (1.0,) * p,
+            way.recompute,
         )
         self.between = cluster.link or segments.costs.link
         self.placement = placement_of(way.shape, p, way.v)
         self.reason = ""
         self.needs: float | None = None
         n, speed, layers = segments.n, self.ranks.speed, segments.costs.layers
-        share, held = segments.work(0, n) / sum(speed), segments.static(0, n) + segments.activation(0, n)
-        if held > sum(self.ranks.memory):
-            self._misses(held / p)
-        self.floor = way.microbatches * max(share, max(segments.works) / max(speed))
-        uneven = max(segments.works) / max(speed) / 2 / way.v if p > 1 else 0.0  # in the mean, a half
+        works = segments.works
+        if way.recompute:
+            works = [work + layer.recompute for work, layer in zip(works, layers, strict=True)]
+        share = sum(works) / sum(speed)
+        least = segments.static(0, n) + (segments.activation(0, n) if way.recompute is False else 0.0)
+        if least > sum(self.ranks.memory):
+            self._misses(least / p)
+        self.floor = way.microbatches * max(share, max(works) / max(speed))
+        uneven = max(works) / max(speed) / 2 / way.v if p > 1 else 0.0  # in the mean, a half
         forward = sum(layer.forward for layer in layers) / max(speed)
         fill = forward * (1 - 1 / p) / way.v + (p - 1) * segments.costs.link.latency
         gradients = sum(layer.gradients for layer in layers) / p
@@ -131,29 +139,26 @@ class _Look:
             seed=seed,
         )  # fmt: skip
         if found is None and not self.reason:
-            free = evened(self.segments, replace(self.ranks, memory=(inf,) * way.pipe), way.shape, way.v)
+            free = evened(self.segments, replace(self.ranks, memory=(inf,) * way.pipe, recompute=False), self.placement)
             assert free is not None  # with as many layers as stages there are always cuts
-            held = list(static_bytes(self.segments, self.placement, free, way.pipe))
-            for rank, (i, j) in zip(self.placement, pairwise((0, *free)), strict=True):
-                held[rank] += self.segments.activation(i, j)
-            self._misses(max(held))
+            runs: list[list[tuple[int, int]]] = [[] for _ in range(way.pipe)]
+            for rank, run in zip(self.placement, pairwise((0, *free)), strict=True):
+                runs[rank].append(run)
+            again = range(0 if way.recompute is False else way.v)
+            self._misses(max(held(self.segments, own, again, 1) for own in runs))
         return None if found is None else self._candidate(found)
 
     def _candidate(self, found: Joint) -> Candidate:
         schedule, costs = found.found.schedule, found.costs
         edges = tuple(costs.bytes) if isinstance(costs.bytes, dict) else None
-        if self.way.recompute:
-            plain = Segments(self.segments.costs)
-            costs = stage_costs(plain, self.ranks, self.placement, found.cuts)
-            schedule = with_recompute(schedule, ["always"] * len(found.cuts))
         simulation = simulate(schedule, costs, edges)
         sizes = [0.0] * self.way.pipe
         for rank, (i, j) in zip(self.placement, pairwise((0, *found.cuts)), strict=True):
-            sizes[rank] += sum(layer.gradients for layer in self.segments.costs.layers[i:j])
+            sizes[rank] += self.segments.total("gradients", i, j)
         summing = self._summing(sizes)
         done = max(ends[-1] + sums for ends, sums in zip(simulation.ends, summing, strict=True))
         floor = min(done, found.found.floor)
-        saved = None if self.way.recompute else tuple(found.found.peak)
+        saved = None if found.again else tuple(found.found.peak)
         return Candidate(self.way, found.cuts, schedule, done, floor, found.memory, simulation.bubble, costs, saved)
 
     def _summing(self, sizes: Sequence[float]) -> list[float]:
@@ -163,7 +168,7 @@ class _Look:
 
     def _misses(self, needs: float) -> None:
         self.needs, limit = needs, max(self.ranks.memory)
-        more = f"needs {readable(needs)} on a device that has {readable(limit)}"
+        more = f"needs {exact_size(needs)} on a device that has {exact_size(limit)}"
         self.reason = more if needs > limit else "no order keeps the memory"
 
 
@@ -171,20 +176,24 @@ def _nothing_fits(looks: Sequence[_Look]) -> str:
     """By how much the memory is too small, and what would help."""
     costs = looks[0].segments.costs
     limit = max(max(look.ranks.memory) for look in looks)
-    held = [layer.parameters + layer.gradients + layer.optimizer + layer.buffers for layer in costs.layers]
-    heaviest = max(range(len(held)), key=held.__getitem__)
-    least = min(look.needs or inf for look in looks)
-    lines = [f"nothing keeps the memory of {readable(limit)} a device"]
-    if held[heaviest] > limit:
+    stays = [layer.parameters + layer.gradients + layer.optimizer + layer.buffers for layer in costs.layers]
+    heaviest = max(range(len(stays)), key=stays.__getitem__)
+    lines = [f"nothing keeps the memory of {exact_size(limit)} a device"]
+    if stays[heaviest] > limit:
         name = costs.layers[heaviest].name
         lines.append(
-            f"layer {name} alone needs {readable(held[heaviest])} with its gradients and the states of the optimizer: "
+            f"layer {name} alone needs {exact_size(stays[heaviest])} with its gradients and the optimizer's states: "
             "divide it into smaller layers, or shard it (parallelize=)"
         )
-    elif least < inf:
-        lines.append(f"the least that was found needs {readable(least)}, {readable(least - limit)} more")
-    hints = ["more devices", "smaller micro-batches", "an optimizer with fewer states (optimizer=)"]
-    if not any(look.way.recompute for look in looks):
+    closest = sorted(looks, key=lambda look: (look.way.v, look.needs or inf))[:REFINED]
+    factor, best = min(
+        ((least_memory(look.segments, look.ranks, look.way.shape, look.way.v), look) for look in closest),
+        key=lambda pair: pair[0],
+    )
+    needs = factor * max(best.ranks.memory)
+    lines.append(f"the least that was found is {exact_size(needs)}, {factor:.3g} times as much ({best.way})")
+    hints = ["more memory or devices", "smaller micro-batches", "an optimizer with fewer states (optimizer=)"]
+    if all(look.way.recompute is False for look in looks):
         hints.insert(1, "recompute")
     lines.append(f"what would help: {', '.join(hints)}")
     return "; ".join(lines)

@@ -8,68 +8,96 @@ from itertools import accumulate
 
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts
 
-__all__ = ["Segments", "values_of"]
+__all__ = ["Segments"]
 
 
 class Segments:
-    """Sums over layers ``i`` to ``j``, not included. What several of them share counts once.
+    """Sums over layers ``i`` to ``j``, not included. What several of them share counts once."""
 
-    ``recomputed``: a stage keeps what came to it of each micro-batch, and has the activations of one at a time.
-    """
-
-    def __init__(self, costs: ModelCosts, *, recomputed: bool = False) -> None:
-        self.costs, self.n, self.recomputed = costs, len(costs.layers), recomputed
+    def __init__(self, costs: ModelCosts) -> None:
+        self.costs, self.n = costs, len(costs.layers)
         layers = costs.layers
-        self.works = [_least(layer) + recomputed * layer.recompute for layer in layers]
-        self._work = _sums(self.works)
+        self.works = [_least(layer) for layer in layers]
+        self.done = _sums(self.works)  # the work of all layers before each
+        self._totals: dict[str, list[float]] = {}
         self._static = _sums(_stays(layer) for layer in layers)
         self._activation = _sums(layer.activation for layer in layers)
         factor = _share(layers)
         self._ties = [(sorted(set(tie.layers)), tie.bytes * factor) for tie in costs.shared]
         self._twice = sorted((max(a, b), min(a, b), size) for a, b, size in costs.kept_together)
+        self._kept: dict[tuple[int, int], float] = {}
+        self._values = _values(costs.crossings)
+        self._coming: dict[int, list[tuple[int, float]]] = {}
         self.crossing = self._crossings()
+        chain = all(taken == [src + 1] for src, taken, _ in self._values)
+        self.even = chain and len(set(self.crossing[1:-1])) < 2  # as much comes to a run wherever it begins
         self.transfer = [size / costs.link.bandwidth for size in self.crossing]
 
     def work(self, i: int, j: int) -> float:
         """Seconds of forward and backward."""
-        return self._work[j] - self._work[i]
+        return self.done[j] - self.done[i]
+
+    def total(self, what: str, i: int, j: int) -> float:
+        """Seconds or bytes of one kind, added up."""
+        if what not in self._totals:
+            self._totals[what] = _sums(getattr(layer, what) for layer in self.costs.layers)
+        return self._totals[what][j] - self._totals[what][i]
+
+    def again(self, i: int, j: int) -> float:
+        """Seconds of the forward once more."""
+        return self.total("recompute", i, j)
 
     def static(self, i: int, j: int) -> float:
-        """Bytes of parameters, gradients, states of the optimizer and buffers; and of what is recomputed."""
+        """Bytes of parameters, gradients, states of the optimizer and buffers."""
         bytes_ = self._static[j] - self._static[i]
         for layers, size in self._ties:
             inside = bisect_right(layers, j - 1) - bisect_right(layers, i - 1)
             bytes_ -= size * max(0, inside - 1)
-        return bytes_ + self._kept(i, j) if self.recomputed else bytes_
+        return bytes_
 
     def activation(self, i: int, j: int) -> float:
-        """Bytes that are kept of one micro-batch."""
-        return self.crossing[i] if self.recomputed else self._kept(i, j)
-
-    def _kept(self, i: int, j: int) -> float:
         """Bytes that the backward of one micro-batch needs."""
-        bytes_ = self._activation[j] - self._activation[i]
-        for last, first, size in self._twice:
-            if last >= j:
-                break
-            if first >= i:
-                bytes_ -= size
-        return bytes_
+        if not self._twice:
+            return self._activation[j] - self._activation[i]
+        if (i, j) not in self._kept:
+            bytes_ = self._activation[j] - self._activation[i]
+            for last, first, size in self._twice:
+                if last >= j:
+                    break
+                if first >= i:
+                    bytes_ -= size
+            self._kept[i, j] = bytes_
+        return self._kept[i, j]
+
+    def inputs(self, i: int, j: int) -> float:
+        """Bytes that come to the run from layers before it, for one micro-batch: what is kept to recompute it from."""
+        if i not in self._coming:
+            self._coming[i] = [
+                (next(dst for dst in taken if dst >= i), size)
+                for src, taken, size in self._values
+                if src < i <= taken[-1]
+            ]
+        return sum(size for dst, size in self._coming[i] if dst < j)
 
     def _crossings(self) -> list[float]:
         """For a cut before each layer, the bytes that cross it; a value that several layers behind it get, once."""
-        reach: dict[tuple[int, int], tuple[int, float]] = {}
-        for number, (src, dst, key, size) in enumerate(values_of(self.costs.crossings)):
-            whose = (src, -1 - number if key is None else key)
-            reach[whose] = max(dst, reach.get(whose, (0, 0.0))[0]), size
         cuts = [0.0] * (self.n + 1)
-        for (src, _), (dst, size) in reach.items():
-            for cut in range(src + 1, dst + 1):
+        for src, taken, size in self._values:
+            for cut in range(src + 1, taken[-1] + 1):
                 cuts[cut] += size
         return cuts
 
 
-def values_of(crossings: Sequence[Crossing]) -> Iterator[tuple[int, int, int | None, float]]:
+def _values(crossings: Sequence[Crossing]) -> list[tuple[int, list[int], float]]:
+    """The values that cross: the layer that each is from, those that take it, and its bytes."""
+    taken: dict[tuple[int, int], tuple[list[int], float]] = {}
+    for number, (src, dst, key, size) in enumerate(_values_of(crossings)):
+        whose = (src, -1 - number if key is None else key)
+        taken[whose] = sorted([*taken.get(whose, ([],))[0], dst]), size
+    return [(src, layers, size) for (src, _), (layers, size) in taken.items()]
+
+
+def _values_of(crossings: Sequence[Crossing]) -> Iterator[tuple[int, int, int | None, float]]:
     """What crosses: from which layer, to which one, its number where it has one, and its bytes."""
     for crossing in crossings:
         if crossing.values:

@@ -17,34 +17,35 @@ __all__ = ["edges_between", "stage_costs", "static_bytes"]
 def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> Costs:
     """Seconds and bytes of each stage, on the rank that it is placed on.
 
-    A recompute is part of the input gradient, and the host's time for messages part of the actions around them.
+    The host's time for messages is part of the actions around them.
     """
-    layers, link, beside = segments.costs.layers, segments.costs.link, segments.costs.overhead
+    link, beside = segments.costs.link, segments.costs.overhead
     runs = list(pairwise((0, *cuts)))
 
-    def of(what: str, extra: float) -> list[float]:
-        return [
-            (sum(getattr(layer, what) for layer in layers[i:j]) + extra) / ranks.speed[rank]
+    def of(what: str, extra: float) -> tuple[float, ...]:
+        return tuple(
+            (segments.total(what, i, j) + extra) / ranks.speed[rank]
             for rank, (i, j) in zip(placement, runs, strict=True)
-        ]
+        )
 
     edges = edges_between(segments, cuts)
     messages = [  # of one micro-batch there, and as much back
         sum(link.host_seconds(size) for edge, size in edges.items() if stage in edge and _crosses(edge, placement))
         for stage in range(len(runs))
     ]
-    again = of("recompute", beside.recompute)
-    more = list(map(add, messages, again)) if segments.recomputed else messages
+    activation = [segments.activation(i, j) for i, j in runs]
+    inputs = [min(segments.inputs(i, j), kept) for (i, j), kept in zip(runs, activation, strict=True)]
     return Costs(
         f=tuple(map(add, of("forward", beside.forward), messages)),
-        i=tuple(map(add, of("input_gradient", beside.input_gradient), more)),
-        w=tuple(of("weight_gradient", beside.weight_gradient)),
-        b=tuple(map(add, of("full_backward", beside.backward), more)),
-        r=tuple(again),
+        i=tuple(map(add, of("input_gradient", beside.input_gradient), messages)),
+        w=of("weight_gradient", beside.weight_gradient),
+        b=tuple(map(add, of("full_backward", beside.backward), messages)),
+        r=of("recompute", beside.recompute),
         latency=link.latency,
         bandwidth=link.bandwidth,
         bytes=edges,
-        activation=tuple(segments.activation(i, j) for i, j in runs),
+        activation=tuple(activation),
+        checkpoint=tuple(came / kept if kept else 0.0 for came, kept in zip(inputs, activation, strict=True)),
     )
 
 

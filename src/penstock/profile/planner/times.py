@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import combinations, pairwise
 from math import inf
 
 from penstock.profile.planner.segments import Segments
 
-__all__ = ["Cuts", "Ranks", "bottleneck", "fits"]
+__all__ = ["Cuts", "Ranks", "Runs", "bottleneck", "cheapest", "fits", "held"]
 
 Cuts = tuple[int, ...]
 """Where the stages end: the last one at the last layer."""
 
+Runs = Sequence[tuple[int, int]]
+"""The layers of a rank's stages: from which, up to which, not included."""
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """The devices in their order: how fast each is, its memory, and how many micro-batches it has in flight."""
+    """The devices in their order: how fast each is, its memory, and how many micro-batches it has in flight.
+
+    ``recompute``: all stages, none, or (None) those that need it for the memory.
+    """
 
     speed: tuple[float, ...]
     memory: tuple[float, ...]
     in_flight: tuple[float, ...]
+    recompute: bool | None = False
 
     def __len__(self) -> int:
         return len(self.speed)
@@ -29,26 +37,74 @@ class Ranks:
 
 def bottleneck(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> float:
     """The time of the busiest rank or channel for one micro-batch; infinite where a rank's memory is too small."""
-    work, memory = [0.0] * len(ranks), [0.0] * len(ranks)
-    for rank, (i, j) in zip(placement, pairwise((0, *cuts)), strict=True):
-        work[rank] += segments.work(i, j)
-        memory[rank] += segments.static(i, j) + ranks.in_flight[rank] * segments.activation(i, j)
-    if any(needs > limit for needs, limit in zip(memory, ranks.memory, strict=True)):
-        return inf
-    busiest = max(time / speed for time, speed in zip(work, ranks.speed, strict=True))
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(len(ranks))]
+    for rank, run in zip(placement, pairwise((0, *cuts)), strict=True):
+        runs[rank].append(run)
+    busiest = 0.0
+    for rank, own in enumerate(runs):
+        again = cheapest(segments, ranks, rank, own)
+        if again is None:
+            return inf
+        busiest = max(busiest, _work(segments, own, again) / ranks.speed[rank])
     here = pairwise(zip(placement, (0, *cuts), strict=False))
     crossing = [segments.transfer[begin] for (a, _), (b, begin) in here if a != b]
     return max([busiest, *crossing])
 
 
-def fits(segments: Segments, ranks: Ranks, rank: int, below: float, *runs: tuple[int, int]) -> bool:
+def fits(segments: Segments, ranks: Ranks, rank: int, below: float, runs: Runs) -> bool:
     """Whether a rank takes less than some time for these runs of layers, and has the memory."""
+    most = below * ranks.speed[rank]
+    if not _work(segments, runs, ()) < most:
+        return False
+    if ranks.recompute is False and ranks.memory[rank] == inf:
+        return True
+    again = cheapest(segments, ranks, rank, runs)
+    return again is not None and _work(segments, runs, again) < most
+
+
+def cheapest(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> tuple[int, ...] | None:
+    """Which of the runs to recompute, so that the rank has the memory, and its work is the least; None if none will."""
+    limit, count = ranks.memory[rank], ranks.in_flight[rank]
+    best, least = None, inf
+    for again in _choices(len(runs), ranks.recompute):
+        work = sum(segments.again(*runs[number]) for number in again)
+        if work < least and (limit == inf or held(segments, runs, again, count) <= limit):
+            best, least = again, work
+    return best
+
+
+def held(segments: Segments, runs: Runs, again: Sequence[int], in_flight: float) -> float:
+    """A rank's bytes with so many micro-batches in flight; of those that are recomputed, one is there at a time.
+
+    What comes to a stage is taken to be a part of what its backward needs, as it is for linear layers and norms.
+    """
+    total, most = 0.0, 0.0
+    for number, (i, j) in enumerate(runs):
+        total += segments.static(i, j)
+        kept = segments.activation(i, j)
+        if number in again:
+            inputs = min(kept, segments.inputs(i, j))
+            total += in_flight * inputs
+            most = max(most, kept - inputs)
+        else:
+            total += in_flight * kept
+    return total + most
+
+
+def _work(segments: Segments, runs: Runs, again: Sequence[int]) -> float:
     work = 0.0
     for i, j in runs:
         work += segments.work(i, j)
-    if not work < below * ranks.speed[rank]:
-        return False
-    if ranks.memory[rank] == inf:
-        return True
-    needs = sum(segments.static(i, j) + ranks.in_flight[rank] * segments.activation(i, j) for i, j in runs)
-    return needs <= ranks.memory[rank]
+    for number in again:
+        work += segments.again(*runs[number])
+    return work
+
+
+@cache
+def _choices(count: int, recompute: bool | None) -> tuple[tuple[int, ...], ...]:
+    return tuple(_subsets(count)) if recompute is None else (tuple(range(count)) if recompute else (),)
+
+
+def _subsets(count: int) -> Iterator[tuple[int, ...]]:
+    for size in range(count + 1):
+        yield from combinations(range(count), size)

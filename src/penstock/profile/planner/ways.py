@@ -40,7 +40,7 @@ class Way:
     v: int
     samples: int  # of a micro-batch
     microbatches: int  # of each replica
-    recompute: bool = False
+    recompute: bool | None = False  # all stages, none, or (None) those that need it for the memory
     tensor: int = 1  # devices that share each layer: a rank is a group of so many
 
     def __str__(self) -> str:
@@ -67,6 +67,11 @@ class Candidate:
     saved: tuple[float, ...] | None = None  # of it, for backwards to come; None where activations are recomputed
 
     @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The stages whose forwards are run again."""
+        return tuple(sorted({a.stage for order in self.schedule.orders for a in order if a.kind == "R"}))
+
+    @property
     def gap(self) -> float:
         """How far above the floor."""
         return self.seconds / self.floor - 1 if self.floor else 0.0
@@ -89,7 +94,7 @@ def ways(
     *,
     microbatches: int | None = None,
     largest: int | None = None,
-    recompute: tuple[bool, ...] = (False,),
+    recompute: bool | None = False,
     tensor: int = 1,
 ) -> list[Way]:
     """All ways worth a look. ``grids``: numbers of replicas and of ranks; ``largest``: samples of a micro-batch."""
@@ -98,11 +103,10 @@ def ways(
         if pipe > layers or data > batch:
             continue
         share = -(-batch // data)
-        for samples in _sizes(share, microbatches, largest):
+        for count in _counts(share, microbatches, largest):
             for shape, v in (("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)):
                 if pipe * v <= layers and (pipe > 1 or v == 1):
-                    for again in recompute:
-                        found.append(Way(data, pipe, shape, v, samples, -(-share // samples), again, tensor))
+                    found.append(Way(data, pipe, shape, v, -(-share // count), count, recompute, tensor))
     return found
 
 
@@ -111,12 +115,12 @@ def grids_of(devices: int) -> list[tuple[int, int]]:
     return [(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
 
 
-def _sizes(share: int, microbatches: int | None, largest: int | None) -> list[int]:
-    """Sizes of micro-batches, from large to small: a share and its halves."""
+def _counts(share: int, microbatches: int | None, largest: int | None) -> list[int]:
+    """Numbers of micro-batches, from few to many: of a whole share, its half, a quarter, and so on."""
     if microbatches is not None:
-        return [-(-share // microbatches)]
+        return [min(share, microbatches)]
     sizes, size = [share], share
     while size > 1:
         size = -(-size // 2)
         sizes.append(size)
-    return [size for size in sizes if largest is None or size <= largest] or sizes[-1:]
+    return [-(-share // size) for size in sizes if largest is None or size <= largest] or [share]

@@ -1,0 +1,97 @@
+"""Cuts that are good enough to start from, at once: even stages, moved as long as a move helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+from penstock.profile.planner.segments import Segments
+from penstock.profile.planner.times import Cuts, Ranks, cheapest
+
+__all__ = ["evened"]
+
+Value = tuple[int, float, float]
+"""How many ranks lack memory, the time of the busiest rank or channel, and how uneven the ranks are."""
+
+
+def evened(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts | None:
+    """Even stages, moved until no move of up to three neighbouring cuts by a layer lets the busiest rank have less."""
+    n, stages = segments.n, len(placement)
+    if stages > n:
+        return None
+    share = segments.work(0, n) / stages
+    cuts, at = list[int](), 0
+    for stage in range(stages - 1):
+        at += 1
+        while at < n - (stages - stage - 1) and segments.work(0, at) + segments.work(at, at + 1) / 2 < share * (
+            stage + 1
+        ):
+            at += 1
+        cuts.append(at)
+    state = _State(segments, ranks, placement, [*cuts, n])
+    moving = True
+    while moving:
+        moving = False
+        for k, width, step in _moves(stages - 1):
+            moving |= state.move(k, min(k + width, stages - 1), step)
+    return None if state.value[0] else tuple(state.cuts)
+
+
+def _moves(inner: int) -> Iterator[tuple[int, int, int]]:
+    for k in range(inner):
+        for width in (1, 2, 3):
+            for step in (-1, 1):
+                yield k, width, step
+
+
+class _State:
+    """Cuts, and what each rank takes with them."""
+
+    def __init__(self, segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: list[int]) -> None:
+        self.segments, self.ranks, self.placement, self.cuts = segments, ranks, placement, cuts
+        self.own = [[s for s, home in enumerate(placement) if home == rank] for rank in range(len(ranks))]
+        self.between = [s for s in range(1, len(cuts)) if placement[s - 1] != placement[s]]
+        self.times = [self._time(rank) for rank in range(len(ranks))]
+        self.value = self._value()
+
+    def move(self, first: int, last: int, step: int) -> bool:
+        """Move the cuts from the first up to the last by a layer, if that is better."""
+        cuts = self.cuts
+        begin = cuts[first - 1] if first else 0
+        if cuts[first] + step <= begin or cuts[last - 1] + step >= cuts[last]:
+            return False
+        touched = set(self.placement[first : last + 1])
+        before, times = self.value, [self.times[rank] for rank in touched]
+        self._shift(first, last, step)
+        for rank in touched:
+            self.times[rank] = self._time(rank)
+        self.value = self._value()
+        if self.value < before:
+            return True
+        self._shift(first, last, -step)
+        for rank, time in zip(touched, times, strict=True):
+            self.times[rank] = time
+        self.value = before
+        return False
+
+    def _shift(self, first: int, last: int, step: int) -> None:
+        for at in range(first, last):
+            self.cuts[at] += step
+
+    def _time(self, rank: int) -> float:
+        """The rank's time for a micro-batch; infinite if it lacks memory."""
+        runs = [(self.cuts[s - 1] if s else 0, self.cuts[s]) for s in self.own[rank]]
+        again = cheapest(self.segments, self.ranks, rank, runs)
+        if again is None:
+            return inf
+        work = sum(self.segments.work(i, j) for i, j in runs)
+        work += sum(self.segments.again(*runs[number]) for number in again)
+        return work / self.ranks.speed[rank]
+
+    def _value(self) -> Value:
+        """Of two equal bottlenecks the one with fewer such ranks is less."""
+        fine = [time for time in self.times if time < inf]
+        lacking, top = len(self.times) - len(fine), max(fine, default=0.0)
+        uneven = sum((time / top) ** 8 for time in fine) if top else 0.0
+        transfer = self.segments.transfer
+        return lacking, max([top, *(transfer[self.cuts[s - 1]] for s in self.between)]), uneven
