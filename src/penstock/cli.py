@@ -31,8 +31,7 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's own). Returns the exit code.
 
-    0: done. 1: it failed, and why is on stderr. 2: the command line is wrong. ``run`` has that of the
-    script.
+    0: done. 1: it failed, and why is on stderr. 2: the command line is wrong. ``run`` has that of the script.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
