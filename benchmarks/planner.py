@@ -7,7 +7,8 @@ case has a latency of 0.05 units; here it is what gloo has.
 
 *Uneven*: models of random layers, planned for straight, looped and V placement, and run the same way.
 
-*Transformer*: the model of ``transformer`` with two ranks on two cores: measured, planned and run by ``ps.plan``.
+*Transformer*: the model of ``transformer`` with two ranks on two cores: measured, planned and run by ``ps.plan``, five
+times.
 """
 
 from __future__ import annotations
@@ -187,11 +188,14 @@ def run(quick: bool = False) -> dict[str, Any]:
     ours = min(value for name, value in medians(seconds).items() if name.startswith("planned"))
     targets.append(check("torch's best over the planned 8B-like step", torchs / ours, least=1.25))
     targets.append(check("mean error of the predictions, timed stages", mean(errors), most=0.03))
-    real = spawn(transformer, 2, 1.0 if quick else 5.0, 3 if quick else 15, deadline=300)[0]
-    value = medians({"": real["measured"]})[""]
-    rows.append({"case": "transformer", "plan": real["plan"], "measured": value, "predicted": real["predicted"]})
-    rows[-1] |= {"measured/predicted": value / real["predicted"], "seconds per step": real["measured"]}
-    targets.append(check("error of the prediction, transformer", abs(value / real["predicted"] - 1), most=0.08))
+    errors = []
+    for _ in range(1 if quick else 5):
+        real = spawn(transformer, 2, 1.0 if quick else 5.0, 3 if quick else 15, deadline=300)[0]
+        value = medians({"": real["measured"]})[""]
+        rows.append({"case": "transformer", "plan": real["plan"], "measured": value, "predicted": real["predicted"]})
+        rows[-1] |= {"measured/predicted": value / real["predicted"], "seconds per step": real["measured"]}
+        errors.append(abs(value / real["predicted"] - 1))
+    targets.append(check("mean error of the predictions, transformer", mean(errors), most=0.08))
     settings = {"ranks": RANKS, "microbatches": MICROBATCHES, "unit": UNIT, "hop": HOP, "search seconds": search}
     return {"settings": settings, "rows": rows, "targets": targets}
 

@@ -239,14 +239,58 @@ def test_the_first_run_does_not_count_and_a_median_does(clock: Clock, monkeypatc
     assert measured(nn.Sequential(layer), batch(1)).layers[0].forward == 0.001
 
 
+def test_times_are_medians_over_turns_of_means_without_disturbances() -> None:
+    def runs(*seconds: float) -> timing.Runs:
+        return timing.Runs([(one,) * 4 for one in seconds], [(2 * one,) for one in seconds])
+
+    found = timing.medians_of([runs(1.0, 1.0, 2.0, 1.0, 100.0), runs(9.0), runs(1.0)])
+    assert (found.forward, found.weight_gradient, found.recompute) == (1.25, 1.25, 2.5)
+
+
+@pytest.mark.parametrize("width", [8, 2000])
+def test_between_its_runs_a_layer_is_forgotten_but_not_what_comes_to_it(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, came = [], []
+    make = timing._forgetting
+
+    def forgetting(size: int) -> Any:
+        forget = make(size)
+        if forget is None:  # for a stage that does nothing
+            return None
+        sizes.append(size)
+
+        def spied(hot: Any) -> None:
+            hot = tuple(hot)
+            came.append([tensor.shape for tensor in hot])
+            forget(hot)
+
+        return spied
+
+    monkeypatch.setattr(timing, "_forgetting", forgetting)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
+    measured(model, batch(2, 4))
+    parameters = 4 * sum(p.numel() for p in model.parameters())
+    assert set(sizes) == {2 * parameters}, "of parameters and gradients"
+    assert [(2, 4)] in came, "the input of the first"
+    assert [(2, width)] in came, "of the second, and the first one's gradient"
+    assert [] in came, "before weight gradients"
+    assert make(0) is None
+    whole = torch.arange(3.0)
+    forget = make(8)
+    assert forget is not None
+    forget([whole, None, torch.arange(3)])
+    assert whole.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_layers_take_turns_so_that_slow_moments_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is ten times as slow for a while, in the second of four turns: no layer seems to be slower."""
     told = Told()
     turns, slow = measure_module.runs_of, 0
 
-    def disturbed(turn: Any, device: Any, budget: float) -> Any:
+    def disturbed(turn: Any, *rest: Any) -> Any:
         nonlocal slow
-        runs = turns(turn, device, budget)
+        runs = turns(turn, *rest)
         begun = sum(isinstance(said, tuple) for said in told.said)
         factor, slow = (10.0, slow + 1) if begun == 2 else (1.0, slow)
         return replace(runs, kept=[(factor,) * 4 for _ in runs.kept], recomputed=[(factor,) for _ in runs.recomputed])

@@ -4,7 +4,7 @@
     profile.save("costs.json")
     profile.at(16).layers[0].forward                   # seconds
 
-Bytes are exact; times are medians. The model is left as it was.
+Bytes are exact; times are medians of means. The model is left as it was.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def measure_costs(
     dtypes = {parameter.dtype for parameter in line.model.parameters()}
     states = {dtype: states_per_byte(optimizer, dtype) for dtype in dtypes}
     count = len(line.layers)
+    others = 2 * sum(map(tensor_bytes, line.model.parameters()))
     found = []
     with _threads(threads), screen() if progress is None else nullcontext(progress) as shown:
         nothing = overhead_of(there, min(0.2, seconds / 20))
@@ -82,7 +83,7 @@ def measure_costs(
             runs: list[list[Runs]] = [[] for _ in range(count)]
 
             def timer(turn: Turn, shown: Screen = shown, runs: list[list[Runs]] = runs) -> tuple[float, float]:
-                runs[turn.index].append(runs_of(turn, there, seconds / len(parts) / count / TURNS))
+                runs[turn.index].append(runs_of(turn, there, seconds / len(parts) / count / TURNS, others))
                 shown.advance(f"{turn.name} ({turn.index + 1} of {count})")
                 return 0.0, 0.0  # what else is measured are bytes
 

@@ -12,15 +12,17 @@ some microseconds beside its layers: these are known from a stage that does noth
 
 Layers take turns several times, and the medians are those of all turns: a machine that is slower for a while is so for
 all layers alike, and they are weighed against each other as they are.
+
+A layer that runs over and over finds its weights in the caches of a CPU. In a step others run between, so as much is
+read before each action as these have; but not what comes to the layer, which has just been made.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
-from functools import partial
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -40,11 +42,13 @@ from penstock.split.trial import roots_of
 __all__ = ["Runs", "Times", "medians_of", "overhead_of", "runs_of"]
 
 ENOUGH = 1000  # runs, for any median
+DISTURBED = 3  # times as long as the median, or longer: it was not the layer that took it
+FORGOTTEN = 32 << 20  # bytes: more than most caches have of them
 
 
 @dataclass(frozen=True)
 class Times:
-    """The medians of the seconds of one layer's actions."""
+    """The seconds of one layer's actions."""
 
     forward: float
     backward: float
@@ -74,17 +78,33 @@ class Runs:
 
 
 def medians_of(turns: Sequence[Runs]) -> Times:
-    """The medians of all runs."""
-    kept, recomputed = ([run for turn in turns for run in getattr(turn, name)] for name in ("kept", "recomputed"))
-    medians = [statistics.median(column) for rows in (kept, recomputed) for column in zip(*rows, strict=True)]
-    return Times(*(round(median, 9) for median in medians))  # no clock knows more
+    """Of the means of all turns the medians."""
+    rows = [
+        [_mean(column) for runs in (turn.kept, turn.recomputed) for column in zip(*runs, strict=True)]
+        for turn in turns
+    ]
+    return Times(*(round(median(column), 9) for column in zip(*rows, strict=True)))  # no clock knows more
 
 
-def runs_of(turn: Turn, device: torch.device, budget: float) -> Runs:
-    """Run a layer's actions for about ``budget`` seconds; they have run before what is counted."""
+def _mean(seconds: Sequence[float]) -> float:
+    """Without what is far from the median: a step has many actions, and what some take longer is a part of it."""
+    most = DISTURBED * median(seconds)
+    return fmean(one for one in seconds if one <= most)
+
+
+def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0) -> Runs:
+    """Run a layer's actions for about ``budget`` seconds; they have run before what is counted.
+
+    ``others`` are the bytes that the other layers have, of parameters and gradients.
+    """
     module = turn.stage if turn.targets else _Roots(turn.stage)
     takes, gives = len(turn.values), max(1, len(turn.targets))
-    seconds = partial(_seconds, devices=turn.devices)
+    forget = _forgetting(min(others, FORGOTTEN)) if device.type == "cpu" else None
+
+    def seconds(work: Callable[[], object], *hot: Tensor | None) -> float:
+        if forget is not None:
+            forget(hot)
+        return _seconds(work, turn.devices)
 
     def fresh() -> Message:
         return merge([_message(value) for value in turn.inputs()])[0] if takes > 1 else _message(turn.inputs()[0])
@@ -95,12 +115,12 @@ def runs_of(turn: Turn, device: torch.device, budget: float) -> Runs:
     def kept() -> dict[str, float]:
         found = {}
         message = fresh()
-        found["F"] = seconds(lambda: keeping.forward(0, message, whole))
+        found["F"] = seconds(lambda: keeping.forward(0, message, whole), *_tensors(message))
         grads = _ones(whole)
-        found["B"] = seconds(lambda: keeping.backward(grads, whole))
+        found["B"] = seconds(lambda: keeping.backward(grads, whole), *grads)
         keeping.forward(0, fresh(), split)
         grads = _ones(split)
-        found["I"] = seconds(lambda: keeping.input_gradient(grads, split))
+        found["I"] = seconds(lambda: keeping.input_gradient(grads, split), *grads)
         found["W"] = seconds(lambda: keeping.weight_gradient(split))
         return found
 
@@ -133,6 +153,24 @@ class _Roots(nn.Module):
 
     def forward(self, *values: Any) -> Any:
         return roots_of(self.stage(*values))
+
+
+def _forgetting(size: int) -> Callable[[Iterable[Tensor | None]], None] | None:
+    """Something that has caches forget all but the given tensors, as the work of other layers does."""
+    if not size:
+        return None
+    others = torch.ones(max(1, size // 4))
+
+    def forget(hot: Iterable[Tensor | None]) -> None:
+        for tensor in (others, *hot):
+            if tensor is not None and tensor.is_floating_point():
+                tensor.detach().sum()
+
+    return forget
+
+
+def _tensors(message: Message) -> list[Tensor]:
+    return [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
 
 
 def _message(value: Any) -> Message:
