@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -15,6 +16,14 @@ from penstock.engine.failure import Cause
 from penstock.engine.watch import Stopped, Watch
 
 CAUSE = Cause(3, "Boom", "on purpose")
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Interrupts, as in the foreground, wherever these tests run."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -48,6 +57,16 @@ def test_a_sleep_in_a_call_ends(watch: Watch) -> None:
     assert time.monotonic() - start < 30
 
 
+def test_a_sleep_ends_in_the_background_too_where_ctrl_c_is_ignored(watch: Watch) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with watch, watch:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    test_a_sleep_in_a_call_ends(watch)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def test_who_has_a_handler_of_his_own_is_not_interrupted(watch: Watch) -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
     signal.signal(signal.SIGINT, lambda *args: seen.append(args))
@@ -59,7 +78,7 @@ def test_who_has_a_handler_of_his_own_is_not_interrupted(watch: Watch) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert not seen
-    assert not watch.interrupted
+    assert not watch.interrupt.sent
 
 
 def test_a_call_that_begins_after_the_failure_ends_at_once(watch: Watch) -> None:
@@ -78,7 +97,7 @@ def test_an_interrupt_never_comes_after_the_call(watch: Watch) -> None:
     chance = random.Random(0)
     stopped = 0
     for _ in range(300):
-        watch.interrupted, watch.cause = False, None
+        watch.interrupt.sent, watch.cause = False, None
         thread = interrupt(watch, chance.random() * 0.004)
         end = time.perf_counter() + chance.random() * 0.004
         try:
@@ -88,7 +107,7 @@ def test_an_interrupt_never_comes_after_the_call(watch: Watch) -> None:
         except Stopped:
             stopped += 1
         except KeyboardInterrupt:  # as it may come when the call is being left
-            assert watch.interrupted
+            assert watch.interrupt.sent
             watch.doing.inside = 0
             stopped += 1
         thread.join()

@@ -168,11 +168,19 @@ def test_even_what_is_no_exception_comes_out_and_leaves_a_pipeline_that_works(
     assert_same(gradients(model), expected.gradients)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Interrupts, though these tests may run in the background, where they are ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # A real signal breaks off the wait for the next outcome. The interrupt that a notebook makes comes right after one
 # was taken, which must be counted nevertheless: else the caller waits for it for ever.
 @pytest.mark.parametrize("interrupt", ["signal", "notebook"])
 @pytest.mark.timeout(20)
-def test_ctrl_c_while_the_caller_waits_ends_the_step(interrupt: str) -> None:
+def test_ctrl_c_while_the_caller_waits_ends_the_step(interrupt: str, ctrl_c: None) -> None:
     class Slow(nn.Module):
         slow = False
 

@@ -39,7 +39,7 @@ class Guarded:
             self.stop(stopped.cause.error(), stopped.__cause__)
         except BaseException as error:
             ended = self.watch.explain(error)
-            if isinstance(error, Exception) or self.watch.interrupted:
+            if isinstance(error, Exception) or self.watch.interrupt.sent:
                 self.stop(ended, error)
             self.ended = ended
             self.close()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Hashable, Sequence
@@ -37,6 +36,7 @@ from penstock.engine.channel.sever import Lines, StoreLine
 from penstock.engine.doing import Doing, Look
 from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, broke_off, launcher_keeps_store, store_gone
 from penstock.engine.gossip import Gossip
+from penstock.engine.interrupt import Interrupt
 from penstock.engine.stuck import TIMEOUT, Judge, Limits, follow
 from penstock.errors import PipelineError
 
@@ -69,7 +69,7 @@ class Watch:
         corner = PrefixStore(name, store)
         self.bulletin = Bulletin(corner, ranks, rank)
         self.cause: Cause | None = None
-        self.interrupted = False
+        self.interrupt = Interrupt()
         self._pid = os.getpid()
         self._line = StoreLine(store, name)
         self._board = Bulletin(self._line.store, ranks, rank)
@@ -109,6 +109,7 @@ class Watch:
     def __enter__(self) -> None:
         if self.cause is not None:
             raise Stopped(self.cause)
+        self.interrupt.listen()
         self.doing.enter()
 
     def __exit__(
@@ -118,18 +119,20 @@ class Watch:
         try:
             with self._lock:  # no interrupt is sent from here on
                 self.doing.inside = outside
-            if self.interrupted:
+            if self.interrupt.sent:
                 time.sleep(0.1)  # where the one that was sent comes at the latest
         finally:
             self.doing.inside = outside  # it may have come while the lock was waited for
-        if self.cause is not None and (self.interrupted or error is None or isinstance(error, Exception)):
+            if not outside:
+                self.interrupt.end()
+        if self.cause is not None and (self.interrupt.sent or error is None or isinstance(error, Exception)):
             raise Stopped(self.cause) from error
 
     def explain(self, error: BaseException) -> PipelineError:
         """What has ended a call, as all ranks raise it; the others learn of it here, if it is this rank's failure."""
         if isinstance(error, ChannelError):
             return self.bulletin.lost(error).error()
-        known = self.cause if self.interrupted else self.bulletin.ask() if broke_off(error) else None
+        known = self.cause if self.interrupt.sent else self.bulletin.ask() if broke_off(error) else None
         if known is not None:
             return known.error()
         at = self.doing.runner.current if self.doing.runner is not None else None
@@ -258,7 +261,7 @@ class Watch:
     def _press(self, look: Look, waited: float) -> None:
         """Get a main thread that is still in a call out of it."""
         assert self.cause is not None
-        if waited > NUDGE and look.kind == "works" and not self.interrupted:
+        if waited > NUDGE and look.kind == "works" and not self.interrupt.sent:
             self._interrupt()
         if waited > GRACE and self.cause.kind == TIMEOUT:
             _, stack = self.doing.python()
@@ -267,11 +270,7 @@ class Watch:
             os._exit(1)
 
     def _interrupt(self) -> None:
-        """As by Ctrl-C. It also ends a sleep, or a wait for a socket."""
-        main = threading.main_thread().ident
-        if self.doing.thread != main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            return
-        with self._lock:
-            if self.doing.inside and hasattr(signal, "pthread_kill"):
-                self.interrupted = True
-                signal.pthread_kill(main, signal.SIGINT)
+        if self.interrupt.heard_by(self.doing.thread):
+            with self._lock:
+                if self.doing.inside:
+                    self.interrupt.send()
