@@ -25,7 +25,7 @@ class Ranks:
     """
 
     def __init__(self, count: int, backend: str | None = None, data: int = 1) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
