@@ -81,7 +81,7 @@ def test_runs_repeat(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def numbers(seed: int) -> str:
         torch.rand(1)  # torch's own RNG is at another place each time
         out, _ = run(capsys, "--data", few, "--epochs", 1, "--seed", seed)
-        return re.sub(r"\S+ +\S+%$|\S+% as measured", "", out, flags=re.MULTILINE)  # all but speed and bubble
+        return re.sub(r" +\S+ +\S+%$|\S+% as measured", "", out, flags=re.MULTILINE)  # all but speed and bubble
 
     assert numbers(3) == numbers(3) != numbers(4)
 
