@@ -21,9 +21,9 @@ lint: $(READY)
 	$(PY) -m mypy
 
 # The report's page is tested in a browser; where none can be installed, those tests say that they were skipped. The site
-# is built by a test, too. Much of the time tests wait for processes: four at a time.
+# is built by a test, too. Much of the time tests wait for processes: two at a time.
 test: lint browser shells $(VENV)/.docs
-	$(PY) -m pytest -n 4 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile
 
 # What a machine has not, Debian's packages bring, where they can be installed.
 APT := test "$$(id -u)" = 0 && command -v apt-get >/dev/null && timeout 300 sh -c \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -14,7 +15,13 @@ DOCUMENT = (Path(__file__).parents[1] / "docs" / "when-it-fails.md").read_text(e
 CONSOLE = dict(re.findall(r"^```console\n\$ (.*)\n((?:.*\n)*?)```$", DOCUMENT, re.MULTILINE))
 
 
-@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("kill", 137), ("hang", 1)])
+slow = pytest.mark.skipif("PENSTOCK_SLOW" not in os.environ, reason="half a minute: set PENSTOCK_SLOW=1")
+
+
+# The other two are what tests/train/test_watch.py is about.
+@pytest.mark.parametrize(
+    ("how", "code"), [("raise", 1), pytest.param("kill", 137, marks=slow), pytest.param("hang", 1, marks=slow)]
+)
 def test_commands(how: str, code: int, tmp_path: Path) -> None:
     command = f"penstock run --stages 4 train.py {how}"
     patient = "stuck_after=6, timeout=16" if how == "hang" else "timeout=None"  # where processes start slowly

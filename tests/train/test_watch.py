@@ -463,6 +463,7 @@ def stopped(rank: int) -> list[str] | str:
     with logged() as lines:
         pipe = pipeline(mlp(), stuck_after=1.0)
         if rank == 0:
+            time.sleep(3)  # until it was heard of
             pid = os.getpid()
             awakener = fork(lambda: (time.sleep(9), os.kill(pid, signal.SIGCONT)))
             os.kill(pid, signal.SIGSTOP)
