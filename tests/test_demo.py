@@ -338,6 +338,7 @@ def test_making_an_extract() -> None:
         (gzip.compress(b""), "it starts with nothing"),
         (gzip.compress(b"\0\0\x08\x01\0\0\0\x03abc")[:-9], "cannot be read"),
     ],
+    ids=["not gzip", "too short", "not bytes", "half a shape", "empty", "cut off"],  # gzip's bytes hold the time
 )
 def test_files_that_are_not_idx(tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / "file.gz"
