@@ -92,8 +92,10 @@ def measure_costs(
             while not runs[0] or (len(runs[0]) < TURNS and perf_counter() < until):
                 shown.begin(f"measuring {samples} samples", count)
                 measured = measure(line, part, device=None if spread else there, finish=finish, timer=timer)
-            timed = [medians_of(turns).beside(nothing) for turns in runs]
-            found.append(_costs(line, samples, measured, timed, states, accumulate, there, nothing))
+            firsts, afters = zip(*map(medians_of, runs), strict=True)
+            timed = [after.beside(nothing) for after in afters]
+            more = Times.typical(first.beside(after) for first, after in zip(firsts, afters, strict=True))
+            found.append(_costs(line, samples, measured, timed, states, accumulate, there, more.plus(nothing)))
     return Profile(tuple(found))
 
 
@@ -166,7 +168,7 @@ def _costs(
     states: Mapping[torch.dtype, float],
     accumulate: str | None,
     device: torch.device,
-    nothing: Times,
+    beside: Times,
 ) -> ModelCosts:
     layers = []
     for cost, times in zip(measured.layers, timed, strict=True):
@@ -194,7 +196,7 @@ def _costs(
         shared=_shared(line),
         kept_together=_kept_together(measured.kept),
         device=device.type,
-        overhead=Overhead(**asdict(nothing)),
+        overhead=Overhead(**asdict(beside)),
     )
 
 
