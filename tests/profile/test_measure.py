@@ -44,13 +44,17 @@ def measured(model: Any, sample: Any, **options: Any) -> ModelCosts:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_bytes_by_hand_at_each_size(device: str) -> None:
-    """A linear layer keeps its input; Tanh its output, which the last layer keeps as well."""
+    """A linear layer keeps its input; Tanh its output, which the last layer keeps as well.
+
+    With the input, a weight gradient waits with the gradient of the output.
+    """
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
     profile = measure_costs(model, batch(8), seconds=0.0, sizes=[2, 8], device=device)
     for costs in profile.sizes:
         rows = costs.samples
         assert [layer.name for layer in costs.layers] == ["0", "1", "2"]
         assert [layer.activation for layer in costs.layers] == [rows * n * FLOAT for n in (4, 16, 16)]
+        assert [layer.deferred for layer in costs.layers] == [rows * n * FLOAT for n in (4 + 16, 0, 16 + 2)]
         assert [layer.parameters for layer in costs.layers] == [80 * FLOAT, 0, 34 * FLOAT]
         assert [layer.gradients for layer in costs.layers] == [80 * FLOAT, 0, 34 * FLOAT]
         assert [layer.optimizer for layer in costs.layers] == [160 * FLOAT, 0, 68 * FLOAT]

@@ -159,6 +159,15 @@ def test_the_default_cap_is_what_1f1b_keeps() -> None:
     assert auto(Costs.per_rank(v=2), vee(4), 8, seconds=SHORT).cap == (4.0,) * 4
 
 
+def test_what_waits_for_weight_gradients_keeps_the_cap_too() -> None:
+    """Twice as much is kept from I on: an order for half of it has weight gradients sooner."""
+    costs = Costs(keep=(2.0, 1.0, 2.0, 0.5))
+    for cap in (2.0, 4.0, 8.0):
+        found = auto(costs, loop(4), 8, cap=cap, seconds=0.1)
+        assert max(simulate(found.schedule, costs).peak_memory) <= cap
+        assert found.peak == simulate(found.schedule, costs).peak_memory
+
+
 def test_less_memory_is_kept_and_costs_time() -> None:
     tight, roomy = (auto(Costs.per_rank(v=2, comm=0.1), vee(4), 8, cap=cap, seconds=0.2) for cap in (2, 4))
     assert max(tight.peak) <= 2

@@ -38,6 +38,7 @@ from penstock.engine.context import ambient, surround
 from penstock.engine.message import Message, merge
 from penstock.engine.randomness import Randomness
 from penstock.engine.replay import Replay
+from penstock.engine.saved import deferred_bytes
 from penstock.engine.stage import Slot, StageEngine
 from penstock.engine.tree import flatten
 from penstock.split.measure import LONG, REPEATS, Turn
@@ -95,6 +96,8 @@ class Runs:
 
     kept: list[tuple[Took, ...]]
     recomputed: list[tuple[Took, ...]]
+    deferred: int = 0
+    """Bytes that wait for W, of one micro-batch."""
 
 
 def medians_of(turns: Sequence[Runs]) -> tuple[Times, Times]:
@@ -102,7 +105,10 @@ def medians_of(turns: Sequence[Runs]) -> tuple[Times, Times]:
 
     def times(which: int) -> Times:
         rows = [
-            [_mean([took[which] for took in column]) for runs in astuple(turn) for column in zip(*runs, strict=True)]
+            [
+                _mean([took[which] for took in column])
+                for column in (*zip(*turn.kept, strict=True), *zip(*turn.recomputed, strict=True))
+            ]
             for turn in turns
         ]
         return Times(*(round(median(column), 9) for column in zip(*rows, strict=True)))  # no clock knows more
@@ -143,11 +149,15 @@ def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0) ->
     keeping = StageEngine(turn.index, module, device, takes=takes, gives=gives)
     wholes, splits = [Slot() for _ in numbers], [Slot(keeping.new_queue()) for _ in numbers]
 
+    waiting: list[int] = []
+
     def kept() -> list[_Timed]:
         forward, grads = forwards(keeping, wholes)
         backward = timed(keeping.backward, grads, wholes, hot=grads[0])
         _, grads = forwards(keeping, splits)
         input_gradient = timed(keeping.input_gradient, grads, splits, hot=grads[0])
+        if not waiting:
+            waiting.append(deferred_bytes(splits[0], keeping))
         return [forward, backward, input_gradient, timed(keeping.weight_gradient, splits)]
 
     again = StageEngine(turn.index, module, device, takes=takes, gives=gives)
@@ -167,7 +177,7 @@ def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0) ->
         for kind, *_ in ambient().autocast:  # forwards enter it by themselves; a backward runs outside of it
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(again.close)
-        return Runs(_repeated(kept, budget * 0.8), _repeated(recomputed, budget * 0.2))
+        return Runs(_repeated(kept, budget * 0.8), _repeated(recomputed, budget * 0.2), waiting[0])
 
 
 def _changes_buffers(turn: Turn) -> bool:

@@ -69,6 +69,12 @@ class Segments:
             self._kept[i, j] = bytes_
         return self._kept[i, j]
 
+    def deferred(self, i: int, j: int) -> float:
+        """Bytes that its weight gradients need of one micro-batch, if they wait."""
+        if all(layer.deferred is None for layer in self.costs.layers[i:j]):
+            return self.activation(i, j)
+        return self.total("waits", i, j)
+
     def inputs(self, i: int, j: int) -> float:
         """Bytes that come to the run from layers before it, for one micro-batch: what is kept to recompute it from."""
         if i not in self._coming:

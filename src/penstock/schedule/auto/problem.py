@@ -148,13 +148,15 @@ def make_problem(
             contended |= transfer > 0
             time = transfer + costs.of_edge("latency", edge)
         arcs.append((*edge, time))
+    # To the search, a stage keeps from F on what it will keep from I on, if that is more: no order has more than that.
+    keeps = costs.of_stages("keep", count)
     problem = Problem(
         placement,
         m,
         (*times["F"], *times["I"], *times["B"], *times["W"]),
         tuple(arcs),
-        tuple(costs.of_stages("activation", count)),
-        costs.keep,
+        tuple(size * max(1.0, keep) for size, keep in zip(costs.of_stages("activation", count), keeps, strict=True)),
+        max(min(1.0, keep) for keep in keeps),
         (0.0,) * ranks,
         contended,
     )
