@@ -131,4 +131,4 @@ def _llama(batch: int, teraflops: float) -> Published:
 
 
 LEFT_OPEN = (_llama(32, 430.0), _llama(16, 400.0))
-"""Rows that leave the number of stages open: their seconds should be between the estimates for the most and the least."""
+"""Rows that leave the number of stages open: their seconds are between the estimates for the most and the least."""
