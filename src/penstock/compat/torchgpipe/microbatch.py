@@ -45,6 +45,12 @@ class Batch:
         """What a function makes of the value, as a batch."""
         return Batch(function(self.value), self.index)
 
+    @property
+    def anchor(self) -> int:
+        """Which tensor to tie to other parts of autograd's graph: one with a gradient, or that may have one."""
+        fitting = [[x.requires_grad for x in self], [x.is_floating_point() for x in self]]
+        return next((fits.index(True) for fits in fitting if any(fits)), 0)
+
     def _row(self) -> Tensors:
         return (self.value,) if isinstance(self.value, Tensor) else self.value
 
@@ -90,8 +96,16 @@ def check(input: TensorOrTensors) -> None:
 
 
 def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
-    """The micro-batches of a mini-batch, as even as can be: as many as ``chunks``, if there are enough samples."""
-    return [Batch(part, i) for i, part in enumerate(core.scatter(input, sizes(input, chunks)))]
+    """The micro-batches of a mini-batch, as even as can be: as many as ``chunks``, if there are enough samples.
+
+    Tensors of a tuple may differ in their sizes, if as many parts can be made of each.
+    """
+    if isinstance(input, Tensor):
+        return [Batch(part, i) for i, part in enumerate(core.scatter(input, sizes(input, chunks)))]
+    columns = [core.scatter(tensor, sizes(tensor, chunks)) for tensor in input]
+    if len({len(column) for column in columns}) > 1:
+        core.batch_size(input, "input")  # says what is wrong
+    return [Batch(row, i) for i, row in enumerate(zip(*columns, strict=True))]
 
 
 def sizes(input: TensorOrTensors, chunks: int) -> Sequence[int]:
