@@ -227,10 +227,20 @@ def test_autocast_and_random_numbers_follow_the_work(run: Run, checkpoint_stop: 
 @pytest.mark.parametrize("checkpoint_stop", [0, 2])
 def test_without_gradients_there_is_no_graph(run: Run, checkpoint_stop: int) -> None:
     parts = cut(model(), [3, 4])
-    with torch.no_grad():
-        batches = scatter(torch.rand(4, 4), chunks=2)
-        run(batches, parts, checkpoint_stop)
-    assert not any(batch[0].requires_grad for batch in batches)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            batches = scatter(torch.rand(4, 4), chunks=2)
+            run(batches, parts, checkpoint_stop)
+        assert not any(batch[0].requires_grad for batch in batches)
+        assert all(batch[0].is_inference() == (mode is torch.inference_mode) for batch in batches)
+
+
+@both
+def test_no_partitions_and_no_micro_batches(run: Run) -> None:
+    batches = scatter(torch.rand(4, 4), chunks=2)
+    run(batches, [], 0)
+    assert [len(batch.tensor) for batch in batches] == [2, 2]
+    run([], cut(model(), [3, 4]), 0)
 
 
 @both

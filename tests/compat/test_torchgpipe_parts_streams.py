@@ -165,6 +165,17 @@ def test_integers_go_along_without_a_gradient() -> None:
         assert x.grad.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_copy_may_be_changed_in_place(count: int) -> None:
+    """A layer such as ``nn.ReLU(inplace=True)`` may come first in a partition."""
+    for function in (Copy, Wait):
+        x = torch.randn(8, requires_grad=True)
+        y, *_ = function.apply(CPUStream, CPUStream, *[x * 1] * count)  # type: ignore[no-untyped-call]
+        y.relu_().sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, (x > 0).float())
+
+
 def test_a_change_in_place_after_a_copy_is_seen_by_autograd() -> None:
     """On one device a copy shares its memory: what was saved before must not be changed behind autograd's back."""
     x = torch.rand(3, requires_grad=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from penstock.engine import microbatch as core
+from penstock.engine.tree import flatten
 
 __all__ = ["Batch", "TensorOrTensors", "Tensors", "check", "gather", "scatter"]
 
@@ -100,12 +101,14 @@ def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
 
     Tensors of a tuple may differ in their sizes, if as many parts can be made of each.
     """
-    if isinstance(input, Tensor):
-        return [Batch(part, i) for i, part in enumerate(core.scatter(input, sizes(input, chunks)))]
-    columns = [core.scatter(tensor, sizes(tensor, chunks)) for tensor in input]
-    if len({len(column) for column in columns}) > 1:
-        core.batch_size(input, "input")  # says what is wrong
-    return [Batch(row, i) for i, row in enumerate(zip(*columns, strict=True))]
+    if len({len(tensor) for tensor in flatten(input)[0] if tensor.dim()}) <= 1:
+        parts: Iterable[Any] = core.scatter(input, sizes(input, chunks))
+    else:
+        columns = [core.scatter(tensor, sizes(tensor, chunks)) for tensor in input]
+        if len(set(map(len, columns))) > 1:
+            core.batch_size(input, "input")  # says what is wrong
+        parts = zip(*columns, strict=True)
+    return [Batch(part, i) for i, part in enumerate(parts)]
 
 
 def sizes(input: TensorOrTensors, chunks: int) -> Sequence[int]:

@@ -28,7 +28,8 @@ DONE = (False, None)
 class Task:
     """A function that makes a batch, for a worker, and one that is called with it, in the thread that takes it.
 
-    Both run on the stream, and in the state of the thread that has made the task: grad mode, autocast, default device.
+    Both run on the stream, and in the state of the thread that has made the task: grad and inference mode, autocast,
+    default device.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class Task:
     ) -> None:
         self.stream = stream
         self._compute, self._finalize = compute, finalize
-        self._grad_mode, self._ambient = torch.is_grad_enabled(), ambient()
+        self._grad_mode, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._ambient = ambient()
 
     def compute(self) -> Batch:
         with self._state():
@@ -52,6 +54,8 @@ class Task:
         with ExitStack() as stack:
             stack.enter_context(use_stream(self.stream))
             stack.enter_context(torch.set_grad_enabled(self._grad_mode and torch.is_grad_enabled()))
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
             for context in self._ambient.contexts():
                 stack.enter_context(context)
             yield
