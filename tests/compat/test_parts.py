@@ -230,13 +230,3 @@ def test_phonies_are_kept() -> None:
     cpu = torch.device("cpu")
     assert get_phony(cpu, requires_grad=True) is get_phony(cpu, requires_grad=True)
     assert get_phony(cpu, requires_grad=True) is not get_phony(cpu, requires_grad=False)
-
-
-def test_a_phony_that_was_first_used_in_inference_mode_can_have_a_gradient() -> None:
-    get_phony.cache_clear()
-    with torch.inference_mode():
-        fork(torch.rand(2))
-    x = torch.rand(2, requires_grad=True)
-    value, phony = fork(x)
-    (value + join(torch.rand(2), phony)).sum().backward()
-    assert x.grad is not None

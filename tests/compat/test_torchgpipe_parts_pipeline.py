@@ -104,18 +104,38 @@ def test_it_is_the_plain_model(run: Run, balance: list[int], checkpoint_stop: in
 
 
 @both
-def test_it_recomputes_as_many_as_was_said(run: Run) -> None:
-    log: list[tuple[float, bool]] = []
+def test_micro_batches_go_back_one_after_another_and_run_again_just_before(run: Run) -> None:
+    log: list[str] = []
 
-    class Log(nn.Module):
+    class Log(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.name = int(x)
+            log.append(f"{'R' if is_recomputing() else 'F'}{ctx.name}")
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            log.append(f"B{ctx.name}")
+            return grads[0]
+
+    class Layer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            log.append((x[0].item(), is_recomputing()))
-            return x * 1
+            return Log.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
     batches = scatter(torch.arange(4.0, requires_grad=True), chunks=4)
-    run(batches, [nn.Sequential(Log())], 2)
+    run(batches, [nn.Sequential(Layer())], 3)
     torch.cat([batch.tensor for batch in batches]).sum().backward()
-    assert log == [(0, False), (1, False), (2, False), (3, False), (1, True), (0, True)]
+    assert " ".join(log) == "F0 F1 F2 F3 B3 R2 B2 R1 B1 R0 B0"
+
+
+@both
+def test_skips_are_copied_between_partitions_and_not_within_one(run: Run) -> None:
+    for balance, copied in (([3, 4], True), ([1, 6], False)):
+        batches = scatter(torch.rand(2, 4), chunks=2)
+        run(batches, cut(model(), balance), 0)
+        for batch in batches:
+            assert ("PortalCopyBackward" in {type(node).__name__ for node in _nodes(batch.tensor)}) == copied
 
 
 class Second:
@@ -167,6 +187,23 @@ def test_an_exception_stops_it_at_the_end_of_its_clock(run: Run, checkpoint_stop
     with pytest.raises(ZeroDivisionError, match="told"):
         run(scatter(torch.rand(5, 1), chunks=5), parts, checkpoint_stop)
     assert len(ran) == 2
+
+
+@both
+def test_of_several_exceptions_in_a_clock_the_first_comes_out(run: Run) -> None:
+    class Fail(nn.Module):
+        def __init__(self, told: str, at: int) -> None:
+            super().__init__()
+            self.told, self.at = told, at
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.item() == self.at:
+                raise ZeroDivisionError(self.told)
+            return x
+
+    parts = [nn.Sequential(Fail("one", 1)), nn.Sequential(Fail("two", 0))]
+    with pytest.raises(ZeroDivisionError, match="one"):
+        run(scatter(torch.arange(2.0), chunks=2), parts, 0)
 
 
 @both

@@ -22,6 +22,7 @@ from penstock.compat.torchgpipe.skip.tracker import (
     use_skip_tracker,
 )
 from penstock.compat.torchgpipe.stream import CPUStream, default_stream
+from penstock.split.skip import holding
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -237,6 +238,16 @@ def test_the_tracker_in_use_is_the_current_one() -> None:
         assert current_skip_tracker() is outer
     assert type(current_skip_tracker()) is SkipTracker
     assert current_skip_tracker() is not outer
+
+
+def test_in_a_stage_of_a_pipeline_the_tracker_is_not_in_use() -> None:
+    outside = SkipTracker()
+    values: dict[Any, Any] = {}
+    with use_skip_tracker(outside), holding(values):  # as the core does for a stage
+        assert current_skip_tracker().tensors is values
+        Stash()(torch.ones(1))
+    assert list(values) == [KEY]
+    assert not outside.tensors
 
 
 def test_layers_go_to_the_tracker_before_their_hooks_run() -> None:

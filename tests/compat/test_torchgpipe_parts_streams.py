@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,42 @@ def test_on_the_cpu_nothing_is_to_be_done() -> None:
 def test_an_exception_comes_out_of_the_contexts(use: Iterator[None]) -> None:
     with pytest.raises(ZeroDivisionError), use:  # type: ignore[attr-defined]
         _ = 1 / 0
+
+
+class Told:
+    """In the place of a GPU's stream: tells what it was asked for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Told) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"the CPU waits for {self.name}")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "forward", "backward"),
+    [
+        ("a", "b", ["a waits for b"], ["b waits for a"]),
+        ("CPU", "b", ["the CPU waits for b"], []),
+        ("a", "CPU", [], ["the CPU waits for a"]),
+        ("CPU", "CPU", [], []),
+    ],
+)
+def test_who_waits_for_whom(source: str, target: str, forward: list[str], backward: list[str]) -> None:
+    log: list[str] = []
+    streams: Any = {"a": Told("a", log), "b": Told("b", log), "CPU": CPUStream}
+    wait_stream(streams[source], streams[target])
+    assert log == forward
+    x = torch.rand(2, requires_grad=True)
+    log.clear()
+    (y,) = Wait.apply(streams[target], streams[source], x)  # type: ignore[no-untyped-call]
+    assert log == forward
+    log.clear()
+    y.sum().backward()
+    assert log == backward
 
 
 @pytest.mark.cuda

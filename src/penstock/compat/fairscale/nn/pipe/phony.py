@@ -13,5 +13,4 @@ __all__ = ["get_phony"]
 @cache
 def get_phony(device: torch.device, *, requires_grad: bool) -> Tensor:
     """A tensor of size 1; the same one each time. A function of autograd's returns ``get_phony(…).detach()``."""
-    with torch.inference_mode(False):  # as it is kept
-        return torch.empty(1, device=device, requires_grad=requires_grad)
+    return torch.empty(1, device=device, requires_grad=requires_grad)
