@@ -35,8 +35,9 @@ def task(compute: Any, finalize: Any = None) -> Task:
     return Task(CPUStream, compute=compute, finalize=finalize)
 
 
-def test_what_is_computed_comes_with_its_task() -> None:
-    given = task(lambda: Batch(torch.tensor(42)))
+@pytest.mark.parametrize("stream", [CPUStream, None])
+def test_what_is_computed_comes_with_its_task(stream: Any) -> None:
+    given = Task(stream, compute=lambda: Batch(torch.tensor(42)), finalize=None)
     with spawn_workers([CPU]) as (in_queues, out_queues):
         in_queues[0].put(given)
         ok, payload = out_queues[0].get()
@@ -44,6 +45,7 @@ def test_what_is_computed_comes_with_its_task() -> None:
     assert payload is not None
     assert payload[0] is given
     assert payload[1][0].item() == 42  # type: ignore[index]
+    given.finalize(Batch(()))  # of which there is nothing to be done
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
@@ -61,6 +63,14 @@ def test_an_exception_comes_as_it_was_and_the_worker_goes_on(kind: type[BaseExce
     assert info[0] is kind
     assert str(info[1]) == "told"
     assert info[2] is not None  # type: ignore[misc]
+
+
+def test_a_device_that_there_is_not_is_told_and_nobody_waits_for_its_worker() -> None:
+    with spawn_workers([torch.device("cuda", 99)]) as (_, out_queues):
+        ok, info = out_queues[0].get(timeout=60)
+    assert not ok
+    assert isinstance(info, tuple)
+    assert isinstance(info[1], (RuntimeError, AssertionError))
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -65,9 +65,9 @@ def use_device(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def use_stream(stream: AbstractStream) -> Iterator[None]:
-    """A stream is the current one of its device meanwhile, and its device the current one."""
-    if is_cuda(stream):
+def use_stream(stream: AbstractStream | None) -> Iterator[None]:
+    """A stream is the current one of its device meanwhile, and its device the current one; None leaves them."""
+    if stream is not None and is_cuda(stream):
         with torch.cuda.stream(stream):
             yield
     else:

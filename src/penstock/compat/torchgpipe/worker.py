@@ -33,7 +33,7 @@ class Task:
     """
 
     def __init__(
-        self, stream: AbstractStream, *, compute: Callable[[], Batch], finalize: Callable[[Batch], None] | None
+        self, stream: AbstractStream | None, *, compute: Callable[[], Batch], finalize: Callable[[Batch], None] | None
     ) -> None:
         self.stream = stream
         self._compute, self._finalize = compute, finalize
@@ -66,12 +66,15 @@ def worker(in_queue: InQueue, out_queue: OutQueue, device: torch.device, grad_mo
 
     Each leaves ``(True, (task, batch))``, or ``(False, exc_info)`` if it raised; the end is ``(False, None)``.
     """
-    with use_device(device), torch.set_grad_enabled(grad_mode):
-        if device.type == "cuda":
-            torch.zeros(1, device=device)  # gives this thread the device's context: cuBLAS complains without
-        while (task := in_queue.get()) is not None:
-            out_queue.put(_outcome(task))
-            del task  # and nothing else of it stays here until the next one comes
+    try:
+        with use_device(device), torch.set_grad_enabled(grad_mode):
+            if device.type == "cuda":
+                torch.zeros(1, device=device)  # gives this thread the device's context: cuBLAS complains without
+            while (task := in_queue.get()) is not None:
+                out_queue.put(_outcome(task))
+                del task  # and nothing else of it stays here until the next one comes
+    except BaseException:  # there is no such device
+        out_queue.put((False, sys.exc_info()))  # type: ignore[arg-type]
     out_queue.put(DONE)
 
 
