@@ -16,7 +16,7 @@ from penstock.schedule.auto import Found
 from penstock.schedule.auto.fill import evaluate, fill
 from penstock.schedule.auto.floor import lower_bound
 from penstock.schedule.auto.found import simulated
-from penstock.schedule.auto.graph import Pieces
+from penstock.schedule.auto.pieces import Pieces
 from penstock.schedule.auto.problem import Problem, Words, make_problem
 from penstock.schedule.auto.seeds import to_skeleton, to_words
 from penstock.schedule.auto.tabu import improve
