@@ -6,31 +6,36 @@ from penstock.schedule.auto.problem import SLACK, Problem, Words
 
 
 def _fits(problem: Problem, rank: int, word: list[int]) -> bool:
-    """Whether a rank's word keeps its cap, and every stage does F, then I, then W of each micro-batch."""
+    """Whether a rank's word keeps its cap, and every stage does F, then I, then W of each micro-batch; and R before I,
+    of those that F has dropped.
+    """
     count = problem.num_stages
-    takes = problem.takes
     room = problem.cap[rank] * (1 + SLACK)
     kept = 0.0
-    forwards = [0] * count  # without a backward yet
+    forwards: list[list[bool]] = [[] for _ in range(count)]  # without a backward yet: whether it is there
     inputs = [0] * count  # without a W yet
     for letter in word:
-        kept += takes[letter]
-        if letter < count:
-            if kept > room:
+        kind, s = divmod(letter, count)
+        size, part = problem.activation[s], problem.checkpoint[s]
+        if kind in (0, 5):
+            if kept + size > room:
                 return False
-            forwards[letter] += 1
-        elif letter < 2 * count:
-            forwards[letter - count] -= 1
-            inputs[letter - count] += 1
-            if forwards[letter - count] < 0:
+            kept += size if kind == 0 else size * part
+            forwards[s].append(kind == 0)
+        elif kind == 4:
+            kept += size * (1 - part)
+            if kept > room or False not in forwards[s]:
                 return False
-        elif letter < 3 * count:
-            forwards[letter - 2 * count] -= 1
-            if forwards[letter - 2 * count] < 0:
+            forwards[s][forwards[s].index(False)] = True
+        elif kind in (1, 2):
+            if not forwards[s] or not forwards[s].pop(0):
                 return False
+            kept -= size if kind == 2 else size * (1 - problem.keep)
+            inputs[s] += kind == 1
         else:
-            inputs[letter - 3 * count] -= 1
-            if inputs[letter - 3 * count] < 0:
+            kept -= size * problem.keep
+            inputs[s] -= 1
+            if inputs[s] < 0:
                 return False
     return True
 

@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.auto import Found, auto
+from penstock.schedule.auto.drops import choices
 from penstock.schedule.auto.fill import evaluate
 from penstock.schedule.auto.floor import lower_bound
 from penstock.schedule.auto.lists import list_schedule
 from penstock.schedule.auto.policies import plain
-from penstock.schedule.auto.problem import make_problem
+from penstock.schedule.auto.problem import Problem, make_problem
 from penstock.schedule.auto.seeds import fixed_schedules, one_at_a_time
 from penstock.schedule.costs import Costs
 from penstock.schedule.looped_bfs import looped_bfs
 from penstock.schedule.placement import loop, vee
+from penstock.schedule.recompute import with_recompute
 from penstock.schedule.simulate import simulate
 from penstock.schedule.verify import verify
 from tests.schedule.fits import fits_all
@@ -65,11 +67,27 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         bandwidth=2.0,
         activation=each(SIZES),
         keep=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
+        r=draw(st.sampled_from([None, 0.0, 2.0])),
+        checkpoint=each(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
     )
-    least = [sum(costs.activation[s] for s in range(count) if placement[s] == r) for r in range(p)]  # type: ignore[index]
+    recompute = draw(st.sampled_from([False, False, None, True, "some"]))
+    if recompute == "some":
+        recompute = draw(st.sets(st.integers(0, count - 1)))
+    plenty = make_problem(costs, placement, 1, math.inf, edges, True if recompute is None else recompute)[0]
     factor = draw(st.sampled_from([None, 1.0, 1.5, 2.5, math.inf]))
-    cap = None if factor is None else [math.inf if factor == math.inf else factor * kept for kept in least]
-    return {"costs": costs, "placement": placement, "m": draw(st.integers(1, 9)), "cap": cap, "edges": edges}
+    cap = None if factor is None else [math.inf if factor == math.inf else factor * kept for kept in plenty.least]
+    return {
+        "costs": costs,
+        "placement": placement,
+        "m": draw(st.integers(1, 9)),
+        "cap": cap,
+        "edges": edges,
+        "recompute": recompute,
+    }
+
+
+def problem_of(case: dict[str, Any]) -> Problem:
+    return make_problem(*(case[key] for key in ("costs", "placement", "m", "cap", "edges", "recompute")))[0]
 
 
 @settings(deadline=None, max_examples=120)
@@ -87,10 +105,15 @@ def test_every_answer_keeps_its_promises(case: dict[str, Any]) -> None:
     assert 0 <= found.floor <= found.makespan
     assert found.gap >= 0
 
-    problem, _ = make_problem(case["costs"], case["placement"], case["m"], case["cap"], case["edges"])
+    replayed = {(a.stage, a.microbatch) for order in found.schedule.orders for a in order if a.kind == "R"}
+    problem = problem_of(case)
+    if not problem.loose:
+        again = [s for s, recomputed in enumerate(problem.again) if recomputed]
+        assert replayed == {(s, k) for s in again for k in range(case["m"])}
     assert lower_bound(problem) <= found.makespan * (1 + 1e-9)
+    modes = ["always" if again and not problem.loose else "never" for again in problem.again]
     for fixed in fixed_schedules(problem):
-        other = simulate(fixed, case["costs"], case["edges"])
+        other = simulate(with_recompute(fixed, modes), case["costs"], case["edges"])
         if all(peak <= cap for peak, cap in zip(other.peak_memory, found.cap, strict=True)):
             assert found.makespan <= other.makespan * (1 + 1e-9), fixed.name
 
@@ -98,7 +121,7 @@ def test_every_answer_keeps_its_promises(case: dict[str, Any]) -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases())
 def test_one_micro_batch_at_a_time_always_fits(case: dict[str, Any]) -> None:
-    problem, _ = make_problem(case["costs"], case["placement"], case["m"], case["cap"], case["edges"])
+    problem = choices(problem_of(case))[0]
     words = one_at_a_time(problem)
     assert fits_all(problem, words)
     assert evaluate(problem, words) < math.inf

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.schedule.auto.drops import choices
 from penstock.schedule.auto.fill import evaluate, fill
-from penstock.schedule.auto.graph import Graph, Pieces
+from penstock.schedule.auto.graph import Graph
 from penstock.schedule.auto.lists import Policy, list_schedule
 from penstock.schedule.auto.periodic import in_turn, pack
+from penstock.schedule.auto.pieces import Pieces
 from penstock.schedule.auto.policies import draw, plain
 from penstock.schedule.auto.problem import Problem, Words, make_problem
 from penstock.schedule.auto.repeat import repeat
@@ -25,6 +27,7 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.placement import loop, vee
 from tests.schedule.fits import fits_all
 from tests.schedule.test_auto import cases
+from tests.schedule.test_auto import problem_of as of_case
 
 
 def problem_of(costs: Costs, placement: tuple[int, ...], m: int, cap: float | None = None) -> Problem:
@@ -32,6 +35,7 @@ def problem_of(costs: Costs, placement: tuple[int, ...], m: int, cap: float | No
 
 
 def some_order(problem: Problem) -> Words:
+    problem = choices(problem)[0]
     makespan, words = list_schedule(problem, plain(problem))
     return words if makespan < math.inf else one_at_a_time(problem)
 
@@ -55,7 +59,7 @@ def check(graph: Graph) -> None:
 @settings(deadline=None, max_examples=80)
 @given(cases(), st.integers(0, 2**16))
 def test_moves_keep_the_graph_right(case: dict[str, Any], seed: int) -> None:
-    problem, _ = make_problem(*(case[key] for key in ("costs", "placement", "m", "cap", "edges")))
+    problem = of_case(case)
     random = Random(seed)
     graph = Graph(Pieces(problem), some_order(problem))
     check(graph)
@@ -80,7 +84,7 @@ def test_moves_keep_the_graph_right(case: dict[str, Any], seed: int) -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(0, 2**16))
 def test_a_backward_is_fused_and_split_again(case: dict[str, Any], seed: int) -> None:
-    problem, _ = make_problem(*(case[key] for key in ("costs", "placement", "m", "cap", "edges")))
+    problem = of_case(case)
     graph = Graph(Pieces(problem), some_order(problem))
     random, half = Random(seed), problem.num_stages * problem.m
     for _ in range(10):
@@ -96,6 +100,38 @@ def test_a_backward_is_fused_and_split_again(case: dict[str, Any], seed: int) ->
         check(graph)
         if random.random() < 0.5:
             graph.split(backward, place)
+            graph.update()
+            check(graph)
+            assert graph.words == before
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(), st.integers(0, 2**16))
+def test_a_micro_batch_is_recomputed_and_kept_again(case: dict[str, Any], seed: int) -> None:
+    problem = of_case(case)
+    graph = Graph(Pieces(problem), some_order(problem))
+    random, half = Random(seed), problem.num_stages * problem.m
+    for _ in range(10):
+        forward = random.randrange(half)
+        before, makespan = graph.words, graph.makespan
+        if not graph.dropped[forward]:
+            graph.drop(forward)
+            graph.update()
+            check(graph)
+            assert graph.keep(forward) is not None
+            graph.update()
+            assert graph.words == before
+            assert graph.makespan == pytest.approx(makespan)
+            continue
+        place = graph.keep(forward)
+        graph.update()
+        check(graph)
+        if place is None:
+            assert graph.words == before
+            continue
+        assert graph.makespan <= makespan * (1 + 1e-9)
+        if random.random() < 0.5:
+            graph.drop(forward, place)
             graph.update()
             check(graph)
             assert graph.words == before
@@ -139,7 +175,7 @@ def test_an_estimate_is_what_comes_of_it() -> None:
 @settings(deadline=None, max_examples=40)
 @given(cases(), st.integers(0, 2**16))
 def test_tabu_search_is_never_worse(case: dict[str, Any], seed: int) -> None:
-    problem, _ = make_problem(*(case[key] for key in ("costs", "placement", "m", "cap", "edges")))
+    problem = of_case(case)
     words = some_order(problem)
     begin = evaluate(problem, words)
     makespan, better = improve(Pieces(problem), words, 40, Random(seed), 0.0, lambda: False)
@@ -175,13 +211,18 @@ def test_backwards_are_fused_where_that_is_faster() -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(0, 2**16))
 def test_in_turn_is_the_order_of_the_wishes(case: dict[str, Any], seed: int) -> None:
-    problem, _ = make_problem(*(case[key] for key in ("costs", "placement", "m", "cap", "edges")))
+    problem = of_case(case)
     random = Random(seed)
     policy = draw(problem, random)
     if not policy.period:
         return
     count, m = problem.num_stages, problem.m
     for stages, word in zip(problem.local, in_turn(problem, policy), strict=True):
+        again = {s for s in stages if problem.again[s]}
+        assert Counter(letter for letter in word if letter >= 3 * count) == {
+            kind * count + s: m for kind in (4, 5) for s in again
+        }
+        word = [letter % (5 * count) for letter in word if not 4 * count <= letter < 5 * count]
         assert Counter(letter if letter < 2 * count else letter - count for letter in word) == {
             line: m for s in stages for line in (s, count + s)
         }

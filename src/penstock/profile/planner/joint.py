@@ -6,7 +6,8 @@
           ┌▶ its neighbours with the same order ──▶ those that are best even so: improve the order ─┐
           └───────────────── the best of these and of what there was, improved as well ◀────────────┘
 
-Where memory is scarce, it is searched in the same way which stages are recomputed: as few as it takes.
+Where memory is scarce, it is searched in the same way which stages are recomputed: as few as it takes. Of these, micro-
+batches are kept where the order has room for them.
 
 How much is done is counted, not timed: the same arguments give the same answer on every machine, but for orders of many
 thousand actions.
@@ -101,7 +102,8 @@ def joint(
         track.go_on(0.5 * left / TRACKS)
     best = min(tracks, key=lambda track: track.draft.seconds)
     best.settle(0.25 * left)
-    search.try_(best.point, 0.25 * left)
+    choose = ranks.recompute is None and bool(best.point[1])
+    search.try_(best.point, 0.25 * left, choose=choose)
     return search.best
 
 
@@ -146,9 +148,10 @@ class _Search:
             self._stages[point] = None if min(room) < 0 else Stages(costs, again, self.placement, self.m, room)
         return self._stages[point]
 
-    def try_(self, point: Point, seconds: float, turn: int = 0) -> Found | None:
+    def try_(self, point: Point, seconds: float, turn: int = 0, *, choose: bool = False) -> Found | None:
+        """An order for a point; with ``choose``, for its cuts, whatever is recomputed."""
         stages = self.stages(point)
-        found = None if stages is None else order(stages, seconds=seconds, seed=self.seed + turn)
+        found = None if stages is None else order(stages, seconds=seconds, seed=self.seed + turn, choose=choose)
         if stages is not None and found is not None:
             self.meet(point, stages, found)
         return found
@@ -171,14 +174,16 @@ class _Search:
         old = self.met.get(point)
         if old is None or found.makespan < old.found.makespan * (1 - 1e-12):
             static = static_bytes(self.segments, self.placement, point[0], len(self.ranks))
-            self.met[point] = Joint(*point, self.placement, stages.costs, found, static)
+            again = frozenset(a.stage for order in found.schedule.orders for a in order if a.kind == "R")
+            self.met[point] = Joint(point[0], again, self.placement, stages.costs, found, static)
 
     def track(self, point: Point, seconds: float, turn: int) -> _Track:
         """One more order for a point that was met, to go on from."""
         stages = self.stages(point)
         assert stages is not None
         found = self.try_(point, seconds, turn) or self.met[point].found
-        return _Track(self, point, first_draft(stages, found.schedule), Random(self.seed + turn))
+        draft = first_draft(stages, found.schedule, loose=self.ranks.recompute is None)
+        return _Track(self, point, draft, Random(self.seed + turn))
 
 
 class _Track:
@@ -193,7 +198,7 @@ class _Track:
         left = seconds / seconds_of_a_step(self.draft.stages)
         while left > 0:
             near, looks = self._near()
-            if not near and self.draft.seconds <= self.draft.stages.floor * (1 + 1e-9):
+            if not near and self.draft.seconds <= self.draft.floor_of(self.draft.stages) * (1 + 1e-9):
                 break  # neither other cuts nor another order can be better
             steps, tried = STEPS * self.effort, list[tuple[Point, Draft]]()
             for point, draft in [(self.point, self.draft), *near[:CLOSE]]:
@@ -221,7 +226,7 @@ class _Track:
         near, looks = [], 1
         for point in _neighbours(self.point, self.search.placement, self.search.ranks.recompute):
             stages = self.search.stages(point)
-            if stages is not None and stages.floor < self.draft.seconds:
+            if stages is not None and self.draft.floor_of(stages) < self.draft.seconds:
                 draft = self.draft.adapted(stages)
                 looks += 1
                 if draft is not None and draft.seconds < inf:

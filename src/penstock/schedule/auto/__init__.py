@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 
 from penstock.errors import ScheduleError
+from penstock.schedule.auto.drops import choices, dropping
 from penstock.schedule.auto.fill import fill
 from penstock.schedule.auto.floor import lower_bound
 from penstock.schedule.auto.found import Found, simulated
@@ -27,6 +28,7 @@ def auto(
     *,
     cap: float | Sequence[float] | None = None,
     edges: Iterable[Edge] | None = None,
+    recompute: Iterable[int] | bool | None = False,
     seconds: float = 0.8,
     seed: int = 0,
     repeatable: bool = False,
@@ -48,7 +50,7 @@ def auto(
     if not 0 <= seconds < math.inf:
         raise ScheduleError(f"seconds={seconds}: expected how long to search, from 0")
     begin = time.thread_time()
-    problem, edges = make_problem(costs, placement, m, cap, edges)
+    problem, edges = make_problem(costs, placement, m, cap, edges, recompute)
     floor = lower_bound(problem)
     goal = floor * (1 + SLACK)
 
@@ -57,7 +59,11 @@ def auto(
     )
     if orders[0][0] > goal or problem.contended:
         limit = math.inf if problem.contended else orders[0][0]
-        known = (to_words(problem, schedule) for schedule in fixed_schedules(problem))
+        known = (
+            dropping(choice, to_words(choice, schedule))
+            for choice in choices(problem)
+            for schedule in fixed_schedules(choice)
+        )
         timed = ((fill(problem, words, None, limit), words) for words in known)
         orders += [(makespan, words) for makespan, words in timed if makespan < math.inf]
         orders.sort(key=lambda entry: entry[0])

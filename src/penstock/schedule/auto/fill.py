@@ -5,7 +5,8 @@ A skeleton is an order of F and backwards, and its gaps are filled with W:
     skeleton   F  F  .  .  I  .  F  I  I        a W goes where the rank would wait anyway, if it fits there,
     filled     F  F  .  .  I  W  F  I  I  W  W  before a forward that lacks memory, and to the end
 
-A W in a skeleton is a deadline: it is done there unless it has been done before.
+A W in a skeleton is a deadline: it is done there unless it has been done before. Recomputes stay where they stand; they
+wait for nothing, so a rank does them while it would wait for what comes after them.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def fill(
     ``filled``, a list for each rank, takes the letters as they are done.
     """
     count = problem.num_stages
-    weights = 3 * count
-    durations, takes = problem.durations, problem.takes
+    weights, replays, drops = 3 * count, 4 * count, 5 * count
+    durations, takes, needs = problem.durations, problem.takes, problem.needs
     ranks = len(skeleton)
     wires: list[list[float]] = [[] for _ in range(2 * len(problem.arcs))]
     incoming, outgoing = connect(problem, wires)
@@ -40,6 +41,7 @@ def fill(
     position, clock, kept = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     pending: Words = [[] for _ in skeleton]
     early = [0] * count
+    lost: Words = [[] for _ in range(count)]  # by stage, the micro-batches that were dropped and are not there again
     room = [cap * (1 + SLACK) for cap in problem.cap]
     # A rank that has idled longer than this cannot be done by the limit.
     patience = [limit - problem.m * work for work in problem.work]
@@ -51,11 +53,11 @@ def fill(
         rank = waiting.pop()
         listed[rank] = False
         word, queue, output = skeleton[rank], pending[rank], filled[rank] if filled else None
-        at, now, holds, space, lost = position[rank], clock[rank], kept[rank], room[rank], patience[rank]
+        at, now, holds, space, spare = position[rank], clock[rank], kept[rank], room[rank], patience[rank]
         end = len(word)
         while at < end:
             letter = word[at]
-            if letter >= weights:
+            if weights <= letter < replays:
                 if early[letter - weights]:
                     early[letter - weights] -= 1
                 elif letter in queue:
@@ -66,9 +68,26 @@ def fill(
                         output.append(letter)
                 at += 1
                 continue
-            line = letter if letter < 2 * count else letter - count
+            if replays <= letter < drops:
+                while queue and overrun is not None and holds + needs[letter] > space:
+                    weight = queue.pop(0)
+                    early[weight - weights] += 1
+                    now += durations[weight]
+                    holds += takes[weight]
+                    if output is not None:
+                        output.append(weight)
+                if not lost[letter - replays] or holds + needs[letter] > space:
+                    return math.inf
+                del lost[letter - replays][0]
+                now += durations[letter]
+                holds += takes[letter]
+                if output is not None:
+                    output.append(letter)
+                at += 1
+                continue
+            line = letter if letter < 2 * count else letter - count if letter < weights else letter - drops
             k = done[line]
-            if line >= count and k >= done[line - count]:
+            if line >= count and (k >= done[line - count] or (lost[line - count] and lost[line - count][0] <= k)):
                 return math.inf
             start = now
             for arrivals in incoming[line]:
@@ -79,10 +98,8 @@ def fill(
             else:
                 done[line] = k + 1
                 if queue and overrun is not None:
-                    more = takes[letter]
-                    while queue and (
-                        now + durations[queue[0]] * part <= start or (letter < count and holds + more > space)
-                    ):
+                    more = needs[letter]
+                    while queue and (now + durations[queue[0]] * part <= start or (more and holds + more > space)):
                         weight = queue.pop(0)
                         early[weight - weights] += 1
                         now += durations[weight]
@@ -90,17 +107,19 @@ def fill(
                         if output is not None:
                             output.append(weight)
                 if start > now:
-                    lost -= start - now
-                    if lost < 0.0:
+                    spare -= start - now
+                    if spare < 0.0:
                         return math.inf
                     now = start
-                now += durations[letter]
-                holds += takes[letter]
-                if letter < count:
-                    if holds > space:
+                if line < count:
+                    if holds + needs[letter] > space:
                         return math.inf
+                    if letter >= drops:
+                        lost[line].append(k)
                 elif letter < 2 * count:
                     queue.append(letter + 2 * count)
+                now += durations[letter]
+                holds += takes[letter]
                 for arrivals, time, other in outgoing[line]:
                     arrivals.append(now + time)
                     if not listed[other] and other != rank:
@@ -117,7 +136,7 @@ def fill(
             if output is not None:
                 output.extend(queue)
             queue.clear()
-        position[rank], clock[rank], kept[rank], patience[rank] = at, now, holds, lost
+        position[rank], clock[rank], kept[rank], patience[rank] = at, now, holds, spare
         if now > limit:
             return math.inf
     return max(clock) if left == 0 else math.inf

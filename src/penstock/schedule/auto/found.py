@@ -55,22 +55,27 @@ def _to_schedule(problem: Problem, words: Words) -> Schedule:
     count = problem.num_stages
     forwards, backwards = [0] * count, [0] * count
     deferred: list[deque[int]] = [deque() for _ in range(count)]
+    dropped: list[deque[int]] = [deque() for _ in range(count)]
     orders = []
     for word in words:
         order = []
         for letter in word:
             kind, stage = divmod(letter, count)
-            if kind == 0:
+            if kind in (0, 5):
                 k = forwards[stage]
                 forwards[stage] += 1
+                if kind == 5:
+                    dropped[stage].append(k)
             elif kind == 3:
                 k = deferred[stage].popleft()
+            elif kind == 4:
+                k = dropped[stage].popleft()
             else:
                 k = backwards[stage]
                 backwards[stage] += 1
                 if kind == 1:
                     deferred[stage].append(k)
-            order.append(Action(stage, "FIBW"[kind], k))
+            order.append(Action(stage, "FIBWRF"[kind], k))
         orders.append(order)
     return Schedule.of("auto", problem.placement, orders, problem.m)
 

@@ -1,39 +1,17 @@
 """An order as a graph of single pieces of work, with the time before and after each, kept up to date by small moves.
 
-Work is numbered ``class * m + micro-batch`` with F, backward (I or B) and W of each stage as classes. It waits for
-its inputs and for the work before it on its rank; the longest ways from the beginning and to the end say at once
-what a move does to the makespan, about.
+Work waits for its inputs and for the work before it on its rank; the longest ways from the beginning and to the end say
+at once what a move does to the makespan, about.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from penstock.schedule.auto.problem import SLACK, Problem, Words
+from penstock.schedule.auto.pieces import Pieces
+from penstock.schedule.auto.problem import SLACK, Words
 
-__all__ = ["Graph", "Pieces"]
-
-
-class Pieces:
-    """What all orders of a problem have in common. Lists by piece of work."""
-
-    def __init__(self, problem: Problem) -> None:
-        count, m = problem.num_stages, problem.m
-        self.problem = problem
-        self.nothing = 3 * count * m  # stands before the first and after the last work of a rank
-        kinds = (*range(2 * count), *range(3 * count, 4 * count))
-        self.rank = [problem.placement[kind % count] for kind in kinds for _ in range(m)]
-        self.duration = [*(problem.durations[kind] for kind in kinds for _ in range(m)), 0.0]
-        self.takes = [problem.takes[kind] for kind in kinds for _ in range(m)]
-        sources: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
-        targets: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
-        for src, dst, time in problem.arcs:
-            for one, other in ((src, dst), (count + dst, count + src)):
-                for k in range(m):
-                    sources[other * m + k].append((one * m + k, time))
-                    targets[one * m + k].append((other * m + k, time))
-        self.sources = [tuple(each) for each in sources]
-        self.targets = [tuple(each) for each in targets]
+__all__ = ["Graph"]
 
 
 class Graph:
@@ -43,10 +21,11 @@ class Graph:
         self.problem = problem = pieces.problem
         self.stages, self.m = problem.num_stages, problem.m
         self.room = [cap * (1 + SLACK) for cap in problem.cap]
-        self.nothing, self.rank = pieces.nothing, pieces.rank
+        self.nothing, self.rank, self.needs = pieces.nothing, pieces.rank, pieces.needs
         self.sources, self.targets = pieces.sources, pieces.targets
         self.duration, self.takes = list(pieces.duration), list(pieces.takes)
         self.fused = [False] * self.nothing
+        self.dropped = [False] * (self.stages * self.m)
         self.orders = self._numbered(words)
         self.place = [0] * self.nothing
         self.held = [0.0] * (self.nothing + 1)
@@ -64,30 +43,40 @@ class Graph:
     @property
     def words(self) -> Words:
         count, m = self.stages, self.m
-        return [
-            [c + count * (c >= 2 * count or self.fused[work]) for work in order for c in (work // m,)]
-            for order in self.orders
-        ]
+
+        def letter(work: int) -> int:
+            c = work // m
+            if c < count:
+                return c + 5 * count * self.dropped[work]
+            return c + count * (c >= 2 * count or self.fused[work])
+
+        return [list(map(letter, order)) for order in self.orders]
 
     def _numbered(self, words: Words) -> list[list[int]]:
         count, m = self.stages, self.m
         done = [0] * (2 * count)
         deferred: list[deque[int]] = [deque() for _ in range(count)]
+        dropped: list[deque[int]] = [deque() for _ in range(count)]
         orders = []
         for word in words:
             order = []
             for letter in word:
                 kind, stage = divmod(letter, count)
-                if kind == 3:
-                    order.append((2 * count + stage) * m + deferred[stage].popleft())
+                if kind in (3, 4):
+                    waiting = deferred if kind == 3 else dropped
+                    order.append(((kind - 1) * count + stage) * m + waiting[stage].popleft())
                     continue
-                line = letter - count if kind == 2 else letter
+                line = letter - count if kind == 2 else letter % (5 * count)
                 k = done[line]
                 done[line] = k + 1
                 work = line * m + k
                 order.append(work)
                 if kind == 1:
                     deferred[stage].append(k)
+                elif kind == 5:
+                    dropped[stage].append(k)
+                    self.dropped[work] = True
+                    self.takes[work] = self.problem.takes[letter]
                 elif kind == 2:
                     self.fused[work] = True
                     self.duration[work] = self.problem.durations[letter]
@@ -157,7 +146,7 @@ class Graph:
         None where that breaks the cap, or turns round what has its order: the same work on two micro-batches, work of
         a stage on one, and work that waits for the other.
         """
-        order, takes, m, count = self.orders[rank], self.takes, self.m, self.stages
+        order, takes, needs, m, count = self.orders[rank], self.takes, self.needs, self.m, self.stages
         work = order[origin]
         kind, k = divmod(work, m)
         low, high = (to, origin) if to < origin else (origin, to)
@@ -171,9 +160,9 @@ class Graph:
         part.insert(to - low, work)
         held, room = self.held[order[low - 1]] if low else 0.0, self.room[rank]
         for other in part:
-            held += takes[other]
-            if held > room and takes[other] > 0:
+            if needs[other] and held + needs[other] > room:
                 return None
+            held += takes[other]
         return part
 
     def _linked(self, work: int, other: int) -> bool:
@@ -263,8 +252,40 @@ class Graph:
         self.fused[backward] = kind == 2
         self.duration[backward] = self.problem.durations[letter]
         self.takes[backward] = self.problem.takes[letter]
-        order, first = self.orders[self.rank[backward]], self.at[backward]
-        self._link(order, self.place[backward], len(order) - 1)
+        self._changed(backward, last)
+
+    def keep(self, forward: int) -> int | None:
+        """Do without a recompute, and say where it was; None, and nothing is done, where that breaks the cap."""
+        rank, replay = self.rank[forward], forward + 3 * self.stages * self.m
+        order, place, at = self.orders[rank], self.place[replay], self.at[replay]
+        room, held = self.room[rank] - self.takes[replay], self.held
+        before = forward
+        for other in order[self.place[forward] + 1 : place]:
+            if self.needs[other] and held[before] + self.needs[other] > room:
+                return None
+            before = other
+        del order[place], self.sequence[at]
+        self.dropped[forward], self.takes[forward] = False, self.needs[forward]
+        self._changed(forward, at)
+        return place
+
+    def drop(self, forward: int, place: int | None = None) -> None:
+        """Recompute a micro-batch: at this place of the order, or right before its backward."""
+        rank, replay = self.rank[forward], forward + 3 * self.stages * self.m
+        order = self.orders[rank]
+        if place is None:
+            place = self.place[forward + self.stages * self.m]
+        at = self.at[order[place - 1]] + 1
+        order.insert(place, replay)
+        self.sequence.insert(at, replay)
+        self.dropped[forward] = True
+        self.takes[forward] = self.problem.takes[5 * self.stages + forward // self.m]
+        self._changed(forward, at)
+
+    def _changed(self, work: int, last: int) -> None:
+        """The work is another, and something after it on its rank has come or gone: there in the sequence."""
+        order, first = self.orders[self.rank[work]], self.at[work]
+        self._link(order, self.place[work], len(order) - 1)
         for i in range(first, len(self.sequence)):
             self.at[self.sequence[i]] = i
         self._first, self._last = min(self._first, first), max(self._last, min(last, len(self.sequence) - 1))

@@ -2,7 +2,8 @@
 
 A policy gives every forward and input gradient a wish: the time at which its micro-batch would pass there if all
 micro-batches travelled alike, one period apart. A rank does what has the earliest wish of what is ready. Weight
-gradients have no wish: they fill waits, and are done when their memory is needed.
+gradients have no wish: they fill waits, and are done when their memory is needed. A recompute fills a wait before its
+gradient comes, if there is room for it, or else is done when the gradient is there.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Policy:
 def list_schedule(problem: Problem, policy: Policy) -> tuple[float, Words]:
     """The makespan and the words; infinity where the policy runs into a deadlock."""
     count, m, ranks = problem.num_stages, problem.m, problem.num_ranks
-    durations, takes = problem.durations, problem.takes
+    durations, takes, needs, again = problem.durations, problem.takes, problem.needs, problem.again
     never = math.inf
     wishes, period, group, step = policy.wishes, policy.period, policy.group, policy.step
     overrun, look, relieve = policy.overrun, policy.look, policy.relieve
@@ -61,12 +62,10 @@ def list_schedule(problem: Problem, policy: Policy) -> tuple[float, Words]:
     quota = [cap * (1 + SLACK) for cap in policy.quota] if policy.quota else room
     reserve = [0.0] * count  # room for the later stages of the rank: without it, no micro-batch might ever end
     for stages in problem.local:
-        later = 0.0
-        for s in reversed(stages):
-            reserve[s] = later
-            later += problem.activation[s]
+        for i, s in enumerate(stages):
+            reserve[s] = problem.room_from(stages[i + 1 :])
     backs = [2 * count + s if policy.fused and problem.fuses[s] else count + s for s in range(count)]
-    forwards, inputs, weights = [0] * count, [0] * count, [0] * count
+    forwards, inputs, weights, replays = [0] * count, [0] * count, [0] * count, [0] * count
     split = [back < 2 * count for back in backs]
     kept = [0.0] * ranks
     words: Words = [[] for _ in range(ranks)]
@@ -84,6 +83,7 @@ def list_schedule(problem: Problem, policy: Policy) -> tuple[float, Words]:
         urgent, urgent_at = never, never  # the earliest wish of what is on its way, and when that arrives
         blocked = never  # the earliest wish of a forward that lacks memory
         oldest, weight = never, -1  # the W that waits for longest
+        replay, replay_at = -1, never  # the R that could be done ahead, and when its gradient arrives
         holds, space = kept[rank], room[rank]
         for s in local[rank]:
             done = inputs[s]
@@ -97,6 +97,9 @@ def list_schedule(problem: Problem, policy: Policy) -> tuple[float, Words]:
                         break
                     if arrivals[k] > at:
                         at = arrivals[k]
+                lacks = line >= count and again[s] and replays[s] == k
+                if lacks and now < at <= replay_at and holds + needs[4 * count + s] + reserve[s] <= space:
+                    replay, replay_at = 4 * count + s, at
                 if at == never:
                     continue
                 wish = wishes[line] + k // group * round_ + k % group * step
@@ -106,11 +109,17 @@ def list_schedule(problem: Problem, policy: Policy) -> tuple[float, Words]:
                     if wish < urgent:
                         urgent, urgent_at = wish, at
                 elif line >= count:
+                    if not lacks:
+                        if wish < best_wish:
+                            best, best_wish = backs[s], wish
+                    elif holds + needs[4 * count + s] <= space:
+                        if wish < best_wish:
+                            best, best_wish = 4 * count + s, wish
+                    elif wish < blocked:
+                        blocked = wish
+                elif holds + needs[s] + reserve[s] <= space and (holds + needs[s] <= quota[rank] or k == done):
                     if wish < best_wish:
-                        best, best_wish = backs[s], wish
-                elif holds + takes[s] + reserve[s] <= space and (holds + takes[s] <= quota[rank] or k == done):
-                    if wish < best_wish:
-                        best, best_wish = s, wish
+                        best, best_wish = 5 * count + s if again[s] else s, wish
                 elif wish < blocked:
                     blocked = wish
             if split[s] and weights[s] < done and weights[s] < oldest:
@@ -125,8 +134,11 @@ def list_schedule(problem: Problem, policy: Policy) -> tuple[float, Words]:
                     soon = urgent_at
             elif blocked < best_wish and relieve and weight >= 0:
                 letter = weight
-        elif weight >= 0 and (blocked < never or now + durations[weight] <= soon + overrun * durations[weight]):
-            letter = weight
+        else:
+            relieves = weight >= 0 and blocked < never
+            filler = weight if relieves or (weight >= 0 and replay_at == never) else replay
+            if filler >= 0 and (relieves or now + durations[filler] <= soon + overrun * durations[filler]):
+                letter = filler
         if letter < 0:
             free[rank] = now
             if soon < never:
@@ -139,10 +151,10 @@ def list_schedule(problem: Problem, policy: Policy) -> tuple[float, Words]:
         free[rank] = -1.0
         over = now + durations[letter]
         kept[rank] += takes[letter]
-        if letter < 3 * count:
-            if letter < count:
-                forwards[letter] += 1
-                line = letter
+        if letter < 3 * count or letter >= 5 * count:
+            if letter < count or letter >= 5 * count:
+                line = letter % count
+                forwards[line] += 1
             else:
                 line = letter if letter < 2 * count else letter - count
                 inputs[line - count] += 1
@@ -154,8 +166,10 @@ def list_schedule(problem: Problem, policy: Policy) -> tuple[float, Words]:
                 if free[other] >= 0.0 and not 0.0 <= wake[other] <= at:
                     wake[other] = max(at, free[other])
                     heappush(events, (wake[other], other))
-        else:
+        elif letter < 4 * count:
             weights[letter - 3 * count] += 1
+        else:
+            replays[letter - 4 * count] += 1
         end = max(end, over)
         wake[rank] = over
         heappush(events, (over, rank))

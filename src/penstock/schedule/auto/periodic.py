@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
+from penstock.schedule.auto.drops import dropping
 from penstock.schedule.auto.floor import memory_pace
 from penstock.schedule.auto.lists import Policy
 from penstock.schedule.auto.problem import SLACK, Problem, Words
@@ -34,7 +35,7 @@ def in_turn(problem: Problem, policy: Policy) -> Words:
                 behind[letter] += int(turns)
                 passes.append((at, letter))
         words.append(_unroll([letter for _, letter in sorted(passes)], behind, group, problem.m))
-    return words
+    return dropping(problem, words)
 
 
 def _unroll(kernel: list[int], behind: dict[int, int], group: int, m: int) -> list[int]:
@@ -63,7 +64,7 @@ def pack(problem: Problem, random: Random) -> Policy | None:
     count = problem.num_stages
     times = problem.durations
     period = max(*problem.work, *memory_pace(problem)) * random.choice(_PERIODS)
-    piece = sum(times) / len(times)
+    piece = sum(times[: 4 * count]) / (4 * count)
     waits = [0.0] * (2 * count)
     for _ in range(random.randrange(4)):
         begin, wait = random.randrange(2 * count), random.choice((0.5, 1.0, random.random())) * piece
@@ -82,13 +83,14 @@ def pack(problem: Problem, random: Random) -> Policy | None:
         letter = line + count if fused and line >= count and problem.fuses[stage] else line
         ready = max((wishes[other] + times[other] + time for other, time in sources[line]), default=0.0)
         if line >= count:
-            ready = max(ready, wishes[stage] + times[stage])
-        place = _place(taken[problem.placement[stage]], period, ready + waits[line], times[letter])
+            ready = max(ready, wishes[stage] + times[stage] + (times[4 * count + stage] if problem.again[stage] else 0))
+        before = times[4 * count + stage] if line >= count and problem.again[stage] else 0.0  # is done while it waits
+        place = _place(taken[problem.placement[stage]], period, ready + waits[line] - before, before + times[letter])
         if place is None:
             return None
-        wishes[line] = place
+        wishes[line] = place + before
         if weights and count <= letter < 2 * count:
-            done = place + times[letter]
+            done = place + before + times[letter]
             if _place(taken[problem.placement[stage]], period, done, times[letter + 2 * count]) is None:
                 return None
     return Policy(wishes, period, overrun=random.choice((0.0, 0.5)), fused=fused)

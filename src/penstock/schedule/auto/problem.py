@@ -1,10 +1,12 @@
 """What the search works on: the work of each stage, where it lives, what it waits for, what a rank may keep.
 
-An order is a word per rank. Its letters are classes of work, numbers from 0 to 4S - 1 for S stages:
+An order is a word per rank. Its letters are classes of work, numbers from 0 to 6S - 1 for S stages:
 
     F of stage s: s      I of stage s: S + s      B of stage s: 2S + s      W of stage s: 3S + s
+                         R of stage s: 4S + s     F of stage s that drops what it made, for R to bring back: 5S + s
 
-All micro-batches are alike, so within a class they come in their order and a word needs no micro-batch numbers.
+All micro-batches are alike, so within a class they come in their order and a word needs no micro-batch numbers. Which
+of them are recomputed is plain from the forwards.
 """
 
 from __future__ import annotations
@@ -47,6 +49,12 @@ class Problem:
     """By rank."""
     contended: bool
     """Whether values queue for a channel: then ``evaluate`` is an estimate, and ``simulate`` has the last word."""
+    checkpoint: tuple[float, ...]
+    """By stage, the fraction of an activation that is held between F and R."""
+    again: tuple[bool, ...]
+    """By stage, whether its forwards drop what they made."""
+    loose: bool = False
+    """Whether forwards of those stages may keep it, one or the other or all."""
 
     @property
     def num_stages(self) -> int:
@@ -66,14 +74,23 @@ class Problem:
 
     @cached_property
     def takes(self) -> tuple[float, ...]:
-        """By class, what the rank keeps more when the work starts (F) or is over (all else, below zero)."""
+        """By class, what the rank keeps more once the work is over: below zero for a backward."""
         sizes = self.activation
+        held = [size * part for size, part in zip(sizes, self.checkpoint, strict=True)]
         return (
             *sizes,
             *(-size * (1 - self.keep) for size in sizes),
             *(-size for size in sizes),
             *(-size * self.keep for size in sizes),
+            *(size - part for size, part in zip(sizes, held, strict=True)),
+            *held,
         )
+
+    @cached_property
+    def needs(self) -> tuple[float, ...]:
+        """By class, the room that there must be for it."""
+        count, none = self.num_stages, (0.0,) * self.num_stages
+        return (*self.activation, *none, *none, *none, *self.takes[4 * count : 5 * count], *self.activation)
 
     @cached_property
     def fuses(self) -> tuple[bool, ...]:
@@ -88,17 +105,38 @@ class Problem:
         """By rank, the least time that all its work on one micro-batch takes."""
         count, times = self.num_stages, self.durations
         return tuple(
-            sum(times[s] + min(times[2 * count + s], times[count + s] + times[3 * count + s]) for s in stages)
+            sum(
+                times[s]
+                + min(times[2 * count + s], times[count + s] + times[3 * count + s])
+                + (times[4 * count + s] if self.again[s] and not self.loose else 0.0)
+                for s in stages
+            )
             for stages in self.local
         )
 
     @cached_property
     def least(self) -> tuple[float, ...]:
-        """By rank, what it keeps when there is one micro-batch at a time: all that its stages keep of it."""
-        return tuple(sum(self.activation[s] for s in stages) for stages in self.local)
+        """By rank, what it keeps when there is one micro-batch at a time."""
+        return tuple(self.room_from(stages) for stages in self.local)
+
+    def room_from(self, stages: Sequence[int]) -> float:
+        """What some stages of a rank need, one after the other, for one micro-batch."""
+        need = 0.0
+        for s in reversed(stages):
+            need = max(self.activation[s], self.held(s) + need)
+        return need
+
+    def held(self, stage: int) -> float:
+        """What a stage keeps of a micro-batch after its forward."""
+        return self.activation[stage] * (self.checkpoint[stage] if self.again[stage] else 1.0)
 
     def with_m(self, m: int) -> Problem:
         return replace(self, m=m)
+
+    def with_again(self, stages: Iterable[int]) -> Problem:
+        """With all forwards of these stages recomputed, and of no others."""
+        chosen = set(stages)
+        return replace(self, again=tuple(s in chosen for s in range(self.num_stages)), loose=False)
 
 
 def connect(
@@ -125,6 +163,7 @@ def make_problem(
     m: int,
     cap: float | Sequence[float] | None,
     edges: Iterable[Edge] | None,
+    recompute: Iterable[int] | bool | None = False,
 ) -> tuple[Problem, tuple[Edge, ...]]:
     """The problem, checked, and its edges."""
     placement = tuple(placement)
@@ -153,16 +192,29 @@ def make_problem(
     problem = Problem(
         placement,
         m,
-        (*times["F"], *times["I"], *times["B"], *times["W"]),
+        (*times["F"], *times["I"], *times["B"], *times["W"], *times["R"], *times["F"]),
         tuple(arcs),
         tuple(size * max(1.0, keep) for size, keep in zip(costs.of_stages("activation", count), keeps, strict=True)),
         max(min(1.0, keep) for keep in keeps),
         (0.0,) * ranks,
         contended,
+        tuple(costs.of_stages("checkpoint", count)),
+        _again(recompute, count),
+        recompute is None,
     )
     problem = replace(problem, cap=_caps(problem, cap))
     _check_room(problem)
     return problem, edges
+
+
+def _again(recompute: Iterable[int] | bool | None, count: int) -> tuple[bool, ...]:
+    if recompute is None or isinstance(recompute, bool):
+        return (recompute is not False,) * count
+    chosen = set(recompute)
+    strange = sorted(chosen - set(range(count)))
+    if strange:
+        raise ScheduleError(f"recompute names stage {strange[0]}, but there are {count} stages (0..{count - 1})")
+    return tuple(s in chosen for s in range(count))
 
 
 def _caps(problem: Problem, cap: float | Sequence[float] | None) -> tuple[float, ...]:
@@ -172,15 +224,23 @@ def _caps(problem: Problem, cap: float | Sequence[float] | None) -> tuple[float,
     caps = (float(cap),) * ranks if isinstance(cap, int | float) else tuple(map(float, cap))
     if len(caps) != ranks:
         raise ScheduleError(f"cap has {len(caps)} numbers, there are {ranks} ranks: give one number, or {ranks}")
-    most = (problem.m * kept for kept in problem.least)  # of all micro-batches: what no limit comes to
+    most = (problem.m * sum(problem.activation[s] for s in stages) for stages in problem.local)  # it never keeps more
     return tuple(every if cap == math.inf else cap for cap, every in zip(caps, most, strict=True))
 
 
 def _like_1f1b(problem: Problem) -> float:
-    """What 1F1B's fullest rank keeps: p - r micro-batches (at most m) on the r-th rank, of all that its stages keep."""
+    """What 1F1B's fullest rank keeps: p - r micro-batches (at most m) on the r-th rank, of all that its stages keep; of
+    stages that are recomputed one more whole.
+    """
     turns = sorted(range(problem.num_ranks), key=lambda rank: problem.local[rank][0])
-    counts = {rank: min(problem.m, len(turns) - turn) for turn, rank in enumerate(turns)}
-    return max(counts[rank] * kept for rank, kept in enumerate(problem.least))
+    if problem.loose:
+        problem = problem.with_again(())
+    kept = []
+    for turn, rank in enumerate(turns):
+        stages = problem.local[rank]
+        whole = max(problem.activation[s] - problem.held(s) for s in stages)
+        kept.append(min(problem.m, len(turns) - turn) * sum(map(problem.held, stages)) + whole)
+    return max(kept)
 
 
 def _check_room(problem: Problem) -> None:
@@ -197,7 +257,8 @@ def _check_room(problem: Problem) -> None:
     raise ScheduleError(
         f"no order fits: rank {rank} keeps at least {problem.least[rank]:.4g} (one micro-batch in stages "
         f"{', '.join(map(str, problem.local[rank]))}) and may keep {problem.cap[rank]:.4g}, {lack:.4g} too little. "
-        f"The least for all ranks: {each}. Raise the cap, cut the model finer, or recompute"
+        f"The least for all ranks: {each}. Raise the cap, "
+        + ("or cut the model finer" if all(problem.again) else "cut the model finer, or recompute")
     )
 
 

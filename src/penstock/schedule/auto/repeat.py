@@ -68,14 +68,15 @@ def _kernels(
     of each W if they are to be complete. For each, the micro-batch it starts with, and where it begins and ends.
     """
     count, stages = problem.num_stages, problem.local[rank]
-    passed = [at for at, letter in enumerate(word) if letter == stages[0]]
+    passed = [at for at, letter in enumerate(word) if letter in (stages[0], 5 * count + stages[0])]
     found = []
     for k, (begin, end) in enumerate(zip(passed, passed[length:], strict=False)):
-        seen = [0] * (4 * count)
+        seen = [0] * (6 * count)
         for letter in word[begin:end]:
             seen[letter] += 1
         if all(
-            seen[s] == seen[count + s] + seen[2 * count + s] == length
+            seen[s] + seen[5 * count + s] == seen[count + s] + seen[2 * count + s] == length
+            and seen[4 * count + s] == seen[5 * count + s]
             and (not complete or seen[count + s] == seen[3 * count + s])
             for s in stages
         ):

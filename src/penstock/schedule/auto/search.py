@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from random import Random
 
+from penstock.schedule.auto.drops import choices
 from penstock.schedule.auto.fill import evaluate, fill
-from penstock.schedule.auto.graph import Pieces
 from penstock.schedule.auto.lists import Policy, list_schedule
 from penstock.schedule.auto.periodic import in_turn, pack
+from penstock.schedule.auto.pieces import Pieces
 from penstock.schedule.auto.policies import draw, plain, vary
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 from penstock.schedule.auto.repeat import few, repeat
@@ -43,6 +45,7 @@ _OVERRUNS = (0.0, 0.5)
 
 def first_order(problem: Problem) -> Words:
     """An order that fits, at once."""
+    problem = choices(problem)[0]
     makespan, words = list_schedule(problem, plain(problem))
     return words if makespan < math.inf else one_at_a_time(problem)
 
@@ -63,10 +66,10 @@ def search(
     budget = share * seconds * _LETTERS_PER_SECOND
     effort = budget / (letters + _OVERHEAD)
     pool = _Pool(small, random)
-    for number, skeleton in enumerate(skeletons(small, families=int(effort / 60))):
+    for number, (choice, skeleton) in enumerate(pool.skeletons(families=int(effort / 60))):
         if pool.best <= small_goal or (number >= 2 and expired()):
             break
-        pool.offer(skeleton)
+        pool.offer(choice, skeleton)
     for number in range(1 + int(_FOR_LISTS * effort / _LIST_COST)):
         if pool.best <= small_goal or (number >= 1 and expired()):
             break
@@ -76,7 +79,7 @@ def search(
             break
         pool.try_period(number)
     if not pool.starts:
-        pool.offer(one_at_a_time(small))
+        pool.offer(pool.choices[0], one_at_a_time(pool.choices[0]))
     orders = [start.order(small) for start in pool.pick(_ROUNDS[0])]
     steps = int((1 - _FOR_PERIODS - _FOR_LISTS) * budget / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
     pieces = Pieces(small)
@@ -108,16 +111,22 @@ class _Pool:
     """The starts met so far, and the policies that some of them come from."""
 
     def __init__(self, problem: Problem, random: Random) -> None:
-        self.problem = problem
+        self.choices = choices(problem)
         self.random = random
         self.best = math.inf
         self.starts: list[_Start] = []
-        self.policies: list[tuple[float, int, Policy]] = []
+        self.policies: list[tuple[float, int, Policy, Problem]] = []
 
-    def offer(self, skeleton: Words, overruns: Sequence[float] = _OVERRUNS) -> float:
+    def skeletons(self, families: int) -> Iterator[tuple[Problem, Words]]:
+        """Of all choices in turn."""
+        each = families // len(self.choices)
+        for turn in zip_longest(*(skeletons(choice, each) for choice in self.choices)):
+            yield from ((choice, words) for choice, words in zip(self.choices, turn, strict=True) if words is not None)
+
+    def offer(self, problem: Problem, skeleton: Words, overruns: Sequence[float] = _OVERRUNS) -> float:
         makespans = []
         for overrun in overruns:
-            makespan = fill(self.problem, skeleton, overrun, limit=self.best * _WORTH)
+            makespan = fill(problem, skeleton, overrun, limit=self.best * _WORTH)
             if makespan < math.inf:
                 self.starts.append(_Start(makespan, skeleton, overrun))
             makespans.append(makespan)
@@ -126,23 +135,26 @@ class _Pool:
 
     def try_policy(self, number: int) -> None:
         """The plain policy first, then as many drawn as varied."""
+        problem = self.choices[number // 2 % len(self.choices)]
         if number == 0:
-            policy = plain(self.problem)
+            policy = plain(problem)
         elif number % 2 and self.policies:
-            _, _, good = self.policies[int(self.random.random() ** 2 * len(self.policies))]
-            policy = vary(self.problem, good, self.random)
+            _, _, good, problem = self.policies[int(self.random.random() ** 2 * len(self.policies))]
+            policy = vary(problem, good, self.random)
         else:
-            policy = draw(self.problem, self.random)
-        makespan, words = list_schedule(self.problem, policy)
+            policy = draw(problem, self.random)
+        makespan, words = list_schedule(problem, policy)
         if makespan < math.inf:
-            makespan = min(self.offer(words), self.offer(to_skeleton(self.problem, words)))
-            self.policies = sorted([*self.policies, (makespan, number, policy)], key=lambda entry: entry[:2])[:6]
+            makespan = min(self.offer(problem, words), self.offer(problem, to_skeleton(problem, words)))
+            met = [*self.policies, (makespan, number, policy, problem)]
+            self.policies = sorted(met, key=lambda entry: entry[:2])[:6]
 
     def try_period(self, number: int) -> None:
         """As many packed as drawn."""
-        policy = pack(self.problem, self.random) if number % 2 else draw(self.problem, self.random)
+        problem = self.choices[number // 2 % len(self.choices)]
+        policy = pack(problem, self.random) if number % 2 else draw(problem, self.random)
         if policy is not None:
-            self.offer(in_turn(self.problem, policy), (policy.overrun,))
+            self.offer(problem, in_turn(problem, policy), (policy.overrun,))
 
     def pick(self, count: int) -> list[_Start]:
         """The best starts, of different makespans."""
@@ -172,9 +184,9 @@ def _for_all(
             found.append(longer)
         if found and (expired() or found[-1][0] <= hoped):
             break
-    for _, _, policy in pool.policies[:1]:
+    for _, _, policy, choice in pool.policies[:1]:
         if not found or (not expired() and min(found)[0] > hoped):
-            makespan, words = list_schedule(problem, policy)
+            makespan, words = list_schedule(choice.with_m(problem.m), policy)
             if makespan < math.inf:
                 found.append((makespan, words))
     if not found:

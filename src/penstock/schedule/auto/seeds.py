@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice, product
 
+from penstock.schedule.auto.drops import dropping
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 from penstock.schedule.placement import loop, vee
 from penstock.schedule.registry import SCHEDULES
@@ -50,27 +51,30 @@ def to_words(problem: Problem, schedule: Schedule) -> Words:
     words: Words = []
     for order in schedule.orders:
         word: list[int] = []
-        for stage, kind, _ in order:
+        again = {(stage, k) for stage, kind, k in order if kind == "R"}
+        for stage, kind, k in order:
             if kind == "B" and not problem.fuses[stage]:
                 word += (count + stage, 3 * count + stage)
             else:
-                word.append("FIBW".index(kind) * count + stage)
+                word.append(("FIBWR".index(kind) + 5 * (kind == "F" and (stage, k) in again)) * count + stage)
         words.append(word)
     return words
 
 
 def to_skeleton(problem: Problem, words: Words) -> Words:
     """Without W."""
-    return [[letter for letter in word if letter < 3 * problem.num_stages] for word in words]
+    weights, count = 3 * problem.num_stages, problem.num_stages
+    return [[letter for letter in word if not weights <= letter < weights + count] for word in words]
 
 
 def one_at_a_time(problem: Problem) -> Words:
     """Each micro-batch through all stages and back before the next: slow, and never short of memory."""
     count = problem.num_stages
     backs = [(2 * count + s,) if problem.fuses[s] else (count + s, 3 * count + s) for s in range(count)]
-    return [
-        [*stages, *(letter for s in reversed(stages) for letter in backs[s])] * problem.m for stages in problem.local
-    ]
+    return dropping(
+        problem,
+        [[*stages, *(letter for s in reversed(stages) for letter in backs[s])] * problem.m for stages in problem.local],
+    )
 
 
 def skeletons(problem: Problem, families: int) -> Iterator[Words]:
@@ -81,12 +85,14 @@ def skeletons(problem: Problem, families: int) -> Iterator[Words]:
         relatives = _travelling(problem)
     elif problem.placement == loop(ranks, per_rank):
         relatives = _alternating(problem, per_rank)
-    yield from islice(relatives, 2)
+    for words in islice(relatives, 2):
+        yield dropping(problem, words)
     for schedule in fixed_schedules(problem):
-        words = to_words(problem, schedule)
+        words = dropping(problem, to_words(problem, schedule))
         yield words
         yield to_skeleton(problem, words)
-    yield from islice(relatives, max(2, families))
+    for words in islice(relatives, max(2, families)):
+        yield dropping(problem, words)
 
 
 def _alternating(problem: Problem, per_rank: int) -> Iterator[Words]:
@@ -101,9 +107,9 @@ def _alternating(problem: Problem, per_rank: int) -> Iterator[Words]:
                 backwards = [count + s for group in groups for s in reversed(stages) for _ in range(group)]
                 kept, most = 0.0, 0
                 for s in forwards:
-                    kept += problem.activation[s]
-                    if kept > problem.cap[rank] * (1 + SLACK):
+                    if kept + problem.activation[s] > problem.cap[rank] * (1 + SLACK):
                         break
+                    kept += problem.held(s)
                     most += 1
                 warm = min(most, base + slope * (ranks - 1 - rank))
                 word = forwards[:warm]
@@ -127,8 +133,9 @@ def _groupings(m: int, size: int) -> list[list[int]]:
 def _travelling(problem: Problem) -> Iterator[Words]:
     """On a V, different hops, in as many activations as fit if all stages keep the same."""
     ranks = problem.num_ranks
-    size = max(sum(problem.activation[s] for s in stages) / 2 for stages in problem.local)
-    room = min(2 * problem.m, int(min(problem.cap) / size * (1 + SLACK))) if size else 2 * problem.m
+    size = max(sum(map(problem.held, stages)) / 2 for stages in problem.local)
+    whole = max(map(max, ([problem.activation[s] - problem.held(s) for s in stages] for stages in problem.local)))
+    room = min(2 * problem.m, int((min(problem.cap) - whole) / size * (1 + SLACK))) if size else 2 * problem.m
     for hops in _HOPS:
         if sum(hops) * (ranks - 1) + 12 <= 6 * room:
             words = to_words(problem, travel("travel", ranks, problem.m, hops, room))

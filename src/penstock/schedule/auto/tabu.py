@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from penstock.schedule.auto.graph import Graph, Pieces
+from penstock.schedule.auto.graph import Graph
+from penstock.schedule.auto.pieces import Pieces
 from penstock.schedule.auto.problem import SLACK, Words
 
 __all__ = ["improve"]
@@ -29,6 +30,9 @@ _TRIES = 10
 _FUSING = 0.3
 """How often a step is one that fuses or splits a backward, where B takes less time than I and W."""
 
+_KEEPING = 0.3
+"""How often a step is one that recomputes a micro-batch or not, where that may be chosen."""
+
 _TENURE = (20, 40)
 """For how many steps a move is not undone."""
 
@@ -47,6 +51,8 @@ def improve(
         blocks = _blocks(graph, random)
         if fuses and random.random() < _FUSING:
             _fuse_or_split(graph, random, blocks)
+        elif pieces.problem.loose and random.random() < _KEEPING:
+            _keep_or_drop(graph, random, blocks)
         else:
             _go_on(graph, random, blocks, tabu, step, best)
         if graph.makespan < best * (1 - SLACK):
@@ -80,7 +86,7 @@ def _fuse_or_split(graph: Graph, random: Random, blocks: list[Block]) -> None:
     """Make a B of an I and a W on the path, or the other way round, unless that takes longer."""
     rank, first, last = random.choice(blocks)
     work, half = graph.orders[rank][random.randint(first, last)], graph.stages * graph.m
-    if work < half or not graph.problem.fuses[work // graph.m % graph.stages]:
+    if not half <= work < 3 * half or not graph.problem.fuses[work // graph.m % graph.stages]:
         return
     backward, makespan = work if work < 2 * half else work - half, graph.makespan
     if graph.fused[backward]:
@@ -95,6 +101,21 @@ def _fuse_or_split(graph: Graph, random: Random, blocks: list[Block]) -> None:
         if graph.makespan > makespan * (1 + SLACK):
             graph.split(backward, place)
             graph.update()
+
+
+def _keep_or_drop(graph: Graph, random: Random, blocks: list[Block]) -> None:
+    """Do without a recompute on the path, where there is room; or have one more, if that takes no longer."""
+    rank, first, last = random.choice(blocks)
+    work, half = graph.orders[rank][random.randint(first, last)], graph.stages * graph.m
+    if work >= 3 * half:
+        graph.keep(work - 3 * half)
+    elif work < half and not graph.dropped[work] and graph.problem.again[work // graph.m]:
+        makespan = graph.makespan
+        graph.drop(work)
+        graph.update()
+        if graph.makespan > makespan * (1 + SLACK):
+            graph.keep(work)
+    graph.update()
 
 
 def _moves(
