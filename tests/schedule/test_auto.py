@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         bytes=draw(st.sampled_from([0.0, 0.0, 1.0])),
         bandwidth=2.0,
         activation=each(SIZES),
-        keep=draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
+        keep=each(st.sampled_from([1.0, 1.5])) if draw(st.booleans()) else draw(st.sampled_from([1.0, 1.0, 0.5, 0.0])),
         r=draw(st.sampled_from([None, 0.0, 2.0])),
         checkpoint=each(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
     )

@@ -12,7 +12,7 @@ from penstock.schedule.auto.drops import choices, dropping
 from penstock.schedule.auto.fill import fill
 from penstock.schedule.auto.floor import lower_bound
 from penstock.schedule.auto.found import Found, simulated
-from penstock.schedule.auto.problem import SLACK, make_problem
+from penstock.schedule.auto.problem import SLACK, Problem, Words, make_problem
 from penstock.schedule.auto.search import search
 from penstock.schedule.auto.seeds import fixed_schedules, to_words
 from penstock.schedule.costs import Costs
@@ -64,10 +64,19 @@ def auto(
             for choice in choices(problem)
             for schedule in fixed_schedules(choice)
         )
-        timed = ((fill(problem, words, None, limit), words) for words in known)
-        orders += [(makespan, words) for makespan, words in timed if makespan < math.inf]
+        as_fused = problem.as_fused()  # what fixed schedules with whole backwards keep
+        timed = ((fill(as_fused, words, None, limit), words) for words in known)
+        orders += [(time, words) for time, words in timed if time < math.inf and _fits(problem, words, costs, edges)]
         orders.sort(key=lambda entry: entry[0])
     if not problem.contended:
         del orders[1:]
     best = min((simulated(problem, words, costs, edges) for _, words in orders), key=lambda found: found.makespan)
     return Found(best.schedule, best.makespan, min(floor, best.makespan), best.peak_memory, problem.cap)
+
+
+def _fits(problem: Problem, words: Words, costs: Costs, edges: Sequence[Edge]) -> bool:
+    """Whether an order that would fit with whole backwards keeps the cap as it is."""
+    if min(problem.before) == 1:
+        return True
+    peaks = simulated(problem, words, costs, edges).peak_memory
+    return all(peak <= cap * (1 + SLACK) for peak, cap in zip(peaks, problem.cap, strict=True))

@@ -44,7 +44,11 @@ class Problem:
     arcs: tuple[tuple[int, int, float], ...]
     """(source stage, destination stage, time that a value takes from one to the other)."""
     activation: tuple[float, ...]
-    keep: float
+    """By stage, what is counted from F on: all that it keeps, before I or after it."""
+    before: tuple[float, ...]
+    """By stage, the fraction of that which is really there before I."""
+    keep: tuple[float, ...]
+    """By stage, the fraction that is there between I and W."""
     cap: tuple[float, ...]
     """By rank."""
     contended: bool
@@ -79,9 +83,9 @@ class Problem:
         held = [size * part for size, part in zip(sizes, self.checkpoint, strict=True)]
         return (
             *sizes,
-            *(-size * (1 - self.keep) for size in sizes),
+            *(-size * (1 - keep) for size, keep in zip(sizes, self.keep, strict=True)),
             *(-size for size in sizes),
-            *(-size * self.keep for size in sizes),
+            *(-size * keep for size, keep in zip(sizes, self.keep, strict=True)),
             *(size - part for size, part in zip(sizes, held, strict=True)),
             *held,
         )
@@ -132,6 +136,15 @@ class Problem:
 
     def with_m(self, m: int) -> Problem:
         return replace(self, m=m)
+
+    def as_fused(self) -> Problem:
+        """The problem of orders in which nothing waits for W: with what is really there before I."""
+        if min(self.before) == 1:
+            return self
+        sizes = tuple(size * part for size, part in zip(self.activation, self.before, strict=True))
+        held = tuple(part / own for part, own in zip(self.checkpoint, self.before, strict=True))
+        ones = (1.0,) * self.num_stages
+        return replace(self, activation=sizes, before=ones, keep=ones, checkpoint=held)
 
     def with_again(self, stages: Iterable[int]) -> Problem:
         """With all forwards of these stages recomputed, and of no others."""
@@ -187,18 +200,19 @@ def make_problem(
             contended |= transfer > 0
             time = transfer + costs.of_edge("latency", edge)
         arcs.append((*edge, time))
-    # To the search, a stage keeps from F on what it will keep from I on, if that is more: no order has more than that.
     keeps = costs.of_stages("keep", count)
+    before = [1 / max(1.0, keep) for keep in keeps]
     problem = Problem(
         placement,
         m,
         (*times["F"], *times["I"], *times["B"], *times["W"], *times["R"], *times["F"]),
         tuple(arcs),
-        tuple(size * max(1.0, keep) for size, keep in zip(costs.of_stages("activation", count), keeps, strict=True)),
-        max(min(1.0, keep) for keep in keeps),
+        tuple(size / part for size, part in zip(costs.of_stages("activation", count), before, strict=True)),
+        tuple(before),
+        tuple(min(1.0, keep) for keep in keeps),
         (0.0,) * ranks,
         contended,
-        tuple(costs.of_stages("checkpoint", count)),
+        tuple(part * own for part, own in zip(costs.of_stages("checkpoint", count), before, strict=True)),
         _again(recompute, count),
         recompute is None,
     )
