@@ -73,7 +73,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     recompute = draw(st.sampled_from([False, False, None, True, "some"]))
     if recompute == "some":
         recompute = draw(st.sets(st.integers(0, count - 1)))
-    plenty = make_problem(costs, placement, 1, math.inf, edges, True if recompute is None else recompute)[0]
+    plenty = make_problem(costs, placement, 1, math.inf, edges, True if recompute is None else recompute)[0].as_fused()
     factor = draw(st.sampled_from([None, 1.0, 1.5, 2.5, math.inf]))
     cap = None if factor is None else [math.inf if factor == math.inf else factor * kept for kept in plenty.least]
     return {

@@ -54,17 +54,24 @@ def auto(
     floor = lower_bound(problem)
     goal = floor * (1 + SLACK)
 
-    orders = search(
-        problem, goal, seconds, Random(seed), lambda: 0.0 if repeatable else time.thread_time() - begin
-    )
+    def spent() -> float:
+        return 0.0 if repeatable else time.thread_time() - begin
+
+    if _no_waits(problem):
+        found = search(problem.without_waits(), goal, seconds, Random(seed), spent)
+        orders = [(makespan, _whole(problem, words)) for makespan, words in found]
+    else:
+        orders = search(problem, goal, seconds, Random(seed), spent)
     if orders[0][0] > goal or problem.contended:
         limit = math.inf if problem.contended else orders[0][0]
-        known = (
-            dropping(choice, to_words(choice, schedule))
-            for choice in choices(problem)
-            for schedule in fixed_schedules(choice)
-        )
         as_fused = problem.as_fused()  # what fixed schedules with whole backwards keep
+        known = [
+            dropping(choice, to_words(choice, schedule))
+            for choice in choices(as_fused)
+            for schedule in fixed_schedules(choice)
+        ]
+        if as_fused is not problem:
+            known += [_whole(problem, words) for words in known]
         timed = ((fill(as_fused, words, None, limit), words) for words in known)
         orders += [(time, words) for time, words in timed if time < math.inf and _fits(problem, words, costs, edges)]
         orders.sort(key=lambda entry: entry[0])
@@ -72,6 +79,18 @@ def auto(
         del orders[1:]
     best = min((simulated(problem, words, costs, edges) for _, words in orders), key=lambda found: found.makespan)
     return Found(best.schedule, best.makespan, min(floor, best.makespan), best.peak_memory, problem.cap)
+
+
+def _no_waits(problem: Problem) -> bool:
+    """Whether there is room for a micro-batch only if no weight gradient waits."""
+    tried = problem.with_again(range(problem.num_stages)) if problem.loose else problem
+    return not tried.fits
+
+
+def _whole(problem: Problem, words: Words) -> Words:
+    """The words with whole backwards."""
+    count = problem.num_stages
+    return [[letter + count * (letter // count == 1) for letter in word if letter // count != 3] for word in words]
 
 
 def _fits(problem: Problem, words: Words, costs: Costs, edges: Sequence[Edge]) -> bool:

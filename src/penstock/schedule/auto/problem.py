@@ -146,6 +146,18 @@ class Problem:
         ones = (1.0,) * self.num_stages
         return replace(self, activation=sizes, before=ones, keep=ones, checkpoint=held)
 
+    def without_waits(self) -> Problem:
+        """The problem in which W takes no time, and I that of B: for orders of whole backwards."""
+        count, times = self.num_stages, self.durations
+        whole = times[2 * count : 3 * count]
+        times = (*times[:count], *whole, *whole, *(0.0,) * count, *times[4 * count :])
+        return replace(self.as_fused(), durations=times)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room for one micro-batch in all its stages."""
+        return all(need <= cap * (1 + SLACK) for need, cap in zip(self.least, self.cap, strict=True))
+
     def with_again(self, stages: Iterable[int]) -> Problem:
         """With all forwards of these stages recomputed, and of no others."""
         chosen = set(stages)
@@ -217,7 +229,7 @@ def make_problem(
         recompute is None,
     )
     problem = replace(problem, cap=_caps(problem, cap))
-    _check_room(problem)
+    _check_room(problem.as_fused())
     return problem, edges
 
 
