@@ -57,11 +57,9 @@ def auto(
     def spent() -> float:
         return 0.0 if repeatable else time.thread_time() - begin
 
-    if _no_waits(problem):
-        found = search(problem.without_waits(), goal, seconds, Random(seed), spent)
-        orders = [(makespan, _whole(problem, words)) for makespan, words in found]
-    else:
-        orders = search(problem, goal, seconds, Random(seed), spent)
+    orders = search(problem.with_room(), goal, seconds, Random(seed), spent)
+    if problem.with_room() is not problem:
+        orders = [(makespan, _whole(problem, words)) for makespan, words in orders]
     if orders[0][0] > goal or problem.contended:
         limit = math.inf if problem.contended else orders[0][0]
         as_fused = problem.as_fused()  # what fixed schedules with whole backwards keep
@@ -79,12 +77,6 @@ def auto(
         del orders[1:]
     best = min((simulated(problem, words, costs, edges) for _, words in orders), key=lambda found: found.makespan)
     return Found(best.schedule, best.makespan, min(floor, best.makespan), best.peak_memory, problem.cap)
-
-
-def _no_waits(problem: Problem) -> bool:
-    """Whether there is room for a micro-batch only if no weight gradient waits."""
-    tried = problem.with_again(range(problem.num_stages)) if problem.loose else problem
-    return not tried.fits
 
 
 def _whole(problem: Problem, words: Words) -> Words:

@@ -146,8 +146,13 @@ class Problem:
         ones = (1.0,) * self.num_stages
         return replace(self, activation=sizes, before=ones, keep=ones, checkpoint=held)
 
-    def without_waits(self) -> Problem:
-        """The problem in which W takes no time, and I that of B: for orders of whole backwards."""
+    def with_room(self) -> Problem:
+        """The problem, if one micro-batch at a time fits; else the one in which W takes no time, and I that of B: for
+        orders of whole backwards, in which nothing waits.
+        """
+        tried = self.with_again(range(self.num_stages)) if self.loose else self
+        if tried.fits:
+            return self
         count, times = self.num_stages, self.durations
         whole = times[2 * count : 3 * count]
         times = (*times[:count], *whole, *whole, *(0.0,) * count, *times[4 * count :])
