@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.channel.control import STATE
 from penstock.engine.local import LocalCrew
 from penstock.engine.process import ProcessCrew
 from penstock.engine.shards import whole
@@ -102,7 +103,7 @@ class Members:
         own, names = state_of(self._modules, self._own_name), list(map(self._own_name, self._model.state_dict()))
         if not full or not isinstance(self._crew, ProcessCrew):
             return {name: own[name] for name in dict.fromkeys((*names, *own)) if name in own}
-        parts = self._crew.gather({name: whole(tensor).cpu() for name, tensor in own.items()})
+        parts = self._crew.gather({name: whole(tensor).cpu() for name, tensor in own.items()}, STATE)
         first = {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's counts
         return {name: first[name] for name in names}
 
