@@ -294,6 +294,28 @@ def test_a_stage_may_change_what_it_received_in_place(two: Ranks) -> None:
     two.check(in_place)
 
 
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x[:, :2]
+
+
+class ChangeOne(nn.Module):
+    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat((parts[0], parts[1].add_(1)), 1)
+
+
+def in_place_of_two(rank: int, dynamic: bool) -> None:
+    """Received apart, they would not be one any more."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Twice()), nn.Sequential(ChangeOne(), nn.Linear(6, 4)))
+    with pipeline(model, dynamic=dynamic) as pipe, pytest.raises(ps.PipelineError, match="another input is a view"):
+        pipe.step(batch(), batch(seed=5))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_stage_that_changes_one_of_two_views_says_so(two: Ranks, dynamic: bool) -> None:
+    two.check(in_place_of_two, dynamic)
+
+
 def frozen(rank: int, stage: int) -> int:
     """How many tensors this rank sends in a step."""
     torch.manual_seed(0)

@@ -113,8 +113,8 @@ class Control:
             here, there = self.ranks[self.group.rank()], self.ranks[rank]
             found = "another one" if call == self.call else _CALLS[int(call)]
             raise PlanError(
-                f"rank {here} is in {_CALLS[self.call]}, and rank {there} in {found}: all ranks must make the same calls "
-                "of a pipeline, in the same order"
+                f"rank {here} is in {_CALLS[self.call]}, and rank {there} in {found}: all ranks must make the same "
+                "calls of a pipeline, in the same order"
             )
         return row
 
