@@ -514,6 +514,8 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "inside the targets": (batch(8), (batch(8), batch(6)), r"targets disagree.*\[8, 6\]"),
     "empty": (batch(0), batch(0), r"empty"),
     "empty inside": ((batch(0), batch(0)), batch(0), r"empty"),
+    "arrays": (batch().numpy(), batch(), r"inputs are NumPy arrays.*give tensors"),
+    "arrays as targets": (batch(), batch().numpy(), r"targets are NumPy arrays"),
 }
 
 
