@@ -364,8 +364,8 @@ class Pipeline(Members):
 
     def __getstate__(self) -> Any:
         raise PlanError(
-            "a pipeline is not copied or pickled: save pipe.state_dict(), or split a copy of the model, and build another "
-            "pipeline"
+            "a pipeline is not copied or pickled: save pipe.state_dict(), or split a copy of the model, and build "
+            "another pipeline"
         )
 
     def _at_work(self) -> AbstractContextManager[None]:
