@@ -272,6 +272,39 @@ def test_anything_nested_crosses_edges_and_unused_outputs_keep_no_gradient(three
     three.check(nested_edges, schedule)
 
 
+def without_parameters(rank: int, scaled: bool) -> None:
+    """The stage in the middle has none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    with pipeline(model) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+        assert len(list(pipe.parameters())) == (1 if rank == 1 else 2)
+        assert len(list(pipe.named_parameters())) == (0 if rank == 1 else 2)
+        scaler = ps.GradScaler(pipe) if scaled else None
+        for _ in range(2):
+            pipe.step(batch(), batch(seed=5))
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            pipe.clip_grad_norm_(0.1)
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+            optimizer.zero_grad()
+            F.mse_loss(plain(batch()), batch(seed=5)).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            expected.step()
+            expected.zero_grad()
+        assert_same(pipe.state_dict(full=True), plain.state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_rank_without_parameters_has_an_optimizer_like_all_others(three: Ranks, scaled: bool) -> None:
+    three.check(without_parameters, scaled)
+
+
 class AddOne(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(1)

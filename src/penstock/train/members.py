@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -42,9 +43,21 @@ class Members:
                     yield self._own_name(name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that live in this process, each once."""
+        """The parameters that live in this process, each once.
+
+        Where there are none on a rank of a mesh, an empty one stands in: torch's optimizers do not take an empty list,
+        and the same lines are to run on all ranks.
+        """
+        alone = True
         for _, parameter in self.named_parameters():
+            alone = False
             yield parameter
+        if alone and isinstance(self._crew, ProcessCrew):
+            yield self._stand_in
+
+    @cached_property
+    def _stand_in(self) -> nn.Parameter:
+        return nn.Parameter(torch.empty(0))
 
     @property
     def stage_modules(self) -> Mapping[int, nn.Module]:
