@@ -23,8 +23,11 @@ from itertools import pairwise
 from math import inf
 
 from penstock.errors import PlanError
+from penstock.profile.planner.bounds import Weighed, by_kinds
+from penstock.profile.planner.bounds import floor as floor_of
 from penstock.profile.planner.evened import evened
 from penstock.profile.planner.pairs import Question, there_and_back, twice_round
+from penstock.profile.planner.rounds import Rounds
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Cuts, Ranks, Runs, bottleneck, fits
 from penstock.schedule.placement import loop, vee
@@ -33,6 +36,9 @@ __all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
 _CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
 _EFFORT = 60_000  # fronts that are looked at: about a third of a second
+_SAME = 1 + 1e-9
+_LESS = 1 + 1e-11  # what is less by rounding alone is not less
+_PASSES = 500_000  # stages and places that are weighed
 _NEXT = (1.003, 1.01, 1.03, 1.1, 1.3)  # times that are tried, over the least that there can be
 
 
@@ -64,7 +70,7 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
         raise PlanError(f"a V has two stages a rank, not {v}")
     placement = placement_of(shape, p, v)
     if v > 2:
-        return _round_by_round(segments, ranks, placement, v)
+        return _rounds(segments, ranks, placement, v)
     search = _straight if v == 1 else there_and_back if shape == "v" else twice_round
     return _least(segments, ranks, placement, _Asking(segments, ranks, search))
 
@@ -115,7 +121,7 @@ class _Asking:
 
 
 def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], ask: _Asking) -> Cut | None:
-    floor = low = _floor(segments, ranks)
+    floor = low = floor_of(segments, ranks)
     for more in (1 + 1e-12, *_NEXT, inf):
         best = ask(floor * more)
         if best is not None:
@@ -139,20 +145,6 @@ def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], ask: _Ask
                 break
             best, high = found, bottleneck(segments, ranks, placement, found)
     return Cut(best, high, min(high, max(floor, ask.bound)))
-
-
-def _floor(segments: Segments, ranks: Ranks) -> float:
-    """A time that the busiest rank has in any case: its share of all work, the largest layer, or the several layers
-    that come together somewhere, because there are more than one for each rank."""
-    works = segments.works
-    if ranks.recompute:
-        works = [work + segments.again(i, i + 1) for i, work in enumerate(works)]
-    fastest, p = max(ranks.speed), len(ranks)
-    time = max(sum(works) / sum(ranks.speed), max(works) / fastest)
-    ordered = sorted(works, reverse=True)
-    for count in range(1, (len(works) - 1) // p + 1):
-        time = max(time, sum(ordered[count * p - count : count * p + 1]) / fastest)
-    return time
 
 
 # ── one run of layers a rank ─────────────────────────────────────────────────────────────────────────────────────
@@ -187,15 +179,41 @@ def _straight(question: Question) -> Cuts | None:
 # ── more than two runs a rank ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _round_by_round(segments: Segments, ranks: Ranks, placement: Sequence[int], v: int) -> Cut | None:
+def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], v: int) -> Cut | None:
+    """Moved cuts; then better ones, or a proof that there are none, as far as the effort goes."""
+    best, low = evened(segments, ranks, placement), floor_of(segments, ranks)
+    value = _any_time(segments, ranks) if best is None else bottleneck(segments, ranks, placement, best)
+    if best is not None and value > low * _SAME:
+        low = by_kinds(segments, ranks, v, low, value)
+        if value > low * _SAME:
+            best, value = _two_rounds_at_a_time(segments, ranks, placement, v, best, low)
+    effort = _EFFORT
+    passes = max(20, min(200, _PASSES // (len(placement) * (segments.n - len(placement) + 10))))
+    while value > low * _SAME and effort > 0:
+        weighed = Weighed(segments, ranks, placement, value / _LESS, passes, low)
+        low = min(value, max(low, weighed.bound))
+        rounds = Rounds(segments, ranks, weighed, v, effort)
+        found, effort = rounds.search(), rounds.effort
+        if found is None:
+            low = value / _LESS if effort >= 0 else low
+            break
+        best, value = found, bottleneck(segments, ranks, placement, found)
+    return None if best is None else Cut(best, value, min(low, value))
+
+
+def _any_time(segments: Segments, ranks: Ranks) -> float:
+    """More than ranks or channels have to do with any cuts."""
+    work = segments.work(0, segments.n) + segments.again(0, segments.n)
+    return 1 + 2 * max(work / min(ranks.speed), *segments.transfer)
+
+
+def _two_rounds_at_a_time(
+    segments: Segments, ranks: Ranks, placement: Sequence[int], v: int, best: Cuts, floor: float
+) -> tuple[Cuts, float]:
     """Two neighbouring rounds are cut anew, as long as that lets the busiest rank have less."""
-    best = evened(segments, ranks, placement)
-    if best is None:
-        return None
-    p, floor = len(ranks), _floor(segments, ranks)
-    value = bottleneck(segments, ranks, placement, best)
+    p, value = len(ranks), bottleneck(segments, ranks, placement, best)
     first, tried, effort = 0, 0, _EFFORT
-    while tried < v - 1 and value > floor * (1 + 1e-9):
+    while tried < v - 1 and value > floor * _SAME and effort > 0:
         begin, end = first * p, (first + 2) * p
         runs = list(pairwise((0, *best)))
         other = [[runs[stage] for stage in range(rank, v * p, p) if not begin <= stage < end] for rank in range(p)]
@@ -208,4 +226,4 @@ def _round_by_round(segments: Segments, ranks: Ranks, placement: Sequence[int], 
                 break
             best, value, tried = whole, reached, 0
         first, effort = (first + 1) % (v - 1), ask.effort
-    return Cut(best, value, floor)
+    return best, value

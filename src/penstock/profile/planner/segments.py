@@ -69,6 +69,12 @@ class Segments:
             self._kept[i, j] = bytes_
         return self._kept[i, j]
 
+    def own(self, i: int) -> tuple[float, float]:
+        """Of a layer's bytes that stay, and of its activation, what it shares with no other."""
+        stays = self._static[i + 1] - self._static[i] - sum(size for layers, size in self._ties if i in layers)
+        kept = self.activation(i, i + 1) - sum(size for last, first, size in self._twice if i in (first, last))
+        return max(0.0, stays), max(0.0, kept)
+
     def inputs(self, i: int, j: int) -> float:
         """Bytes that come to the run from layers before it, for one micro-batch: what is kept to recompute it from."""
         if i not in self._coming:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 from math import inf
 
 from penstock.profile.planner.segments import Segments
@@ -65,12 +64,12 @@ def fits(segments: Segments, ranks: Ranks, rank: int, below: float, runs: Runs) 
 def cheapest(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> tuple[int, ...] | None:
     """Which of the runs to recompute, so that the rank has the memory, and its work is the least; None if none will."""
     limit, count = ranks.memory[rank], ranks.in_flight[rank]
-    best, least = None, inf
-    for again in _choices(len(runs), ranks.recompute):
-        work = sum(segments.again(*runs[number]) for number in again)
-        if work < least and (limit == inf or held(segments, runs, again, count) <= limit):
-            best, least = again, work
-    return best
+    if ranks.recompute is not None or limit == inf:
+        again = tuple(range(len(runs))) if ranks.recompute else ()
+        return again if limit == inf or held(segments, runs, again, count) <= limit else None
+    if held(segments, runs, (), count) <= limit:
+        return ()
+    return _least_again(segments, runs, limit, count)
 
 
 def held(segments: Segments, runs: Runs, again: Sequence[int], in_flight: float) -> float:
@@ -100,11 +99,19 @@ def _work(segments: Segments, runs: Runs, again: Sequence[int]) -> float:
     return work
 
 
-@cache
-def _choices(count: int, recompute: bool | None) -> tuple[tuple[int, ...], ...]:
-    return tuple(_subsets(count)) if recompute is None else (tuple(range(count)) if recompute else (),)
-
-
-def _subsets(count: int) -> Iterator[tuple[int, ...]]:
-    for size in range(count + 1):
-        yield from combinations(range(count), size)
+def _least_again(segments: Segments, runs: Runs, limit: float, in_flight: float) -> tuple[int, ...] | None:
+    """Of all choices of runs, the one that takes the least work again; of several such, one with few runs."""
+    bytes_ = 0.0
+    choices: list[tuple[float, float, float, tuple[int, ...]]] = [(0.0, 0.0, 0.0, ())]  # work, bytes less, at once
+    for number, (i, j) in enumerate(runs):
+        kept = segments.activation(i, j)
+        away = kept - min(kept, segments.inputs(i, j))
+        bytes_ += segments.static(i, j) + in_flight * kept
+        if away > 0:
+            work = segments.again(i, j)
+            choices += [
+                (more + work, less + in_flight * away, max(most, away), (*again, number))
+                for more, less, most, again in choices
+            ]
+    fit = [(work, len(again), again) for work, less, most, again in choices if bytes_ - less + most <= limit]
+    return min(fit)[2] if fit else None
