@@ -137,7 +137,7 @@ class Weighed:
     """
 
     def __init__(
-        self, segments: Segments, ranks: Ranks, placement: tuple[int, ...], below: float, rounds: int, low: float
+        self, segments: Segments, ranks: Ranks, placement: tuple[int, ...], below: float, passes: int, low: float
     ) -> None:
         self.p, self.stages, self.placement, self.speed = len(ranks), len(placement), placement, ranks.speed
         self.done = [0.0, *accumulate(_works(segments, ranks))]
@@ -150,23 +150,23 @@ class Weighed:
                     self.shut[s][o] = inf
         self.weights = [speed / sum(ranks.speed) for speed in ranks.speed]
         self.bound = low
-        self._improve(rounds)
+        self._improve(passes)
 
-    def _improve(self, rounds: int) -> None:
-        weights, step, worse = self.weights, 2.0, 0
-        for _ in range(rounds):
-            total, times = self._least(weights)
-            if total > self.bound * (1 + 1e-12):
-                worse = 0 if total > self.bound * (1 + 1e-4) else worse + 1
-                self.bound, self.weights = total, weights
-            else:
-                worse += 1
-            if total == inf or self.bound >= self.below or worse > rounds // 3:
+    def _improve(self, passes: int) -> None:
+        """Each rank alone, and then weights that grow where a rank has more than its share, by less and less."""
+        trend, weights = [0.0] * self.p, self.weights
+        for number in range(-self.p, passes):
+            alone = [float(rank == self.p + number) for rank in range(self.p)]
+            total, times = self._least(alone if number < 0 else weights)
+            if total > self.bound:
+                self.bound, self.weights = total, alone if number < 0 else weights
+            if self.bound >= self.below:
                 return
-            if worse % 4 == 3:
-                step, weights = step / 2, self.weights
-            moved = [weight * exp(step * (time / total - 1)) for weight, time in zip(weights, times, strict=True)]
-            weights = [weight / sum(moved) for weight in moved]
+            if number >= 0 and total > 0:
+                trend = [before / 2 + time / total - 1 for before, time in zip(trend, times, strict=True)]
+                moves = [max(-9.0, min(9.0, more / (1 + number) ** 0.5)) for more in trend]
+                moved = [max(1e-9, weight * exp(move)) for weight, move in zip(weights, moves, strict=True)]
+                weights = [weight / sum(moved) for weight in moved]
 
     def prices(self, weights: list[float]) -> list[float]:
         """For each stage, the weight of a second of its work."""

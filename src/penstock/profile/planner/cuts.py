@@ -29,13 +29,14 @@ from penstock.profile.planner.evened import evened
 from penstock.profile.planner.pairs import Question, there_and_back, twice_round
 from penstock.profile.planner.rounds import Rounds
 from penstock.profile.planner.segments import Segments
+from penstock.profile.planner.shaken import shaken
 from penstock.profile.planner.times import Cuts, Ranks, Runs, bottleneck, fits
 from penstock.schedule.placement import loop, vee
 
 __all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
 _CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
-_EFFORT = 60_000  # fronts that are looked at: about a third of a second
+_EFFORT = 400_000  # what is looked at, in about a microsecond each
 _SAME = 1 + 1e-9
 _LESS = 1 + 1e-11  # what is less by rounding alone is not less
 _PASSES = 500_000  # stages and places that are weighed
@@ -186,6 +187,7 @@ def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], v: int
     if best is not None and value > low * _SAME:
         low = by_kinds(segments, ranks, v, low, value)
         if value > low * _SAME:
+            best = shaken(segments, ranks, placement, best, low, _EFFORT)
             best, value = _two_rounds_at_a_time(segments, ranks, placement, v, best, low)
     effort = _EFFORT
     passes = max(20, min(200, _PASSES // (len(placement) * (segments.n - len(placement) + 10))))

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Cuts, Ranks, cheapest
+from penstock.profile.planner.times import Cuts, Ranks, time_of
 
 __all__ = ["evened"]
 
 Value = tuple[int, float, float]
-"""How many ranks lack memory, the time of the busiest rank or channel, and how uneven the ranks are."""
+"""How many ranks lack memory, the time of the busiest rank or channel, and how uneven these are."""
 
 
 def evened(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts | None:
@@ -79,19 +79,13 @@ class _State:
             self.cuts[at] += step
 
     def _time(self, rank: int) -> float:
-        """The rank's time for a micro-batch; infinite if it lacks memory."""
         runs = [(self.cuts[s - 1] if s else 0, self.cuts[s]) for s in self.own[rank]]
-        again = cheapest(self.segments, self.ranks, rank, runs)
-        if again is None:
-            return inf
-        work = sum(self.segments.work(i, j) for i, j in runs)
-        work += sum(self.segments.again(*runs[number]) for number in again)
-        return work / self.ranks.speed[rank]
+        return time_of(self.segments, self.ranks, rank, runs)
 
     def _value(self) -> Value:
         """Of two equal bottlenecks the one with fewer such ranks is less."""
-        fine = [time for time in self.times if time < inf]
-        lacking, top = len(self.times) - len(fine), max(fine, default=0.0)
-        uneven = sum((time / top) ** 8 for time in fine) if top else 0.0
         transfer = self.segments.transfer
-        return lacking, max([top, *(transfer[self.cuts[s - 1]] for s in self.between)]), uneven
+        lacking = sum(time == inf for time in self.times)
+        fine = [time for time in self.times if time < inf] + [transfer[self.cuts[s - 1]] for s in self.between]
+        top = max(fine, default=0.0)
+        return lacking, top, sum((time / top) ** 8 for time in fine) if top else 0.0

@@ -21,7 +21,7 @@ from math import inf
 
 from penstock.profile.planner.bounds import Weighed
 from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Cuts, Ranks, fits
+from penstock.profile.planner.times import Cuts, Ranks, fits, price
 
 __all__ = ["Rounds"]
 
@@ -31,7 +31,7 @@ Front = tuple[int, ...]
 
 
 class Rounds:
-    """Cuts below a time, for weights of the ranks; ``effort`` is how many fronts may be looked at, and what is left."""
+    """Cuts below a time, for weights of the ranks; ``effort`` is how much may be looked at, and what is left."""
 
     def __init__(self, segments: Segments, ranks: Ranks, weighed: Weighed, v: int, effort: int) -> None:
         self.segments, self.ranks, self.weighed, self.v, self.effort = segments, ranks, weighed, v, effort
@@ -66,7 +66,9 @@ class Rounds:
                 for end, cost in self._from(k, begins[-1]).items():
                     if end in rest[k + 1] and before + cost + rest[k + 1][end] < self.below * _SURE:
                         fresh.append((before + cost, (*begins, end)))
-                self.effort -= p
+                self.effort -= sum(map(len, self.places[k * p : (k + 1) * p]))
+                if self.effort < 0:
+                    return
             if len(fresh) > self.effort:
                 self.effort = -1
                 return
@@ -121,7 +123,7 @@ class Rounds:
             for s in range((k + 1) * p - 1, k * p - 1, -1):
                 costs.append(self._back(s, costs[-1]))
             ahead.append(costs[::-1])
-        self.effort -= v
+        self.effort -= 10 * v * p
         fronts: dict[Front, Front] = {begins[:-1]: ()}
         steps = []
         for rank in range(p):
@@ -162,12 +164,12 @@ class Rounds:
                     if cost + ahead <= rest:
                         fresh.append((work + more, cost + ahead, (*reached, end)))
             parts = fresh
-            self.effort -= len(parts)
+            self.effort -= len(parts) + 2
             if self.effort < 0:
                 return []
         if self.ranks.recompute is False and self.ranks.memory[rank] == inf:
             return [reached for _, _, reached in parts]
-        self.effort -= 2 * len(parts)
+        self.effort -= price(self.ranks, v) * len(parts)
         runs = (tuple(zip(front, reached, strict=True)) for _, _, reached in parts)
         return [
             tuple(end for _, end in own)

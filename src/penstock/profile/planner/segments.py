@@ -26,6 +26,7 @@ class Segments:
         self._ties = [(sorted(set(tie.layers)), tie.bytes * factor) for tie in costs.shared]
         self._twice = sorted((max(a, b), min(a, b), size) for a, b, size in costs.kept_together)
         self._kept: dict[tuple[int, int], float] = {}
+        self._runs: dict[tuple[int, int], tuple[float, float, float, float]] = {}
         self._values = _values(costs.crossings)
         self._coming: dict[int, list[tuple[int, float]]] = {}
         self.crossing = self._crossings()
@@ -68,6 +69,18 @@ class Segments:
                     bytes_ -= size
             self._kept[i, j] = bytes_
         return self._kept[i, j]
+
+    def run(self, i: int, j: int) -> tuple[float, float, float, float]:
+        """Of a run: seconds of the forward once more, bytes that stay, that the backward needs, and of these that came.
+
+        What comes to a run is taken to be a part of what its backward needs, as it is for linear layers and norms.
+        """
+        found = self._runs.get((i, j))
+        if found is None:
+            kept = self.activation(i, j)
+            found = self.again(i, j), self.static(i, j), kept, min(kept, self.inputs(i, j))
+            self._runs[i, j] = found
+        return found
 
     def own(self, i: int) -> tuple[float, float]:
         """Of a layer's bytes that stay, and of its activation, what it shares with no other."""
