@@ -1,46 +1,99 @@
 """Times that no cuts can be below, whatever they are.
 
-    floor          a rank's share of all work, the largest layer, or the several layers that come together somewhere
-    by_kinds       ranks may have any layers, not only runs of them: but layers are whole, and of few kinds
-    Weighed        the ranks' times are weighed and added up: the least such sum over all cuts is below their busiest
+    floor        a rank's share of all work, or the largest layer
+    by_counts    ranks may have any layers, the smallest of them: but as many as there are
+    by_kinds     ranks may have any layers, not only runs of them: but whole ones, of few kinds
 
-The first says little where layers are few for each rank. The second is mostly met where layers are alike but for the
-first and the last: a rank has a whole number of them. The third knows that a stage's layers must be where it is: it says
-most where there are hardly more layers than stages; and it says which places a cut can have in better cuts than those
-that are known.
+The second and third are mostly met where layers are alike but for the first and the last: a rank has a whole number of
+them. Both know that memory lets a rank have only so many, or that it has to recompute some.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from itertools import accumulate, repeat
-from math import exp, inf
+from itertools import accumulate
+from math import ceil, inf
 
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Ranks
 
-__all__ = ["Weighed", "by_kinds", "floor"]
+__all__ = ["by_counts", "by_kinds", "floor", "works_of"]
 
-_ROUNDING = 1 + 1e-9
+_ROUNDING = 1 + 1e-11
 _SUMS = 6000  # loads that are told apart
 
 
 def floor(segments: Segments, ranks: Ranks) -> float:
     """A time that the busiest rank has in any case."""
-    works = _works(segments, ranks)
-    fastest, p = max(ranks.speed), len(ranks)
-    time = max(sum(works) / sum(ranks.speed), max(works) / fastest)
-    ordered = sorted(works, reverse=True)
-    for count in range(1, (len(works) - 1) // p + 1):
-        time = max(time, sum(ordered[count * p - count : count * p + 1]) / fastest)
-    return time
+    works = works_of(segments, ranks)
+    return max(sum(works) / sum(ranks.speed), max(works) / max(ranks.speed))
 
 
-def _works(segments: Segments, ranks: Ranks) -> list[float]:
+def works_of(segments: Segments, ranks: Ranks) -> list[float]:
+    """What layers take: with their forward once more, where all are recomputed."""
     if not ranks.recompute:
         return segments.works
     return [work + segments.again(i, i + 1) for i, work in enumerate(segments.works)]
+
+
+# ── as many layers as there are ──────────────────────────────────────────────────────────────────────────────────
+
+
+def by_counts(segments: Segments, ranks: Ranks, v: int, low: float, high: float) -> float:
+    """The least time in which ranks could have all layers, or all from some size on, if each had the smallest of them.
+
+    The first rank has the first layer in any case, the last rank the last one, and each rank has a layer for each of its
+    stages. The time is found by halving between ``low`` and ``high``.
+    """
+    n, p = segments.n, len(ranks)
+    if p == 1 or n < 3:
+        return low
+    works = works_of(segments, ranks)
+    sums = [0.0, *accumulate(sorted(works[1:-1]))]
+    alike: Counter[tuple[float, float, tuple[float, ...]]] = Counter()
+    for rank, speed in enumerate(ranks.speed):
+        own = works[0] if rank == 0 else works[-1] if rank == p - 1 else 0.0
+        extra = _extra(segments, ranks, v, rank)
+        alike[speed, own, extra] += 1
+        low = max(low, (own + sums[v - (rank in (0, p - 1))] + extra[v]) / speed / _ROUNDING)
+
+    def enough(time: float) -> bool:
+        for first in range(n - 2):
+            count = 0
+            for (speed, own, extra), times in alike.items():
+                room = time * speed * _ROUNDING - own + sums[first]
+                if room < sums[first]:
+                    return False
+                at = bisect_right(range(first, n - 1), room, key=lambda at: sums[at] + extra[at - first])  # noqa: B023
+                count += times * (at - 1)
+            if count < n - 2 - first:
+                return False
+        return True
+
+    if low >= high or enough(low):
+        return min(low, high)
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return low
+
+
+def _extra(segments: Segments, ranks: Ranks, v: int, rank: int) -> tuple[float, ...]:
+    """How much longer a rank takes for so many layers, whichever they are, because it recomputes some for the memory."""
+    n, limit = segments.n, ranks.memory[rank]
+    if limit == inf:
+        return (0.0,) * n
+    ways = [_ways(segments, ranks, v, rank, i, 1.0) for i in range(n)]
+    sizes = accumulate(sorted(way[0][2] for way in ways))
+    most = max(way[0][2] - way[-1][2] for way in ways)
+    again = [0.0, *accumulate(sorted(segments.again(i, i + 1) for i in range(n)))]
+    extra = [0.0]
+    for size in sizes:
+        lacking = size / _ROUNDING - limit
+        count = 0 if lacking <= 0 else n + 1 if lacking > n * most else ceil(lacking / most)
+        extra.append(again[count] if count <= len(extra) else inf)
+    return tuple(extra)
 
 
 # ── any layers, but whole ones ───────────────────────────────────────────────────────────────────────────────────
@@ -66,7 +119,7 @@ def by_kinds(segments: Segments, ranks: Ranks, v: int, low: float, high: float) 
             met[such] = loads
         every.append(met[such])
     times = sorted({low, *(time for loads in met.values() for time, _ in loads if low < time <= high)})
-    total = sum(_works(segments, ranks)) / _ROUNDING
+    total = sum(works_of(segments, ranks)) / _ROUNDING
     first, last = 0, len(times) - 1
     while first < last:  # the least time that is enough
         middle = (first + last) // 2
@@ -83,7 +136,7 @@ def _loads(
 ) -> list[tuple[float, float]] | None:
     """Times that a rank can have, up to ``high``, and the most work that it does in each or less; None if too many."""
     n, speed, limit = segments.n, ranks.speed[rank], ranks.memory[rank]
-    unit = high * speed * 1e-12
+    unit = high * speed * 1e-14
     most = round(high * speed * _ROUNDING / unit)
     ways = [_ways(segments, ranks, v, rank, i, unit) for i in range(n)]
     sums: dict[tuple[int, int], float] = {(0, 0): 0.0}  # load and work: the least bytes
@@ -124,94 +177,3 @@ def _ways(segments: Segments, ranks: Ranks, v: int, rank: int, i: int, unit: flo
     longer = round((work + again) / unit)
     twice = longer, longer if ranks.recompute else whole[1], stays + min(1.0, count) * kept / v
     return (twice,) if ranks.recompute else (whole,) if ranks.recompute is False else (whole, twice)
-
-
-# ── weighed ranks ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Weighed:
-    """The least weighed sum of the ranks' times over all cuts, for weights that make it large.
-
-    A cut between stages ``s - 1`` and ``s`` is before a layer from ``s`` up to ``s + extra``; in all lists here it is
-    counted from ``s``. Cuts that take as long as ``below`` to cross are left out.
-    """
-
-    def __init__(
-        self, segments: Segments, ranks: Ranks, placement: tuple[int, ...], below: float, passes: int, low: float
-    ) -> None:
-        self.p, self.stages, self.placement, self.speed = len(ranks), len(placement), placement, ranks.speed
-        self.done = [0.0, *accumulate(_works(segments, ranks))]
-        self.extra = segments.n - self.stages
-        self.below = below
-        self.shut = [[0.0] * (self.extra + 1) for _ in placement]  # infinite where a cut cannot be
-        for s in range(1, self.stages):
-            for o in range(self.extra + 1):
-                if segments.transfer[s + o] >= below and placement[s - 1] != placement[s]:
-                    self.shut[s][o] = inf
-        self.weights = [speed / sum(ranks.speed) for speed in ranks.speed]
-        self.bound = low
-        self._improve(passes)
-
-    def _improve(self, passes: int) -> None:
-        """Each rank alone, and then weights that grow where a rank has more than its share, by less and less."""
-        trend, weights = [0.0] * self.p, self.weights
-        for number in range(-self.p, passes):
-            alone = [float(rank == self.p + number) for rank in range(self.p)]
-            total, times = self._least(alone if number < 0 else weights)
-            if total > self.bound:
-                self.bound, self.weights = total, alone if number < 0 else weights
-            if self.bound >= self.below:
-                return
-            if number >= 0 and total > 0:
-                trend = [before / 2 + time / total - 1 for before, time in zip(trend, times, strict=True)]
-                moves = [max(-9.0, min(9.0, more / (1 + number) ** 0.5)) for more in trend]
-                moved = [max(1e-9, weight * exp(move)) for weight, move in zip(weights, moves, strict=True)]
-                weights = [weight / sum(moved) for weight in moved]
-
-    def prices(self, weights: list[float]) -> list[float]:
-        """For each stage, the weight of a second of its work."""
-        return [weights[rank] / self.speed[rank] for rank in self.placement]
-
-    def _least(self, weights: list[float]) -> tuple[float, list[float]]:
-        """The sum, and the times of the ranks with which it is so small."""
-        prices, done, extra = self.prices(weights), self.done, self.extra
-        reached = [[0.0] * (extra + 1)]
-        for s in range(1, self.stages):
-            price = prices[s - 1] - prices[s]
-            sums = map(_sum, reached[-1], done[s : s + extra + 1], self.shut[s], repeat(price))
-            reached.append(list(accumulate(sums, min)))
-        total = reached[-1][-1] + prices[-1] * done[-1]
-        times, o, end = [0.0] * self.p, extra, done[-1]
-        if total < inf:
-            for s in range(self.stages - 1, -1, -1):
-                o = reached[s].index(reached[s][o]) if s else 0
-                begin = done[s + o]
-                times[self.placement[s]] += (end - begin) / self.speed[self.placement[s]]
-                end = begin
-        return total, times
-
-    def places(self) -> list[list[int]]:
-        """For each stage the places where it can begin in cuts that are below."""
-        prices, done, extra, n = self.prices(self.weights), self.done, self.extra, len(self.done) - 1
-        ahead = self.ahead(prices)
-        reached, found = [0.0] * (extra + 1), [[0]]
-        for s in range(1, self.stages):
-            price = prices[s - 1] - prices[s]
-            sums = list(map(_sum, reached, done[s : s + extra + 1], self.shut[s], repeat(price)))
-            found.append([s + o for o in range(extra + 1) if sums[o] + ahead[s][o] < self.below * (1 - 1e-12)])
-            reached = list(accumulate(sums, min))
-        return [*found, [n]]
-
-    def ahead(self, prices: list[float]) -> list[list[float]]:
-        """For each stage and place where it begins, the least that the cuts behind it add."""
-        extra, done = self.extra, self.done
-        least = [[prices[-1] * done[-1]] * (extra + 1)]
-        for s in range(self.stages - 1, 0, -1):
-            price = prices[s - 1] - prices[s]
-            sums = list(map(_sum, least[-1], done[s : s + extra + 1], self.shut[s], repeat(price)))
-            least.append(list(accumulate(reversed(sums), min))[::-1])
-        return least[::-1]
-
-
-def _sum(before: float, done: float, shut: float, price: float) -> float:
-    return before + price * done + shut

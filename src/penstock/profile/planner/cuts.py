@@ -23,7 +23,7 @@ from itertools import pairwise
 from math import inf
 
 from penstock.errors import PlanError
-from penstock.profile.planner.bounds import Weighed, by_kinds
+from penstock.profile.planner.bounds import by_counts, by_kinds
 from penstock.profile.planner.bounds import floor as floor_of
 from penstock.profile.planner.evened import evened
 from penstock.profile.planner.pairs import Question, there_and_back, twice_round
@@ -31,6 +31,7 @@ from penstock.profile.planner.rounds import Rounds
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.shaken import shaken
 from penstock.profile.planner.times import Cuts, Ranks, Runs, bottleneck, fits
+from penstock.profile.planner.weighed import Weighed
 from penstock.schedule.placement import loop, vee
 
 __all__ = ["Cut", "cut", "least_memory", "placement_of"]
@@ -185,7 +186,7 @@ def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], v: int
     best, low = evened(segments, ranks, placement), floor_of(segments, ranks)
     value = _any_time(segments, ranks) if best is None else bottleneck(segments, ranks, placement, best)
     if best is not None and value > low * _SAME:
-        low = by_kinds(segments, ranks, v, low, value)
+        low = by_kinds(segments, ranks, v, by_counts(segments, ranks, v, low, value), value)
         if value > low * _SAME:
             best = shaken(segments, ranks, placement, best, low, _EFFORT)
             best, value = _two_rounds_at_a_time(segments, ranks, placement, v, best, low)

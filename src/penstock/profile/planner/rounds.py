@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from itertools import accumulate
 from math import inf
 
-from penstock.profile.planner.bounds import Weighed
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Cuts, Ranks, fits, price
+from penstock.profile.planner.weighed import Weighed
 
 __all__ = ["Rounds"]
 
