@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil, inf
 
@@ -40,23 +41,23 @@ def works_of(segments: Segments, ranks: Ranks) -> list[float]:
 # ── as many layers as there are ──────────────────────────────────────────────────────────────────────────────────
 
 
-def by_counts(segments: Segments, ranks: Ranks, v: int, low: float, high: float) -> float:
+def by_counts(segments: Segments, ranks: Ranks, placement: Sequence[int], low: float, high: float) -> float:
     """The least time in which ranks could have all layers, or all from some size on, if each had the smallest of them.
 
-    The first rank has the first layer in any case, the last rank the last one, and each rank has a layer for each of its
-    stages. The time is found by halving between ``low`` and ``high``.
+    A rank has a layer for each of its stages; the first and the last layer are where the first and the last stage are.
+    The time is found by halving between ``low`` and ``high``.
     """
-    n, p = segments.n, len(ranks)
-    if p == 1 or n < 3:
+    n, v = segments.n, len(placement) // len(ranks)
+    if len(placement) == 1:
         return low
     works = works_of(segments, ranks)
     sums = [0.0, *accumulate(sorted(works[1:-1]))]
     alike: Counter[tuple[float, float, tuple[float, ...]]] = Counter()
     for rank, speed in enumerate(ranks.speed):
-        own = works[0] if rank == 0 else works[-1] if rank == p - 1 else 0.0
-        extra = _extra(segments, ranks, v, rank)
+        ends = _ends(segments, placement, rank)
+        own, extra = sum(works[i] for i in ends), _extra(segments, ranks, v, rank)
         alike[speed, own, extra] += 1
-        low = max(low, (own + sums[v - (rank in (0, p - 1))] + extra[v]) / speed / _ROUNDING)
+        low = max(low, (own + sums[v - len(ends)] + extra[v]) / speed / _ROUNDING)
 
     def enough(time: float) -> bool:
         for first in range(n - 2):
@@ -65,7 +66,7 @@ def by_counts(segments: Segments, ranks: Ranks, v: int, low: float, high: float)
                 room = time * speed * _ROUNDING - own + sums[first]
                 if room < sums[first]:
                     return False
-                at = bisect_right(range(first, n - 1), room, key=lambda at: sums[at] + extra[at - first])  # noqa: B023
+                at = bisect_right(range(first, n - 1), room, key=lambda at: sums[at] + extra[at - first])
                 count += times * (at - 1)
             if count < n - 2 - first:
                 return False
@@ -80,7 +81,7 @@ def by_counts(segments: Segments, ranks: Ranks, v: int, low: float, high: float)
 
 
 def _extra(segments: Segments, ranks: Ranks, v: int, rank: int) -> tuple[float, ...]:
-    """How much longer a rank takes for so many layers, whichever they are, because it recomputes some for the memory."""
+    """How much longer a rank takes for so many layers, because it has to recompute some, whichever they are."""
     n, limit = segments.n, ranks.memory[rank]
     if limit == inf:
         return (0.0,) * n
@@ -99,21 +100,19 @@ def _extra(segments: Segments, ranks: Ranks, v: int, rank: int) -> tuple[float, 
 # ── any layers, but whole ones ───────────────────────────────────────────────────────────────────────────────────
 
 
-def by_kinds(segments: Segments, ranks: Ranks, v: int, low: float, high: float) -> float:
-    """The least time in which ranks could do all work, the first rank with the first layer, the last with the last.
+def by_kinds(segments: Segments, ranks: Ranks, placement: Sequence[int], low: float, high: float) -> float:
+    """The least time in which ranks could do all work, with the first and the last layer where these are.
 
     Every rank has one of the loads that layers add up to, and that fit its memory; ``low`` if these are too many.
     """
-    p, n = len(ranks), segments.n
-    if p == 1:
+    if len(placement) == 1:
         return low
     every: list[list[tuple[float, float]]] = []
     met: dict[tuple[object, ...], list[tuple[float, float]]] = {}
-    for rank in range(p):
-        own = 0 if rank == 0 else n - 1 if rank == p - 1 else None
-        such = (ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank], own)
+    for rank in range(len(ranks)):
+        such = (ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank], *_ends(segments, placement, rank))
         if such not in met:
-            loads = _loads(segments, ranks, v, rank, own, high)
+            loads = _loads(segments, ranks, placement, rank, high)
             if loads is None:
                 return low
             met[such] = loads
@@ -132,36 +131,40 @@ def by_kinds(segments: Segments, ranks: Ranks, v: int, low: float, high: float) 
 
 
 def _loads(
-    segments: Segments, ranks: Ranks, v: int, rank: int, own: int | None, high: float
+    segments: Segments, ranks: Ranks, placement: Sequence[int], rank: int, high: float
 ) -> list[tuple[float, float]] | None:
     """Times that a rank can have, up to ``high``, and the most work that it does in each or less; None if too many."""
     n, speed, limit = segments.n, ranks.speed[rank], ranks.memory[rank]
     unit = high * speed * 1e-14
     most = round(high * speed * _ROUNDING / unit)
-    ways = [_ways(segments, ranks, v, rank, i, unit) for i in range(n)]
+    ways = [_ways(segments, ranks, len(placement) // len(ranks), rank, i, unit) for i in range(n)]
     sums: dict[tuple[int, int], float] = {(0, 0): 0.0}  # load and work: the least bytes
-    if own is not None:
-        sums = {(load, work): size for load, work, size in ways[own] if load <= most and size <= limit}
-    for kind, count in Counter(ways[1:-1]).items():
-        more = {(0, 0, 0): 0.0}
+    ends = [(ways[i], 1, 1) for i in _ends(segments, placement, rank)]
+    for kind, least, count in (*ends, *((kind, 0, count) for kind, count in Counter(ways[1:-1]).items())):
+        several = {(0, 0, 0): 0.0}  # how many of this kind, their load and work
         for load, work, size in kind:
-            for (used, before, done), held in list(more.items()):
+            for (used, before, done), held in list(several.items()):
                 for k in range(1, count - used + 1):
                     if before + k * load > most or held + k * size > limit:
                         break
-                    more[used + k, before + k * load, done + k * work] = held + k * size
+                    key = used + k, before + k * load, done + k * work
+                    several[key] = min(several.get(key, inf), held + k * size)
         fresh: dict[tuple[int, int], float] = {}
         for (load, work), size in sums.items():
-            for (_, again, done), held in more.items():
-                if load + again <= most and size + held <= limit:
-                    key = load + again, work + done
-                    if size + held < fresh.get(key, inf):
-                        fresh[key] = size + held
+            for (used, again, done), held in several.items():
+                if used >= least and load + again <= most and size + held <= limit:
+                    both = load + again, work + done
+                    fresh[both] = min(fresh.get(both, inf), size + held)
             if len(fresh) > _SUMS:
                 return None
         sums = fresh
     best = accumulate(sorted(sums), lambda one, two: (two[0], max(one[1], two[1])))
     return [(load * unit / speed, work * unit) for load, work in best]
+
+
+def _ends(segments: Segments, placement: Sequence[int], rank: int) -> list[int]:
+    """Of the first and the last layer those that a rank has in any case."""
+    return [i for i, home in ((0, placement[0]), (segments.n - 1, placement[-1])) if home == rank]
 
 
 Way = tuple[int, int, float]

@@ -23,8 +23,7 @@ from itertools import pairwise
 from math import inf
 
 from penstock.errors import PlanError
-from penstock.profile.planner.bounds import by_counts, by_kinds
-from penstock.profile.planner.bounds import floor as floor_of
+from penstock.profile.planner.bounds import by_counts, by_kinds, floor
 from penstock.profile.planner.evened import evened
 from penstock.profile.planner.pairs import Question, there_and_back, twice_round
 from penstock.profile.planner.rounds import Rounds
@@ -71,10 +70,18 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
     if shape == "v" and v != 2:
         raise PlanError(f"a V has two stages a rank, not {v}")
     placement = placement_of(shape, p, v)
-    if v > 2:
-        return _rounds(segments, ranks, placement, v)
-    search = _straight if v == 1 else there_and_back if shape == "v" else twice_round
-    return _least(segments, ranks, placement, _Asking(segments, ranks, search))
+    start, low = evened(segments, ranks, placement), floor(segments, ranks)
+    value = _any_time(segments, ranks) if start is None else bottleneck(segments, ranks, placement, start)
+    for bound in (by_counts, by_kinds) if start is not None else ():
+        if value > low * _SAME:
+            low = bound(segments, ranks, placement, low, value)
+    known = Cut(start or (), value, min(low, value))
+    if value > low * _SAME:
+        search = _straight if v == 1 else there_and_back if shape == "v" else twice_round if v == 2 else None
+        known = _rounds(segments, ranks, placement, known) if search is None else _least(
+            segments, ranks, placement, known, _Asking(segments, ranks, search)
+        )
+    return known if known.cuts else None
 
 
 def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
@@ -122,19 +129,19 @@ class _Asking:
         return found
 
 
-def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], ask: _Asking) -> Cut | None:
-    floor = low = floor_of(segments, ranks)
+def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Asking) -> Cut:
+    """The best cuts, asked for at times closer and closer to what they have."""
+    best, high, floor = known.cuts, known.busiest, known.bound
+    low = floor
     for more in (1 + 1e-12, *_NEXT, inf):
-        best = ask(floor * more)
-        if best is not None:
+        found = ask(min(floor * more, high))
+        if found is not None:
+            best, high = found, bottleneck(segments, ranks, placement, found)
             break
-        low = floor * more
-    if best is None:
-        best = evened(segments, ranks, placement)
-    if best is None:
-        return None
-    high = bottleneck(segments, ranks, placement, best)
-    while high > floor * (1 + 1e-12) and (found := ask(high)) is not None:
+        low = min(floor * more, high)
+        if low == high:
+            break
+    while low < high and high > floor * (1 + 1e-12) and (found := ask(high)) is not None:
         reached = bottleneck(segments, ranks, placement, found)
         if not reached < high:  # by rounding alone
             break
@@ -181,27 +188,24 @@ def _straight(question: Question) -> Cuts | None:
 # ── more than two runs a rank ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], v: int) -> Cut | None:
-    """Moved cuts; then better ones, or a proof that there are none, as far as the effort goes."""
-    best, low = evened(segments, ranks, placement), floor_of(segments, ranks)
-    value = _any_time(segments, ranks) if best is None else bottleneck(segments, ranks, placement, best)
-    if best is not None and value > low * _SAME:
-        low = by_kinds(segments, ranks, v, by_counts(segments, ranks, v, low, value), value)
-        if value > low * _SAME:
-            best = shaken(segments, ranks, placement, best, low, _EFFORT)
-            best, value = _two_rounds_at_a_time(segments, ranks, placement, v, best, low)
+def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], known: Cut) -> Cut:
+    """Better cuts, or a proof that there are none, as far as the effort goes."""
+    best, value, low = known.cuts, known.busiest, known.bound
+    if best:
+        best = shaken(segments, ranks, placement, best, low, _EFFORT)
+        best, value = _two_rounds_at_a_time(segments, ranks, placement, best, low)
     effort = _EFFORT
     passes = max(20, min(200, _PASSES // (len(placement) * (segments.n - len(placement) + 10))))
     while value > low * _SAME and effort > 0:
         weighed = Weighed(segments, ranks, placement, value / _LESS, passes, low)
         low = min(value, max(low, weighed.bound))
-        rounds = Rounds(segments, ranks, weighed, v, effort)
+        rounds = Rounds(segments, ranks, weighed, effort)
         found, effort = rounds.search(), rounds.effort
         if found is None:
             low = value / _LESS if effort >= 0 else low
             break
         best, value = found, bottleneck(segments, ranks, placement, found)
-    return None if best is None else Cut(best, value, min(low, value))
+    return Cut(best, value, min(low, value))
 
 
 def _any_time(segments: Segments, ranks: Ranks) -> float:
@@ -211,18 +215,19 @@ def _any_time(segments: Segments, ranks: Ranks) -> float:
 
 
 def _two_rounds_at_a_time(
-    segments: Segments, ranks: Ranks, placement: Sequence[int], v: int, best: Cuts, floor: float
+    segments: Segments, ranks: Ranks, placement: Sequence[int], best: Cuts, low: float
 ) -> tuple[Cuts, float]:
     """Two neighbouring rounds are cut anew, as long as that lets the busiest rank have less."""
-    p, value = len(ranks), bottleneck(segments, ranks, placement, best)
+    p, v = len(ranks), len(placement) // len(ranks)
+    value = bottleneck(segments, ranks, placement, best)
     first, tried, effort = 0, 0, _EFFORT
-    while tried < v - 1 and value > floor * _SAME and effort > 0:
+    while tried < v - 1 and value > low * _SAME and effort > 0:
         begin, end = first * p, (first + 2) * p
         runs = list(pairwise((0, *best)))
         other = [[runs[stage] for stage in range(rank, v * p, p) if not begin <= stage < end] for rank in range(p)]
         ask = _Asking(segments, ranks, twice_round, (runs[begin][0], runs[end - 1][1]), other, effort)
         tried += 1
-        while (found := ask(floor + (value - floor) / 2) or ask(value)) is not None:
+        while (found := ask(low + (value - low) / 2) or ask(value)) is not None:
             whole = (*best[:begin], *found, *best[end:])
             reached = bottleneck(segments, ranks, placement, whole)
             if not reached < value:

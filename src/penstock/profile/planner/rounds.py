@@ -8,9 +8,9 @@ round has got, and all fronts are kept.
     rank 1     ██         ███▌       ▌           a front: where rank 1 is to begin in each round
     ...
 
-What keeps these few are the weights of the ranks (see ``Weighed``): the weighed work that is left for the ranks behind a
-front is as much as some cuts at the least, and has to be below the time; and so has that of all ranks for some of the
-beginnings. An answer that takes more than the effort is a no that is not sure.
+What keeps these few are the weights of the ranks (see ``Weighed``): the ranks behind a front can keep below the time only
+if the least of their weighed work does; and beginnings are of no use with which the least of all of it does not. An
+answer that takes more than the effort is a no that is not sure.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ Front = tuple[int, ...]
 class Rounds:
     """Cuts below a time, for weights of the ranks; ``effort`` is how much may be looked at, and what is left."""
 
-    def __init__(self, segments: Segments, ranks: Ranks, weighed: Weighed, v: int, effort: int) -> None:
-        self.segments, self.ranks, self.weighed, self.v, self.effort = segments, ranks, weighed, v, effort
-        self.p, self.done, self.below = len(ranks), weighed.done, weighed.below
+    def __init__(self, segments: Segments, ranks: Ranks, weighed: Weighed, effort: int) -> None:
+        self.segments, self.ranks, self.effort = segments, ranks, effort
+        self.p, self.v = len(ranks), weighed.stages // len(ranks)
+        self.done, self.below = weighed.done, weighed.below
         self.prices = weighed.prices(weighed.weights)
         self.places = weighed.places()
         self.most = [self.below * speed for speed in ranks.speed]

@@ -65,7 +65,7 @@ def fits(segments: Segments, ranks: Ranks, rank: int, below: float, runs: Runs) 
 def price(ranks: Ranks, runs: int) -> int:
     """About how many microseconds it takes to see whether so many runs fit."""
     if ranks.recompute is None and min(ranks.memory) < inf:
-        return 5 + 2 * runs + 2**runs // 2
+        return 5 + 2 * runs + (1 << runs) // 2
     return 3 + 2 * runs
 
 
