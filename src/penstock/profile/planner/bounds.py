@@ -149,6 +149,8 @@ def _loads(
                         break
                     key = used + k, before + k * load, done + k * work
                     several[key] = min(several.get(key, inf), held + k * size)
+        if len(sums) * len(several) > 20 * _SUMS:
+            return None
         fresh: dict[tuple[int, int], float] = {}
         for (load, work), size in sums.items():
             for (used, again, done), held in several.items():

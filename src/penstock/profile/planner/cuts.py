@@ -7,12 +7,18 @@
 A rank's time is that of its stages together, over its speed; a channel's is that of what crosses its cut. All ranks
 keep within their memory: what stays, and the activations of as many micro-batches as are in flight.
 
-How it is found: whether all can keep below some time is decided by going through the ranks and remembering the furthest
-that each beginning lets them get; the least such time is approached by halving, and then from below, until no cuts do
-better than those that were found. So straight cuts and those of a V are exact: no others have a busiest rank with less
-to do. So are those of a loop with two stages a rank, unless there are too many ways to begin its second round. Where a
-loop has more stages a rank, two rounds are cut at a time, the others being as they are, until none of that helps. The
-answer has a bound, which says how good it is for certain.
+How it is found: even cuts are moved as long as it helps, and compared with times that no cuts can be below (see
+``bounds``). Where that leaves a gap, whether all can keep below some time is decided by going through the ranks and
+remembering the furthest that each beginning lets them get; the least such time is approached by halving, and then from
+below, until no cuts do better than those that were found. So straight cuts and those of a V are exact: no others have a
+busiest rank with less to do. So are those of a loop with two stages a rank, unless there are too many ways to begin its
+second round.
+
+Where a loop has more stages a rank, cuts are moved at random, and two rounds are cut at a time, the others being as
+they are. Then all cuts are gone through that can be better (see ``rounds``): these are few where there are not many
+more layers than stages, or where what was found is close to a bound. Where they are too many, it is not proven.
+
+The answer has a bound, which says how good it is for certain: it is exact where that leaves no gap.
 """
 
 from __future__ import annotations
@@ -36,7 +42,9 @@ from penstock.schedule.placement import loop, vee
 __all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
 _CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
-_EFFORT = 400_000  # what is looked at, in about a microsecond each
+_EFFORT = 2_000_000  # what is looked at, in less than a microsecond each
+_PART = _EFFORT // 5  # for moves at random, and for a proof
+_ON_A_V = 4 * _EFFORT  # nearly always much less is enough
 _SAME = 1 + 1e-9
 _LESS = 1 + 1e-11  # what is less by rounding alone is not less
 _PASSES = 500_000  # stages and places that are weighed
@@ -77,11 +85,17 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
             low = bound(segments, ranks, placement, low, value)
     known = Cut(start or (), value, min(low, value))
     if value > low * _SAME:
-        search = _straight if v == 1 else there_and_back if shape == "v" else twice_round if v == 2 else None
-        known = _rounds(segments, ranks, placement, known) if search is None else _least(
-            segments, ranks, placement, known, _Asking(segments, ranks, search)
-        )
+        known = _better(segments, ranks, placement, shape, known)
     return known if known.cuts else None
+
+
+def _better(segments: Segments, ranks: Ranks, placement: tuple[int, ...], shape: str, known: Cut) -> Cut:
+    v = len(placement) // len(ranks)
+    if v > 2:
+        return _rounds(segments, ranks, placement, known)
+    search = _straight if v == 1 else there_and_back if shape == "v" else twice_round
+    ask = _Asking(segments, ranks, search, effort=_ON_A_V if shape == "v" else _EFFORT)
+    return _least(segments, ranks, placement, known, ask)
 
 
 def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
@@ -192,9 +206,9 @@ def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], known:
     """Better cuts, or a proof that there are none, as far as the effort goes."""
     best, value, low = known.cuts, known.busiest, known.bound
     if best:
-        best = shaken(segments, ranks, placement, best, low, _EFFORT)
+        best = shaken(segments, ranks, placement, best, low, _PART)
         best, value = _two_rounds_at_a_time(segments, ranks, placement, best, low)
-    effort = _EFFORT
+    effort = _PART
     passes = max(20, min(200, _PASSES // (len(placement) * (segments.n - len(placement) + 10))))
     while value > low * _SAME and effort > 0:
         weighed = Weighed(segments, ranks, placement, value / _LESS, passes, low)
@@ -220,7 +234,7 @@ def _two_rounds_at_a_time(
     """Two neighbouring rounds are cut anew, as long as that lets the busiest rank have less."""
     p, v = len(ranks), len(placement) // len(ranks)
     value = bottleneck(segments, ranks, placement, best)
-    first, tried, effort = 0, 0, _EFFORT
+    first, tried, effort = 0, 0, _EFFORT // 2
     while tried < v - 1 and value > low * _SAME and effort > 0:
         begin, end = first * p, (first + 2) * p
         runs = list(pairwise((0, *best)))

@@ -35,7 +35,7 @@ class Question:
     """Whether every rank can keep below a time.
 
     ``other`` are runs that ranks have besides; ``layers`` are those that are to be cut. ``effort`` says how much may be
-    looked at, in about a microsecond each, and then how much is left of that.
+    looked at, in less than a microsecond each, and then how much is left of that.
     """
 
     def __init__(

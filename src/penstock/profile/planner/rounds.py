@@ -8,9 +8,9 @@ round has got, and all fronts are kept.
     rank 1     ██         ███▌       ▌           a front: where rank 1 is to begin in each round
     ...
 
-What keeps these few are the weights of the ranks (see ``Weighed``): the ranks behind a front can keep below the time only
-if the least of their weighed work does; and beginnings are of no use with which the least of all of it does not. An
-answer that takes more than the effort is a no that is not sure.
+What keeps these few are the weights of the ranks (see ``Weighed``): the ranks behind a front can keep below the time
+only if the least of their weighed work does; and beginnings are of no use with which the least of all of it does not.
+An answer that takes more than the effort is a no that is not sure.
 """
 
 from __future__ import annotations
@@ -172,8 +172,4 @@ class Rounds:
             return [reached for _, _, reached in parts]
         self.effort -= price(self.ranks, v) * len(parts)
         runs = (tuple(zip(front, reached, strict=True)) for _, _, reached in parts)
-        return [
-            tuple(end for _, end in own)
-            for own in runs
-            if fits(self.segments, self.ranks, rank, self.below, own)
-        ]
+        return [tuple(end for _, end in own) for own in runs if fits(self.segments, self.ranks, rank, self.below, own)]

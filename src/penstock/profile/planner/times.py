@@ -63,9 +63,9 @@ def fits(segments: Segments, ranks: Ranks, rank: int, below: float, runs: Runs) 
 
 
 def price(ranks: Ranks, runs: int) -> int:
-    """About how many microseconds it takes to see whether so many runs fit."""
+    """How much effort it is to see whether so many runs fit, in less than a microsecond each."""
     if ranks.recompute is None and min(ranks.memory) < inf:
-        return 5 + 2 * runs + (1 << runs) // 2
+        return 5 + 2 * runs + (1 << runs)
     return 3 + 2 * runs
 
 
