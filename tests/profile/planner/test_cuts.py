@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
-from penstock.profile.planner.bounds import floor
+from penstock.profile.planner.bounds import by_counts, by_kinds, floor
 from penstock.profile.planner.cuts import cut, placement_of
 from penstock.profile.planner.evened import evened
+from penstock.profile.planner.rounds import Rounds
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Ranks, bottleneck, cheapest, held
+from penstock.profile.planner.weighed import Weighed
 
 SHAPES = [("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)]
 
@@ -57,8 +59,7 @@ def problems(draw: st.DrawFn) -> tuple[Segments, Ranks, str, int]:
 def test_no_other_cuts_have_a_less_busy_rank(problem: tuple[Segments, Ranks, str, int]) -> None:
     segments, ranks, shape, v = problem
     placement = placement_of(shape, len(ranks), v)
-    everywhere = [(*cuts, segments.n) for cuts in combinations(range(1, segments.n), len(placement) - 1)]
-    best = min(bottleneck(segments, ranks, placement, cuts) for cuts in everywhere)
+    best = best_of_all(segments, ranks, placement)
     found = cut(segments, ranks, shape, v)
     moved = evened(segments, ranks, placement)
     assert moved is None or bottleneck(segments, ranks, placement, moved) >= best * (1 - 1e-12)
@@ -69,6 +70,39 @@ def test_no_other_cuts_have_a_less_busy_rank(problem: tuple[Segments, Ranks, str
         assert found.busiest == bottleneck(segments, ranks, placement, found.cuts)
         assert found.bound <= best * (1 + 1e-9)
         assert found.busiest >= best * (1 - 1e-9)
+
+
+def best_of_all(segments: Segments, ranks: Ranks, placement: tuple[int, ...]) -> float:
+    everywhere = [(*cuts, segments.n) for cuts in combinations(range(1, segments.n), len(placement) - 1)]
+    return min(bottleneck(segments, ranks, placement, cuts) for cuts in everywhere)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_no_cuts_are_below_a_bound(problem: tuple[Segments, Ranks, str, int]) -> None:
+    segments, ranks, shape, v = problem
+    placement = placement_of(shape, len(ranks), v)
+    best = best_of_all(segments, ranks, placement)
+    if 0 < best < inf:
+        for bound in (by_counts, by_kinds):
+            assert bound(segments, ranks, placement, floor(segments, ranks), 2 * best) <= best * (1 + 1e-9)
+        weighed = Weighed(segments, ranks, placement, 2 * best, 50, 0.0)
+        assert 0 <= weighed.bound <= best * (1 + 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.booleans())
+def test_rounds_are_gone_through_to_the_end(problem: tuple[Segments, Ranks, str, int], below: bool) -> None:
+    segments, ranks, shape, v = problem
+    placement = placement_of(shape, len(ranks), v)
+    best = best_of_all(segments, ranks, placement)
+    if shape == "loop" and 0 < best < inf:
+        time = best * (1 - 1e-9 if below else 1 + 1e-9)
+        rounds = Rounds(segments, ranks, Weighed(segments, ranks, placement, time, 50, 0.0), 10**6)
+        found = rounds.search()
+        assert rounds.effort > 0
+        assert (found is None) == below
+        assert found is None or bottleneck(segments, ranks, placement, found) == pytest.approx(best)
 
 
 @settings(max_examples=100, deadline=None)
