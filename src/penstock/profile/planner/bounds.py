@@ -84,7 +84,7 @@ def _extra(segments: Segments, ranks: Ranks, v: int, rank: int) -> tuple[float, 
     """How much longer a rank takes for so many layers, because it has to recompute some, whichever they are."""
     n, limit = segments.n, ranks.memory[rank]
     if limit == inf:
-        return (0.0,) * n
+        return (0.0,) * (n + 1)
     ways = [_ways(segments, ranks, v, rank, i, 1.0) for i in range(n)]
     sizes = accumulate(sorted(way[0][2] for way in ways))
     most = max(way[0][2] - way[-1][2] for way in ways)

@@ -80,7 +80,7 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
     placement = placement_of(shape, p, v)
     start, low = evened(segments, ranks, placement), floor(segments, ranks)
     value = _any_time(segments, ranks) if start is None else bottleneck(segments, ranks, placement, start)
-    for bound in (by_counts, by_kinds) if start is not None else ():
+    for bound in (by_counts, by_kinds) if start is not None else (by_counts,):
         if value > low * _SAME:
             low = bound(segments, ranks, placement, low, value)
     known = Cut(start or (), value, min(low, value))
