@@ -10,9 +10,8 @@ keep within their memory: what stays, and the activations of as many micro-batch
 How it is found: even cuts are moved as long as it helps, and compared with times that no cuts can be below (see
 ``bounds``). Where that leaves a gap, whether all can keep below some time is decided by going through the ranks and
 remembering the furthest that each beginning lets them get; the least such time is approached by halving, and then from
-below, until no cuts do better than those that were found. So straight cuts and those of a V are exact: no others have a
-busiest rank with less to do. So are those of a loop with two stages a rank, unless there are too many ways to begin its
-second round.
+below, until no cuts do better than those that were found. So straight cuts are exact: no others have a busiest rank
+with less to do. So are those of a V, and of a loop with two stages a rank, unless there are too many ways to get there.
 
 Where a loop has more stages a rank, cuts are moved at random, and two rounds are cut at a time, the others being as
 they are. Then all cuts are gone through that can be better (see ``rounds``): these are few where there are not many
@@ -206,19 +205,21 @@ def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], known:
     """Better cuts, or a proof that there are none, as far as the effort goes."""
     best, value, low = known.cuts, known.busiest, known.bound
     if best:
-        best = shaken(segments, ranks, placement, best, low, _PART)
-        best, value = _two_rounds_at_a_time(segments, ranks, placement, best, low)
+        for start in (best, shaken(segments, ranks, placement, best, low, _PART)):
+            found, reached = _two_rounds_at_a_time(segments, ranks, placement, start, low)
+            if reached < value:
+                best, value = found, reached
     effort = _PART
     passes = max(20, min(200, _PASSES // (len(placement) * (segments.n - len(placement) + 10))))
     while value > low * _SAME and effort > 0:
         weighed = Weighed(segments, ranks, placement, value / _LESS, passes, low)
         low = min(value, max(low, weighed.bound))
         rounds = Rounds(segments, ranks, weighed, effort)
-        found, effort = rounds.search(), rounds.effort
-        if found is None:
+        better, effort = rounds.search(), rounds.effort
+        if better is None:
             low = value / _LESS if effort >= 0 else low
             break
-        best, value = found, bottleneck(segments, ranks, placement, found)
+        best, value = better, bottleneck(segments, ranks, placement, better)
     return Cut(best, value, min(low, value))
 
 
@@ -234,7 +235,7 @@ def _two_rounds_at_a_time(
     """Two neighbouring rounds are cut anew, as long as that lets the busiest rank have less."""
     p, v = len(ranks), len(placement) // len(ranks)
     value = bottleneck(segments, ranks, placement, best)
-    first, tried, effort = 0, 0, _EFFORT // 2
+    first, tried, effort = 0, 0, _EFFORT // 3
     while tried < v - 1 and value > low * _SAME and effort > 0:
         begin, end = first * p, (first + 2) * p
         runs = list(pairwise((0, *best)))
