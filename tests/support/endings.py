@@ -11,13 +11,14 @@ import multiprocessing as mp
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.snake import snake
 
 __all__ = ["Ended", "run_processes", "run_programs"]
 
@@ -36,7 +37,7 @@ def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> lis
         running = []
         for rank, environment in enumerate(_environments(n)):
             with open(folder / str(rank), "w") as log:
-                command = [sys.executable, "-c", source, *args]
+                command = [snake(), "-c", source, *args]
                 running.append(subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log))
         end = time.monotonic() + timeout
         codes: list[int | None] = []

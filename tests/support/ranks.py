@@ -33,7 +33,9 @@ import torch.distributed as dist
 __all__ = ["Gone", "Ranks", "RanksHung", "crew", "run_ranks"]
 
 _context = mp.get_context("forkserver")  # torch is imported once, and every rank is a fork of that process
-_context.set_forkserver_preload(["torch", "torch.distributed", "penstock", "pytest", "tests.support.warm"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "penstock", "pytest", "tests.support.snake", "tests.support.warm"]
+)
 
 
 class Gone(Exception):

@@ -1,9 +1,16 @@
-"""Imported by the process that ranks are forks of: what torch imports when a first step learns shapes is there then."""
+"""Imported last by the process that ranks are forks of: what torch imports in a first step, to learn shapes, is there
+then. No fork looks through all of that for garbage, which would also give it a copy of its own of all that memory.
+"""
 
 from __future__ import annotations
+
+import gc
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 with FakeTensorMode():
     torch.empty(2, 2) @ torch.empty(2, 2)
+
+gc.collect()
+gc.freeze()
