@@ -179,8 +179,7 @@ def _run(arguments: list[str]) -> int:
         print(leaving.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        assert error.__traceback__ is not None
-        error.__traceback__ = error.__traceback__.tb_next  # it begins in the script
-        sys.excepthook(type(error), error, error.__traceback__)
+        trace = error.__traceback__.tb_next if error.__traceback__ else None  # from the script on
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 1
     return 0
