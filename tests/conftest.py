@@ -13,8 +13,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """An operation is computed by the thread that asks for it. Else each of a pipeline's threads has threads of its own,
-    which do not sleep while they wait for the next operation: tests take ten times the time of a core.
+    """An operation is computed by the thread that asks for it.
+
+    Else each of a pipeline's threads has threads of its own, which do not sleep while they wait for the next operation:
+    with two of them, a small step takes ten times the time of a core.
     """
     import torch
 

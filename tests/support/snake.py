@@ -27,6 +27,7 @@ import socket
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Sequence
 from multiprocessing import process, spawn
 from pathlib import Path
@@ -148,19 +149,26 @@ def _program(arguments: list[str], environment: dict[str, str], place: str) -> N
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     sys.executable = arguments.pop(0)
     spawn.set_executable(sys.executable)
-    unbuffered = arguments[0] == "-u"
+    unbuffered = False
+    while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+        option = arguments.pop(0)
+        unbuffered |= option == "-u"
+        if option.startswith("-W"):
+            sys.warnoptions.append(option[2:] or arguments.pop(0))
+            warnings._processoptions(sys.warnoptions[-1:])  # type: ignore[attr-defined]
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
         stream.reconfigure(line_buffering=number == 2 or os.isatty(number), write_through=unbuffered and number > 0)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    status = _run(arguments[unbuffered:])
+    status = _run(arguments)
     ctypes.pythonapi.Py_Exit(ctypes.c_int(status))
     raise AssertionError("nothing comes after that")
 
 
 def _run(arguments: list[str]) -> int:
     kind, sys.argv = arguments[0], list(arguments)
+    sys.path[:0] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     try:
         if kind == "-m":
