@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli import main
-from tests.support import ranks
+from tests.support.ranks import forks
 from tests.support.snake import snake
 
 __all__ = [
@@ -128,7 +128,7 @@ def _processes(
     with tempfile.TemporaryDirectory() as place:
         files = [(Path(place, f"{i}.out"), Path(place, f"{i}.err")) for i in range(len(calls))]
         processes = [
-            ranks._context.Process(target=_call, args=(function, args, dict(env), cwd, *streams))
+            forks().Process(target=_call, args=(function, args, dict(env), cwd, *streams))
             for (function, args), streams in zip(calls, files, strict=True)
         ]
         end = time.monotonic() + DEADLINE

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import io
 import os
 import pickle
 import runpy
@@ -76,7 +77,7 @@ def snake() -> str:
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(place / "line"))
     server.listen()
-    made = ranks._context.Process(target=_serve, args=(server,), daemon=True)
+    made = ranks.forks().Process(target=_serve, args=(server,), daemon=True)
     made.start()
     server.close()
     file = place / "python"
@@ -146,10 +147,11 @@ def _program(arguments: list[str], environment: dict[str, str], place: str) -> N
     tempfile.tempdir = None  # found out anew
     process._parent_process = None  # type: ignore[attr-defined]
     process._current_process = _MAIN  # type: ignore[attr-defined]
+    _MAIN.name = "MainProcess"
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     sys.executable = arguments.pop(0)
     spawn.set_executable(sys.executable)
-    unbuffered = False
+    unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
     while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         option = arguments.pop(0)
         unbuffered |= option == "-u"
@@ -157,8 +159,11 @@ def _program(arguments: list[str], environment: dict[str, str], place: str) -> N
             sys.warnoptions.append(option[2:] or arguments.pop(0))
             warnings._processoptions(sys.warnoptions[-1:])  # type: ignore[attr-defined]
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-        stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
-        stream.reconfigure(line_buffering=number == 2 or os.isatty(number), write_through=unbuffered and number > 0)
+        if number and unbuffered:
+            stream = io.TextIOWrapper(open(number, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115
+        else:
+            stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
+            stream.reconfigure(line_buffering=number == 2 or os.isatty(number))
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     status = _run(arguments)
@@ -179,8 +184,8 @@ def _run(arguments: list[str]) -> int:
             exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
         else:
             sys.path[0] = str(Path(kind).resolve().parent)
-            main.__file__ = kind
-            exec(compile(Path(kind).read_bytes(), kind, "exec"), main.__dict__)
+            main.__file__ = file = str(Path(kind).absolute())
+            exec(compile(Path(kind).read_bytes(), file, "exec"), main.__dict__)
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
             return leaving.code or 0
