@@ -368,7 +368,7 @@ ps.say("a", 1, sep="-", end="!")
 
 def test_one_process_again_and_again() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = run(python("-W", "error", "-c", ALONE), environment(**place))
+    done = run(warm("-W", "error", "-c", ALONE), environment(**place))
     assert (done.returncode, done.stdout, done.stderr) == (0, "a-1!", "")
 
 
