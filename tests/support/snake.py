@@ -94,7 +94,9 @@ def _end(server: Any, place: Path) -> None:
 
 
 def _serve(server: socket.socket) -> None:
-    while True:
+    tests = process.parent_process()
+    assert tests is not None
+    while tests.sentinel not in select.select([server, tests.sentinel], [], [])[0]:
         line, _ = server.accept()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
