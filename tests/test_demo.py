@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from multiprocessing import active_children
+from multiprocessing import active_children, spawn
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from penstock.demo.processes import ProcessesRun
 from penstock.demo.runs import PipelineRun, PlainRun, Settings, Step
 from penstock.errors import PenstockError
 from penstock.train.hoststate import is_offloaded
+from tests.support.snake import snake
 from tools.make_mnist_extract import extract, write_idx
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +43,15 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, values in zip(FILES[half], (digits.images, digits.labels), strict=True):
             write_idx(folder / name, values[:count])
     return folder
+
+
+@pytest.fixture
+def _started_soon() -> Iterator[None]:
+    """The processes of the demo have imported torch already."""
+    before = spawn.get_executable()
+    spawn.set_executable(snake())
+    yield
+    spawn.set_executable(before)
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +185,7 @@ def test_on_a_gpu(few: Path, capsys: pytest.CaptureFixture[str], processes: tupl
     assert "by 1f1b, with the optimiser's state on the host." in out
 
 
+@pytest.mark.usefixtures("_started_soon")
 def test_a_process_that_fails(few: Path) -> None:
     """Its error is raised here, and no process of its own is left."""
     before = active_children()
@@ -183,6 +195,7 @@ def test_a_process_that_fails(few: Path) -> None:
     assert set(active_children()) <= set(before)
 
 
+@pytest.mark.usefixtures("_started_soon")
 def test_a_process_that_is_killed(few: Path) -> None:
     before = active_children()
     run = ProcessesRun(Settings(1000, 50, 50, 1e-3, "zbv", 2, seed=0, data=str(few)), ranks=2, last=0)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.draw import plain
 from penstock.schedule import SCHEDULES, Costs, Simulation, build, simulate
+from tests.support.programs import run, torchrun
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -78,9 +76,7 @@ def test_let_it_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_same_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(UNDER_TORCHRUN[0], encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a machine with GPUs may have fewer than four
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    done = run(torchrun("--standalone", "--nproc-per-node=4", script))
     assert done.returncode == 0, done.stderr
     losses = dict(re.findall(r"rank (\d): loss (\d\.\d{4})", done.stdout))  # unbuffered ranks may share a line
     assert sorted(losses) == ["0", "1", "2", "3"]

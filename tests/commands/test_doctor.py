@@ -16,7 +16,7 @@ from penstock.commands import doctor
 from penstock.doctor import exchange, look
 from penstock.doctor.facts import Exchange, Facts, Gpu, Launch, Machine, Network, Versions
 from penstock.doctor.judge import Line, judge
-from tests.support.programs import commands, environment, free_port
+from tests.support.programs import environment, free_port, run, warm
 from tests.support.ranks import run_ranks
 
 GIB = 1 << 30
@@ -218,7 +218,7 @@ def test_a_gpu() -> None:
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    (done,) = commands([["doctor", "--json"]], environment(), tmp_path)
+    done = run(warm("-m", "penstock", "doctor", "--json"), environment(), cwd=tmp_path)
     assert done.stderr == ""
     found = json.loads(done.stdout)
     assert done.returncode == (not found["ok"])

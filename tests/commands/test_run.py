@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from penstock.cli import main
 from penstock.launcher.agent import Failure, _first, _Output
 from penstock.train.cores import usable_cores
-from tests.support.programs import DEADLINE, commands, environment, free_port, python, run, wait_for
+from tests.support.programs import DEADLINE, commands, environment, free_port, python, run, wait_for, warm
 
 PLACE = """
 import sys, torch, torch.distributed as dist
@@ -63,8 +63,8 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def penstock(*arguments: object) -> list[str]:
-    return python("-m", "penstock", "run", *arguments)
+def penstock(*arguments: object, start: Callable[..., list[str]] = warm) -> list[str]:
+    return start("-m", "penstock", "run", *arguments)
 
 
 def temporary(tmp_path: Path) -> dict[str, str]:
@@ -208,7 +208,7 @@ def test_which_failure_the_others_followed_from(tmp_path: Path) -> None:
 def sleeping(script: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     """A run whose ranks sleep, and their process numbers."""
     (tmp_path / "pids").mkdir()
-    command = penstock("--stages", 2, script, "sleep", tmp_path / "pids")
+    command = penstock("--stages", 2, script, "sleep", tmp_path / "pids", start=python)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     launcher = subprocess.Popen(command, env=temporary(tmp_path), start_new_session=True, **quiet)
     pids: list[int] = []

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +32,7 @@ from penstock.compat.torchdistpackage import (
     tpc,
 )
 from tests.support.models import mlp
+from tests.support.snake import snake
 
 
 @contextmanager
@@ -273,7 +273,7 @@ def test_setup_distributed(launcher: str) -> None:
     kept = {k: v for k, v in os.environ.items() if not re.match("SLURM|RANK|WORLD_SIZE|LOCAL_|MASTER_", k)}
     program = PROGRAM.replace("PORT", argument)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
+        [snake(), "-W", "error", "-c", program],
         env={**kept, **variables, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

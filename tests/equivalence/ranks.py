@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.support.ranks import forks
 
 DEADLINE = 60.0  # seconds for one case
 
@@ -25,7 +26,7 @@ class Ranks:
     """
 
     def __init__(self, count: int, backend: str | None = None, data: int = 1) -> None:
-        context = mp.get_context("forkserver")
+        context = forks()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

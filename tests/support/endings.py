@@ -7,17 +7,18 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.ranks import forks
+from tests.support.snake import snake
 
 __all__ = ["Ended", "run_processes", "run_programs"]
 
@@ -36,7 +37,7 @@ def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> lis
         running = []
         for rank, environment in enumerate(_environments(n)):
             with open(folder / str(rank), "w") as log:
-                command = [sys.executable, "-c", source, *args]
+                command = [snake(), "-c", source, *args]
                 running.append(subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log))
         end = time.monotonic() + timeout
         codes: list[int | None] = []
@@ -52,7 +53,7 @@ def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> lis
 
 def run_processes(function: Callable[..., Any], n: int, *args: Any, timeout: float = 150.0) -> list[Ended]:
     """Run a function on ``n`` ranks; the first one keeps the store."""
-    context = mp.get_context("forkserver")
+    context = forks()
     with _folder() as folder:
         running: list[Any] = []
         for rank, environment in enumerate(_environments(n)):

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli import main
-from tests.support import ranks
+from tests.support.ranks import forks
+from tests.support.snake import snake
 
 __all__ = [
     "DEADLINE",
@@ -29,6 +30,7 @@ __all__ = [
     "run",
     "torchrun",
     "wait_for",
+    "warm",
 ]
 
 DEADLINE = 150.0  # seconds: many times what a run takes
@@ -48,8 +50,13 @@ def python(*arguments: object) -> list[str]:
     return [sys.executable, *map(str, arguments)]
 
 
+def warm(*arguments: object) -> list[str]:
+    """The same, and the same for what it starts, where torch is imported already."""
+    return [snake(), *map(str, arguments)]
+
+
 def torchrun(*arguments: object) -> list[str]:
-    return python("-m", "torch.distributed.run", *arguments)
+    return warm("-m", "torch.distributed.run", *arguments)
 
 
 def free_port() -> int:
@@ -121,7 +128,7 @@ def _processes(
     with tempfile.TemporaryDirectory() as place:
         files = [(Path(place, f"{i}.out"), Path(place, f"{i}.err")) for i in range(len(calls))]
         processes = [
-            ranks._context.Process(target=_call, args=(function, args, dict(env), cwd, *streams))
+            forks().Process(target=_call, args=(function, args, dict(env), cwd, *streams))
             for (function, args), streams in zip(calls, files, strict=True)
         ]
         end = time.monotonic() + DEADLINE

@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Gone", "Ranks", "RanksHung", "crew", "run_ranks"]
+__all__ = ["Gone", "Ranks", "RanksHung", "crew", "forks", "run_ranks"]
 
-_context = mp.get_context("forkserver")  # torch is imported once, and every rank is a fork of that process
-_context.set_forkserver_preload(["torch", "torch.distributed", "penstock", "pytest", "tests.support.warm"])
+_ROOT = Path(__file__).parents[2]
+_IMPORTS = ["torch", "torch.distributed", "penstock", "pytest", "tests.support.snake", "tests.support.warm"]
+
+
+def forks() -> Any:
+    """A context of multiprocessing whose processes are forks of one that has imported torch, and more, already."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTS)
+    with contextlib.chdir(_ROOT):  # where it finds the tests' own modules
+        forkserver.ensure_running()
+    return context
 
 
 class Gone(Exception):
@@ -142,9 +152,10 @@ class _Member:
     def __init__(self, rank: int, n: int, port: int, keeps_store: bool) -> None:
         self.rank = rank
         self.log = Path(tempfile.mkstemp(prefix="penstock_rank")[1])
-        self.pipe, there = _context.Pipe()
+        context = forks()
+        self.pipe, there = context.Pipe()
         arguments = (there, rank, n, port, keeps_store, str(self.log))
-        self.process = _context.Process(target=_live, args=arguments, daemon=True)
+        self.process = context.Process(target=_live, args=arguments, daemon=True)
         self.process.start()
         there.close()
 

@@ -17,7 +17,7 @@ import penstock as ps
 from penstock.train import cores
 from penstock.train.cores import set_by_user, threads_for, usable_cores
 from penstock.train.slurm import hosts, is_slurm, tasks_per_node, variables
-from tests.support.programs import all_of, environment, free_port, python, run, torchrun
+from tests.support.programs import all_of, environment, free_port, python, run, torchrun, warm
 
 WHO = """
 import json, os, warnings
@@ -58,7 +58,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_torchrun(script: Path) -> None:
-    done = run(torchrun("--nproc-per-node=4", script))
+    done = run(python("-m", "torch.distributed.run", "--nproc-per-node=4", script))
     assert done.returncode == 0, done.stderr
     everyone = who(done.stdout)
     assert [one["place"] for one in everyone] == [[0, 0], [0, 1], [1, 0], [1, 1]]
@@ -140,7 +140,7 @@ def test_slurm(script: Path) -> None:
     port = 12_000 + free_port() % 20_000
     step = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(port - 12_000), "SLURM_JOB_NODELIST": "localhost"}
     tasks = [
-        (python(script), environment(**step, SLURM_PROCID=str(r), SLURM_LOCALID=str(r), SLURM_CPUS_PER_TASK="1"))
+        (warm(script), environment(**step, SLURM_PROCID=str(r), SLURM_LOCALID=str(r), SLURM_CPUS_PER_TASK="1"))
         for r in range(2)
     ]
     done = all_of(tasks)
@@ -368,7 +368,7 @@ ps.say("a", 1, sep="-", end="!")
 
 def test_one_process_again_and_again() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = run(python("-W", "error", "-c", ALONE), environment(**place))
+    done = run(warm("-W", "error", "-c", ALONE), environment(**place))
     assert (done.returncode, done.stdout, done.stderr) == (0, "a-1!", "")
 
 

@@ -1,0 +1,84 @@
+"""What stands for Python in tests of whole programs runs scripts as Python does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import environment, python, wait_for, warm
+
+MUCH = """
+import atexit, multiprocessing, os, sys, threading, time
+import beside
+
+class Late:
+    def __del__(self):
+        print("gone")
+
+print(__name__, sys.argv, sys.path[0], input()[::-1], os.environ["WORD"], os.getcwd())
+os.system("echo $WORD")
+print(multiprocessing.parent_process(), multiprocessing.current_process().name, file=sys.stderr)
+atexit.register(lambda: print("bye", sys.exc_info()))
+threading.Thread(target=lambda: (time.sleep(0.2), print("late"))).start()
+late = Late()
+"""
+ENDS = {
+    "by itself": MUCH,
+    "an error": f"{MUCH}\ndef f():\n    raise ValueError('no')\n\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    f()",
+    "a hook": f"{MUCH}\nsys.excepthook = lambda kind, error, trace: print(kind, error, trace.tb_lineno)\n1 / 0",
+    "a warning": f"{MUCH}\nimport warnings\nwarnings.warn('careful')\nprint('still here')",
+    "no Python": "1 +",
+    "exit": f"{MUCH}\nsys.exit()",
+    "a code": f"{MUCH}\nsys.exit(7)",
+    "a word": f"{MUCH}\nsys.exit('no')",
+    "a signal": f"{MUCH}\nprint('lost?', end='')\nos.abort()",
+}
+WAYS = (["-c", "CODE", "a"], ["-u", "script.py", "-c"], ["-W", "error", "-c", "CODE"], ["-m", "script", "--", "b"])
+
+
+def ended(command: list[str], place: Path) -> tuple[int, str, str]:
+    env = environment(WORD="hello", PYTHONPATH=str(place), PYTHONUNBUFFERED="")
+    done = subprocess.run(command, env=env, cwd=place, input="drawer\n", capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_ends_as_one_of_pythons(end: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDS[end])
+    (tmp_path / "beside.py").write_text("print(__name__)")
+    number = list(ENDS).index(end)
+    for way in (WAYS[number % 4], WAYS[(number + 1) % 4]):
+        command = [word.replace("CODE", ENDS[end]) for word in way]
+        expected, found = ended(python(*command), tmp_path), ended(warm(*command), tmp_path)
+        if "-m" in way:  # who has called is in the traceback
+            expected, found = ((*told[:2], told[2].splitlines()[-1:]) for told in (expected, found))
+        assert found == expected
+
+
+def test_what_it_starts_is_like_it() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; print(*sys.modules)'])"
+    names = subprocess.run(warm("-c", code), capture_output=True, text=True, timeout=120).stdout.split()
+    assert {"torch", "penstock"} <= set(names)
+
+
+def alive(number: int) -> bool:
+    return Path(f"/proc/{number}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_it_takes_signals_and_does_not_outlive_what_stands_for_it() -> None:
+    sleeps = "import os, signal, time; print(os.getpid(), flush=True); time.sleep(600)"
+    for code, expected in ((sleeps, -15), (f"import signal; signal.signal(15, lambda *_: exit(3)); {sleeps}", 3)):
+        with subprocess.Popen(warm("-c", code), stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.terminate()
+            assert process.wait(120) == expected
+    with subprocess.Popen(warm("-c", sleeps), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        number = int(process.stdout.readline())
+        process.kill()
+        wait_for(lambda: not alive(number), "it lives on")
