@@ -28,10 +28,13 @@ _OVERHEAD = 300
 _FOR_PERIODS, _FOR_LISTS = 0.15, 0.25
 """The parts of the search that go to finding where to start."""
 
+_VAIN = (8, 0.7)
+"""So many tries that bring nothing better end them: a number at least, and a part of all."""
+
 _PERIOD_COST, _LIST_COST = 0.6, 9.0
 """What a period costs, which mostly turns out bad soon, and a list schedule, in letters of an order for each letter."""
 
-_STEP_COST, _STEP_OVERHEAD = 1.3, 250
+_STEP_COST, _STEP_OVERHEAD = 0.9, 130
 """What a step of tabu search costs for each letter, and besides, in letters of an order."""
 
 _ROUNDS = (4, 2, 1)
@@ -70,18 +73,14 @@ def search(
         if pool.best <= small_goal or (number >= 2 and expired()):
             break
         pool.offer(choice, skeleton)
-    for number in range(1 + int(_FOR_LISTS * effort / _LIST_COST)):
-        if pool.best <= small_goal or (number >= 1 and expired()):
-            break
-        pool.try_policy(number)
-    for number in range(int(_FOR_PERIODS * effort / _PERIOD_COST)):
-        if pool.best <= small_goal or expired():
-            break
-        pool.try_period(number)
+    lists, periods = 1 + int(_FOR_LISTS * effort / _LIST_COST), int(_FOR_PERIODS * effort / _PERIOD_COST)
+    left = _FOR_LISTS * pool.search(pool.try_policy, lists, small_goal, expired)
+    left += _FOR_PERIODS * pool.search(pool.try_period, periods, small_goal, expired)
     if not pool.starts:
         pool.offer(pool.choices[0], one_at_a_time(pool.choices[0]))
     orders = [start.order(small) for start in pool.pick(_ROUNDS[0])]
-    steps = int((1 - _FOR_PERIODS - _FOR_LISTS) * budget / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
+    budget *= 1 - _FOR_PERIODS - _FOR_LISTS + left
+    steps = int(budget / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
     pieces = Pieces(small)
     for tracks in _ROUNDS:
         for i, (_, words) in enumerate(orders[:tracks]):
@@ -132,6 +131,17 @@ class _Pool:
             makespans.append(makespan)
         self.best = min(self.best, *makespans)
         return min(makespans)
+
+    def search(self, try_: Callable[[int], None], count: int, goal: float, expired: Callable[[], bool]) -> float:
+        """Try so often, or until nothing better has come for a while; and the part that was not needed."""
+        number = since = 0
+        while number < count and since < max(_VAIN[0], _VAIN[1] * count):
+            if self.best <= goal or (self.starts and expired()):
+                break
+            before = self.best
+            try_(number)
+            number, since = number + 1, since + 1 if self.best >= before else 0
+        return 1 - number / count if count else 0.0
 
     def try_policy(self, number: int) -> None:
         """The plain policy first, then as many drawn as varied."""
