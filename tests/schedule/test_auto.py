@@ -15,7 +15,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.auto import Found, auto
 from penstock.schedule.auto.drops import choices
 from penstock.schedule.auto.fill import evaluate
-from penstock.schedule.auto.floor import lower_bound
+from penstock.schedule.auto.floor import lower_bound, memory_pace, stays
 from penstock.schedule.auto.lists import list_schedule
 from penstock.schedule.auto.policies import plain
 from penstock.schedule.auto.problem import Problem, make_problem
@@ -270,6 +270,18 @@ def test_the_default_cap_with_recomputes() -> None:
     costs = Costs(checkpoint=0.25)
     assert auto(costs, loop(4), 8, recompute=True, seconds=SHORT).cap == (4 * 0.25 + 0.75,) * 4
     assert auto(costs, loop(4), 8, recompute=None, seconds=SHORT).cap == (4.0,) * 4
+
+
+def test_the_floor_weighs_memory_against_recomputes() -> None:
+    """Stage 0 keeps its activation for 5, or for 4 and half of it for 1 more where that is recomputed."""
+    costs = Costs(checkpoint=0.5)
+    problem, _ = make_problem(costs, loop(2), 8, 1.25, None, None)
+    assert stays(problem) == [(5.0, 4.5), (3.0, 3.0)]
+    # With x of all micro-batches recomputed, rank 0 takes 3 + x for each, and keeps 5 - x / 2 in 1.25.
+    x = (5 - 1.25 * 3) / (0.5 + 1.25)
+    assert memory_pace(problem) == pytest.approx([3 + x, 3 / 1.25])
+    forced = problem.with_again([0])
+    assert memory_pace(forced) == pytest.approx([4.5 / 1.25, 3.0])  # rank 1 has room for one, not for more
 
 
 def test_many_micro_batches_with_recomputes() -> None:
