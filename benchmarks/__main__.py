@@ -22,6 +22,7 @@ BENCHMARKS = {
     "offload": "(h) offloading on one GPU: memory, time and the host link",
     "memory": "(e) what is alive during a step, as the number of micro-batches grows",
     "auto_schedule": "(i) the automatic schedule: regret, gain, speed",
+    "gpu_plans": "(k) plans on one GPU: predicted and measured",
     "planner": "(j) plans: their gain over torch, predicted and measured",
     "recompute": "(f) memory and time of each recompute mode, against the plain model",
 }

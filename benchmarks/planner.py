@@ -8,7 +8,7 @@ case has a latency of 0.05 units; here it is what gloo has.
 *Uneven*: models of random layers, planned for straight, looped and V placement, and run the same way.
 
 *Transformer*: the model of ``transformer`` with two ranks on two cores: measured, planned and run by ``ps.plan``, five
-times.
+times; with the bytes of each rank at its peak, of which a ledger knows all that operations make.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 
 import penstock as ps
 from benchmarks.common import in_turns, medians, spawn, together
+from benchmarks.ledger import Ledger
 from benchmarks.report import check, table
 from benchmarks.timed_stages import SleepyStage, loss_fn
 from benchmarks.transformer import SIZES, build_model
@@ -142,7 +143,26 @@ def transformer(seconds: float, rounds: int) -> dict[str, Any]:
     )  # fmt: skip
     with found.pipeline(token_loss, mesh=mesh, outputs=None) as pipe:
         times = [together(lambda: pipe.step(x, y)) for _ in range(rounds + 3)][3:]
-    return {"plan": str(found.way), "predicted": found.seconds, "measured": times}
+        memory = _memory(pipe, list(model), lambda: pipe.step(x, y))
+    return {
+        "plan": str(found.way),
+        "predicted": found.seconds,
+        "measured": times,
+        "predicted MiB": found.memory[dist.get_rank()] / 2**20,
+        "measured MiB": memory / 2**20,
+    }
+
+
+def _memory(pipe: ps.Pipeline, layers: Sequence[nn.Module], step: Callable[[], object]) -> int:
+    """The bytes of a rank at the peak of a step: what it holds all the time, and what the step makes."""
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    optimizer.step()
+    own = [(parameter, parameter.grad, *optimizer.state[parameter].values()) for parameter in pipe.parameters()]
+    held = sum(tensor.nbytes for tensors in own for tensor in tensors if isinstance(tensor, torch.Tensor))
+    ledger = Ledger(1)
+    with ledger.watching([layers]):
+        step()
+    return held + ledger.most_total
 
 
 def run(quick: bool = False) -> dict[str, Any]:
@@ -190,10 +210,13 @@ def run(quick: bool = False) -> dict[str, Any]:
     targets.append(check("mean error of the predictions, timed stages", mean(errors), most=0.03))
     errors = []
     for _ in range(1 if quick else 5):
-        real = spawn(transformer, 2, 1.0 if quick else 5.0, 3 if quick else 15, deadline=300)[0]
+        both = spawn(transformer, 2, 1.0 if quick else 5.0, 3 if quick else 15, deadline=300)
+        real = both[0]
         value = medians({"": real["measured"]})[""]
         rows.append({"case": "transformer", "plan": real["plan"], "measured": value, "predicted": real["predicted"]})
         rows[-1] |= {"measured/predicted": value / real["predicted"], "seconds per step": real["measured"]}
+        for number, rank in enumerate(both):
+            rows[-1] |= {f"{what}, rank {number}": rank[what] for what in ("predicted MiB", "measured MiB")}
         errors.append(abs(value / real["predicted"] - 1))
     targets.append(check("mean error of the predictions, transformer", mean(errors), most=0.08))
     settings = {"ranks": RANKS, "microbatches": MICROBATCHES, "unit": UNIT, "hop": HOP, "search seconds": search}

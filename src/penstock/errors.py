@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["PenstockError", "PipelineError", "PlanError", "ScheduleError"]
+__all__ = ["PenstockError", "PipelineError", "PlanError", "ScheduleError", "text_of"]
 
 
 class PenstockError(Exception):
@@ -15,6 +15,8 @@ class ScheduleError(PenstockError, ValueError):
 
 class PlanError(PenstockError, ValueError):
     """A model, a split or an input that cannot be pipelined as asked."""
+
+    stage: int | None = None  # of which it is said, where that is one
 
 
 class PipelineError(PenstockError, RuntimeError):
@@ -37,3 +39,11 @@ class PipelineError(PenstockError, RuntimeError):
         self.stage = stage
         self.microbatch = microbatch
         self.action = action
+
+
+def text_of(error: BaseException) -> str:
+    """What an error of anybody's says of itself."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(its text could not be made: {type(another).__name__})"

@@ -20,6 +20,7 @@ from penstock.compat.torchgpipe.dependency import fork, join
 from penstock.compat.torchgpipe.microbatch import Batch, check, gather, scatter
 from penstock.compat.torchgpipe.phony import get_phony
 from penstock.compat.torchgpipe.pipeline import clock_cycles
+from penstock.errors import PlanError
 
 X, Y, Z = torch.tensor(42), torch.tensor(21), torch.tensor(7)
 
@@ -79,6 +80,30 @@ def test_scatter_and_gather_are_inverse() -> None:
     assert torch.equal(joined[1], other)
     assert [part.tensor.shape for part in scatter(one, chunks=8)] == [(1, 2)] * 7
     assert torch.equal(gather(scatter(one, 4)), one)  # type: ignore[arg-type]
+
+
+def test_tensors_of_a_tuple_may_differ_in_size_if_they_have_as_many_parts() -> None:
+    parts = scatter((torch.zeros(2, 1), torch.zeros(5, 2)), chunks=2)
+    assert [[tuple(tensor.shape) for tensor in part] for part in parts] == [[(1, 1), (3, 2)], [(1, 1), (2, 2)]]
+    one, other = gather(parts)
+    assert (one.shape, other.shape) == ((2, 1), (5, 2))
+    with pytest.raises(PlanError, match=r"their first dimensions are \[1, 5\]"):
+        scatter((torch.zeros(1), torch.zeros(5)), chunks=2)
+
+
+def test_what_has_no_samples_goes_to_every_part() -> None:
+    scale = torch.tensor(2.0)
+    parts = scatter((scale, torch.zeros(4)), chunks=2)
+    assert [(part[0].item(), len(part[1])) for part in parts] == [(2, 2), (2, 2)]
+    assert [len(part) for part in scatter((), chunks=2)] == [0]
+    assert [part.tensor.shape for part in scatter(torch.zeros(0, 3), chunks=2)] == [(0, 3)]
+
+
+def test_a_batch_is_tied_to_others_by_a_tensor_with_a_gradient() -> None:
+    a, b = torch.rand(1), torch.rand(1, requires_grad=True)
+    assert Batch(X).anchor == Batch(b).anchor == Batch((b, a)).anchor == Batch((X, Y)).anchor == Batch(()).anchor == 0
+    assert Batch((X, a)).anchor == Batch((a, b)).anchor == 1
+    assert Batch((X, a, b)).anchor == 2
 
 
 def test_clocks() -> None:
@@ -142,6 +167,21 @@ def test_without_an_input_that_wants_a_gradient_the_parameters_get_theirs() -> N
     assert batch[0].requires_grad
     checkpointing.recompute(batch)
     batch.tensor.backward()
+
+
+def test_autocast_holds_in_the_second_run() -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.rand(2, 4, requires_grad=True)
+    kinds: list[torch.dtype] = []
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = layer(x)
+        kinds.append(y.dtype)
+        return y
+
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpoint(run, x)
+    y.sum().backward()  # type: ignore[union-attr]
+    assert kinds == [torch.bfloat16] * 2
 
 
 def test_outputs_without_gradient_and_a_second_backward() -> None:

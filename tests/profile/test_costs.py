@@ -25,7 +25,7 @@ def layer(name: str, **changed: Any) -> LayerCosts:
 
 def model(**changed: Any) -> ModelCosts:
     values: dict[str, Any] = {
-        "layers": (layer("a"), layer("b", backward=4.5, buffers=7), layer("c")),
+        "layers": (layer("a"), layer("b", backward=4.5, buffers=7, deferred=120), layer("c")),
         "crossings": (Crossing(0, 1, 64), Crossing(0, 2, 64, ((0, 48), (1, 16))), Crossing(1, 2, 32.5)),
         "samples": 4,
         "shared": (SharedParameters((0, 2), 10),),
@@ -122,6 +122,7 @@ def without(key: str) -> dict[str, Any]:
         (layer_with(parameters="many"), "layer 'b': parameters is 'many'"),
         (layer_with(optimizer=True), "layer 'b': optimizer is True"),
         (layer_with(backward=-0.5), "layer 'b': backward is -0.5"),
+        (layer_with(deferred=-1), "layer 'b': deferred is -1"),
         (layer_with(forward=None), "layer 'b' has no forward"),
         (layer_with(output=math.nan), "from layer 1 to layer 2: bytes is nan"),
         (layer_with(fordward=1), "layer 'b' has an unknown key 'fordward': did you mean 'forward'?"),
@@ -257,6 +258,7 @@ def test_one_size_is_in_proportion() -> None:
     assert model().scaled(2).crossings[:2] == (Crossing(0, 1, 32), Crossing(0, 2, 32, ((0, 24), (1, 8))))
     assert model().scaled(4) == model()
     assert model().scaled(8).layers[1].backward == 9.0
+    assert [layer.waits for layer in model().scaled(8).layers] == [200, 240, 200]
     assert model().scaled(8).kept_together == ((0, 1, 128.0),)
     assert model().scaled(8).shared == model().shared
 

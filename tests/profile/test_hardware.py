@@ -13,7 +13,7 @@ from penstock.profile.costs import Link, SharedParameters
 from penstock.profile.described import MODELS, Transformer, describe
 from penstock.profile.hardware import HARDWARE, Hardware, hardware_of
 from penstock.profile.paper import costs_on_paper
-from penstock.profile.published import PUBLISHED, Published, step_on_paper
+from penstock.profile.published import LEFT_OPEN, PUBLISHED, Published, step_on_paper
 from penstock.schedule.costs import Costs
 from penstock.schedule.registry import build
 from penstock.schedule.simulate import simulate
@@ -229,10 +229,19 @@ def test_published_steps(row: Published) -> None:
     assert row.estimate() == pytest.approx(row.seconds, rel=0.1)
 
 
+@pytest.mark.parametrize("row", LEFT_OPEN, ids=lambda row: f"{row.model} {row.batch}")
+def test_published_steps_are_between_what_is_left_open(row: Published) -> None:
+    """A rank has eight layers, in one to eight stages."""
+    assert row.estimate(8) < row.seconds < row.estimate(1)
+    with pytest.raises(ps.PlanError, match="table 4 does not say how many stages a rank has"):
+        row.estimate()
+
+
 def test_published_steps_have_the_utilization_that_was_published() -> None:
     """41.5, 51.4, 56.0 and 56.3 % of the peak, with selective recomputation: so the models and times are theirs."""
     found = [row.utilization for row in PUBLISHED if not row.recompute]
     assert found == pytest.approx([0.415, 0.514, 0.560, 0.563], abs=0.003)
+    assert [row.utilization for row in LEFT_OPEN] == pytest.approx([0.43, 0.41], abs=0.006)
 
 
 def test_the_formula_of_a_step_is_what_the_simulator_finds() -> None:
@@ -261,12 +270,29 @@ def test_the_tables_in_the_document_are_these() -> None:
     for row in PUBLISHED:
         assert f"| {row.model} | {row.devices} | {row.tensor} × {row.pipe} | {row.interleaved} |" in text
         assert f"| {row.seconds:.2f} s | {row.estimate():.2f} s |" in text
+    for row in LEFT_OPEN:
+        counts = f"| {row.model} | {row.devices} | {row.tensor} × {row.pipe} | {row.batch} of 1 |"
+        assert counts in text
+        assert f"TFLOP/s: {row.seconds:.2f} s | {row.estimate(1):.2f} s | {row.estimate(8):.2f} s |" in text
     for one in HARDWARE.values():
         numbers = [f"{one.flops / 1e12:,g}", f"{one.memory / 2**30:.0f} GiB", f"{one.memory_bandwidth / 1e9:,.0f}"]
         numbers += [f"{one.inside / 1e9:g}", f"{one.outside / 1e9:g}", str(one.per_machine), str(one.efficiency)]
         assert f"| `{one.name}` | {' | '.join(numbers)} |" in text
     for name in MODELS:
         assert f"`{name}`" in text or f"`{name.partition(':')[2]}`" in text
+
+
+def test_where_layers_do_not_come_out_even_the_ends_count_as_one_each() -> None:
+    """Six layers on four ranks, and the embedding and the head of no time: 1, 2, 2, 1."""
+    free = replace(HARDWARE["a100"], outside=1e30, outside_latency=0.0)
+    costs = costs_on_paper("layers=6,hidden=64,heads=4,vocab=1,seq=64", free)
+    nothing = {"forward": 0.0, "input_gradient": 0.0, "weight_gradient": 0.0}
+    ends = {0: replace(costs.layers[0], **nothing), 7: replace(costs.layers[7], **nothing)}
+    costs = replace(costs, layers=tuple(ends.get(i, layer) for i, layer in enumerate(costs.layers)))
+    each = costs.layers[1].work
+    assert step_on_paper(costs, 4, 8) == pytest.approx((8 * 2 + 1 + 2 + 1) * each, rel=1e-6)
+    with pytest.raises(ps.PlanError, match="6 layers cannot be divided evenly among 5 ranks"):
+        step_on_paper(costs, 5, 8)
 
 
 def test_a_step_by_hand() -> None:

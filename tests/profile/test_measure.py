@@ -44,13 +44,17 @@ def measured(model: Any, sample: Any, **options: Any) -> ModelCosts:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_bytes_by_hand_at_each_size(device: str) -> None:
-    """A linear layer keeps its input; Tanh its output, which the last layer keeps as well."""
+    """A linear layer keeps its input; Tanh its output, which the last layer keeps as well.
+
+    With the input, a weight gradient waits with the gradient of the output.
+    """
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
     profile = measure_costs(model, batch(8), seconds=0.0, sizes=[2, 8], device=device)
     for costs in profile.sizes:
         rows = costs.samples
         assert [layer.name for layer in costs.layers] == ["0", "1", "2"]
         assert [layer.activation for layer in costs.layers] == [rows * n * FLOAT for n in (4, 16, 16)]
+        assert [layer.deferred for layer in costs.layers] == [rows * n * FLOAT for n in (4 + 16, 0, 16 + 2)]
         assert [layer.parameters for layer in costs.layers] == [80 * FLOAT, 0, 34 * FLOAT]
         assert [layer.gradients for layer in costs.layers] == [80 * FLOAT, 0, 34 * FLOAT]
         assert [layer.optimizer for layer in costs.layers] == [160 * FLOAT, 0, 68 * FLOAT]
@@ -241,10 +245,45 @@ def test_the_first_run_does_not_count_and_a_median_does(clock: Clock, monkeypatc
 
 def test_times_are_medians_over_turns_of_means_without_disturbances() -> None:
     def runs(*seconds: float) -> timing.Runs:
-        return timing.Runs([(one,) * 4 for one in seconds], [(2 * one,) for one in seconds])
+        kept = [((one + 1, one),) * 4 for one in seconds]
+        return timing.Runs(kept, [((3 * one, 2 * one),) for one in seconds])
 
-    found = timing.medians_of([runs(1.0, 1.0, 2.0, 1.0, 100.0), runs(9.0), runs(1.0)])
-    assert (found.forward, found.weight_gradient, found.recompute) == (1.25, 1.25, 2.5)
+    first, after = timing.medians_of([runs(1.0, 1.0, 2.0, 1.0, 100.0), runs(9.0), runs(1.0)])
+    assert (after.forward, after.weight_gradient, after.recompute) == (1.25, 1.25, 2.5)
+    assert (first.forward, first.weight_gradient, first.recompute) == (2.25, 2.25, 3.75)
+
+
+def test_an_action_in_a_row_takes_what_the_others_take_and_what_the_first_takes_is_told(clock: Clock) -> None:
+    times, seen = iter([7.0, 1.0, 2.0, 3.0]), []
+
+    def action(number: int, name: str) -> None:
+        seen.append((number, name))
+        clock.now += next(times)
+
+    assert timing._Timed(action, [(0, "a"), (1, "b"), (2, "c"), (3, "d")], set()).took() == (7.0, 2.0)
+    assert seen == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
+    times = iter([5.0])
+    assert timing._Timed(action, [(0, "a")], set()).took() == (5.0, 5.0), "alone, it is both"
+
+
+def test_what_the_first_layer_takes_longer_is_the_stages_and_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter([(9.0, 4.0), (30.0, 27.0), (12.0, 5.0)])  # in one turn of each of three layers
+
+    def runs(*_: Any) -> timing.Runs:
+        one = next(took)
+        return timing.Runs([(one,) * 4], [(one,)])
+
+    monkeypatch.setattr(measure_module, "overhead_of", lambda *_: timing.Times(*[0.5] * 5))
+    monkeypatch.setattr(measure_module, "runs_of", runs)
+    costs = measured(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), batch(2, 4), sizes=[2])
+    assert [layer.forward for layer in costs.layers] == [3.5, 26.5, 4.5]
+    assert costs.overhead == Overhead(*[5.5] * 5), "the median of 5, 3 and 7, and what any action takes"
+
+
+@pytest.mark.parametrize(("layer", "does"), [(nn.BatchNorm1d(4), True), (nn.BatchNorm1d(4).eval(), False)])
+def test_who_changes_buffers_is_known(layer: nn.Module, does: bool) -> None:
+    turn = timing.Turn(0, "it", layer, [], set(), [], [batch(2, 4)])
+    assert timing._changes_buffers(turn) is does
 
 
 @pytest.mark.parametrize("width", [8, 2000])
@@ -293,7 +332,8 @@ def test_layers_take_turns_so_that_slow_moments_are_those_of_all(monkeypatch: py
         runs = turns(turn, *rest)
         begun = sum(isinstance(said, tuple) for said in told.said)
         factor, slow = (10.0, slow + 1) if begun == 2 else (1.0, slow)
-        return replace(runs, kept=[(factor,) * 4 for _ in runs.kept], recomputed=[(factor,) for _ in runs.recomputed])
+        took = (factor, factor)
+        return replace(runs, kept=[(took,) * 4 for _ in runs.kept], recomputed=[(took,) for _ in runs.recomputed])
 
     monkeypatch.setattr(measure_module, "runs_of", disturbed)
     monkeypatch.setattr(timing, "ENOUGH", 5)

@@ -30,10 +30,10 @@ def _fits(problem: Problem, rank: int, word: list[int]) -> bool:
         elif kind in (1, 2):
             if not forwards[s] or not forwards[s].pop(0):
                 return False
-            kept -= size if kind == 2 else size * (1 - problem.keep)
+            kept -= size if kind == 2 else size * (1 - problem.keep[s])
             inputs[s] += kind == 1
         else:
-            kept -= size * problem.keep
+            kept -= size * problem.keep[s]
             inputs[s] -= 1
             if inputs[s] < 0:
                 return False

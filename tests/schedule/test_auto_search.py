@@ -59,7 +59,7 @@ def check(graph: Graph) -> None:
 @settings(deadline=None, max_examples=80)
 @given(cases(), st.integers(0, 2**16))
 def test_moves_keep_the_graph_right(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case)
+    problem = of_case(case).with_room()
     random = Random(seed)
     graph = Graph(Pieces(problem), some_order(problem))
     check(graph)
@@ -84,7 +84,7 @@ def test_moves_keep_the_graph_right(case: dict[str, Any], seed: int) -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(0, 2**16))
 def test_a_backward_is_fused_and_split_again(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case)
+    problem = of_case(case).with_room()
     graph = Graph(Pieces(problem), some_order(problem))
     random, half = Random(seed), problem.num_stages * problem.m
     for _ in range(10):
@@ -108,7 +108,7 @@ def test_a_backward_is_fused_and_split_again(case: dict[str, Any], seed: int) ->
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(0, 2**16))
 def test_a_micro_batch_is_recomputed_and_kept_again(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case)
+    problem = of_case(case).with_room()
     graph = Graph(Pieces(problem), some_order(problem))
     random, half = Random(seed), problem.num_stages * problem.m
     for _ in range(10):
@@ -175,7 +175,7 @@ def test_an_estimate_is_what_comes_of_it() -> None:
 @settings(deadline=None, max_examples=40)
 @given(cases(), st.integers(0, 2**16))
 def test_tabu_search_is_never_worse(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case)
+    problem = of_case(case).with_room()
     words = some_order(problem)
     begin = evaluate(problem, words)
     makespan, better = improve(Pieces(problem), words, 40, Random(seed), 0.0, lambda: False)
@@ -227,7 +227,7 @@ def test_an_order_in_which_a_recompute_comes_too_late() -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(0, 2**16))
 def test_in_turn_is_the_order_of_the_wishes(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case)
+    problem = of_case(case).with_room()
     random = Random(seed)
     policy = draw(problem, random)
     if not policy.period:

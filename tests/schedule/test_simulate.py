@@ -248,6 +248,15 @@ def test_memory_follows_the_work() -> None:
     assert split.peak_memory == (2, 5)
 
 
+def test_what_waits_for_a_weight_gradient_may_be_more_than_was_kept_before() -> None:
+    costs = Costs(activation=(8, 4), keep=(1.5, 0.5))
+    simulation = simulate(staircase("F0 I0 F1 I1 W0 W1", "F0 I0 F1 I1 W0 W1"), costs)
+    assert [kept for _, kept in simulation.memory[0]] == [0, 8, 12, 20, 24, 12, 0]
+    assert [kept for _, kept in simulation.memory[1]] == [0, 4, 2, 6, 4, 2, 0]
+    assert simulation.peak_memory == (24, 6)
+    assert Costs.from_data(costs.to_data()) == costs
+
+
 def test_recompute_keeps_little_until_it_runs() -> None:
     simulation = simulate(staircase("F0 F1 R0 B0 R1 B1"), Costs(activation=10, checkpoint=0.1))
     assert [kept for _, kept in simulation.memory[0]] == pytest.approx([0, 10, 1, 11, 2, 11, 1, 10, 0])
@@ -279,8 +288,8 @@ def test_other_impossible_costs() -> None:
         Costs(f=math.inf)
     with pytest.raises(ScheduleError, match="bandwidth=0"):
         Costs(bandwidth=0)
-    with pytest.raises(ScheduleError, match=r"keep=1.5 is a fraction"):
-        Costs(keep=1.5)
+    with pytest.raises(ScheduleError, match=r"checkpoint=1.5 is a fraction"):
+        Costs(checkpoint=1.5)
     with pytest.raises(ScheduleError, match="cost f has 3 numbers, the schedule has 2 stages"):
         simulate(build("1f1b", 2, 2), Costs(f=(1, 2, 3)))
     with pytest.raises(ScheduleError, match="v=0"):

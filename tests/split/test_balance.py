@@ -86,6 +86,45 @@ def test_of_two_cuts_as_good_the_cheaper_one_is_taken() -> None:
     assert [len(layers) for layers in divide(Late(free), balance=None, stages=3)] == [1, 2, 1]
 
 
+# ── a sample with its targets ────────────────────────────────────────────────────────────────────────────────────
+
+
+class OfOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(ps.cut(self.first(x)))
+
+
+class OfTwo(OfOne):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.second(ps.cut(self.first(x))) + y
+
+
+class Both(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "taken"),
+    [
+        (OfOne(), 1),
+        (OfTwo(), 2),
+        (linears(4, 4, 4), 1),
+        (nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)), 1),
+        (nn.Sequential(Both(), nn.Linear(4, 4)), 2),
+    ],
+    ids=["one argument", "two", "sequential", "nested", "a pair"],
+)
+def test_a_sample_may_have_its_targets_beside_it(model: nn.Module, taken: int, pretend: Any) -> None:
+    calls, x, y = pretend(1, 1), batch(), batch(seed=5)
+    ps.split(model, stages=2, sample=(x, y))
+    assert calls[0]["sample"] is x if taken == 1 else calls[0]["sample"] == (x, y)
+
+
 # ── by time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

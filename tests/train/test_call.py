@@ -395,3 +395,34 @@ def test_threads_that_share_a_pipeline_take_turns() -> None:
     assert len(outputs) == 100
     for output in outputs:
         torch.testing.assert_close(output, expected)
+
+
+def with_more(more: Any) -> nn.Sequential:
+    class AndMore(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Any, ...]:
+            return x, more(x)
+
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), AndMore())
+
+
+@pytest.mark.parametrize("more", [lambda x: torch.ones(5, 5), lambda x: x.t()], ids=["none", "second"])
+def test_outputs_without_the_samples_first_are_refused_with_and_without_gradients(more: Any) -> None:
+    with pipeline(with_more(more), stages=2) as pipe:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(ps.PlanError, match="samples first"):
+                pipe(batch(6))
+
+
+def test_a_loss_of_each_micro_batch_is_an_output_with_and_without_gradients() -> None:
+    with pipeline(with_more(lambda x: x.square().mean().reshape(1)), stages=2) as pipe:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert pipe(batch(6))[1].shape == (4,)
+
+
+def test_a_plain_value_of_each_micro_batch_is_given_with_and_without_gradients() -> None:
+    with pipeline(with_more(len), stages=2) as pipe:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert pipe(batch(6))[1] == [2, 2, 1, 1]
+                assert pipe(batch(8))[1] == 2

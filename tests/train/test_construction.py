@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -237,3 +239,9 @@ def test_every_schedule_takes_a_plan_of_four_stages(schedule: str) -> None:
     with construct(mlp(), schedule=schedule, microbatches=3) as pipe:
         assert pipe.schedule.name == schedule
         assert pipe.schedule.num_stages == 4
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pipeline_that_is_copied_says_what_to_do(copied: Callable[[Any], Any]) -> None:
+    with ps.Pipeline(ps.split(mlp(), stages=2), F.mse_loss) as pipe, pytest.raises(ps.PlanError, match="state_dict"):
+        copied(pipe)

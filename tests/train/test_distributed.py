@@ -272,6 +272,39 @@ def test_anything_nested_crosses_edges_and_unused_outputs_keep_no_gradient(three
     three.check(nested_edges, schedule)
 
 
+def without_parameters(rank: int, scaled: bool) -> None:
+    """The stage in the middle has none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    with pipeline(model) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+        assert len(list(pipe.parameters())) == (1 if rank == 1 else 2)
+        assert len(list(pipe.named_parameters())) == (0 if rank == 1 else 2)
+        scaler = ps.GradScaler(pipe) if scaled else None
+        for _ in range(2):
+            pipe.step(batch(), batch(seed=5))
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            pipe.clip_grad_norm_(0.1)
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+            optimizer.zero_grad()
+            F.mse_loss(plain(batch()), batch(seed=5)).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            expected.step()
+            expected.zero_grad()
+        assert_same(pipe.state_dict(full=True), plain.state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_rank_without_parameters_has_an_optimizer_like_all_others(three: Ranks, scaled: bool) -> None:
+    three.check(without_parameters, scaled)
+
+
 class AddOne(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(1)
@@ -292,6 +325,28 @@ def in_place(rank: int) -> None:
 
 def test_a_stage_may_change_what_it_received_in_place(two: Ranks) -> None:
     two.check(in_place)
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x[:, :2]
+
+
+class ChangeOne(nn.Module):
+    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat((parts[0], parts[1].add_(1)), 1)
+
+
+def in_place_of_two(rank: int, dynamic: bool) -> None:
+    """Received apart, they would not be one any more."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Twice()), nn.Sequential(ChangeOne(), nn.Linear(6, 4)))
+    with pipeline(model, dynamic=dynamic) as pipe, pytest.raises(ps.PipelineError, match="another input is a view"):
+        pipe.step(batch(), batch(seed=5))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_stage_that_changes_one_of_two_views_says_so(two: Ranks, dynamic: bool) -> None:
+    two.check(in_place_of_two, dynamic)
 
 
 def frozen(rank: int, stage: int) -> int:

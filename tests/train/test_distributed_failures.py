@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -273,6 +274,87 @@ def test_a_rank_that_closed_its_pipeline_is_not_called_dead(two: Ranks) -> None:
     assert "rank 1" in told
     assert "closed" in told
     assert "killed" not in told
+
+
+def hangs(rank: int) -> Told:
+    pipe = pipeline(mlp(), stuck_after=None, timeout=1)
+    if rank == 1:
+        time.sleep(HOLD)
+    told = failing_step(pipe)
+    if rank == 0:
+        os._exit(0)
+    return told
+
+
+def test_all_learn_of_a_timeout_before_the_first_rank_takes_the_store_along() -> None:
+    first, mine = run_ranks(hangs, 2, timeout=DEAD + 10, store="first")
+    assert isinstance(first, Gone)
+    assert isinstance(mine, Told), mine
+    assert mine.rank == 1
+    assert "timed out" in mine.text
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class FailsAlways(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise Speechless
+
+
+def fails_at_once(rank: int, dynamic: bool) -> Told:
+    return failing_step(pipeline(faulty(1, FailsAlways()), dynamic=dynamic))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["on fake tensors", "dynamic"])
+def test_a_stage_is_named_that_fails_before_or_while_it_runs_with_an_error_that_has_no_text(
+    two: Ranks, dynamic: bool
+) -> None:
+    for mine in two.check(fails_at_once, dynamic, timeout=SOON + 10):
+        assert mine.kind == "PipelineError"
+        assert (mine.rank, mine.stage) == (1, 1)
+        assert "rank 1, stage 1" in mine.text
+        assert "Speechless" in mine.text
+
+
+# ── calls that not all ranks make ────────────────────────────────────────────────────────────────────────────────
+
+
+def call_of(name: str, pipe: ps.Pipeline) -> None:
+    if name == "clip":
+        pipe.clip_grad_norm_(1.0)
+    elif name == "state":
+        pipe.state_dict(full=True)
+    elif name == "agree":
+        pipe.agree(1.0)
+    elif name == "trace":
+        pipe.trace().__enter__()
+    else:
+        pipe.step(batch(), batch(seed=5))
+
+
+def call_apart(rank: int, first: str, other: str) -> str:
+    model = mlp()
+    pipe = pipeline(model)
+    assert_works(pipe, model)
+    with pytest.raises(ps.PipelineError) as caught:
+        call_of(other if rank == 1 else first, pipe)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [*permutations(("clip", "state", "step"), 2), ("agree", "clip"), ("step", "trace")],
+)
+def test_ranks_that_make_different_calls_are_told_which(two: Ranks, first: str, other: str) -> None:
+    words = {"clip": "clip_grad_norm_()", "state": "state_dict(full=True)", "step": "a step", "agree": "agree()"}
+    words["trace"] = "trace()"
+    for told in two.check(call_apart, first, other, timeout=DEAD + 10):
+        assert "must make the same" in told
+        assert words[first] in told
+        assert words[other] in told
 
 
 # ── mini-batches that do not fit ─────────────────────────────────────────────────────────────────────────────────

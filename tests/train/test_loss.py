@@ -61,6 +61,11 @@ def test_a_function_that_sums_says_so_by_reduction(samples: int) -> None:
     assert_plain(loss_fn, batch(samples), batch(samples, seed=5), reduction="sum")
 
 
+@pytest.mark.parametrize("loss_fn", [nn.KLDivLoss(reduction="batchmean"), partial(F.kl_div, reduction="batchmean")])
+def test_a_batchmean_is_a_mean_over_the_samples(loss_fn: Any) -> None:
+    assert_plain(loss_fn, batch(10), batch(10, seed=5).softmax(1))
+
+
 def test_a_loss_with_parameters_or_state_of_its_own_may_be_a_module() -> None:
     class Counting(nn.Module):
         calls = 0

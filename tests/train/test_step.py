@@ -461,6 +461,50 @@ def test_a_stage_that_changes_its_input_in_place_is_right_or_says_so(
         assert "inplace" in said
 
 
+class Views(nn.Module):
+    """Two views of one tensor."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.of = first, second
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(of(x) for of in self.of)
+
+
+class ChangeFirst(nn.Module):
+    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        parts[0].mul_(3)
+        return torch.cat(parts, 1)
+
+
+VIEWS: dict[str, tuple[Any, Any, bool]] = {
+    "the same": (lambda x: x, lambda x: x, True),
+    "a part": (lambda x: x[:, :2], lambda x: x, True),
+    "turned": (lambda x: x[:, ::2], lambda x: x.t().t(), True),
+    "beside each other": (lambda x: x[:, :2], lambda x: x[:, 2:], False),
+    "in turn": (lambda x: x[:, ::2], lambda x: x[:, 1::2], False),
+    "apart": (lambda x: x, lambda x: x * 2, False),
+}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("views", VIEWS)
+def test_a_stage_that_changes_one_of_two_inputs_that_overlap_says_so(views: str, recompute: str) -> None:
+    torch.manual_seed(0)
+    first, second, overlap = VIEWS[views]
+    width = 4 if not overlap and views != "apart" else first(batch()).shape[1] + 4
+    model = nn.Sequential(nn.Linear(4, 4), Views(first, second), ChangeFirst(), nn.Linear(width, 4))
+    expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
+    with ps.Pipeline(ps.split(model, balance=[2, 2]), F.mse_loss, microbatches=2, recompute=recompute) as pipe:
+        if overlap:
+            with pytest.raises(ps.PlanError, match="in place"):
+                pipe.step(batch(), batch(seed=5))
+        else:
+            pipe.step(batch(), batch(seed=5))
+            assert_same(gradients(model), expected.gradients)
+
+
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -470,6 +514,8 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "inside the targets": (batch(8), (batch(8), batch(6)), r"targets disagree.*\[8, 6\]"),
     "empty": (batch(0), batch(0), r"empty"),
     "empty inside": ((batch(0), batch(0)), batch(0), r"empty"),
+    "arrays": (batch().numpy(), batch(), r"inputs are NumPy arrays.*give tensors"),
+    "arrays as targets": (batch(), batch().numpy(), r"targets are NumPy arrays"),
 }
 
 

@@ -15,6 +15,7 @@ from penstock.engine.context import ambient, surround
 from penstock.engine.local import Job, LocalCrew, Work
 from penstock.engine.message import Message, share_out
 from penstock.engine.microbatch import join
+from penstock.engine.outputs import refuse_other_layouts
 from penstock.engine.replay import Replay
 from penstock.engine.runner import Ends
 from penstock.engine.settle import Settlement
@@ -32,6 +33,7 @@ class Flying(Protocol):
     """A mini-batch whose forward is run when it is called, and whose backward when autograd gets there."""
 
     count: int  # of micro-batches
+    sizes: Sequence[int]  # of these, in samples
     parameters: list[nn.Parameter]  # those that autograd is to give their gradients to
     settlement: Settlement
     template: tuple[list[Any], Spec]
@@ -240,8 +242,10 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, flight: Flying, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = flight.forward([message.detached() for message in inputs])
         leaves, spec, wants, _ = outputs[0]
+        if len(outputs) > 1:
+            refuse_other_layouts([message.leaves for message in outputs], flight.sizes)
         joined: list[Any] = [join([message.leaves[i] for message in outputs]) for i in range(len(leaves))]
-        flight.template = (leaves, spec)
+        flight.template = ([leaf if isinstance(leaf, Tensor) else joined[i] for i, leaf in enumerate(leaves)], spec)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         ctx.flight = flight
         ctx.want = [places.index(i) for i in wants]

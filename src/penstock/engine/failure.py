@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.engine.channel.process import ChannelError
-from penstock.errors import PipelineError
+from penstock.errors import PipelineError, text_of
 
 __all__ = ["DEAD", "LEFT", "Bulletin", "Cause", "broke_off", "launcher_keeps_store", "store_gone"]
 
@@ -44,8 +44,10 @@ class Cause:
 
     def error(self) -> PipelineError:
         where = f"rank {self.rank}"
+        if self.stage is not None:
+            where += f", stage {self.stage}"
         if self.action is not None:
-            where += f", stage {self.stage}, micro-batch {self.microbatch}, action {self.action}"
+            where += f", micro-batch {self.microbatch}, action {self.action}"
         text = f"{where}: {self.kind}: {self.message}" if self.kind else f"{where}: {self.message}"
         if self.traceback:
             text += f"\n\nOn rank {self.rank}:\n{self.traceback}"
@@ -62,7 +64,7 @@ class Bulletin:
         self.store = PrefixStore("failure", store)
         self.ranks = ranks
         self.rank = rank
-        self.spoke: float | None = None  # when this rank published a cause
+        self.knew: float | None = None  # since when this rank has known a cause
 
     def failed(
         self,
@@ -76,7 +78,7 @@ class Bulletin:
         """Publish that this rank's own work failed."""
         text = "".join(traceback.format_exception(error))
         kind = f"{where}{type(error).__name__}"
-        return self.publish(Cause(self.rank, kind, str(error), text, stage, microbatch, action))
+        return self.publish(Cause(self.rank, kind, text_of(error), text, stage, microbatch, action))
 
     def lost(self, error: ChannelError) -> Cause:
         """Find out why a channel broke."""
@@ -124,12 +126,13 @@ class Bulletin:
         """The cause, if there is one."""
         if not self.store.check(["cause"]):
             return None
+        self.knew = self.knew or time.monotonic()
         data: dict[str, Any] = json.loads(self.store.get("cause"))
         return Cause(**data)
 
     def publish(self, cause: Cause) -> Cause:
         """Write a cause down, unless there is one; the first one."""
-        self.spoke = time.monotonic()
+        self.knew = self.knew or time.monotonic()
         try:
             self.store.compare_set("cause", "", json.dumps(asdict(cause)))
             return self.read() or cause

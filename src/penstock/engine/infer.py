@@ -23,7 +23,7 @@ from penstock.engine.context import Ambient
 from penstock.engine.message import depart, depart_apart
 from penstock.engine.meta import MessageMeta, TensorMeta, meta_of
 from penstock.engine.tree import unflatten
-from penstock.errors import PlanError
+from penstock.errors import PlanError, text_of
 from penstock.split.counted import Counted
 
 __all__ = ["FakeStage", "Propagation"]
@@ -113,11 +113,14 @@ class Propagation:
             try:
                 output = self.fake.run(*values)
             except Exception as error:
-                raise PlanError(
+                problem = PlanError(
                     f"stage {self.fake.stage} could not be run on fake tensors to learn its output's shape, for an "
-                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {error}. If its shapes depend on "
-                    "the data, or it needs numbers that fake tensors do not have, say Pipeline(…, dynamic=True)"
-                ) from error
+                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {text_of(error)}. If its shapes "
+                    "depend on the data, or it needs numbers that fake tensors do not have, say Pipeline(…, "
+                    "dynamic=True)"
+                )
+                problem.stage = self.fake.stage
+                raise problem from error
             if isinstance(output, Counted):  # of the last stage: what leaves the pipeline is its output
                 output = output.output
             if gives > 1:

@@ -69,6 +69,7 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
         raise PlanError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     options, function = _options(loss_fn)
     found = reduction or str(options.get("reduction", "mean"))
+    found = "mean" if found == "batchmean" else found  # of ``nn.KLDivLoss``: a mean over samples
     if found not in ("mean", "sum"):
         raise PlanError(f"loss_fn has reduction={found!r}, but a step needs one number: use 'mean' or 'sum'")
     if loss_fn is not None and takes_output_alone(loss_fn):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate, combinations, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.engine.tree import LEAF, Row, Spec, flatten
 from penstock.errors import PlanError
@@ -26,7 +28,8 @@ _FIRST = (0,)
 class Message(NamedTuple):
     """A value on its way to another stage: leaves, structure, and which leaves want a gradient back.
 
-    ``shared`` are the leaves that go to other stages as well: none of these may change them in place.
+    ``shared`` are the leaves that go to other stages as well, or are other leaves too, in whole or in part: none of
+    these stages may change them in place.
     """
 
     leaves: list[Any]
@@ -97,7 +100,7 @@ def depart(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[
             leaves[i] = leaf.detach()
         elif stage is not None and type(leaf) not in PLAIN:
             _refuse_hidden_tensors(leaf, stage)
-    return Message(leaves, spec, wants), roots
+    return Message(leaves, spec, wants, _overlapping(leaves)), roots
 
 
 def _refuse_hidden_tensors(leaf: Any, stage: int) -> None:
@@ -122,9 +125,40 @@ def depart_apart(outputs: Any, count: int, stage: int | None = None) -> tuple[li
     uses = Counter(storage for row in tensors for storage in {_storage(x) for x in row})
     messages: list[Message | None] = []
     for message, _ in parts:
-        shared = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and uses[_storage(x)] > 1]
-        messages.append(message._replace(shared=shared) if shared else message)
+        elsewhere = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and uses[_storage(x)] > 1]
+        shared = sorted({*elsewhere, *message.shared})
+        messages.append(message._replace(shared=shared) if elsewhere else message)
     return messages, [root for _, roots in parts for root in roots]
+
+
+def _overlapping(leaves: Sequence[Any]) -> Sequence[int]:
+    """The leaves that have memory in common with another one."""
+    dense = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided]
+    if len(dense) < 2 or len({_storage(x) for _, x in dense}) == len(dense):
+        return ()
+    pairs = [(i, j) for (i, a), (j, b) in combinations(dense, 2) if _storage(a) == _storage(b) and _overlap(a, b)]
+    return sorted({i for pair in pairs for i in pair})
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors in one storage have an element in common."""
+    if a.dtype != b.dtype or not a.numel() or not b.numel():
+        return a.numel() > 0 and b.numel() > 0
+    first = min(a.storage_offset(), b.storage_offset())
+    places = [(tuple(x.shape), x.stride(), x.storage_offset() - first) for x in (a, b)]
+    return places[0] == places[1] or _meet(*places)
+
+
+_Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+@lru_cache(maxsize=256)
+def _meet(a: _Place, b: _Place) -> bool:
+    ends = [at + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) for shape, strides, at in (a, b)]
+    with _disable_current_modes(), torch.device("cpu"):
+        seen = torch.zeros(max(ends) + 1, dtype=torch.bool)
+        seen.as_strided(*a).fill_(True)
+        return bool(seen.as_strided(*b).any())
 
 
 def _storage(tensor: Tensor) -> int:

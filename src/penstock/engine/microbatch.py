@@ -40,7 +40,10 @@ def moved(leaf: Any, device: torch.device) -> Any:
 
 def batch_size(value: Any, what: str) -> int | None:
     """The size of dimension 0, which all tensors of ``value`` must share; None if there is no such tensor."""
-    sizes: list[int] = [leaf.shape[0] for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+    leaves = flatten(value)[0]
+    sizes: list[int] = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes and any(hasattr(leaf, "__array_interface__") and leaf.ndim for leaf in leaves):
+        raise PlanError(f"the {what} are NumPy arrays, which are not cut into micro-batches: give tensors")
     if len(set(sizes)) > 1:
         raise PlanError(
             f"the tensors of the {what} disagree on the batch size: their first dimensions are {sizes}. Give each "

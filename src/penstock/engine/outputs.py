@@ -19,7 +19,7 @@ from penstock.engine.microbatch import join
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
 
-__all__ = ["Collector", "Outputs", "collector", "every_of"]
+__all__ = ["Collector", "Outputs", "collector", "every_of", "refuse_other_layouts"]
 
 Outputs = str | Callable[[Any, Any], Any] | None
 
@@ -56,7 +56,7 @@ class _Picked(Collector):
             return None
         outputs = [self.outputs[k] for k in self.picked]
         if len(outputs) > 1:
-            _refuse_other_layouts([flatten(output)[0] for output in outputs], [self.sizes[k] for k in self.picked])
+            refuse_other_layouts([flatten(output)[0] for output in outputs], [self.sizes[k] for k in self.picked])
         return join(outputs)
 
 
@@ -104,17 +104,17 @@ def every_of(outputs: Outputs) -> int:
     )
 
 
-def _refuse_other_layouts(outputs: Sequence[Sequence[Any]], sizes: Sequence[int]) -> None:
+def refuse_other_layouts(outputs: Sequence[Sequence[Any]], sizes: Sequence[int]) -> None:
     """Outputs are joined along the first dimension, so it must hold samples: one entry for each, or as many for all."""
     for column in zip(*outputs, strict=False):
-        if not all(isinstance(x, Tensor) and x.dim() for x in column):
-            continue
+        if not all(isinstance(x, Tensor) and x.dim() for x in column) or all(len(x) == 1 for x in column):
+            continue  # what has one entry is a micro-batch's own, such as a loss
         per_sample = {Fraction(len(x), size) for x, size in zip(column, sizes, strict=True)}
         if len(per_sample) > 1 or len(column[0]) % sizes[0]:
             raise PlanError(
                 f"outputs of micro-batches of {list(sizes)} samples have {[len(x) for x in column]} entries along "
-                "their first dimension, and cannot be joined there: return outputs with the samples first, or say "
-                "outputs='final' or None"
+                "their first dimension, and cannot be joined there: return outputs with the samples first, or, for a "
+                "step, say outputs='final' or None"
             )
 
 

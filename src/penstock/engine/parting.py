@@ -64,7 +64,7 @@ class Parting:
         self, crew: ProcessCrew, announced: Announcement, state: Ambient, adding: AbstractContextManager[Any]
     ) -> None:
         self.crew = crew
-        self.sizes = announced.sizes
+        self.sizes: Sequence[int] = announced.sizes
         self.count = len(announced.sizes)
         self.state = state
         self.adding = adding

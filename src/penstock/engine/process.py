@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.engine.agree import Agreement, Announcement, Refused
 from penstock.engine.batchnorm import committing, norms_of
-from penstock.engine.channel.control import Control
+from penstock.engine.channel.control import NORM, NUMBER, STEP, Control
 from penstock.engine.channel.group import speaks_nccl
 from penstock.engine.connections import Connections, Place
 from penstock.engine.context import Occasions, ambient, surround
@@ -256,20 +256,22 @@ class ProcessCrew(Guarded):
 
     def reduce(self, value: Tensor, largest: bool) -> Tensor:
         """The sum, or the largest, of a number over the ranks."""
-        pairs = self.gather((float(value), value.dtype == torch.float64))
+        pairs = self.gather((float(value), value.dtype == torch.float64), NORM)
         numbers = torch.tensor([number for number, _ in pairs], dtype=torch.float64)
         total = numbers.max() if largest else numbers.sum()
         return total.to(value.device, torch.float64 if any(wide for _, wide in pairs) else value.dtype)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        found: list[Any] = self.guarded(lambda: self.control.gather(value))
+    def gather(self, value: Any, call: int = STEP) -> list[Any]:
+        """Every rank's value, on every rank; ``call`` is what this is a part of."""
+        with self.control.within(call):
+            found: list[Any] = self.guarded(lambda: self.control.gather(value))
         return found
 
     def agree(self, number: float) -> float:
         """The largest of all ranks' numbers, over pipelines and replicas, on all of them."""
         for control in (self.control, *(r.control for r in (self.replicas, self.twins) if r is not None)):
-            number = max(self.guarded(partial(control.gather, number)))
+            with control.within(NUMBER):
+                number = max(self.guarded(partial(control.gather, number)))
         return number
 
     # ── failing and ending ───────────────────────────────────────────────────────────────────────────────────

@@ -101,7 +101,7 @@ class Randomness:
         handles = [
             handle
             for part in self.module.modules()
-            if part is not self.module
+            if part is not self.module and not isinstance(part, torch.jit.ScriptModule)  # whose draws are its owner's
             for handle in (
                 part.register_forward_pre_hook(session.begin_late),
                 part.register_forward_hook(session.end_late, always_call=True),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from penstock.engine.stage import Slot, StageEngine
 
-__all__ = ["saved_bytes"]
+__all__ = ["deferred_bytes", "saved_bytes"]
 
 
 def saved_bytes(slot: Slot, engine: StageEngine) -> int:
@@ -18,7 +20,6 @@ def saved_bytes(slot: Slot, engine: StageEngine) -> int:
     What was packed away by hooks, as checkpoints do it, is not unpacked, and does not count. Neither does what a
     function of the user's keeps as attributes, nor tensors that are not dense.
     """
-    own = {_place(tensor)[0] for tensor in (*engine.module.parameters(), *engine.module.buffers())}
     seen: set[Any] = set()
     kept: list[Tensor] = list(slot.inputs)
     ahead: list[Any] = [edge.node for edge in slot.roots]
@@ -29,6 +30,19 @@ def saved_bytes(slot: Slot, engine: StageEngine) -> int:
         seen.add(node)
         ahead += [following for following, _ in node.next_functions]
         kept += _tensors(node)
+    return _total(kept, engine)
+
+
+def deferred_bytes(slot: Slot, engine: StageEngine) -> int:
+    """The bytes of all tensors that weight gradients wait with, between I and W: parameters and buffers apart."""
+    entries = () if slot.queue is None else slot.queue.entries
+    leaves = tree_leaves([arguments for _, arguments in entries])
+    return _total([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided], engine)
+
+
+def _total(kept: Sequence[Tensor], engine: StageEngine) -> int:
+    """What overlaps counts once."""
+    own = {_place(tensor)[0] for tensor in (*engine.module.parameters(), *engine.module.buffers())}
     sizes: dict[object, dict[int, int]] = {}  # by memory, and where in it
     room: dict[object, int] = {}
     for tensor in kept:

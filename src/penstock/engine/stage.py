@@ -186,8 +186,8 @@ class StageEngine:
             raise
         if shared and versions != [leaves[i]._version for i in shared]:
             raise PlanError(
-                f"stage {self.index} changes one of its inputs in place, and another stage uses that value as well: "
-                "change a copy instead (x.clone()), or cut elsewhere"
+                f"stage {self.index} changes one of its inputs in place, and another stage uses that value as well, or "
+                "another input is a view of it: change a copy instead (x.clone()), or cut elsewhere"
             )
         if careful and slot.replay is not None:
             changed = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))

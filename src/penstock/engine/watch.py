@@ -38,7 +38,7 @@ from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, broke_off, laun
 from penstock.engine.gossip import Gossip
 from penstock.engine.interrupt import Interrupt
 from penstock.engine.stuck import TIMEOUT, Judge, Limits, follow
-from penstock.errors import PipelineError
+from penstock.errors import PipelineError, PlanError
 
 __all__ = ["Stopped", "Watch"]
 
@@ -136,7 +136,8 @@ class Watch:
         if known is not None:
             return known.error()
         at = self.doing.runner.current if self.doing.runner is not None else None
-        place = (at.stage, at.microbatch, str(at)) if at is not None else (None, None, None)
+        stage = error.stage if isinstance(error, PlanError) else None
+        place = (at.stage, at.microbatch, str(at)) if at is not None else (stage, None, None)
         return self.bulletin.failed(error, *place).error()
 
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -173,11 +174,11 @@ class Watch:
         self.stop()
 
     def _linger(self) -> None:
-        """Where the store may end with this process, give the others time to read what it has published."""
-        spoke = self.bulletin.spoke
-        if spoke is None or self.rank != 0 or launcher_keeps_store():
+        """Where the store may end with this process, give the others time to read what has ended the pipeline."""
+        knew = max((knew for knew in (self.bulletin.knew, self._board.knew) if knew is not None), default=None)
+        if knew is None or self.rank != 0 or launcher_keeps_store():
             return
-        while time.monotonic() < spoke + LINGER and not self._line.gone and not self.bulletin.all_left():
+        while time.monotonic() < knew + LINGER and not self._line.gone and not self.bulletin.all_left():
             time.sleep(0.02)
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────

@@ -34,19 +34,26 @@ class LayerCosts:
     optimizer: float  # its states of the optimizer
     buffers: float = 0.0
     backward: float | None = None  # the whole backward at once, where it is known; else it takes as long as both halves
+    deferred: float | None = None  # what waits for W from I on, where it is known; else it is the activation
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise PlanError(f"a layer's name must be a text, got {self.name!r}")
         for what in (*TIMES, *BYTES):
             check_number(getattr(self, what), f"layer {self.name!r}: {what}")
-        if self.backward is not None:
-            check_number(self.backward, f"layer {self.name!r}: backward")
+        for what in ("backward", "deferred"):
+            if getattr(self, what) is not None:
+                check_number(getattr(self, what), f"layer {self.name!r}: {what}")
 
     @property
     def full_backward(self) -> float:
         """The seconds of a backward that is not split."""
         return self.input_gradient + self.weight_gradient if self.backward is None else self.backward
+
+    @property
+    def waits(self) -> float:
+        """The bytes that its weight gradient needs while it waits."""
+        return self.activation if self.deferred is None else self.deferred
 
     @property
     def work(self) -> float:

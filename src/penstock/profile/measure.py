@@ -92,8 +92,11 @@ def measure_costs(
             while not runs[0] or (len(runs[0]) < TURNS and perf_counter() < until):
                 shown.begin(f"measuring {samples} samples", count)
                 measured = measure(line, part, device=None if spread else there, finish=finish, timer=timer)
-            timed = [medians_of(turns).beside(nothing) for turns in runs]
-            found.append(_costs(line, samples, measured, timed, states, accumulate, there, nothing))
+            firsts, afters = zip(*map(medians_of, runs), strict=True)
+            timed = [after.beside(nothing) for after in afters]
+            more = Times.typical(first.beside(after) for first, after in zip(firsts, afters, strict=True))
+            waits = [turns[0].deferred for turns in runs]
+            found.append(_costs(line, samples, measured, timed, waits, states, accumulate, there, more.plus(nothing)))
     return Profile(tuple(found))
 
 
@@ -163,13 +166,14 @@ def _costs(
     samples: int,
     measured: Measurement,
     timed: Sequence[Times],
+    waits: Sequence[int],
     states: Mapping[torch.dtype, float],
     accumulate: str | None,
     device: torch.device,
-    nothing: Times,
+    beside: Times,
 ) -> ModelCosts:
     layers = []
-    for cost, times in zip(measured.layers, timed, strict=True):
+    for cost, times, waiting in zip(measured.layers, timed, waits, strict=True):
         members = {id(tensor): tensor for _, tensor in line.members(cost.name)}.values()
         trained = [t for t in members if isinstance(t, nn.Parameter) and t.requires_grad]
         layers.append(
@@ -185,6 +189,7 @@ def _costs(
                 optimizer=sum(tensor_bytes(parameter) * states[parameter.dtype] for parameter in trained),
                 buffers=sum(tensor_bytes(t) for t in members if not isinstance(t, nn.Parameter)),
                 backward=times.backward,
+                deferred=waiting,
             )
         )
     return ModelCosts(
@@ -194,7 +199,7 @@ def _costs(
         shared=_shared(line),
         kept_together=_kept_together(measured.kept),
         device=device.type,
-        overhead=Overhead(**asdict(nothing)),
+        overhead=Overhead(**asdict(beside)),
     )
 
 

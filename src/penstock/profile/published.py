@@ -15,7 +15,7 @@ from penstock.profile.described import MODELS
 from penstock.profile.hardware import HARDWARE
 from penstock.profile.paper import costs_on_paper
 
-__all__ = ["PUBLISHED", "Published", "step_on_paper"]
+__all__ = ["LEFT_OPEN", "PUBLISHED", "Published", "step_on_paper"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Published:
     microbatch: int  # samples
     batch: int  # samples, of one pipeline
     seconds: float
-    interleaved: int = 1  # stages of a rank
+    interleaved: int | None = 1  # stages of a rank; None where the source does not say
     attention: str = "plain"
     sequence_parallel: bool = False
     recompute: bool = False  # all layers, whole
@@ -58,11 +58,17 @@ class Published:
             devices=self.devices,
         )
 
-    def estimate(self) -> float:
-        """The seconds that a step should take, with the optimizer's, which reads and writes all that it has."""
+    def estimate(self, interleaved: int | None = None) -> float:
+        """The seconds that a step should take, with the optimizer's, which reads and writes all that it has.
+
+        ``interleaved`` is for rows that do not say it.
+        """
         costs, count = self.costs(), self.batch // self.microbatch
         moved = sum(layer.gradients + 2 * layer.optimizer + layer.parameters for layer in costs.layers) / self.pipe
-        step = step_on_paper(costs, self.pipe, count, interleaved=self.interleaved, recompute=self.recompute)
+        stages = interleaved or self.interleaved
+        if stages is None:
+            raise PlanError(f"{self.source} does not say how many stages a rank has: estimate(interleaved=…)")
+        step = step_on_paper(costs, self.pipe, count, interleaved=stages, recompute=self.recompute)
         return step + HARDWARE[self.hardware].move(moved)
 
 
@@ -70,17 +76,19 @@ def step_on_paper(
     costs: ModelCosts, pipe: int, microbatches: int, *, interleaved: int = 1, recompute: bool = False
 ) -> float:
     """The seconds of a step of 1F1B, by its formula: each rank has as many layers, the ends go with the first and last.
+    Where that does not come out even, the ends count as a layer each.
 
     The slowest rank works all the time; the others' work on one micro-batch, divided by the stages of a rank, is what
     the bubble takes, with the hops of the first micro-batch down and of the last one up.
     """
     ends = [costs.layers[0], costs.layers[-1]]
     inner = costs.layers[1:-1]
-    if len(inner) % pipe or microbatches < 1:
+    ahead = 1 if len(inner) % pipe else 0  # the layer that the embedding counts as
+    each, over = divmod(len(inner) + 2 * ahead, pipe)
+    if over or microbatches < 1:
         raise PlanError(f"{len(inner)} layers cannot be divided evenly among {pipe} ranks")
     work = [layer.work + (layer.recompute if recompute else 0.0) for layer in inner]
-    each = len(inner) // pipe
-    ranks = [sum(work[rank * each : (rank + 1) * each]) for rank in range(pipe)]
+    ranks = [sum(work[max(0, rank * each - ahead) : (rank + 1) * each - ahead]) for rank in range(pipe)]
     ranks[0] += ends[0].work
     ranks[-1] += ends[1].work
     slowest = max(range(pipe), key=ranks.__getitem__)
@@ -110,3 +118,17 @@ PUBLISHED = tuple(
         Published(_SOURCE, model, "a100", 8, pipe, microbatch, batch, selective, interleaved, "selective", True),
     )
 )
+
+# Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783, table 4: TFLOP/s of a device, on H100, with 64 and
+# 128 replicas. 1F1B is interleaved there, but the table does not say with how many stages a rank; a rank has eight
+# layers, so it is one to eight. The sums over replicas, which are not here, hide behind the work. From memory, as well.
+_LLAMA = "arXiv 2407.21783, table 4"
+
+
+def _llama(batch: int, teraflops: float) -> Published:
+    seconds = MODELS["llama:405b"].flops(batch) / (8 * 16 * teraflops * 1e12)
+    return Published(_LLAMA, "llama:405b", "h100", 8, 16, 1, batch, seconds, None, "flash", True)
+
+
+LEFT_OPEN = (_llama(32, 430.0), _llama(16, 400.0))
+"""Rows that leave the number of stages open: their seconds are between the estimates for the most and the least."""

@@ -84,7 +84,9 @@ class Profile:
         }
         whole = [row.full_backward for row in rows]
         backward = None if all(row.backward is None for row in rows) else self._line(whole, samples)
-        return replace(rows[0], backward=backward, **found)
+        waits = [row.deferred for row in rows if row.deferred is not None]
+        deferred = self._line(waits, samples) if len(waits) == len(rows) else None
+        return replace(rows[0], backward=backward, deferred=deferred, **found)
 
     def _crossing(self, index: int, samples: int) -> Crossing:
         rows = [costs.crossings[index] for costs in self.sizes]

@@ -15,6 +15,10 @@ all layers alike, and they are weighed against each other as they are.
 
 A layer that runs over and over finds its weights in the caches of a CPU. In a step others run between, so as much is
 read before each action as these have; but not what comes to the layer, which has just been made.
+
+A GPU works while the next work is launched, and waits where launching takes longer. So it is not waited for, and an
+action runs on some micro-batches in a row: the first is launched by a host that comes from something else, which takes
+it longer, as it does with the first layer of a stage; the others tell what a layer takes after a layer.
 """
 
 from __future__ import annotations
@@ -29,11 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.buffers import Unnoticed
+from penstock.engine.buffers import Unnoticed, version_of
 from penstock.engine.context import ambient, surround
 from penstock.engine.message import Message, merge
 from penstock.engine.randomness import Randomness
 from penstock.engine.replay import Replay
+from penstock.engine.saved import deferred_bytes
 from penstock.engine.stage import Slot, StageEngine
 from penstock.engine.tree import flatten
 from penstock.split.measure import LONG, REPEATS, Turn
@@ -44,6 +49,13 @@ __all__ = ["Runs", "Times", "medians_of", "overhead_of", "runs_of"]
 ENOUGH = 1000  # runs, for any median
 DISTURBED = 3  # times as long as the median, or longer: it was not the layer that took it
 FORGOTTEN = 32 << 20  # bytes: more than most caches have of them
+IN_A_ROW = 5  # micro-batches, on a GPU
+
+Span = Callable[[], float]
+"""The seconds of some work; a GPU is waited for when they are asked for."""
+
+Took = tuple[float, float]
+"""The seconds of an action after something else, and after the same action."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +72,48 @@ class Times:
         """What is left of these when the others are taken off."""
         return Times(*(max(0.0, round(a - b, 9)) for a, b in zip(astuple(self), astuple(other), strict=True)))
 
+    def plus(self, other: Times) -> Times:
+        """Both together."""
+        return Times(*(round(a + b, 9) for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @classmethod
+    def typical(cls, many: Iterable[Times]) -> Times:
+        """The medians."""
+        return cls(*map(median, zip(*map(astuple, many), strict=True)))
+
 
 def overhead_of(device: torch.device, budget: float) -> Times:
     """What the actions of a stage take that does nothing."""
     devices = set() if device.type == "cpu" else {device}
     with torch.inference_mode(False), torch.enable_grad():
         value = torch.ones(1, device=device, requires_grad=True)
-        return medians_of([runs_of(Turn(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)])
+        return medians_of([runs_of(Turn(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)])[1]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The seconds of one layer's actions in one of its turns: of F, B, I and W together, and of R."""
+    """What one layer's actions took in one of its turns: F, B, I and W together, and R."""
 
-    kept: list[tuple[float, ...]]
-    recomputed: list[tuple[float, ...]]
+    kept: list[tuple[Took, ...]]
+    recomputed: list[tuple[Took, ...]]
+    deferred: int = 0
+    """Bytes that wait for W, of one micro-batch."""
 
 
-def medians_of(turns: Sequence[Runs]) -> Times:
-    """Of the means of all turns the medians."""
-    rows = [
-        [_mean(column) for runs in (turn.kept, turn.recomputed) for column in zip(*runs, strict=True)]
-        for turn in turns
-    ]
-    return Times(*(round(median(column), 9) for column in zip(*rows, strict=True)))  # no clock knows more
+def medians_of(turns: Sequence[Runs]) -> tuple[Times, Times]:
+    """Of the means of all turns the medians: after something else, and after the same action."""
+
+    def times(which: int) -> Times:
+        rows = [
+            [
+                _mean([took[which] for took in column])
+                for column in (*zip(*turn.kept, strict=True), *zip(*turn.recomputed, strict=True))
+            ]
+            for turn in turns
+        ]
+        return Times(*(round(median(column), 9) for column in zip(*rows, strict=True)))  # no clock knows more
+
+    return times(0), times(1)
 
 
 def _mean(seconds: Sequence[float]) -> float:
@@ -100,48 +130,77 @@ def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0) ->
     module = turn.stage if turn.targets else _Roots(turn.stage)
     takes, gives = len(turn.values), max(1, len(turn.targets))
     forget = _forgetting(min(others, FORGOTTEN)) if device.type == "cpu" else None
+    numbers = list(range(IN_A_ROW if _alone(turn.devices) is not None and not _changes_buffers(turn) else 1))
 
-    def seconds(work: Callable[[], object], *hot: Tensor | None) -> float:
+    def timed(action: Callable[..., object], *arguments: Sequence[Any], hot: Iterable[Tensor | None] = ()) -> _Timed:
         if forget is not None:
             forget(hot)
-        return _seconds(work, turn.devices)
+        return _Timed(action, list(zip(*arguments, strict=True)), turn.devices)
 
     def fresh() -> Message:
         return merge([_message(value) for value in turn.inputs()])[0] if takes > 1 else _message(turn.inputs()[0])
 
-    keeping = StageEngine(turn.index, module, device, takes=takes, gives=gives)
-    whole, split = Slot(), Slot(keeping.new_queue())
+    def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[_Timed, list[list[Tensor | None]]]:
+        """And gradients for what they give."""
+        messages = [fresh() for _ in numbers]
+        done = timed(engine.forward, numbers, messages, slots, hot=_tensors(messages[0]))
+        return done, [_ones(slot) for slot in slots]
 
-    def kept() -> dict[str, float]:
-        found = {}
-        message = fresh()
-        found["F"] = seconds(lambda: keeping.forward(0, message, whole), *_tensors(message))
-        grads = _ones(whole)
-        found["B"] = seconds(lambda: keeping.backward(grads, whole), *grads)
-        keeping.forward(0, fresh(), split)
-        grads = _ones(split)
-        found["I"] = seconds(lambda: keeping.input_gradient(grads, split), *grads)
-        found["W"] = seconds(lambda: keeping.weight_gradient(split))
-        return found
+    keeping = StageEngine(turn.index, module, device, takes=takes, gives=gives)
+    wholes, splits = [Slot() for _ in numbers], [Slot(keeping.new_queue()) for _ in numbers]
+
+    waiting: list[int] = []
+
+    def kept() -> list[_Timed]:
+        forward, grads = forwards(keeping, wholes)
+        backward = timed(keeping.backward, grads, wholes, hot=grads[0])
+        _, grads = forwards(keeping, splits)
+        input_gradient = timed(keeping.input_gradient, grads, splits, hot=grads[0])
+        if not waiting:
+            waiting.append(deferred_bytes(splits[0], keeping))
+        return [forward, backward, input_gradient, timed(keeping.weight_gradient, splits)]
 
     again = StageEngine(turn.index, module, device, takes=takes, gives=gives)
     again.randomness, again.unnoticed = Randomness(module, device, None), Unnoticed(module)
-    twice = Slot(replay=Replay())
+    dropped = [Slot(replay=Replay()) for _ in numbers]
 
-    def recomputed() -> dict[str, float]:
-        again.forward(0, fresh(), twice)
-        grads = _ones(twice)
-        took = seconds(lambda: again.recompute(0, twice))
-        again.backward(grads, twice)
-        twice.clear()
-        return {"R": took}
+    def recomputed() -> list[_Timed]:
+        _, grads = forwards(again, dropped)
+        recompute = timed(again.recompute, numbers, dropped)
+        for gradients, slot in zip(grads, dropped, strict=True):
+            again.backward(gradients, slot)
+            slot.clear()
+        return [recompute]
 
-    surround((keeping, again), ambient(), 1, "measuring")
+    surround((keeping, again), ambient(), len(numbers), "measuring")
     with ExitStack() as stack:
         for kind, *_ in ambient().autocast:  # forwards enter it by themselves; a backward runs outside of it
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(again.close)
-        return Runs(_repeated(kept, budget * 0.8), _repeated(recomputed, budget * 0.2))
+        return Runs(_repeated(kept, budget * 0.8), _repeated(recomputed, budget * 0.2), waiting[0])
+
+
+def _changes_buffers(turn: Turn) -> bool:
+    """Whether a forward does, so that the backward of the one before it might miss what it saw."""
+    buffers = list(turn.stage.buffers())
+    before = [version_of(buffer) for buffer in buffers]
+    if buffers:
+        with torch.no_grad():
+            turn.stage(*turn.inputs())
+    return [version_of(buffer) for buffer in turn.stage.buffers()] != before
+
+
+class _Timed:
+    """An action on micro-batches in a row, done, and what it took."""
+
+    def __init__(self, action: Callable[..., object], calls: list[Any], devices: set[torch.device]) -> None:
+        self.others = len(calls) - 1
+        self.first = _span(lambda: action(*calls[0]), devices)
+        self.rest = _span(lambda: [action(*call) for call in calls[1:]], devices) if self.others else None
+
+    def took(self) -> Took:
+        first = self.first()
+        return first, first if self.rest is None else self.rest() / self.others
 
 
 class _Roots(nn.Module):
@@ -189,34 +248,45 @@ def _ones(slot: Slot) -> list[Tensor | None]:
     return grads
 
 
-def _repeated(run: Callable[[], dict[str, float]], budget: float) -> list[tuple[float, ...]]:
+def _repeated(run: Callable[[], list[_Timed]], budget: float) -> list[tuple[Took, ...]]:
     """What runs take: as many as the budget allows, and as many as a median needs."""
     until = perf_counter() + budget
     run()  # is slower than any other
-    runs = [tuple(run().values())]
+    runs: list[tuple[Took, ...]] = []
     while (perf_counter() < until and len(runs) < ENOUGH) or not _settled(runs):
-        runs.append(tuple(run().values()))
+        runs.append(tuple(timed.took() for timed in run()))
     return runs
 
 
-def _settled(runs: list[tuple[float, ...]]) -> bool:
-    return len(runs) >= REPEATS or (len(runs) >= 2 and min(map(sum, runs)) > LONG)
+def _settled(runs: list[tuple[Took, ...]]) -> bool:
+    enough = len(runs) >= 2 and min(sum(first for first, _ in took) for took in runs) > LONG
+    return len(runs) >= REPEATS or enough
 
 
-def _seconds(work: Callable[[], object], devices: set[torch.device]) -> float:
-    """How long a piece of work takes, on the device if all of it is on one GPU."""
-    for device in devices:
-        torch.accelerator.synchronize(device)
-    if len(devices) == 1 and (device := next(iter(devices))).type == "cuda":
+def _span(work: Callable[[], object], devices: set[torch.device]) -> Span:
+    """Do some work, and take the time that it takes: on the device, if all of it is on one GPU."""
+    if (device := _alone(devices)) is not None:
         with torch.cuda.device(device):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
             work()
             ended.record()
+
+        def on_device() -> float:
             ended.synchronize()
             return float(began.elapsed_time(ended)) / 1000
+
+        return on_device
+    for device in devices:
+        torch.accelerator.synchronize(device)
     start = perf_counter()
     work()
     for device in devices:
         torch.accelerator.synchronize(device)
-    return perf_counter() - start
+    took = perf_counter() - start
+    return lambda: took
+
+
+def _alone(devices: set[torch.device]) -> torch.device | None:
+    """The GPU that does all the work."""
+    return next((device for device in devices if len(devices) == 1 and device.type == "cuda"), None)

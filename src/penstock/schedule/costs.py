@@ -32,8 +32,9 @@ class Costs:
     the same. Within a rank both are free.
 
     ``activation`` is what a stage keeps of one micro-batch from the start of ``F`` to the end of ``B`` or
-    ``W``; ``keep`` is the fraction of it still held between ``I`` and ``W``, and ``checkpoint`` the fraction
-    held between ``F`` and ``R`` where the schedule recomputes.
+    ``W``; ``keep`` is the fraction of it still held between ``I`` and ``W``, which may be more than all of it
+    (gradients wait there, too), and ``checkpoint`` the fraction held between ``F`` and ``R`` where the schedule
+    recomputes.
     """
 
     f: PerStage = 1.0
@@ -45,7 +46,7 @@ class Costs:
     bandwidth: PerEdge = math.inf
     bytes: PerEdge = 0.0
     activation: PerStage = 1.0
-    keep: float = 1.0
+    keep: PerStage = 1.0
     checkpoint: PerStage = 0.0
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class Costs:
                     raise ScheduleError(f"cost {field.name}={number} must be a number, at least 0")
                 if field.name == "bandwidth" and number == 0:
                     raise ScheduleError("cost bandwidth=0 would never deliver anything: it must be positive")
-                if field.name in ("keep", "checkpoint") and number > 1:
+                if field.name == "checkpoint" and number > 1:
                     raise ScheduleError(f"cost {field.name}={number} is a fraction: between 0 and 1")
 
     @classmethod

@@ -86,12 +86,13 @@ class Simulation:
         if not self.schedule.trains:
             return tuple(curve)
         order, starts, ends = self.schedule.orders[rank], self.starts[rank], self.ends[rank]
-        sizes = self.costs.of_stages("activation", self.schedule.num_stages)
-        keep, kept_of = self.costs.keep, self.costs.of_stages("checkpoint", self.schedule.num_stages)
+        sizes, waits_of, kept_of = (
+            self.costs.of_stages(name, self.schedule.num_stages) for name in ("activation", "keep", "checkpoint")
+        )
         recomputed = {(a.stage, a.microbatch) for a in order if a.kind == "R"}
         kept = 0.0
         for (stage, kind, microbatch), start, end in zip(order, starts, ends, strict=True):
-            size, checkpoint = sizes[stage], kept_of[stage]
+            size, keep, checkpoint = sizes[stage], waits_of[stage], kept_of[stage]
             if kind == "F":
                 kept += size
                 curve.append((start, kept))

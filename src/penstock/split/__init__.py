@@ -20,6 +20,7 @@ from penstock.split.plan import StageSpec as StageSpec
 from penstock.split.plan import Tie as Tie
 from penstock.split.planning import plan_of
 from penstock.split.ties import Shared
+from penstock.split.trial import inputs_of
 
 __all__ = ["Edge", "Plan", "StageSpec", "Tie", "split"]
 
@@ -44,13 +45,15 @@ def split(
 
     Where it is cut: ``stages=4`` makes that many, as even as can be; ``balance`` says what is to be even
     (``"parameters"``, ``"uniform"``, ``"time"``, ``"memory"``) or how many layers each stage has (``[2, 2]``).
-    With ``sample``, what the model would be called with, layers are measured, and the time is what is even. ``memory``
-    limits the bytes of a stage (``"16GiB"``, or one limit for each). ``stages=[["B1", "B2"], ["B3"]]`` puts blocks into
-    stages by name. With ``cuts`` alone, or where every block has a device, nothing else need be said.
+    With ``sample``, what the model would be called with, layers are measured, and the time is what is even; for a model
+    of one argument it may be ``(inputs, targets)``. ``memory`` limits the bytes of a stage (``"16GiB"``, or one limit
+    for each). ``stages=[["B1", "B2"], ["B3"]]`` puts blocks into stages by name. With ``cuts`` alone, or where every
+    block has a device, nothing else need be said.
 
     ``shared_weights=[("a.weight", "b.weight")]`` makes separate parameters one.
     """
     shared = shared_weights or ()
+    sample = inputs_of(model, sample)
     named = isinstance(stages, (list, tuple))
     line = line_of(model, stages=None if named else stages, cuts=cuts, blocks=blocks, sample=sample)  # type: ignore[arg-type]
     if not isinstance(stages, (list, tuple)):

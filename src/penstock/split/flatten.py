@@ -218,8 +218,9 @@ def paths_of(model: nn.Module, layer: str) -> dict[str, nn.Module]:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is a Sequential that does nothing but run its layers one after the other."""
-    own_forward = type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__
-    return isinstance(module, nn.Sequential) and not own_forward
+    if not isinstance(module, nn.Sequential):  # the class of a scripted one cannot be asked for its forward
+        return False
+    return type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__
 
 
 def refuse_hooks(module: nn.Module, what: str) -> None:

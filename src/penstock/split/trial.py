@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from penstock.errors import PlanError
 from penstock.split.counted import Counted
+from penstock.split.flatten import is_plain
 from penstock.split.lazy import Lazy
 from penstock.split.untouched import Untouched
 
-__all__ = ["call_of", "devices_of", "leaves", "on_copies", "result_of", "roots_of", "untouched"]
+__all__ = ["call_of", "devices_of", "inputs_of", "leaves", "on_copies", "result_of", "roots_of", "untouched"]
 
 
 def call_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -30,6 +32,29 @@ def call_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "sample is what the model is called with: a tensor, a tuple of positional arguments or a dict of keyword "
         f"arguments, not a {type(sample).__name__}"
     )
+
+
+def inputs_of(model: nn.Module, sample: Any) -> Any:
+    """The sample without its targets, where it is ``(inputs, targets)`` and the model takes one argument.
+
+    A Sequential of the user's own layers may take a pair as its one value; torch's layers take a tensor.
+    """
+    if type(sample) is not tuple or len(sample) != 2:
+        return sample
+    if is_plain(model):
+        first = next((part for part in model.modules() if not is_plain(part)), model)
+        alone = type(first).__module__.startswith("torch.nn.")
+    else:
+        alone = not _binds(model, sample) and _binds(model, sample[:1])
+    return sample[0] if alone else sample
+
+
+def _binds(model: nn.Module, args: tuple[Any, ...]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*args)
+    except TypeError:
+        return False
+    return True
 
 
 def result_of(output: Any) -> Any:

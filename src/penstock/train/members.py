@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.channel.control import STATE
 from penstock.engine.local import LocalCrew
 from penstock.engine.process import ProcessCrew
 from penstock.engine.shards import whole
@@ -41,9 +43,21 @@ class Members:
                     yield self._own_name(name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that live in this process, each once."""
+        """The parameters that live in this process, each once.
+
+        Where there are none on a rank of a mesh, an empty one stands in: torch's optimizers do not take an empty list,
+        and the same lines are to run on all ranks.
+        """
+        alone = True
         for _, parameter in self.named_parameters():
+            alone = False
             yield parameter
+        if alone and isinstance(self._crew, ProcessCrew):
+            yield self._stand_in
+
+    @cached_property
+    def _stand_in(self) -> nn.Parameter:
+        return nn.Parameter(torch.empty(0))
 
     @property
     def stage_modules(self) -> Mapping[int, nn.Module]:
@@ -102,7 +116,7 @@ class Members:
         own, names = state_of(self._modules, self._own_name), list(map(self._own_name, self._model.state_dict()))
         if not full or not isinstance(self._crew, ProcessCrew):
             return {name: own[name] for name in dict.fromkeys((*names, *own)) if name in own}
-        parts = self._crew.gather({name: whole(tensor).cpu() for name, tensor in own.items()})
+        parts = self._crew.gather({name: whole(tensor).cpu() for name, tensor in own.items()}, STATE)
         first = {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's counts
         return {name: first[name] for name in names}
 

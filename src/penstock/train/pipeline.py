@@ -362,6 +362,12 @@ class Pipeline(Members):
             f"schedule {self._source.name!r}, {self._source.microbatches} micro-batches)"
         )
 
+    def __getstate__(self) -> Any:
+        raise PlanError(
+            "a pipeline is not copied or pickled: save pipe.state_dict(), or split a copy of the model, and build "
+            "another pipeline"
+        )
+
     def _at_work(self) -> AbstractContextManager[None]:
         """Around a run: weights that live on the host are their devices'."""
         return nullcontext() if self._crew.weights is None else self._crew.weights.at_work()

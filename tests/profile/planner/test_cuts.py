@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
 
@@ -10,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
+from penstock.profile.planner.bounds import by_counts, by_kinds, floor
 from penstock.profile.planner.cuts import cut, placement_of
 from penstock.profile.planner.evened import evened
+from penstock.profile.planner.rounds import Rounds
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Ranks, bottleneck, cheapest, held
+from penstock.profile.planner.weighed import Weighed
 
-SHAPES = [("straight", 1), ("v", 2), ("loop", 2), ("loop", 3)]
+SHAPES = [("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)]
 
 
 def layer(i: int, work: float, activation: float = 0.0, parameters: float = 0.0) -> LayerCosts:
@@ -34,8 +38,8 @@ def alike(p: int) -> Ranks:
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Segments, Ranks, str, int]:
     shape, v = draw(st.sampled_from(SHAPES))
-    p = draw(st.integers(1, {1: 4, 2: 3, 3: 2}[v]))
-    n = draw(st.integers(p * v, 8))
+    p = draw(st.integers(1, {1: 4, 2: 3, 3: 3, 4: 2}[v]))
+    n = draw(st.integers(p * v, {1: 8, 2: 8, 3: 11, 4: 11}[v]))
     recompute = draw(st.sampled_from([False, True, None]))
     chain = draw(st.booleans())
     whole = st.integers(0, 6).map(float)
@@ -55,18 +59,50 @@ def problems(draw: st.DrawFn) -> tuple[Segments, Ranks, str, int]:
 def test_no_other_cuts_have_a_less_busy_rank(problem: tuple[Segments, Ranks, str, int]) -> None:
     segments, ranks, shape, v = problem
     placement = placement_of(shape, len(ranks), v)
-    everywhere = [(*cuts, segments.n) for cuts in combinations(range(1, segments.n), len(placement) - 1)]
-    best = min(bottleneck(segments, ranks, placement, cuts) for cuts in everywhere)
+    best = best_of_all(segments, ranks, placement)
     found = cut(segments, ranks, shape, v)
     moved = evened(segments, ranks, placement)
     assert moved is None or bottleneck(segments, ranks, placement, moved) >= best * (1 - 1e-12)
-    if v == 1 or (v == 2 and (segments.even or ranks.recompute is False)):
+    if v != 2 or segments.even or ranks.recompute is False:
         assert (inf if found is None else found.busiest) == pytest.approx(best)
         assert found is None or found.gap < 1e-9
     if found is not None:
         assert found.busiest == bottleneck(segments, ranks, placement, found.cuts)
         assert found.bound <= best * (1 + 1e-9)
         assert found.busiest >= best * (1 - 1e-9)
+
+
+def best_of_all(segments: Segments, ranks: Ranks, placement: tuple[int, ...]) -> float:
+    everywhere = [(*cuts, segments.n) for cuts in combinations(range(1, segments.n), len(placement) - 1)]
+    return min(bottleneck(segments, ranks, placement, cuts) for cuts in everywhere)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_no_cuts_are_below_a_bound(problem: tuple[Segments, Ranks, str, int]) -> None:
+    segments, ranks, shape, v = problem
+    placement = placement_of(shape, len(ranks), v)
+    best = best_of_all(segments, ranks, placement)
+    if 0 < best < inf:
+        for bound in (by_counts, by_kinds):
+            assert bound(segments, ranks, placement, floor(segments, ranks), 2 * best) <= best * (1 + 1e-9)
+        weighed = Weighed(segments, ranks, placement, 2 * best, 50, 0.0)
+        assert 0 <= weighed.bound <= best * (1 + 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.booleans())
+def test_rounds_are_gone_through_to_the_end(problem: tuple[Segments, Ranks, str, int], below: bool) -> None:
+    segments, ranks, shape, v = problem
+    placement = placement_of(shape, len(ranks), v)
+    best = best_of_all(segments, ranks, placement)
+    if shape == "loop" and 0 < best < inf:
+        time = best * (1 - 1e-9 if below else 1 + 1e-9)
+        rounds = Rounds(segments, ranks, Weighed(segments, ranks, placement, time, 50, 0.0), 10**6)
+        found = rounds.search()
+        assert rounds.effort > 0
+        assert (found is None) == below
+        assert found is None or bottleneck(segments, ranks, placement, found) == pytest.approx(best)
 
 
 @settings(max_examples=100, deadline=None)
@@ -137,7 +173,9 @@ def test_a_value_for_several_layers_crosses_a_cut_once() -> None:
     assert segments.crossing == [0.0, 4.0, 6.0, 0.0]
 
 
-@pytest.mark.parametrize(("shape", "p", "v"), [("straight", 64, 1), ("v", 32, 2), ("loop", 32, 2), ("loop", 16, 4)])
+@pytest.mark.parametrize(
+    ("shape", "p", "v"), [("straight", 64, 1), ("v", 32, 2), ("loop", 32, 2), ("loop", 16, 4), ("loop", 8, 8)]
+)
 def test_two_hundred_layers_in_sixty_four_stages(shape: str, p: int, v: int) -> None:
     works = [1.0 + (i * 7919 % 13) / 13 for i in range(200)]
     found = cut(Segments(model(works)), alike(p), shape, v)
@@ -145,6 +183,40 @@ def test_two_hundred_layers_in_sixty_four_stages(shape: str, p: int, v: int) -> 
     assert len(found.cuts) == 64
     assert sum(works) / p <= found.bound <= found.busiest
     assert found.gap < (1e-9 if shape != "loop" else 0.02)
+
+
+@pytest.mark.parametrize("recompute", [False, True, None])
+@pytest.mark.parametrize(("p", "v"), [(8, 3), (16, 4), (8, 8)])
+def test_loops_of_equal_layers_between_two_others_are_exact(p: int, v: int, recompute: bool | None) -> None:
+    works = [0.1, *[1.0] * 198, 2.4]
+    layers = tuple(layer(i, work, 1.0, 1.0) for i, work in enumerate(works))
+    segments = Segments(ModelCosts(layers, model(works).crossings))
+    memory = 1.3 * (segments.static(0, 200) + p * segments.activation(0, 200)) / p
+    found = cut(segments, Ranks((1.0,) * p, (memory,) * p, (float(p),) * p, recompute), "loop", v)
+    assert found is not None
+    assert found.gap < 1e-9
+    again = 4 / 3 if recompute else 1.0
+    assert found.busiest > sum(segments.works) * again / p * 1.001  # a rank has a whole number of layers
+
+
+@pytest.mark.parametrize(("p", "v", "n"), [(8, 3, 27), (6, 4, 28), (4, 8, 34), (12, 4, 50)])
+def test_loops_with_few_more_layers_than_stages_are_exact(p: int, v: int, n: int) -> None:
+    works = [1.0 + (i * 7919 % 101) / 101 for i in range(n)]
+    segments = Segments(model(works))
+    found = cut(segments, alike(p), "loop", v)
+    assert found is not None
+    assert found.gap < 1e-9
+    assert found.busiest > floor(segments, alike(p)) * 1.01  # more than the share of all work
+
+
+def test_slow_cuts_are_avoided() -> None:
+    base = model([1.0] * 100)
+    crossings = tuple(replace(one, bytes=50.0 if i % 3 else 1.0) for i, one in enumerate(base.crossings))
+    segments = Segments(replace(base, crossings=crossings, link=Link(0.0, 1.0)))
+    found = cut(segments, alike(4), "loop", 4)
+    assert found is not None
+    assert found.busiest == pytest.approx(27)  # of 33 times three layers a rank has nine
+    assert all(segments.transfer[at] <= 1 for at in found.cuts[:-1])
 
 
 def test_there_are_no_cuts_where_there_are_more_stages_than_layers() -> None:

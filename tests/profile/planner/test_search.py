@@ -67,6 +67,29 @@ def test_the_answer_is_no_slower_than_what_fixed_schedules_do_with_its_cuts() ->
         assert planned.seconds <= simulate(build(name, 4, 8), costs).makespan * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("p", [1, 2])
+def test_memory_that_makes_nothing_faster_is_left_alone(p: int) -> None:
+    """There is room for all eight micro-batches, and p of them do."""
+    segments = Segments(uniform(held=0.0))
+    for memory in (64.0, inf):
+        found = joint(segments, Ranks((1.0,) * p, (memory,) * p, (1.0,) * p), 8, shape="straight", v=1, seconds=0.5)
+        assert found is not None
+        assert max(found.memory) == 8.0
+
+
+def test_what_waits_for_weight_gradients_is_part_of_the_memory() -> None:
+    """Twice as much from I on: one rank has whole backwards, or room for twice as much."""
+    costs = uniform(held=0.0)
+    waiting = replace(costs, layers=tuple(replace(layer, deferred=2.0) for layer in costs.layers))
+    stages = stage_costs(Segments(waiting), Ranks((1.0,), (inf,), (1.0,)), (0,), (8,))
+    assert stages.keep == (2.0,)
+    for memory in (8.0, 12.0, 16.0):
+        found = joint(Segments(waiting), Ranks((1.0,), (memory,), (1.0,)), 8, shape="straight", v=1, seconds=0.5)
+        assert found is not None
+        assert max(found.memory) <= memory
+        assert ("W" in str(found.found.schedule)) <= (memory == 16.0)
+
+
 def test_messages_between_ranks_take_the_time_of_both_ends() -> None:
     free, dear = uniform(), replace(uniform(), link=Link(0.0, inf, 0.5, 2.0))  # a second for each message of a byte
     ranks, placement = Ranks((1.0, 1.0), (inf, inf), (1.0, 1.0)), (0, 1, 1, 0)

@@ -9,7 +9,7 @@ In ``GPipe`` the core does this, as part of the schedule. ``checkpoint`` is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,15 +17,25 @@ from torch import Tensor
 
 from penstock.compat.torchgpipe.microbatch import Batch, TensorOrTensors
 from penstock.compat.torchgpipe.phony import get_phony
+from penstock.engine.context import Ambient, ambient
 from penstock.engine.moment import here, is_checkpointing, is_recomputing
 
-__all__ = ["Checkpointing", "checkpoint", "is_checkpointing", "is_recomputing"]
+__all__ = [
+    "Checkpointing",
+    "Function",
+    "TensorOrTensors",
+    "checkpoint",
+    "enable_checkpointing",
+    "enable_recomputing",
+    "is_checkpointing",
+    "is_recomputing",
+]
 
 Function = Callable[[Any], Any]
 
 
 def checkpoint(function: Function, input: TensorOrTensors) -> TensorOrTensors:
-    """What the function makes of the input; for backward only the input is kept, and the random numbers' states."""
+    """What the function makes of the input. Only that is kept for backward, autocast and the random numbers' states."""
     checkpointing = Checkpointing(function, Batch(input))
     batch = checkpointing.checkpoint()
     checkpointing.recompute(batch)
@@ -39,6 +49,7 @@ class Checkpointing:
         self.function = function
         self.batch = batch
         self._states: list[Any] = []  # of the random number generators, when the function began
+        self._ambient: Ambient | None = None  # and of the thread
         self._made: tuple[list[Tensor], list[Tensor]] | None = None  # inputs and outputs of the second run
 
     def checkpoint(self) -> Batch:
@@ -57,6 +68,7 @@ class Checkpointing:
     def _first(self, row: list[Tensor]) -> Any:
         cuda = row[0].device if row[0].is_cuda else None
         self._states = [torch.get_rng_state(), None if cuda is None else torch.cuda.get_rng_state(cuda)]
+        self._ambient = ambient()
         with torch.no_grad(), enable_checkpointing():
             return self._run(row)
 
@@ -64,7 +76,10 @@ class Checkpointing:
         if self._made is None:
             inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
             cuda = [inputs[0].device] if inputs[0].is_cuda else []
-            with torch.random.fork_rng(cuda), torch.enable_grad(), enable_recomputing():
+            assert self._ambient is not None
+            with torch.random.fork_rng(cuda), torch.enable_grad(), enable_recomputing(), ExitStack() as state:
+                for context in self._ambient.contexts():
+                    state.enter_context(context)
                 torch.set_rng_state(self._states[0])
                 if cuda:
                     torch.cuda.set_rng_state(self._states[1], cuda[0])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from penstock.engine import microbatch as core
+from penstock.engine.tree import flatten
 
 __all__ = ["Batch", "TensorOrTensors", "Tensors", "check", "gather", "scatter"]
 
@@ -44,6 +45,12 @@ class Batch:
     def call(self, function: Callable[[Any], Any]) -> Batch:
         """What a function makes of the value, as a batch."""
         return Batch(function(self.value), self.index)
+
+    @property
+    def anchor(self) -> int:
+        """Which tensor to tie to other parts of autograd's graph: one with a gradient, or that may have one."""
+        fitting = [[x.requires_grad for x in self], [x.is_floating_point() for x in self]]
+        return next((fits.index(True) for fits in fitting if any(fits)), 0)
 
     def _row(self) -> Tensors:
         return (self.value,) if isinstance(self.value, Tensor) else self.value
@@ -90,8 +97,18 @@ def check(input: TensorOrTensors) -> None:
 
 
 def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
-    """The micro-batches of a mini-batch, as even as can be: as many as ``chunks``, if there are enough samples."""
-    return [Batch(part, i) for i, part in enumerate(core.scatter(input, sizes(input, chunks)))]
+    """The micro-batches of a mini-batch, as even as can be: as many as ``chunks``, if there are enough samples.
+
+    Tensors of a tuple may differ in their sizes, if as many parts can be made of each.
+    """
+    if len({len(tensor) for tensor in flatten(input)[0] if tensor.dim()}) <= 1:
+        parts: Iterable[Any] = core.scatter(input, sizes(input, chunks))
+    else:
+        columns = [core.scatter(tensor, sizes(tensor, chunks)) for tensor in input]
+        if len(set(map(len, columns))) > 1:
+            core.batch_size(input, "input")  # says what is wrong
+        parts = zip(*columns, strict=True)
+    return [Batch(part, i) for i, part in enumerate(parts)]
 
 
 def sizes(input: TensorOrTensors, chunks: int) -> Sequence[int]:

@@ -7,12 +7,17 @@
 A rank's time is that of its stages together, over its speed; a channel's is that of what crosses its cut. All ranks
 keep within their memory: what stays, and the activations of as many micro-batches as are in flight.
 
-How it is found: whether all can keep below some time is decided by going through the ranks and remembering the furthest
-that each beginning lets them get; the least such time is approached by halving, and then from below, until no cuts do
-better than those that were found. So straight cuts and those of a V are exact: no others have a busiest rank with less
-to do. So are those of a loop with two stages a rank, unless there are too many ways to begin its second round. Where a
-loop has more stages a rank, two rounds are cut at a time, the others being as they are, until none of that helps. The
-answer has a bound, which says how good it is for certain.
+How it is found: even cuts are moved as long as it helps, and compared with times that no cuts can be below (see
+``bounds``). Where that leaves a gap, whether all can keep below some time is decided by going through the ranks and
+remembering the furthest that each beginning lets them get; the least such time is approached by halving, and then from
+below, until no cuts do better than those that were found. So straight cuts are exact: no others have a busiest rank
+with less to do. So are those of a V, and of a loop with two stages a rank, unless there are too many ways to get there.
+
+Where a loop has more stages a rank, cuts are moved at random, and two rounds are cut at a time, the others being as
+they are. Then all cuts are gone through that can be better (see ``rounds``): these are few where there are not many
+more layers than stages, or where what was found is close to a bound. Where they are too many, it is not proven.
+
+The answer has a bound, which says how good it is for certain: it is exact where that leaves no gap.
 """
 
 from __future__ import annotations
@@ -23,16 +28,25 @@ from itertools import pairwise
 from math import inf
 
 from penstock.errors import PlanError
+from penstock.profile.planner.bounds import by_counts, by_kinds, floor
 from penstock.profile.planner.evened import evened
 from penstock.profile.planner.pairs import Question, there_and_back, twice_round
+from penstock.profile.planner.rounds import Rounds
 from penstock.profile.planner.segments import Segments
+from penstock.profile.planner.shaken import shaken
 from penstock.profile.planner.times import Cuts, Ranks, Runs, bottleneck, fits
+from penstock.profile.planner.weighed import Weighed
 from penstock.schedule.placement import loop, vee
 
 __all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
 _CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
-_EFFORT = 60_000  # fronts that are looked at: about a third of a second
+_EFFORT = 2_000_000  # what is looked at, in less than a microsecond each
+_PART = _EFFORT // 5  # for moves at random, and for a proof
+_ON_A_V = 4 * _EFFORT  # nearly always much less is enough
+_SAME = 1 + 1e-9
+_LESS = 1 + 1e-11  # what is less by rounding alone is not less
+_PASSES = 500_000  # stages and places that are weighed
 _NEXT = (1.003, 1.01, 1.03, 1.1, 1.3)  # times that are tried, over the least that there can be
 
 
@@ -63,10 +77,24 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
     if shape == "v" and v != 2:
         raise PlanError(f"a V has two stages a rank, not {v}")
     placement = placement_of(shape, p, v)
+    start, low = evened(segments, ranks, placement), floor(segments, ranks)
+    value = _any_time(segments, ranks) if start is None else bottleneck(segments, ranks, placement, start)
+    for bound in (by_counts, by_kinds) if start is not None else (by_counts,):
+        if value > low * _SAME:
+            low = bound(segments, ranks, placement, low, value)
+    known = Cut(start or (), value, min(low, value))
+    if value > low * _SAME:
+        known = _better(segments, ranks, placement, shape, known)
+    return known if known.cuts else None
+
+
+def _better(segments: Segments, ranks: Ranks, placement: tuple[int, ...], shape: str, known: Cut) -> Cut:
+    v = len(placement) // len(ranks)
     if v > 2:
-        return _round_by_round(segments, ranks, placement, v)
+        return _rounds(segments, ranks, placement, known)
     search = _straight if v == 1 else there_and_back if shape == "v" else twice_round
-    return _least(segments, ranks, placement, _Asking(segments, ranks, search))
+    ask = _Asking(segments, ranks, search, effort=_ON_A_V if shape == "v" else _EFFORT)
+    return _least(segments, ranks, placement, known, ask)
 
 
 def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
@@ -114,19 +142,19 @@ class _Asking:
         return found
 
 
-def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], ask: _Asking) -> Cut | None:
-    floor = low = _floor(segments, ranks)
+def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Asking) -> Cut:
+    """The best cuts, asked for at times closer and closer to what they have."""
+    best, high, floor = known.cuts, known.busiest, known.bound
+    low = floor
     for more in (1 + 1e-12, *_NEXT, inf):
-        best = ask(floor * more)
-        if best is not None:
+        found = ask(min(floor * more, high))
+        if found is not None:
+            best, high = found, bottleneck(segments, ranks, placement, found)
             break
-        low = floor * more
-    if best is None:
-        best = evened(segments, ranks, placement)
-    if best is None:
-        return None
-    high = bottleneck(segments, ranks, placement, best)
-    while high > floor * (1 + 1e-12) and (found := ask(high)) is not None:
+        low = min(floor * more, high)
+        if low == high:
+            break
+    while low < high and high > floor * (1 + 1e-12) and (found := ask(high)) is not None:
         reached = bottleneck(segments, ranks, placement, found)
         if not reached < high:  # by rounding alone
             break
@@ -139,20 +167,6 @@ def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], ask: _Ask
                 break
             best, high = found, bottleneck(segments, ranks, placement, found)
     return Cut(best, high, min(high, max(floor, ask.bound)))
-
-
-def _floor(segments: Segments, ranks: Ranks) -> float:
-    """A time that the busiest rank has in any case: its share of all work, the largest layer, or the several layers
-    that come together somewhere, because there are more than one for each rank."""
-    works = segments.works
-    if ranks.recompute:
-        works = [work + segments.again(i, i + 1) for i, work in enumerate(works)]
-    fastest, p = max(ranks.speed), len(ranks)
-    time = max(sum(works) / sum(ranks.speed), max(works) / fastest)
-    ordered = sorted(works, reverse=True)
-    for count in range(1, (len(works) - 1) // p + 1):
-        time = max(time, sum(ordered[count * p - count : count * p + 1]) / fastest)
-    return time
 
 
 # ── one run of layers a rank ─────────────────────────────────────────────────────────────────────────────────────
@@ -187,25 +201,52 @@ def _straight(question: Question) -> Cuts | None:
 # ── more than two runs a rank ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _round_by_round(segments: Segments, ranks: Ranks, placement: Sequence[int], v: int) -> Cut | None:
+def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], known: Cut) -> Cut:
+    """Better cuts, or a proof that there are none, as far as the effort goes."""
+    best, value, low = known.cuts, known.busiest, known.bound
+    if best:
+        for start in (best, shaken(segments, ranks, placement, best, low, _PART)):
+            found, reached = _two_rounds_at_a_time(segments, ranks, placement, start, low)
+            if reached < value:
+                best, value = found, reached
+    effort = _PART
+    passes = max(20, min(200, _PASSES // (len(placement) * (segments.n - len(placement) + 10))))
+    while value > low * _SAME and effort > 0:
+        weighed = Weighed(segments, ranks, placement, value / _LESS, passes, low)
+        low = min(value, max(low, weighed.bound))
+        rounds = Rounds(segments, ranks, weighed, effort)
+        better, effort = rounds.search(), rounds.effort
+        if better is None:
+            low = value / _LESS if effort >= 0 else low
+            break
+        best, value = better, bottleneck(segments, ranks, placement, better)
+    return Cut(best, value, min(low, value))
+
+
+def _any_time(segments: Segments, ranks: Ranks) -> float:
+    """More than ranks or channels have to do with any cuts."""
+    work = segments.work(0, segments.n) + segments.again(0, segments.n)
+    return 1 + 2 * max(work / min(ranks.speed), *segments.transfer)
+
+
+def _two_rounds_at_a_time(
+    segments: Segments, ranks: Ranks, placement: Sequence[int], best: Cuts, low: float
+) -> tuple[Cuts, float]:
     """Two neighbouring rounds are cut anew, as long as that lets the busiest rank have less."""
-    best = evened(segments, ranks, placement)
-    if best is None:
-        return None
-    p, floor = len(ranks), _floor(segments, ranks)
+    p, v = len(ranks), len(placement) // len(ranks)
     value = bottleneck(segments, ranks, placement, best)
-    first, tried, effort = 0, 0, _EFFORT
-    while tried < v - 1 and value > floor * (1 + 1e-9):
+    first, tried, effort = 0, 0, _EFFORT // 3
+    while tried < v - 1 and value > low * _SAME and effort > 0:
         begin, end = first * p, (first + 2) * p
         runs = list(pairwise((0, *best)))
         other = [[runs[stage] for stage in range(rank, v * p, p) if not begin <= stage < end] for rank in range(p)]
         ask = _Asking(segments, ranks, twice_round, (runs[begin][0], runs[end - 1][1]), other, effort)
         tried += 1
-        while (found := ask(floor + (value - floor) / 2) or ask(value)) is not None:
+        while (found := ask(low + (value - low) / 2) or ask(value)) is not None:
             whole = (*best[:begin], *found, *best[end:])
             reached = bottleneck(segments, ranks, placement, whole)
             if not reached < value:
                 break
             best, value, tried = whole, reached, 0
         first, effort = (first + 1) % (v - 1), ask.effort
-    return Cut(best, value, floor)
+    return best, value

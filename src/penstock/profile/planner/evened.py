@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import inf
+from operator import add
 
 from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Cuts, Ranks, cheapest
+from penstock.profile.planner.times import Cuts, Ranks, time_of
 
 __all__ = ["evened"]
 
 Value = tuple[int, float, float]
-"""How many ranks lack memory, the time of the busiest rank or channel, and how uneven the ranks are."""
+"""How many ranks lack memory, the time of the busiest rank or channel, and how uneven these are."""
 
 
 def evened(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts | None:
@@ -19,22 +21,43 @@ def evened(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts |
     n, stages = segments.n, len(placement)
     if stages > n:
         return None
-    share = segments.work(0, n) / stages
-    cuts, at = list[int](), 0
-    for stage in range(stages - 1):
-        at += 1
-        while at < n - (stages - stage - 1) and segments.work(0, at) + segments.work(at, at + 1) / 2 < share * (
-            stage + 1
-        ):
-            at += 1
-        cuts.append(at)
-    state = _State(segments, ranks, placement, [*cuts, n])
+    starts = {_even(segments, ranks, placement, avoid) for avoid in (True, False)}
+    states = [_moved(_State(segments, ranks, placement, list(cuts))) for cuts in starts]
+    best = min(states, key=lambda state: (state.value, state.cuts))
+    return None if best.value[0] else tuple(best.cuts)
+
+
+def _moved(state: _State) -> _State:
     moving = True
     while moving:
         moving = False
-        for k, width, step in _moves(stages - 1):
-            moving |= state.move(k, min(k + width, stages - 1), step)
-    return None if state.value[0] else tuple(state.cuts)
+        for k, width, step in _moves(len(state.cuts) - 1):
+            moving |= state.move(k, min(k + width, len(state.cuts) - 1), step)
+    return state
+
+
+def _even(segments: Segments, ranks: Ranks, placement: Sequence[int], avoid: bool) -> Cuts:
+    """Stages of as much work as their ranks' speeds allow; cuts that take longer than a rank are avoided, or not.
+
+    Of all cuts they are those with the least distance, squared, from where the work of the stages before would end.
+    """
+    n, stages = segments.n, len(placement)
+    extra, done = n - stages, segments.done
+    speeds = [ranks.speed[rank] for rank in placement]
+    time = done[-1] / sum(speeds)
+    slow = done[-1] ** 2 * stages  # worse than any distance
+    reached, ends = [[0.0] * (extra + 1)], time * speeds[0]
+    for s in range(1, stages):
+        far = [(done[s + o] - ends) ** 2 for o in range(extra + 1)]
+        if avoid and placement[s - 1] != placement[s]:
+            far = [one + slow * (segments.transfer[s + o] > time * stages / len(ranks)) for o, one in enumerate(far)]
+        reached.append(list(accumulate(map(add, reached[-1], far), min)))
+        ends += time * speeds[s]
+    cuts, o = [n], extra
+    for s in range(stages - 1, 0, -1):
+        o = reached[s].index(reached[s][o])
+        cuts.append(s + o)
+    return tuple(reversed(cuts))
 
 
 def _moves(inner: int) -> Iterator[tuple[int, int, int]]:
@@ -79,19 +102,13 @@ class _State:
             self.cuts[at] += step
 
     def _time(self, rank: int) -> float:
-        """The rank's time for a micro-batch; infinite if it lacks memory."""
         runs = [(self.cuts[s - 1] if s else 0, self.cuts[s]) for s in self.own[rank]]
-        again = cheapest(self.segments, self.ranks, rank, runs)
-        if again is None:
-            return inf
-        work = sum(self.segments.work(i, j) for i, j in runs)
-        work += sum(self.segments.again(*runs[number]) for number in again)
-        return work / self.ranks.speed[rank]
+        return time_of(self.segments, self.ranks, rank, runs)
 
     def _value(self) -> Value:
         """Of two equal bottlenecks the one with fewer such ranks is less."""
-        fine = [time for time in self.times if time < inf]
-        lacking, top = len(self.times) - len(fine), max(fine, default=0.0)
-        uneven = sum((time / top) ** 8 for time in fine) if top else 0.0
         transfer = self.segments.transfer
-        return lacking, max([top, *(transfer[self.cuts[s - 1]] for s in self.between)]), uneven
+        lacking = sum(time == inf for time in self.times)
+        fine = [time for time in self.times if time < inf] + [transfer[self.cuts[s - 1]] for s in self.between]
+        top = max(fine, default=0.0)
+        return lacking, top, sum((time / top) ** 8 for time in fine) if top else 0.0

@@ -75,9 +75,16 @@ def joint(
 ) -> Joint | None:
     """The best that is found in about ``seconds`` of a usual core; None if nothing keeps the ranks' memory.
 
-    Without a limit on memory, a rank may keep what the fullest rank of 1F1B would.
+    Without a limit on memory, a rank may keep what the fullest rank of 1F1B would; with one that leaves room for more,
+    it keeps more if that makes a step shorter.
     """
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
+    _search(search, shape, v, seconds, moves)
+    return search.leaner(min(QUICK, seconds / 40)) if search.met else None
+
+
+def _search(search: _Search, shape: str, v: int, seconds: float, moves: bool) -> None:
+    segments, ranks, m = search.segments, search.ranks, search.m
     budget = _Budget(seconds, counted=3 * len(search.placement) * m <= COUNTED)
     quick = min(QUICK, seconds / 40)
     for point in dict.fromkeys(_beginnings(segments, ranks, m, shape, v, exact=moves and budget.counted)):
@@ -86,15 +93,15 @@ def joint(
         if not moves and (len(search.met) == 2 or (search.met and budget.left <= 0)):
             break
     if not search.met:
-        return None
+        return
     if not moves:
         if budget.left > 0:
             search.try_(search.points(1)[0], budget.left)
-        return search.best
+        return
     search.descend(quick, budget, (0.8 if budget.counted else 0.5) * budget.left)
     if not budget.counted:  # a change to such an order takes long, and so does each of many
         search.try_(search.points(1)[0], max(QUICK, budget.left))
-        return search.best
+        return
     tracks = [search.track(search.points(1)[0], SHORT * seconds, turn) for turn in range(TRACKS)]
     budget.spend(TRACKS * SHORT * seconds)
     left = max(0.0, budget.left)
@@ -104,7 +111,6 @@ def joint(
     best.settle(0.25 * left)
     choose = ranks.recompute is None and bool(best.point[1])
     search.try_(best.point, 0.25 * left, choose=choose)
-    return search.best
 
 
 class _Budget:
@@ -133,6 +139,18 @@ class _Search:
     @property
     def best(self) -> Joint:
         return min(self.met.values(), key=lambda one: one.found.makespan)
+
+    def leaner(self, seconds: float) -> Joint:
+        """The best; with an order in 1F1B's memory, if it keeps more than that and takes as long."""
+        best = self.best
+        stages = None if best.again else self.stages((best.cuts, best.again))
+        if stages is None or stages.cap is None:
+            return best
+        found = order(replace(stages, room=(inf,) * len(stages.room)), seconds=seconds, seed=self.seed)
+        if found is None or max(found.peak) >= max(best.found.peak):
+            return best
+        fits = all(peak <= room for peak, room in zip(found.peak, stages.room, strict=True))
+        return replace(best, found=found) if fits and found.makespan <= best.found.makespan * (1 + 1e-9) else best
 
     def points(self, count: int) -> list[Point]:
         """Those with the shortest orders."""

@@ -11,8 +11,8 @@ gets too far for the heavy layers of those after it. So three questions are aske
 
 Where stages are recomputed, a front that is ahead may have more to keep: a no is sure only if as much comes to a stage
 wherever it begins.
-Where the second round of a loop begins is tried everywhere, so that a no takes long. There is a limit on how many
-fronts are looked at; an answer that would need more is a no that is not sure.
+Where the second round of a loop begins is tried everywhere, so that a no takes long. There is a limit on how
+much is looked at; an answer that would need more is a no that is not sure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import accumulate
 from math import inf
 
 from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Cuts, Ranks, Runs, fits
+from penstock.profile.planner.times import Cuts, Ranks, Runs, fits, price
 
 __all__ = ["Question", "there_and_back", "twice_round"]
 
@@ -34,8 +34,8 @@ _ROUNDING = 1 + 1e-9
 class Question:
     """Whether every rank can keep below a time.
 
-    ``other`` are runs that ranks have besides; ``layers`` are those that are to be cut. ``effort`` says how many fronts
-    may be looked at, and then how many are left of these.
+    ``other`` are runs that ranks have besides; ``layers`` are those that are to be cut. ``effort`` says how much may be
+    looked at, in less than a microsecond each, and then how much is left of that.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Question:
         self.segments, self.ranks, self.below, self.layers, self.other = segments, ranks, below, layers, other
         self.effort, self.unsure = effort, False  # if a no may be wrong
         self.free = ranks.recompute is False and min(ranks.memory) == inf
+        self.price = 1 if self.free else price(ranks, 2 + len(other[0]))
         self.open = [seconds < below for seconds in segments.transfer]  # whether what crosses a cut is there in time
         self.open[0] = self.open[-1] = True
         self.most = [  # the work that a rank can do in time, of these layers
@@ -59,8 +60,8 @@ class Question:
         after = [0.0, *accumulate(max(0.0, most) for most in reversed(self.most))]
         self.left = [seconds * _ROUNDING for seconds in after[-2::-1]]  # what the ranks after one can do
 
-    def spend(self, fronts: int) -> None:
-        self.effort -= fronts if self.free else 2 * fronts
+    def spend(self, effort: int) -> None:
+        self.effort -= effort
         if self.effort < 0:
             raise _TooMuchError
 
@@ -122,7 +123,7 @@ class _Step:
         left = self.question.left[rank]
         found: dict[tuple[int, int], _Front] = {}
         for front in fronts:
-            self.question.spend(1)
+            self.question.spend(3)
             for x, y in self._from(rank, front, room):
                 if (x, y) not in found and rest(x, y) <= left:
                     found[x, y] = _Front(x, y, front)
@@ -144,6 +145,7 @@ class _Step:
             budget = most - done[x]
             if not budget > 0:
                 return
+            question.spend(2)
             if way < 0:
                 far = max(far, bisect_right(done, done[other] - budget))
             else:
@@ -154,6 +156,7 @@ class _Step:
                 return
             if x == begin or is_open[x]:
                 for y in range(far, near - way, -way):
+                    question.spend(1)
                     if room(x, y) and (y == other or is_open[y]):
                         yield x, y
                         if not every:
@@ -161,6 +164,7 @@ class _Step:
 
     def _fits(self, rank: int, front: _Front, x: int, y: int) -> bool:
         question = self.question
+        question.spend(question.price)
         if question.free:
             done = question.segments.done
             return done[x] - done[front.x] + abs(done[y] - done[front.y]) < question.most[rank]
@@ -182,6 +186,7 @@ def _vee(step: _Step) -> Cuts | None:
         fronts = step.go(rank, fronts, room, lambda x, y: done[y] - done[x])
     for front in fronts:
         for middle in range(front.x + step.least, front.y - step.least + 1):
+            question.spend(question.price)
             runs = (*question.other[p - 1], (front.x, middle), (middle, front.y))
             if fits(question.segments, question.ranks, p - 1, question.below, runs):
                 chain = _chain(front)

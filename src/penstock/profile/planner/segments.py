@@ -22,10 +22,12 @@ class Segments:
         self._totals: dict[str, list[float]] = {}
         self._static = _sums(_stays(layer) for layer in layers)
         self._activation = _sums(layer.activation for layer in layers)
+        self._waits = any(layer.deferred is not None for layer in layers)
         factor = _share(layers)
         self._ties = [(sorted(set(tie.layers)), tie.bytes * factor) for tie in costs.shared]
         self._twice = sorted((max(a, b), min(a, b), size) for a, b, size in costs.kept_together)
         self._kept: dict[tuple[int, int], float] = {}
+        self._runs: dict[tuple[int, int], tuple[float, float, float, float]] = {}
         self._values = _values(costs.crossings)
         self._coming: dict[int, list[tuple[int, float]]] = {}
         self.crossing = self._crossings()
@@ -68,6 +70,28 @@ class Segments:
                     bytes_ -= size
             self._kept[i, j] = bytes_
         return self._kept[i, j]
+
+    def deferred(self, i: int, j: int) -> float:
+        """Bytes that its weight gradients need of one micro-batch, if they wait."""
+        return self.total("waits", i, j) if self._waits else self.activation(i, j)
+
+    def run(self, i: int, j: int) -> tuple[float, float, float, float]:
+        """Of a run: seconds of the forward once more, bytes that stay, that the backward needs, and of these that came.
+
+        What comes to a run is taken to be a part of what its backward needs, as it is for linear layers and norms.
+        """
+        found = self._runs.get((i, j))
+        if found is None:
+            kept = self.activation(i, j)
+            found = self.again(i, j), self.static(i, j), kept, min(kept, self.inputs(i, j))
+            self._runs[i, j] = found
+        return found
+
+    def own(self, i: int) -> tuple[float, float]:
+        """Of a layer's bytes that stay, and of its activation, what it shares with no other."""
+        stays = self._static[i + 1] - self._static[i] - sum(size for layers, size in self._ties if i in layers)
+        kept = self.activation(i, i + 1) - sum(size for last, first, size in self._twice if i in (first, last))
+        return max(0.0, stays), max(0.0, kept)
 
     def inputs(self, i: int, j: int) -> float:
         """Bytes that come to the run from layers before it, for one micro-batch: what is kept to recompute it from."""

@@ -45,6 +45,9 @@ def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts
         bandwidth=link.bandwidth,
         bytes=edges,
         activation=tuple(activation),
+        keep=tuple(
+            segments.deferred(i, j) / kept if kept else 1.0 for (i, j), kept in zip(runs, activation, strict=True)
+        ),
         checkpoint=tuple(came / kept if kept else 0.0 for came, kept in zip(inputs, activation, strict=True)),
     )
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 from math import inf
 
 from penstock.profile.planner.segments import Segments
 
-__all__ = ["Cuts", "Ranks", "Runs", "bottleneck", "cheapest", "fits", "held"]
+__all__ = ["Cuts", "Ranks", "Runs", "bottleneck", "cheapest", "fits", "held", "price", "time_of"]
 
 Cuts = tuple[int, ...]
 """Where the stages end: the last one at the last layer."""
@@ -40,15 +39,16 @@ def bottleneck(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts:
     runs: list[list[tuple[int, int]]] = [[] for _ in range(len(ranks))]
     for rank, run in zip(placement, pairwise((0, *cuts)), strict=True):
         runs[rank].append(run)
-    busiest = 0.0
-    for rank, own in enumerate(runs):
-        again = cheapest(segments, ranks, rank, own)
-        if again is None:
-            return inf
-        busiest = max(busiest, _work(segments, own, again) / ranks.speed[rank])
+    busiest = max(time_of(segments, ranks, rank, own) for rank, own in enumerate(runs))
     here = pairwise(zip(placement, (0, *cuts), strict=False))
     crossing = [segments.transfer[begin] for (a, _), (b, begin) in here if a != b]
     return max([busiest, *crossing])
+
+
+def time_of(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> float:
+    """A rank's time for one micro-batch; infinite where its memory is too small."""
+    again = cheapest(segments, ranks, rank, runs)
+    return inf if again is None else _work(segments, runs, again) / ranks.speed[rank]
 
 
 def fits(segments: Segments, ranks: Ranks, rank: int, below: float, runs: Runs) -> bool:
@@ -62,32 +62,34 @@ def fits(segments: Segments, ranks: Ranks, rank: int, below: float, runs: Runs) 
     return again is not None and _work(segments, runs, again) < most
 
 
+def price(ranks: Ranks, runs: int) -> int:
+    """How much effort it is to see whether so many runs fit, in less than a microsecond each."""
+    if ranks.recompute is None and min(ranks.memory) < inf:
+        return 5 + 2 * runs + (1 << runs)
+    return 3 + 2 * runs
+
+
 def cheapest(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> tuple[int, ...] | None:
     """Which of the runs to recompute, so that the rank has the memory, and its work is the least; None if none will."""
     limit, count = ranks.memory[rank], ranks.in_flight[rank]
-    best, least = None, inf
-    for again in _choices(len(runs), ranks.recompute):
-        work = sum(segments.again(*runs[number]) for number in again)
-        if work < least and (limit == inf or held(segments, runs, again, count) <= limit):
-            best, least = again, work
-    return best
+    if ranks.recompute is not None or limit == inf:
+        again = tuple(range(len(runs))) if ranks.recompute else ()
+        return again if limit == inf or held(segments, runs, again, count) <= limit else None
+    if held(segments, runs, (), count) <= limit:
+        return ()
+    return _least_again(segments, runs, limit, count)
 
 
 def held(segments: Segments, runs: Runs, again: Sequence[int], in_flight: float) -> float:
-    """A rank's bytes with so many micro-batches in flight; of those that are recomputed, one is there at a time.
-
-    What comes to a stage is taken to be a part of what its backward needs, as it is for linear layers and norms.
-    """
+    """A rank's bytes with so many micro-batches in flight; of those that are recomputed, one is there at a time."""
     total, most = 0.0, 0.0
-    for number, (i, j) in enumerate(runs):
-        total += segments.static(i, j)
-        kept = segments.activation(i, j)
+    for number, run in enumerate(runs):
+        _, stays, kept, came = segments.run(*run)
         if number in again:
-            inputs = min(kept, segments.inputs(i, j))
-            total += in_flight * inputs
-            most = max(most, kept - inputs)
+            total += stays + in_flight * came
+            most = max(most, kept - came)
         else:
-            total += in_flight * kept
+            total += stays + in_flight * kept
     return total + most
 
 
@@ -100,11 +102,19 @@ def _work(segments: Segments, runs: Runs, again: Sequence[int]) -> float:
     return work
 
 
-@cache
-def _choices(count: int, recompute: bool | None) -> tuple[tuple[int, ...], ...]:
-    return tuple(_subsets(count)) if recompute is None else (tuple(range(count)) if recompute else (),)
-
-
-def _subsets(count: int) -> Iterator[tuple[int, ...]]:
-    for size in range(count + 1):
-        yield from combinations(range(count), size)
+def _least_again(segments: Segments, runs: Runs, limit: float, in_flight: float) -> tuple[int, ...] | None:
+    """Of all choices of runs, the one that takes the least work again; of several such, one with few runs."""
+    sizes = [segments.run(*run) for run in runs]
+    excess = sum(stays + in_flight * kept for _, stays, kept, _ in sizes) - limit
+    if excess > in_flight * sum(kept - came for _, _, kept, came in sizes):
+        return None
+    choices: list[tuple[float, float, float, tuple[int, ...]]] = [(0.0, 0.0, 0.0, ())]  # work, bytes less, at once
+    for number, (work, _, kept, came) in enumerate(sizes):
+        away = kept - came
+        if away > 0:
+            choices += [
+                (more + work, less + in_flight * away, max(most, away), (*again, number))
+                for more, less, most, again in choices
+            ]
+    fit = [(work, len(again), again) for work, less, most, again in choices if less - most >= excess]
+    return min(fit)[2] if fit else None

@@ -64,7 +64,7 @@ class Candidate:
     memory: tuple[float, ...]  # of each rank at its peak
     bubble: float
     costs: Costs | None = None  # of its stages and edges
-    saved: tuple[float, ...] | None = None  # of it, for backwards to come; None where activations are recomputed
+    saved: tuple[float, ...] | None = None  # what is saved by forwards; None where activations are recomputed
 
     @property
     def recomputed(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.engine.channel.control import Control
+from penstock.engine.channel.control import TRACE, Control
 from penstock.engine.process import ProcessCrew
 
 __all__ = ["Aligned", "Offset", "align"]
@@ -58,6 +58,11 @@ def align(crew: ProcessCrew, clock: Callable[[], int]) -> Offset:
     """This rank's offset from the first rank of the mesh. All ranks call it."""
     pipe = crew.control
     data, tensor = (None if twins is None else twins.control for twins in (crew.replicas, crew.twins))
+    with pipe.within(TRACE):
+        return _from_first(pipe, data, tensor, clock)
+
+
+def _from_first(pipe: Control, data: Control | None, tensor: Control | None, clock: Callable[[], int]) -> Offset:
     offset = _ask(pipe, clock)
     if data is not None:
         offset += pipe.gather(_ask(data, clock))[0]

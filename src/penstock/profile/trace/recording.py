@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from penstock.engine.channel.control import TRACE
 from penstock.engine.local import LocalCrew
 from penstock.engine.process import ProcessCrew
 from penstock.engine.tape import Tape
@@ -221,7 +222,8 @@ def _gpu(device: torch.device) -> str:
 
 def _gathered(crew: ProcessCrew, share: _Share) -> list[_Share]:
     """Every process's, on every one of them, in the order of the replicas and of their ranks."""
-    shares: list[Any] = crew.control.gather(share)
+    with crew.control.within(TRACE):
+        shares: list[Any] = crew.control.gather(share)
     for twins in (crew.twins, crew.replicas):
         if twins is not None:
             shares = [one for row in twins.control.gather(shares) for one in row]

@@ -12,7 +12,7 @@ from penstock.schedule.auto.drops import choices
 from penstock.schedule.auto.fill import fill
 from penstock.schedule.auto.floor import lower_bound
 from penstock.schedule.auto.found import Found, simulated
-from penstock.schedule.auto.problem import SLACK, make_problem
+from penstock.schedule.auto.problem import SLACK, Problem, Words, make_problem
 from penstock.schedule.auto.search import search
 from penstock.schedule.auto.seeds import fixed_words
 from penstock.schedule.costs import Costs
@@ -59,16 +59,36 @@ def auto(
     floor = lower_bound(problem)
     goal = floor * (1 + SLACK)
 
-    orders = search(
-        problem, goal, seconds, Random(seed), lambda: 0.0 if repeatable else time.thread_time() - begin
-    )
+    def spent() -> float:
+        return 0.0 if repeatable else time.thread_time() - begin
+
+    orders = search(problem.with_room(), goal, seconds, Random(seed), spent)
+    if problem.with_room() is not problem:
+        orders = [(makespan, _whole(problem, words)) for makespan, words in orders]
     if orders[0][0] > goal or problem.contended:
         limit = math.inf if problem.contended else orders[0][0]
-        known = (words for choice in choices(problem) for words in fixed_words(choice))
-        timed = ((fill(problem, words, None, limit), words) for words in known)
-        orders += [(makespan, words) for makespan, words in timed if makespan < math.inf]
+        as_fused = problem.as_fused()  # what fixed schedules with whole backwards keep
+        known = [words for choice in choices(as_fused) for words in fixed_words(choice)]
+        if as_fused is not problem:
+            known += [_whole(problem, words) for words in known]
+        timed = ((fill(as_fused, words, None, limit), words) for words in known)
+        orders += [(time, words) for time, words in timed if time < math.inf and _fits(problem, words, costs, edges)]
         orders.sort(key=lambda entry: entry[0])
     if not problem.contended:
         del orders[1:]
     best = min((simulated(problem, words, costs, edges) for _, words in orders), key=lambda found: found.makespan)
     return Found(best.schedule, best.makespan, min(floor, best.makespan), best.peak_memory, problem.cap)
+
+
+def _whole(problem: Problem, words: Words) -> Words:
+    """The words with whole backwards."""
+    count = problem.num_stages
+    return [[letter + count * (letter // count == 1) for letter in word if letter // count != 3] for word in words]
+
+
+def _fits(problem: Problem, words: Words, costs: Costs, edges: Sequence[Edge]) -> bool:
+    """Whether an order that would fit with whole backwards keeps the cap as it is."""
+    if min(problem.before) == 1:
+        return True
+    peaks = simulated(problem, words, costs, edges).peak_memory
+    return all(peak <= cap * (1 + SLACK) for peak, cap in zip(peaks, problem.cap, strict=True))

@@ -18,11 +18,7 @@ def choices(problem: Problem) -> list[Problem]:
     every = range(problem.num_stages)
     chosen = [frozenset(every), frozenset[int](), *(_enough(problem, longer) for longer in _LONGER)]
     found = [problem.with_again(stages) for stages in dict.fromkeys(chosen)]
-    return [
-        one
-        for one in found
-        if all(need <= cap * (1 + SLACK) for need, cap in zip(one.least, one.cap, strict=True))
-    ]
+    return [one for one in found if one.fits]
 
 
 def _enough(problem: Problem, longer: float) -> frozenset[int]:

@@ -60,11 +60,13 @@ def stays(problem: Problem) -> list[tuple[float, float]]:
     """By stage, what it keeps of a micro-batch times how long it keeps it, at least; and the same if it recomputes."""
     count, times = problem.num_stages, problem.durations
     found = []
-    for s, (size, part, away) in enumerate(zip(problem.activation, problem.checkpoint, _away(problem), strict=True)):
+    for s, away in enumerate(_away(problem)):
+        size, before, after, part = problem.activation[s], problem.before[s], problem.keep[s], problem.checkpoint[s]
         replay, fused, split = times[4 * count + s], times[2 * count + s], times[count + s]
-        whole = times[s] + min(fused, split + problem.keep * times[3 * count + s])
-        dropped = whole + replay + part * max(0.0, away - replay)
-        found.append((size * (whole + away), size * min(whole + away, dropped)))
+        whole = before * times[s] + min(before * fused, before * split + after * times[3 * count + s])
+        kept = whole + before * away
+        dropped = whole + before * replay + part * max(0.0, away - replay)
+        found.append((size * kept, size * min(kept, dropped)))
     return found
 
 
@@ -111,8 +113,10 @@ def _replays(problem: Problem) -> list[float]:
 def _usable(problem: Problem, rank: int) -> float:
     """The most of its cap that a rank can fill: where its stages keep the same, a multiple of that."""
     cap = problem.cap[rank] * (1 + SLACK)
-    sizes = {problem.activation[s] for s in problem.local[rank]} - {0.0}
-    if len(sizes) == 1 and problem.keep == 1 and not any(problem.again[s] for s in problem.local[rank]):
+    stages = problem.local[rank]
+    sizes = {problem.activation[s] for s in stages} - {0.0}
+    alike = all(problem.before[s] == problem.keep[s] == 1 and not problem.again[s] for s in stages)
+    if len(sizes) == 1 and alike:
         (size,) = sizes
         return min(cap, math.floor(cap / size) * size)
     return cap

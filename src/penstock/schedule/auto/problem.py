@@ -44,7 +44,11 @@ class Problem:
     arcs: tuple[tuple[int, int, float], ...]
     """(source stage, destination stage, time that a value takes from one to the other)."""
     activation: tuple[float, ...]
-    keep: float
+    """By stage, what is counted from F on: all that it keeps, before I or after it."""
+    before: tuple[float, ...]
+    """By stage, the fraction of that which is really there before I."""
+    keep: tuple[float, ...]
+    """By stage, the fraction that is there between I and W."""
     cap: tuple[float, ...]
     """By rank."""
     contended: bool
@@ -79,9 +83,9 @@ class Problem:
         held = [size * part for size, part in zip(sizes, self.checkpoint, strict=True)]
         return (
             *sizes,
-            *(-size * (1 - self.keep) for size in sizes),
+            *(-size * (1 - keep) for size, keep in zip(sizes, self.keep, strict=True)),
             *(-size for size in sizes),
-            *(-size * self.keep for size in sizes),
+            *(-size * keep for size, keep in zip(sizes, self.keep, strict=True)),
             *(size - part for size, part in zip(sizes, held, strict=True)),
             *held,
         )
@@ -132,6 +136,32 @@ class Problem:
 
     def with_m(self, m: int) -> Problem:
         return replace(self, m=m)
+
+    def as_fused(self) -> Problem:
+        """The problem of orders in which nothing waits for W: with what is really there before I."""
+        if min(self.before) == 1:
+            return self
+        sizes = tuple(size * part for size, part in zip(self.activation, self.before, strict=True))
+        held = tuple(part / own for part, own in zip(self.checkpoint, self.before, strict=True))
+        ones = (1.0,) * self.num_stages
+        return replace(self, activation=sizes, before=ones, keep=ones, checkpoint=held)
+
+    def with_room(self) -> Problem:
+        """The problem, if one micro-batch at a time fits; else the one in which W takes no time, and I that of B: for
+        orders of whole backwards, in which nothing waits.
+        """
+        tried = self.with_again(range(self.num_stages)) if self.loose else self
+        if tried.fits:
+            return self
+        count, times = self.num_stages, self.durations
+        whole = times[2 * count : 3 * count]
+        times = (*times[:count], *whole, *whole, *(0.0,) * count, *times[4 * count :])
+        return replace(self.as_fused(), durations=times)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room for one micro-batch in all its stages."""
+        return all(need <= cap * (1 + SLACK) for need, cap in zip(self.least, self.cap, strict=True))
 
     def with_again(self, stages: Iterable[int]) -> Problem:
         """With all forwards of these stages recomputed, and of no others."""
@@ -187,21 +217,24 @@ def make_problem(
             contended |= transfer > 0
             time = transfer + costs.of_edge("latency", edge)
         arcs.append((*edge, time))
+    keeps = costs.of_stages("keep", count)
+    before = [1 / max(1.0, keep) for keep in keeps]
     problem = Problem(
         placement,
         m,
         (*times["F"], *times["I"], *times["B"], *times["W"], *times["R"], *times["F"]),
         tuple(arcs),
-        tuple(costs.of_stages("activation", count)),
-        costs.keep,
+        tuple(size / part for size, part in zip(costs.of_stages("activation", count), before, strict=True)),
+        tuple(before),
+        tuple(min(1.0, keep) for keep in keeps),
         (0.0,) * ranks,
         contended,
-        tuple(costs.of_stages("checkpoint", count)),
+        tuple(part * own for part, own in zip(costs.of_stages("checkpoint", count), before, strict=True)),
         _again(recompute, count),
         recompute is None,
     )
     problem = replace(problem, cap=_caps(problem, cap))
-    _check_room(problem)
+    _check_room(problem.as_fused())
     return problem, edges
 
 

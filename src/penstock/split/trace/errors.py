@@ -6,6 +6,7 @@ import inspect
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx.proxy import TraceError
 
@@ -61,6 +62,8 @@ def mentions_marks(module: nn.Module) -> bool:
     if cut_points(module) or any(begun(part) or decorated(part) for part in inside):
         return True
     for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
         function = inspect.unwrap(type(part).forward)
         code: Any = getattr(function, "__code__", None)
         scope = getattr(function, "__globals__", {})

@@ -110,10 +110,10 @@ class TracedStage(Mirror):
         """The module at a path, with mirrors made on the way to it."""
         here: nn.Module = self
         for depth, name in enumerate(path):
+            if not isinstance(here, Mirror):
+                return here
             inner = here._modules.get(name)
             if inner is None:
-                if not isinstance(here, Mirror):
-                    return here
                 inner = here._modules[name] = Mirror(model.get_submodule(".".join(path[: depth + 1])))
             here = inner
         return here

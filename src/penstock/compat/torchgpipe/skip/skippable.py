@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import wraps
 from types import new_class
 from typing import Any, ClassVar, Self
 
 from torch import nn
 
+from penstock.compat.torchgpipe.microbatch import Batch
+from penstock.compat.torchgpipe.skip.tracker import SkipTracker, tracker_in_use, tracking
 from penstock.split import skip as core
 from penstock.split.flatten import layers_of
 from penstock.split.skip import Key, SkipUseError
@@ -41,6 +45,11 @@ class Skippable(core.Skippable, nn.Module):
     module_cls: ClassVar[type[nn.Module]]
     stashable_names: ClassVar[frozenset[str]]
     poppable_names: ClassVar[frozenset[str]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            cls.forward = _tracked(cls.forward)  # type: ignore[method-assign]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -110,6 +119,30 @@ def skippable(
         return declare(new_class(module_cls.__name__, (Skippable,), exec_body=lambda own: own.update(body)))
 
     return decorate
+
+
+def _tracked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose values come from the tracker that is in use, and go to it."""
+
+    @wraps(forward)
+    def tracked(self: Skippable, input: Any) -> Any:
+        tracker = tracker_in_use()
+        return forward(self, input) if tracker is None else _through(tracker, self, forward, input)
+
+    return tracked
+
+
+def _through(tracker: SkipTracker, layer: Skippable, forward: Callable[..., Any], input: Any) -> Any:
+    batch = Batch(input)
+    values: dict[Key, Any] = {}
+    for ns, name in layer.pops():
+        with suppress(KeyError):  # of which the layer is told when it pops it
+            values[ns, name] = tracker.load(batch, ns, name)
+    with tracking(tracker, values):
+        batch = Batch(forward(layer, batch.value))
+    for ns, name in layer.stashes():
+        tracker.save(batch, ns, name, values.pop((ns, name)))
+    return batch.value
 
 
 def verify_skippables(module: nn.Sequential) -> None:

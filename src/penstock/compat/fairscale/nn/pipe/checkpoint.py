@@ -2,6 +2,8 @@
 
 from penstock.compat.torchgpipe.checkpoint import (
     Checkpointing,
+    Function,
+    TensorOrTensors,
     checkpoint,
     enable_checkpointing,
     enable_recomputing,
@@ -11,6 +13,8 @@ from penstock.compat.torchgpipe.checkpoint import (
 
 __all__ = [
     "Checkpointing",
+    "Function",
+    "TensorOrTensors",
     "checkpoint",
     "enable_checkpointing",
     "enable_recomputing",

@@ -1,5 +1,5 @@
 """As in torchgpipe."""
 
-from penstock.compat.torchgpipe.microbatch import Batch, check, gather, scatter
+from penstock.compat.torchgpipe.microbatch import Batch, TensorOrTensors, Tensors, check, gather, scatter
 
-__all__ = ["Batch", "check", "gather", "scatter"]
+__all__ = ["Batch", "TensorOrTensors", "Tensors", "check", "gather", "scatter"]

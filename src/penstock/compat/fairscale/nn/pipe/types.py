@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["LazyModule", "TensorOrTensors", "Tensors"]
+__all__ = ["InputDevice", "LazyModule", "TensorOrTensors", "Tensors"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 TensorOrTensors: TypeAlias = Tensor | Tensors
+InputDevice: TypeAlias = int | str | torch.device | None
 
 
 class LazyModule:

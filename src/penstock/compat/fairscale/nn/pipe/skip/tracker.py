@@ -1,5 +1,10 @@
 """As in torchgpipe."""
 
-from penstock.compat.torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+from penstock.compat.torchgpipe.skip.tracker import (
+    SkipTracker,
+    SkipTrackerThroughPotals,
+    current_skip_tracker,
+    use_skip_tracker,
+)
 
-__all__ = ["SkipTracker", "current_skip_tracker", "use_skip_tracker"]
+__all__ = ["SkipTracker", "SkipTrackerThroughPotals", "current_skip_tracker", "use_skip_tracker"]
