@@ -34,7 +34,10 @@ _VAIN = (8, 0.7)
 _PERIOD_COST, _LIST_COST = 0.6, 9.0
 """What a period costs, which mostly turns out bad soon, and a list schedule, in letters of an order for each letter."""
 
-_STEP_COST, _STEP_OVERHEAD = 0.9, 130
+_SEED_COST = 4.0
+"""What it costs to make an order that is known, or like one, and to fill it, in letters for each letter."""
+
+_STEP_COST, _STEP_OVERHEAD = 1.05, 150
 """What a step of tabu search costs for each letter, and besides, in letters of an order."""
 
 _ROUNDS = (4, 2, 1)
@@ -67,20 +70,22 @@ def search(
     small_goal = (goal - (problem.m - small.m) * max(problem.work)) * (1 + SLACK)
     letters = 3 * small.num_stages * small.m
     budget = share * seconds * _LETTERS_PER_SECOND
-    effort = budget / (letters + _OVERHEAD)
+    each = letters + _OVERHEAD
     pool = _Pool(small, random)
-    for number, (choice, skeleton) in enumerate(pool.skeletons(families=int(effort / 60))):
+    for number, (choice, skeleton) in enumerate(pool.skeletons(families=int(budget / each / 60))):
         if pool.best <= small_goal or (number >= 2 and expired()):
             break
         pool.offer(choice, skeleton)
+        budget -= _SEED_COST * each
+    effort = max(0.0, budget) / each
     lists, periods = 1 + int(_FOR_LISTS * effort / _LIST_COST), int(_FOR_PERIODS * effort / _PERIOD_COST)
     left = _FOR_LISTS * pool.search(pool.try_policy, lists, small_goal, expired)
     left += _FOR_PERIODS * pool.search(pool.try_period, periods, small_goal, expired)
     if not pool.starts:
         pool.offer(pool.choices[0], one_at_a_time(pool.choices[0]))
     orders = [start.order(small) for start in pool.pick(_ROUNDS[0])]
-    budget *= 1 - _FOR_PERIODS - _FOR_LISTS + left
-    steps = int(budget / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
+    effort *= 1 - _FOR_PERIODS - _FOR_LISTS + left
+    steps = int(effort * each / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
     pieces = Pieces(small)
     for tracks in _ROUNDS:
         for i, (_, words) in enumerate(orders[:tracks]):
