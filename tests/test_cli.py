@@ -67,6 +67,8 @@ def test_auto(capsys: pytest.CaptureFixture[str]) -> None:
         out, _ = output(capsys, "schedule", "Auto", "-p", "2", "-m", "4", "-v", "2", *options)
         assert f"   0  {stages} " in out
         assert "of 1.5 that it may keep" in out
+    out, _ = output(capsys, "schedule", "auto", "-p", "2", "-m", "4", "--memory", "1", "--recompute")
+    assert "R recompute" in out
 
 
 # Write and verify -------------------------------------------------------------------------------------------
@@ -166,7 +168,8 @@ def test_files_that_cannot_be_read_or_written(capsys: pytest.CaptureFixture[str]
         (["schedule", "1f1b", "--costs", "f=1,f=2"], "f is there twice"),
         (["schedule", "1f1b", "--csv", "--text"], "not allowed with argument"),
         (["schedule", "1f1b", "--verify", "file"], "leave out '1f1b'"),
-        (["schedule", "1f1b", "--memory", "2"], "--memory and --shape are for the schedule 'auto'"),
+        (["schedule", "1f1b", "--memory", "2"], "--memory, --shape and --recompute are for the schedule 'auto'"),
+        (["schedule", "1f1b", "--recompute"], "--memory, --shape and --recompute are for the schedule 'auto'"),
         (["schedule", "auto", "--memory", "x"], "'x' is not a number above 0"),
         (["schedule", "auto", "--memory", "0.5"], "no order fits: rank 0 keeps at least 1"),
         (["schedule", "auto", "--shape", "v", "-v", "3"], "--shape v has 2 stages on each rank, not 3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.auto import Found, auto
 from penstock.schedule.auto.drops import choices
 from penstock.schedule.auto.fill import evaluate
-from penstock.schedule.auto.floor import lower_bound
+from penstock.schedule.auto.floor import lower_bound, memory_pace, stays
 from penstock.schedule.auto.lists import list_schedule
 from penstock.schedule.auto.policies import plain
 from penstock.schedule.auto.problem import Problem, make_problem
@@ -224,6 +225,83 @@ def test_a_cap_that_nothing_keeps() -> None:
     )
 
 
+# Recompute -------------------------------------------------------------------------------------------------------
+
+
+def replayed(found: Found) -> int:
+    return sum(a.kind == "R" for order in found.schedule.orders for a in order)
+
+
+def test_recomputes_pay_in_half_the_memory() -> None:
+    """Two stages per rank in a loop, hops of a tenth. Orders that keep everything take 66.6, on a V."""
+    costs = replace(Costs.per_rank(v=2, comm=0.1), checkpoint=0.02)
+    found = auto(costs, loop(8, 2), 16, cap=4, recompute=None, repeatable=True)
+    assert found.makespan <= 63
+    assert max(found.peak) <= 4 * (1 + 1e-9)
+    assert 0 < replayed(found) < 16 * 16
+    assert found.makespan == simulate(found.schedule, costs).makespan
+
+
+def test_nothing_is_recomputed_where_there_is_room() -> None:
+    found = auto(Costs(), loop(4), 8, recompute=None)
+    assert found.gap < 1e-9
+    assert replayed(found) == 0
+
+
+def test_some_micro_batches_are_recomputed_and_some_kept() -> None:
+    """A rank alone, with room for two micro-batches of the first stage and what comes after: no wait to fill."""
+    costs = Costs(activation=(2.0, 1.0), latency=2.0, checkpoint=0.0)
+    kept, chosen = (auto(costs, (0, 1), 8, cap=[4.0, 4.0], recompute=how, seconds=0.2) for how in (False, None))
+    assert chosen.makespan < kept.makespan
+    assert 0 < replayed(chosen) < 8
+
+
+def test_a_recompute_fills_the_wait_for_the_gradient() -> None:
+    found = auto(Costs(activation=(1.0, 1.0)), (0, 1), 1, recompute=[0], seconds=SHORT)
+    assert found.schedule.orders[0][:2] == placed((0, 1), "0F0 0R0 0B0", "1F0 1B0").orders[0][:2]
+    assert found.makespan == 5  # as long as without
+
+
+def test_less_than_a_micro_batch_in_all_stages_is_enough() -> None:
+    """Of four stages on one rank, each is there alone."""
+    costs = Costs(checkpoint=0.1)
+    with pytest.raises(ScheduleError, match=r"cut the model finer, or recompute$"):
+        auto(costs, (0, 0, 0, 0), 2, cap=1.3)
+    for recompute in (True, None):
+        found = auto(costs, (0, 0, 0, 0), 2, cap=1.3, recompute=recompute, seconds=SHORT)
+        assert max(found.peak) == pytest.approx(1.3)
+    with pytest.raises(ScheduleError, match=r"Raise the cap, or cut the model finer$"):
+        auto(costs, (0, 0, 0, 0), 2, cap=1.29, recompute=None)
+
+
+def test_the_default_cap_with_recomputes() -> None:
+    """p - r micro-batches of what comes to a stage, and one that is there again."""
+    costs = Costs(checkpoint=0.25)
+    assert auto(costs, loop(4), 8, recompute=True, seconds=SHORT).cap == (4 * 0.25 + 0.75,) * 4
+    assert auto(costs, loop(4), 8, recompute=None, seconds=SHORT).cap == (4.0,) * 4
+
+
+def test_the_floor_weighs_memory_against_recomputes() -> None:
+    """Stage 0 keeps its activation for 5, or for 4 and half of it for 1 more where that is recomputed."""
+    costs = Costs(checkpoint=0.5)
+    problem, _ = make_problem(costs, loop(2), 8, 1.25, None, None)
+    assert stays(problem) == [(5.0, 4.5), (3.0, 3.0)]
+    # With x of all micro-batches recomputed, rank 0 takes 3 + x for each, and keeps 5 - x / 2 in 1.25.
+    x = (5 - 1.25 * 3) / (0.5 + 1.25)
+    assert memory_pace(problem) == pytest.approx([3 + x, 3 / 1.25])
+    forced = problem.with_again([0])
+    assert memory_pace(forced) == pytest.approx([4.5 / 1.25, 3.0])  # rank 1 has room for one, not for more
+
+
+def test_many_micro_batches_with_recomputes() -> None:
+    """Each adds what a rank does on it, and little more than half a recompute."""
+    costs = Costs.per_rank(v=2, comm=0.1)
+    how: dict[str, Any] = {"cap": 4, "recompute": None, "seconds": 0.4, "repeatable": True}
+    few, many = (auto(costs, loop(8, 2), m, **how) for m in (64, 128))
+    assert max(many.peak) <= 4 * (1 + 1e-9)
+    assert many.makespan - few.makespan <= 64 * 3.7
+
+
 # Odd inputs ------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +316,7 @@ def test_a_cap_that_nothing_keeps() -> None:
         ((0, 1), {"cap": math.nan}, "no order fits"),
         ((0, 1), {"seconds": -1.0}, "seconds=-1.0"),
         ((0, 1), {"seconds": math.inf}, "seconds=inf"),
+        ((0, 1), {"recompute": [2]}, "recompute names stage 2, but there are 2 stages (0..1)"),
         ((0, 1), {"edges": [(1, 0)]}, "edge 1->0 is not possible"),
         ((0, 1), {"costs": Costs(f=(1.0,))}, "cost f has 1 numbers"),
     ],

@@ -205,6 +205,22 @@ def test_backwards_are_fused_where_that_is_faster() -> None:
     assert Counter(words[0]) == {0: 6, 2: 6}
 
 
+def test_what_there_is_room_for_is_kept_where_that_may_be_chosen() -> None:
+    """Two micro-batches at a time, all recomputed: where it may be chosen, none is."""
+    every, chosen = (make_problem(Costs(), loop(1), 4, 2.0, None, how)[0] for how in (True, None))
+    words: Words = [[5, 5, 4, 1, 3, 4, 1, 3] * 2]
+    assert evaluate(every, words) == 16
+    assert improve(Pieces(every), words, 0, Random(0), 0.0, lambda: False) == (16, words)
+    assert improve(Pieces(chosen), words, 0, Random(0), 0.0, lambda: False) == (12, [[0, 0, 1, 3, 1, 3] * 2])
+
+
+def test_an_order_in_which_a_recompute_comes_too_late() -> None:
+    problem = make_problem(Costs(), loop(1), 2, 2.0, None, True)[0]
+    for late in ([5, 1, 4, 3, 5, 4, 1, 3], [4, 5, 1, 3, 5, 4, 1, 3], [5, 5, 4, 1, 3, 1, 4, 3]):
+        assert evaluate(problem, [late]) == math.inf
+    assert evaluate(problem, [[5, 5, 4, 1, 3, 4, 1, 3]]) == 8
+
+
 # Periods ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
+from penstock.schedule import Costs, Schedule, auto, simulate
+from tests.schedule.zoo import placed
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import Ranks
 
@@ -59,6 +63,39 @@ def test_except_last_counts_the_micro_batches_that_there_are() -> None:
     with pipeline(nn.Sequential(counts, *mlp()), recompute="except_last", microbatches=8) as pipe:
         pipe.step(batch(3), batch(3))
         assert (counts.seen.count("once"), counts.seen.count("again")) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        placed((0, 1), "0F0 0F1 0R0 0F2 0R2 0I0 0B1 0W0 0B2", "1F0 1R0 1I0 1F1 1W0 1B1 1F2 1B2"),
+        auto(Costs(latency=1.0), (0, 1, 0, 1), 6, cap=2.0, recompute=None, seconds=0.05, repeatable=True).schedule,
+        auto(Costs(latency=1.0), (0, 1, 1, 0), 6, cap=2.0, recompute=None, seconds=0.05, repeatable=True).schedule,
+    ],
+    ids=["by hand", "searched on a loop", "searched on a V"],
+)
+def test_micro_batches_may_be_recomputed_or_not_and_ahead_of_time(schedule: Schedule) -> None:
+    assert any(a.kind == "R" and b.kind not in "IB" for order in schedule.orders for a, b in pairwise(order))
+    model, x, y = mlp(8), batch(12), batch(12, seed=3)
+    expected = plain_step(copy.deepcopy(model), x, y, F.mse_loss)
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": schedule.num_microbatches, "recompute": "never"}
+    with pipeline(model, schedule.num_stages, **options) as pipe:
+        assert_same(pipe.step(x, y).loss, expected.loss)
+        assert_same(gradients(pipe.named_parameters()), expected.gradients)
+
+
+def test_an_automatic_order_is_made_with_its_recomputes() -> None:
+    model, x, y = mlp(8), batch(12), batch(12, seed=3)
+    expected = plain_step(copy.deepcopy(model), x, y, F.mse_loss)
+    costs = Costs(latency=1.0, checkpoint=0.25)
+    with pipeline(model, 4, schedule="auto", costs=costs, microbatches=6) as pipe:
+        found = auto(costs, pipe.schedule.placement, 6, recompute=True, seconds=0.5, repeatable=True)
+        assert pipe.schedule.orders == found.schedule.orders
+        assert_same(pipe.step(x, y).loss, expected.loss)
+        assert_same(gradients(pipe.named_parameters()), expected.gradients)
+    with pipeline(model, 4, schedule="auto", costs=replace(costs, checkpoint=0.0), microbatches=6) as pipe:
+        held = simulate(pipe.schedule, costs).peak_memory  # what is not known to be kept is not kept without end
+        assert max(held) <= 4 * 0.25 + 2 * 0.75
 
 
 def test_what_a_forward_made_is_gone_until_it_is_made_again() -> None:

@@ -32,6 +32,8 @@ examples:
                                                      write it, for torch.distributed.pipelining too
   penstock schedule auto -p 4 -m 8 -v 2 --memory 3 --costs comm=0.1
                                                      search an order for these costs and memory
+  penstock schedule auto -p 4 -m 8 -v 2 --memory 2 --recompute
+                                                     the same, with forwards that run again where that helps
   penstock schedule --verify order.csv               check a file: complete, in order, no deadlock
   penstock schedule --list                           all schedules
 """
@@ -74,6 +76,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with auto: what a rank may keep, in its shares of a micro-batch (default: as much as 1f1b, p)",
     )
     parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="with auto: forwards may drop what they made, and run again, where that saves time in this memory",
+    )
+    parser.add_argument(
         "--shape", choices=("loop", "v"), help="with auto: stages go round the ranks, or there and back (default loop)"
     )
     instead = parser.add_mutually_exclusive_group()
@@ -99,8 +106,10 @@ def run(args: argparse.Namespace) -> int:
         if args.name.strip().lower() == _AUTO:
             found = _search(args)
             schedule, note = found.schedule, str(found)
-        elif args.memory is not None or args.shape is not None:
-            args.usage_error(f"--memory and --shape are for the schedule {_AUTO!r}: {args.name!r} has its own")
+        elif args.memory is not None or args.shape is not None or args.recompute:
+            args.usage_error(
+                f"--memory, --shape and --recompute are for the schedule {_AUTO!r}: {args.name!r} has its own"
+            )
         else:
             schedule = build(args.name, args.p, args.m, args.v)
     except ScheduleError as error:
@@ -119,7 +128,8 @@ def _search(args: argparse.Namespace) -> Found:
     if args.shape == "v" and v != 2:
         raise ScheduleError(f"--shape v has 2 stages on each rank, not {v}: leave -v out")
     placement = vee(args.p) if args.shape == "v" else loop(args.p, v)
-    return auto(Costs.per_rank(v=v, **args.costs), placement, args.m, cap=args.memory)
+    recompute = None if args.recompute else False
+    return auto(Costs.per_rank(v=v, **args.costs), placement, args.m, cap=args.memory, recompute=recompute)
 
 
 def _list() -> int:

@@ -149,9 +149,24 @@ class ScheduleSource:
             return self._given.first(microbatches)
         if self.name == AUTO:
             costs, seconds = (Costs(), 0.05) if self.costs is None else (self.costs, 0.5)  # without costs, less to gain
-            found = auto(costs, self._placed, microbatches, edges=self.edges, seconds=seconds, repeatable=True)
+            found = auto(
+                costs, self._placed, microbatches, edges=self.edges, seconds=seconds, repeatable=True,
+                recompute=self._replayed(),
+            )  # fmt: skip
             return found.schedule
         return build(self.name, self.ranks, microbatches, self.stages_per_rank)
+
+
+    def _replayed(self) -> list[int]:
+        """The stages whose recomputes an order is made with; others' are put into it afterwards.
+
+        None unless it is known what they keep until then: forwards that seem to keep nothing would all run ahead.
+        """
+        if self.costs is None or "except_last" in self.recompute:
+            return []
+        stages = [stage for stage, mode in enumerate(self.recompute) if mode == "always"]
+        kept = self.costs.of_stages("checkpoint", len(self.recompute))
+        return stages if all(kept[stage] for stage in stages) else []
 
 
 def _check_given(schedule: Schedule, stages: int, microbatches: int, ranks: int | None) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from random import Random
 
 from penstock.errors import ScheduleError
-from penstock.schedule.auto.drops import choices, dropping
+from penstock.schedule.auto.drops import choices
 from penstock.schedule.auto.fill import fill
 from penstock.schedule.auto.floor import lower_bound
 from penstock.schedule.auto.found import Found, simulated
 from penstock.schedule.auto.problem import SLACK, Problem, Words, make_problem
 from penstock.schedule.auto.search import search
-from penstock.schedule.auto.seeds import fixed_schedules, to_words
+from penstock.schedule.auto.seeds import fixed_words
 from penstock.schedule.costs import Costs
 from penstock.schedule.flow import Edge
 
@@ -40,8 +40,13 @@ def auto(
     first stages, holds p - r micro-batches (at most m) of all that its stages keep. A cap under which there is no order
     at all is a ``ScheduleError``.
 
-    The answer keeps the cap and is never slower than a fixed schedule on the same placement that keeps it too. Its
-    figures are those of ``simulate``.
+    ``recompute`` says whose forwards drop what they made, of which ``costs.checkpoint`` stays, and run again before
+    their backward: those of no stage, of all (True), or of these stages. None leaves the choice to the search, for each
+    micro-batch of each stage: it recomputes where that lets it keep the cap in less time. A recompute is work like any
+    other, done whenever there is time and room for what it brings back.
+
+    The answer keeps the cap and is never slower than a fixed schedule on the same placement, with the same recomputes,
+    that keeps it too. Its figures are those of ``simulate``.
 
     How much is searched depends on the size of the problem and on ``seconds``, a core's time for the search; the same
     arguments give the same answer, unless the core is so slow that the search is cut off when that time is up. The
@@ -63,11 +68,7 @@ def auto(
     if orders[0][0] > goal or problem.contended:
         limit = math.inf if problem.contended else orders[0][0]
         as_fused = problem.as_fused()  # what fixed schedules with whole backwards keep
-        known = [
-            dropping(choice, to_words(choice, schedule))
-            for choice in choices(as_fused)
-            for schedule in fixed_schedules(choice)
-        ]
+        known = [words for choice in choices(as_fused) for words in fixed_words(choice)]
         if as_fused is not problem:
             known += [_whole(problem, words) for words in known]
         timed = ((fill(as_fused, words, None, limit), words) for words in known)

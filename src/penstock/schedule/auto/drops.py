@@ -38,7 +38,7 @@ def _enough(problem: Problem, longer: float) -> frozenset[int]:
 def dropping(problem: Problem, words: Words) -> Words:
     """The words with as many recomputes as the problem has, each right before its backward where there was none."""
     count = problem.num_stages
-    if not any(problem.again) and all(letter < 4 * count for word in words for letter in word):
+    if not any(problem.again) and all(max(word, default=0) < 4 * count for word in words):
         return words
     changed: Words = []
     for stages, word in zip(problem.local, words, strict=True):

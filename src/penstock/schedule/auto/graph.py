@@ -18,12 +18,14 @@ class Graph:
     """A complete order, W included, that fits and has no deadlock."""
 
     def __init__(self, pieces: Pieces, words: Words) -> None:
-        self.problem = problem = pieces.problem
+        self.pieces, self.problem = pieces, pieces.problem
+        problem = pieces.problem
         self.stages, self.m = problem.num_stages, problem.m
         self.room = [cap * (1 + SLACK) for cap in problem.cap]
         self.nothing, self.rank, self.needs = pieces.nothing, pieces.rank, pieces.needs
         self.sources, self.targets = pieces.sources, pieces.targets
-        self.duration, self.takes = list(pieces.duration), list(pieces.takes)
+        self._line, self._microbatch = pieces.line, pieces.microbatch
+        self.letters, self.duration, self.takes = list(pieces.letters), list(pieces.duration), list(pieces.takes)
         self.fused = [False] * self.nothing
         self.dropped = [False] * (self.stages * self.m)
         self.orders = self._numbered(words)
@@ -32,7 +34,7 @@ class Graph:
         self.before, self.after = [self.nothing] * self.nothing, [self.nothing] * self.nothing
         for order in self.orders:
             self._link(order, 0, len(order) - 1)
-        self.sequence = self._sorted()
+        self.sequence = pieces.in_sequence(self.orders)
         self.at = [0] * self.nothing
         for i, work in enumerate(self.sequence):
             self.at[work] = i
@@ -42,15 +44,7 @@ class Graph:
 
     @property
     def words(self) -> Words:
-        count, m = self.stages, self.m
-
-        def letter(work: int) -> int:
-            c = work // m
-            if c < count:
-                return c + 5 * count * self.dropped[work]
-            return c + count * (c >= 2 * count or self.fused[work])
-
-        return [list(map(letter, order)) for order in self.orders]
+        return [[self.letters[work] for work in order] for order in self.orders]
 
     def _numbered(self, words: Words) -> list[list[int]]:
         count, m = self.stages, self.m
@@ -76,13 +70,16 @@ class Graph:
                 elif kind == 5:
                     dropped[stage].append(k)
                     self.dropped[work] = True
-                    self.takes[work] = self.problem.takes[letter]
                 elif kind == 2:
                     self.fused[work] = True
-                    self.duration[work] = self.problem.durations[letter]
-                    self.takes[work] = self.problem.takes[letter]
+                self._set(work, letter)
             orders.append(order)
         return orders
+
+    def _set(self, work: int, letter: int) -> None:
+        """Work is of this class."""
+        self.letters[work] = letter
+        self.duration[work], self.takes[work] = self.problem.durations[letter], self.problem.takes[letter]
 
     def _link(self, order: list[int], low: int, high: int) -> None:
         """Neighbours, places and memory of a part of an order."""
@@ -102,27 +99,27 @@ class Graph:
         if after != self.nothing:
             self.before[after] = before
 
-    def _sorted(self) -> list[int]:
-        """All work, each after what it waits for."""
-        missing = [len(each) for each in self.sources]
-        done: list[int] = []
-        ready = list(range(len(self.orders)))
-        position = [0] * len(self.orders)
-        while ready:
-            rank = ready.pop()
-            order = self.orders[rank]
-            while position[rank] < len(order) and not missing[order[position[rank]]]:
-                work = order[position[rank]]
-                position[rank] += 1
-                done.append(work)
-                for other, _ in self.targets[work]:
-                    missing[other] -= 1
-                    if self.rank[other] != rank:
-                        ready.append(self.rank[other])
-        return done
-
     def update(self) -> None:
         """The times before and after, once moves are done."""
+        if self.pieces.chain:
+            self._update_chain()
+        else:
+            self._update_any()
+        self.makespan = max(self.end[order[-1]] for order in self.orders)
+        self._first, self._last = len(self.sequence), -1
+
+    def _update_chain(self) -> None:
+        pieces, before, after, duration = self.pieces, self.before, self.after, self.duration
+        source, coming, target, going = pieces.source, pieces.coming, pieces.target, pieces.going
+        end, tail = self.end, self.tail
+        for work in self.sequence[self._first :]:
+            start, arrival = end[before[work]], end[source[work]] + coming[work]
+            end[work] = (arrival if arrival > start else start) + duration[work]
+        for work in reversed(self.sequence[: self._last + 1]):
+            rest, there = tail[after[work]], tail[target[work]] + going[work]
+            tail[work] = (there if there > rest else rest) + duration[work]
+
+    def _update_any(self) -> None:
         before, after, duration, sources, targets = self.before, self.after, self.duration, self.sources, self.targets
         end, tail, sequence = self.end, self.tail, self.sequence
         for work in sequence[self._first :]:
@@ -137,8 +134,6 @@ class Graph:
                 if tail[other] + time > rest:
                     rest = tail[other] + time
             tail[work] = rest + duration[work]
-        self.makespan = max(end[order[-1]] for order in self.orders)
-        self._first, self._last = len(sequence), -1
 
     def moved(self, rank: int, origin: int, to: int) -> list[int] | None:
         """The part of a rank's order between two places, after the work at one has gone to the other.
@@ -146,16 +141,16 @@ class Graph:
         None where that breaks the cap, or turns round what has its order: the same work on two micro-batches, work of
         a stage on one, and work that waits for the other.
         """
-        order, takes, needs, m, count = self.orders[rank], self.takes, self.needs, self.m, self.stages
+        order, takes, needs, line, batch = self.orders[rank], self.takes, self.needs, self._line, self._microbatch
         work = order[origin]
-        kind, k = divmod(work, m)
+        kind, k = line[work], batch[work]
         low, high = (to, origin) if to < origin else (origin, to)
         part = order[low : high + 1]
         part.remove(work)
         for other in part:
-            if other // m == kind:
+            if line[other] == kind:
                 return None
-            if other % m == k and ((other // m - kind) % count == 0 or self._linked(work, other)):
+            if batch[other] == k and ((line[other] - kind) % self.stages == 0 or self._linked(work, other)):
                 return None
         part.insert(to - low, work)
         held, room = self.held[order[low - 1]] if low else 0.0, self.room[rank]
@@ -248,10 +243,8 @@ class Graph:
 
     def _change(self, backward: int, kind: int, last: int) -> None:
         """A backward is now of this kind, I or B, and its W in the order and the sequence, there, or not."""
-        letter = backward // self.m + (kind - 1) * self.stages
         self.fused[backward] = kind == 2
-        self.duration[backward] = self.problem.durations[letter]
-        self.takes[backward] = self.problem.takes[letter]
+        self._set(backward, backward // self.m + (kind - 1) * self.stages)
         self._changed(backward, last)
 
     def keep(self, forward: int) -> int | None:
@@ -265,7 +258,8 @@ class Graph:
                 return None
             before = other
         del order[place], self.sequence[at]
-        self.dropped[forward], self.takes[forward] = False, self.needs[forward]
+        self.dropped[forward] = False
+        self._set(forward, forward // self.m)
         self._changed(forward, at)
         return place
 
@@ -279,7 +273,7 @@ class Graph:
         order.insert(place, replay)
         self.sequence.insert(at, replay)
         self.dropped[forward] = True
-        self.takes[forward] = self.problem.takes[5 * self.stages + forward // self.m]
+        self._set(forward, 5 * self.stages + forward // self.m)
         self._changed(forward, at)
 
     def _changed(self, work: int, last: int) -> None:

@@ -19,6 +19,9 @@ class Pieces:
         self.nothing = 4 * count * m  # stands before the first and after the last work of a rank
         kinds = (*range(2 * count), *range(3 * count, 5 * count))
         self.rank = [problem.placement[kind % count] for kind in kinds for _ in range(m)]
+        self.line = [line for line in range(4 * count) for _ in range(m)]
+        self.microbatch = [*range(m)] * (4 * count)
+        self.letters = [kind for kind in kinds for _ in range(m)]
         self.duration = [*(problem.durations[kind] for kind in kinds for _ in range(m)), 0.0]
         self.takes = [problem.takes[kind] for kind in kinds for _ in range(m)]
         self.needs = [problem.needs[kind] for kind in kinds for _ in range(m)]
@@ -31,3 +34,27 @@ class Pieces:
                     targets[one * m + k].append((other * m + k, time))
         self.sources = [tuple(each) for each in sources]
         self.targets = [tuple(each) for each in targets]
+        self.chain = max(map(len, (*sources, *targets)), default=0) <= 1
+        """Whether work has at most one source and one target: then these, and the times, are lists of their own."""
+        none = (self.nothing, 0.0)
+        self.source, self.coming = zip(*((*each, none)[0] for each in self.sources), strict=True)
+        self.target, self.going = zip(*((*each, none)[0] for each in self.targets), strict=True)
+
+    def in_sequence(self, orders: list[list[int]]) -> list[int]:
+        """All work of an order, each after what it waits for."""
+        missing = [len(each) for each in self.sources]
+        done: list[int] = []
+        ready = list(range(len(orders)))
+        position = [0] * len(orders)
+        while ready:
+            rank = ready.pop()
+            order = orders[rank]
+            while position[rank] < len(order) and not missing[order[position[rank]]]:
+                work = order[position[rank]]
+                position[rank] += 1
+                done.append(work)
+                for other, _ in self.targets[work]:
+                    missing[other] -= 1
+                    if self.rank[other] != rank:
+                        ready.append(self.rank[other])
+        return done

@@ -28,10 +28,16 @@ _OVERHEAD = 300
 _FOR_PERIODS, _FOR_LISTS = 0.15, 0.25
 """The parts of the search that go to finding where to start."""
 
+_VAIN = (8, 0.7)
+"""So many tries that bring nothing better end them: a number at least, and a part of all."""
+
 _PERIOD_COST, _LIST_COST = 0.6, 9.0
 """What a period costs, which mostly turns out bad soon, and a list schedule, in letters of an order for each letter."""
 
-_STEP_COST, _STEP_OVERHEAD = 1.3, 250
+_SEED_COST = 4.0
+"""What it costs to make an order that is known, or like one, and to fill it, in letters for each letter."""
+
+_STEP_COST, _STEP_OVERHEAD = 1.05, 150
 """What a step of tabu search costs for each letter, and besides, in letters of an order."""
 
 _ROUNDS = (4, 2, 1)
@@ -64,24 +70,22 @@ def search(
     small_goal = (goal - (problem.m - small.m) * max(problem.work)) * (1 + SLACK)
     letters = 3 * small.num_stages * small.m
     budget = share * seconds * _LETTERS_PER_SECOND
-    effort = budget / (letters + _OVERHEAD)
+    each = letters + _OVERHEAD
     pool = _Pool(small, random)
-    for number, (choice, skeleton) in enumerate(pool.skeletons(families=int(effort / 60))):
+    for number, (choice, skeleton) in enumerate(pool.skeletons(families=int(budget / each / 60))):
         if pool.best <= small_goal or (number >= 2 and expired()):
             break
         pool.offer(choice, skeleton)
-    for number in range(1 + int(_FOR_LISTS * effort / _LIST_COST)):
-        if pool.best <= small_goal or (number >= 1 and expired()):
-            break
-        pool.try_policy(number)
-    for number in range(int(_FOR_PERIODS * effort / _PERIOD_COST)):
-        if pool.best <= small_goal or expired():
-            break
-        pool.try_period(number)
+        budget -= _SEED_COST * each
+    effort = max(0.0, budget) / each
+    lists, periods = 1 + int(_FOR_LISTS * effort / _LIST_COST), int(_FOR_PERIODS * effort / _PERIOD_COST)
+    left = _FOR_LISTS * pool.search(pool.try_policy, lists, small_goal, expired)
+    left += _FOR_PERIODS * pool.search(pool.try_period, periods, small_goal, expired)
     if not pool.starts:
         pool.offer(pool.choices[0], one_at_a_time(pool.choices[0]))
     orders = [start.order(small) for start in pool.pick(_ROUNDS[0])]
-    steps = int((1 - _FOR_PERIODS - _FOR_LISTS) * budget / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
+    effort *= 1 - _FOR_PERIODS - _FOR_LISTS + left
+    steps = int(effort * each / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
     pieces = Pieces(small)
     for tracks in _ROUNDS:
         for i, (_, words) in enumerate(orders[:tracks]):
@@ -132,6 +136,17 @@ class _Pool:
             makespans.append(makespan)
         self.best = min(self.best, *makespans)
         return min(makespans)
+
+    def search(self, try_: Callable[[int], None], count: int, goal: float, expired: Callable[[], bool]) -> float:
+        """Try so often, or until nothing better has come for a while; and the part that was not needed."""
+        number = since = 0
+        while number < count and since < max(_VAIN[0], _VAIN[1] * count):
+            if self.best <= goal or (self.starts and expired()):
+                break
+            before = self.best
+            try_(number)
+            number, since = number + 1, since + 1 if self.best >= before else 0
+        return 1 - number / count if count else 0.0
 
     def try_policy(self, number: int) -> None:
         """The plain policy first, then as many drawn as varied."""

@@ -12,7 +12,7 @@ from penstock.schedule.registry import SCHEDULES
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.vshape import travel
 
-__all__ = ["fixed_schedules", "one_at_a_time", "skeletons", "to_skeleton", "to_words"]
+__all__ = ["fixed_schedules", "fixed_words", "one_at_a_time", "skeletons", "to_skeleton", "to_words"]
 
 _HOPS = (
     (4, 2, 4, 2),
@@ -31,6 +31,10 @@ _HOPS = (
 )
 """Ways to travel through a V: places per hop of F out, F back, I out, I back."""
 
+_made: dict[tuple[tuple[int, ...], int, tuple[bool, ...]], list[Words]] = {}
+_MOST = 4
+"""The fixed schedules that were made last, by placement, micro-batches and what is fused: a few such lists."""
+
 
 def fixed_schedules(problem: Problem) -> Iterator[Schedule]:
     """All known schedules that train on just this placement."""
@@ -43,6 +47,16 @@ def fixed_schedules(problem: Problem) -> Iterator[Schedule]:
         schedule = kind.make(ranks, problem.m, per_rank) if kind.takes_v else kind.make(ranks, problem.m)
         if schedule.trains and schedule.placement == problem.placement:
             yield schedule
+
+
+def fixed_words(problem: Problem) -> list[Words]:
+    """The same as letters, with the problem's recomputes."""
+    key = problem.placement, problem.m, problem.fuses
+    if key not in _made:
+        if len(_made) >= _MOST:
+            _made.clear()
+        _made[key] = [to_words(problem, schedule) for schedule in fixed_schedules(problem)]
+    return [dropping(problem, words) for words in _made[key]]
 
 
 def to_words(problem: Problem, schedule: Schedule) -> Words:
@@ -87,8 +101,7 @@ def skeletons(problem: Problem, families: int) -> Iterator[Words]:
         relatives = _alternating(problem, per_rank)
     for words in islice(relatives, 2):
         yield dropping(problem, words)
-    for schedule in fixed_schedules(problem):
-        words = dropping(problem, to_words(problem, schedule))
+    for words in fixed_words(problem):
         yield words
         yield to_skeleton(problem, words)
     for words in islice(relatives, max(2, families)):

@@ -41,8 +41,8 @@ def improve(
     pieces: Pieces, words: Words, steps: int, random: Random, goal: float, expired: Callable[[], bool]
 ) -> tuple[float, Words]:
     """The best order found in so many steps; sooner where the goal is reached or time is up."""
-    graph = Graph(pieces, words)
-    best, best_words = graph.makespan, words
+    graph = _kept(pieces, words)
+    best, best_words = graph.makespan, graph.words
     fuses = any(pieces.problem.fuses)
     tabu: dict[tuple[int, int], int] = {}
     for step in range(steps):
@@ -57,7 +57,21 @@ def improve(
             _go_on(graph, random, blocks, tabu, step, best)
         if graph.makespan < best * (1 - SLACK):
             best, best_words = graph.makespan, graph.words
+    if pieces.problem.loose:
+        graph = _kept(pieces, best_words)
+        best, best_words = graph.makespan, graph.words
     return best, best_words
+
+
+def _kept(pieces: Pieces, words: Words) -> Graph:
+    """An order without the recomputes that it has room to do without, where that may be chosen."""
+    graph = Graph(pieces, words)
+    if pieces.problem.loose:
+        for forward, dropped in enumerate(graph.dropped):
+            if dropped:
+                graph.keep(forward)
+        graph.update()
+    return graph
 
 
 def _go_on(
