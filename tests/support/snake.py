@@ -43,7 +43,7 @@ __all__ = ["snake"]
 _MAIN = process.current_process()  # this is imported before there are forks
 
 _FILE = """#!{python} -IS
-import os, pickle, signal, socket, sys
+import os, pickle, select, signal, socket, sys
 
 files = []
 for name in os.listdir("/proc/self/fd"):
@@ -56,11 +56,16 @@ line = socket.socket(socket.AF_UNIX)
 line.connect({address!r})
 order = pickle.dumps((files, [__file__, *sys.argv[1:]], dict(os.environ), os.getcwd()))
 socket.send_fds(line, [len(order).to_bytes(8, "big")], files)
+signals, noted = os.pipe()  # a signal just before a call that waits would be seen after it
+os.set_blocking(noted, False)
+signal.set_wakeup_fd(noted)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-    signal.signal(number, lambda number, frame: line.sendall(bytes([number])))
+    signal.signal(number, lambda *_: None)
 line.sendall(order)
 for file in files:
     os.close(file)
+while line not in select.select([line, signals], [], [])[0]:
+    line.sendall(os.read(signals, 16))
 status = int.from_bytes(line.recv(8), "big")
 if os.WIFSIGNALED(status):
     if os.WTERMSIG(status) != signal.SIGKILL:

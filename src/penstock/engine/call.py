@@ -33,7 +33,6 @@ class Flying(Protocol):
     """A mini-batch whose forward is run when it is called, and whose backward when autograd gets there."""
 
     count: int  # of micro-batches
-    sizes: Sequence[int]  # of these, in samples
     parameters: list[nn.Parameter]  # those that autograd is to give their gradients to
     settlement: Settlement
     template: tuple[list[Any], Spec]
@@ -93,7 +92,9 @@ class Flight:
             self.around = self.crew.run(self._job(0, ends), grad=True, occasion=self.occasion)
             self.settlement = self.crew.head.settlement
         assert ends.outputs is not None
-        return [message for message in ends.outputs if message is not None]
+        outputs = [message for message in ends.outputs if message is not None]
+        refuse_other_layouts([message.leaves for message in outputs], self.sizes)
+        return outputs
 
     def backward(
         self, seeds: Sequence[Sequence[Tensor | None]]
@@ -242,8 +243,6 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, flight: Flying, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = flight.forward([message.detached() for message in inputs])
         leaves, spec, wants, _ = outputs[0]
-        if len(outputs) > 1:
-            refuse_other_layouts([message.leaves for message in outputs], flight.sizes)
         joined: list[Any] = [join([message.leaves[i] for message in outputs]) for i in range(len(leaves))]
         flight.template = ([leaf if isinstance(leaf, Tensor) else joined[i] for i, leaf in enumerate(leaves)], spec)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

@@ -105,16 +105,22 @@ def every_of(outputs: Outputs) -> int:
 
 
 def refuse_other_layouts(outputs: Sequence[Sequence[Any]], sizes: Sequence[int]) -> None:
-    """Outputs are joined along the first dimension, so it must hold samples: one entry for each, or as many for all."""
+    """Outputs are joined along the first dimension, so it must hold samples: one entry for each, or as many for all.
+
+    How many samples are left may also depend on them: then micro-batches of the same size differ.
+    """
     for column in zip(*outputs, strict=False):
-        if not all(isinstance(x, Tensor) and x.dim() for x in column) or all(len(x) == 1 for x in column):
+        if len(column) < 2 or not all(isinstance(x, Tensor) and x.dim() for x in column):
+            continue
+        lengths = [len(x) for x in column]
+        if set(lengths) == {1} or len(set(zip(sizes, lengths, strict=True))) > len(set(sizes)):
             continue  # what has one entry is a micro-batch's own, such as a loss
-        per_sample = {Fraction(len(x), size) for x, size in zip(column, sizes, strict=True)}
-        if len(per_sample) > 1 or len(column[0]) % sizes[0]:
+        per_sample = {Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)}
+        if len(per_sample) > 1 or lengths[0] % sizes[0]:
             raise PlanError(
-                f"outputs of micro-batches of {list(sizes)} samples have {[len(x) for x in column]} entries along "
-                "their first dimension, and cannot be joined there: return outputs with the samples first, or, for a "
-                "step, say outputs='final' or None"
+                f"outputs of micro-batches of {list(sizes)} samples have {lengths} entries along their first "
+                "dimension, and cannot be joined there: return outputs with the samples first, or, for a step, say "
+                "outputs='final' or None"
             )
 
 

@@ -21,6 +21,7 @@ from penstock.engine.context import Ambient, ambient, surround
 from penstock.engine.doing import SUMS
 from penstock.engine.message import Message
 from penstock.engine.outcome import send_back
+from penstock.engine.outputs import refuse_other_layouts
 from penstock.engine.settle import Settlement
 from penstock.engine.tape import recorded, walking
 from penstock.engine.tree import Spec
@@ -107,6 +108,7 @@ class Parting:
         outputs = [message for message in self.ends.outputs or () if message is not None]
         self.ends.inputs, self.ends.outputs = [], None
         if head is not None:
+            refuse_other_layouts([message.leaves for message in outputs], self.sizes)
             self.settlement = head.settlement
             if not outputs[0].wants:  # nobody waits for gradients, which there are none of
                 self._backward([()] * self.count)
