@@ -156,7 +156,6 @@ class ScheduleSource:
             return found.schedule
         return build(self.name, self.ranks, microbatches, self.stages_per_rank)
 
-
     def _replayed(self) -> list[int]:
         """The stages whose recomputes an order is made with; others' are put into it afterwards.
 
