@@ -77,8 +77,9 @@ class Options:
             raise PlanError(f"batchnorm must be 'microbatch' or 'deferred', got {self.batchnorm!r}")
         if self.accumulate not in (None, "fp32"):
             raise PlanError(f"accumulate must be 'fp32' or None, got {self.accumulate!r}")
-        if not isinstance(self.dynamic, bool):
-            raise PlanError(f"dynamic must be True or False, got {self.dynamic!r}")
+        for name in ("dynamic", "lockstep", "outputs_everywhere"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
         for name in ("stuck_after", "timeout"):
