@@ -8,7 +8,7 @@ import os
 import pytest
 
 # torch looks up the name of every process that connects to its store. Where names are not known, that takes seconds.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 @pytest.fixture(scope="session", autouse=True)

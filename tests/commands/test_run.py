@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from penstock.cli import main
 from penstock.launcher.agent import Failure, _first, _Output
 from penstock.train.cores import usable_cores
+from tests.support.endings import said
 from tests.support.programs import DEADLINE, commands, environment, free_port, python, run, wait_for, warm
 
 PLACE = """
@@ -86,7 +87,7 @@ def test_output_of_rank_0_and_files_for_the_others(tmp_path: Path) -> None:
     done = run(penstock(*options, tmp_path / "place.py", "--data", "9"), temporary(tmp_path))
     threads = max(1, usable_cores() // 4)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"0 0 0 {threads} ['--data', '9']\n", "err 0\n")
-    files = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    files = {path.name: said(path.read_text()) for path in (tmp_path / "logs").iterdir()}
     assert files == {
         **{f"rank{r}.out": f"{r} {r // 2} {r % 2} {threads} ['--data', '9']\n" for r in (1, 2, 3)},
         **{f"rank{r}.err": f"err {r}\n" for r in (1, 2, 3)},
@@ -137,7 +138,7 @@ def test_the_error_of_the_rank_that_failed_first_and_no_other(script: Path, tmp_
     assert f'File "{script}", line ' in traceback.splitlines()[1]  # and not how the script was started
     assert more.startswith("what ranks other than 0 printed is in ")
     directory = Path(more.split()[-1])
-    assert (directory / "rank1.err").read_text() == "err 1\n"
+    assert said((directory / "rank1.err").read_text()) == "err 1\n"
     assert sorted(path.name for path in directory.iterdir()) == ["rank1.err", "rank1.out"]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli import main
+from tests.support.endings import said
 from tests.support.ranks import forks
 from tests.support.snake import snake
 
@@ -82,7 +83,7 @@ def all_of(
         done = []
         for process in processes:
             out, err = process.communicate(timeout=max(1.0, end - time.monotonic()))
-            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, said(err)))
         return done
 
 
@@ -143,7 +144,7 @@ def _processes(
                 process.kill()
                 process.join()
         return [
-            subprocess.CompletedProcess(args, process.exitcode, out.read_text(), err.read_text())
+            subprocess.CompletedProcess(args, process.exitcode, out.read_text(), said(err.read_text()))
             for (_, args), process, (out, err) in zip(calls, processes, files, strict=True)
         ]
 
