@@ -6,6 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.schedule import Schedule
+from penstock.schedule.auto import auto
+from penstock.schedule.costs import Costs
+from penstock.schedule.placement import loop, vee
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING
 from tests.equivalence.ranks import Ranks
@@ -28,3 +32,20 @@ def test_every_schedule_in_threads(schedule: str, mode: str) -> None:
 def test_every_schedule_over_two_processes(schedule: str, mode: str, two_ranks: Ranks) -> None:
     two_ranks.check(replace(everything(schedule, 2, 5, 7), recompute=mode))
     two_ranks.check(replace(dense(schedule, 2), recompute=mode))
+
+
+def chosen(placement: tuple[int, ...]) -> Schedule:
+    """An order that recomputes some micro-batches of some stages, and some of them ahead of time."""
+    found = auto(Costs(latency=1.0), placement, 6, cap=2.0, recompute=None, seconds=0.05, repeatable=True)
+    actions = [action for order in found.schedule.orders for action in order]
+    again = sum(action.kind == "R" for action in actions)
+    assert 0 < again < sum(action.kind == "F" for action in actions)
+    return found.schedule
+
+
+@pytest.mark.parametrize("batch", [12, 13, 5])
+@pytest.mark.parametrize("placement", [loop(2, 2), vee(2)], ids=["loop", "V"])
+def test_recomputes_that_the_search_chose(placement: tuple[int, ...], batch: int, two_ranks: Ranks) -> None:
+    case = replace(everything("zbv", 2, 6, batch), schedule=chosen(placement), recompute="never")
+    check_step(case)
+    two_ranks.check(case)
