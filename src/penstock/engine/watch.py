@@ -273,7 +273,7 @@ class Watch:
         if waited > NUDGE and look.kind == "works" and not self.interrupt.sent:
             self._interrupt()
         if waited > FORCE and look.kind == "works":
-            self._ask_store(partial(strangers.cut, ranks=self._board.ranks))
+            self._ask_store(partial(strangers.cut, ranks=[rank for rank in self._board.ranks if rank != self.rank]))
         patience = GRACE if self.cause.kind == TIMEOUT else self._limits.timeout
         if patience is not None and waited > patience:
             _, stack = self.doing.python()

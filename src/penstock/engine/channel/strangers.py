@@ -6,16 +6,20 @@ collective, the others wait for it there: it lives, but does not come. What they
     rank 0, waiting    10.0.0.1:4711 ──▶ 10.0.0.2:5001
     rank 1, gone on    10.0.0.2:5001 ◀── 10.0.0.1:4711      shows its ends when it learns of a failure
 
-So a rank that waits can find, and cut, what leads to ranks that have shown theirs.
+So a rank that waits can find, and cut, what leads to ranks that have shown theirs. Groups of NCCL are aborted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
+from weakref import WeakSet
 
-from penstock.engine.channel.sever import Ends, cut_between, stranger_ends
+import torch
+import torch.distributed as dist
+
+from penstock.engine.channel.sever import Ends, abort, cut_between, stranger_ends
 
 __all__ = ["cut", "show"]
 
@@ -27,7 +31,25 @@ def show(store: Any, rank: int) -> None:
 
 def cut(store: Any, ranks: Iterable[int]) -> None:
     """Cut those to ranks that have shown theirs."""
-    keys = [key for key in (f"ends/{rank}" for rank in ranks) if store.check([key])]
-    shown = [pair for key in keys for pair in json.loads(store.get(key))]
-    theirs: set[Ends] = {((there[0], there[1]), (here[0], here[1])) for here, there in shown}
+    there = [rank for rank in ranks if store.check([f"ends/{rank}"])]
+    theirs: set[Ends] = set()
+    for rank in there:
+        theirs |= {(tuple(far), tuple(near)) for near, far in json.loads(store.get(f"ends/{rank}"))}
     cut_between(theirs)
+    groups = _nccl_groups(there)
+    _aborted.update(groups)
+    abort(groups)
+
+
+_aborted: WeakSet[Any] = WeakSet()
+
+
+def _nccl_groups(ranks: Collection[int]) -> list[Any]:
+    """Torch's own groups of NCCL that have one of these ranks, and are not aborted yet."""
+    found = []
+    for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()):
+        if "nccl" in backend and not set(ranks).isdisjoint(dist.get_process_group_ranks(group)):
+            own = group._get_backend(torch.device("cuda"))
+            if own not in _aborted:
+                found.append(own)
+    return found
