@@ -47,7 +47,7 @@ __all__ = ["Stopped", "Watch"]
 
 TICK = 0.2
 NUDGE = 1.0  # seconds that a main thread has to notice by itself that all is over
-FORCE = 3.0  # seconds until what is not the pipeline's own is cut
+FORCE = (3.0, 30.0)  # seconds until what is not the pipeline's own is cut: in a collective, and wherever it is
 GRACE = 5.0  # seconds that it has, after a timeout, before its process ends
 LINGER = 1.0  # seconds for the others to read a cause, where the store ends with this process
 
@@ -272,7 +272,7 @@ class Watch:
         assert self.cause is not None
         if waited > NUDGE and look.kind == "works" and not self.interrupt.sent:
             self._interrupt()
-        if waited > FORCE and look.kind == "works":
+        if look.kind == "works" and waited > FORCE[0] and (waited > FORCE[1] or self.doing.in_collective()):
             self._ask_store(partial(strangers.cut, ranks=[rank for rank in self._board.ranks if rank != self.rank]))
         patience = GRACE if self.cause.kind == TIMEOUT else self._limits.timeout
         if patience is not None and waited > patience:
