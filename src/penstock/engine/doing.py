@@ -27,7 +27,7 @@ _OURS = tuple(f"{folder.resolve()}{os.sep}" for folder in (Path(__file__).parent
 _PYTHON = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
 
 
-@dataclass
+@dataclass(slots=True)
 class Progress:
     """Where a rank is in its program."""
 

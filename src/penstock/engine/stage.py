@@ -104,6 +104,7 @@ class StageEngine:
         self.modes: dict[object, object] = {}  # all that there were
         self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
         self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
+        self.plain_in: object = _NEVER  # and in which a forward is a call of the module, with nothing around it
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
         self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
         self.weights: HostWeights | None = None  # there on a GPU, when weights live on the host
@@ -124,6 +125,24 @@ class StageEngine:
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
         """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
+        leaves, spec, wants, shared = message
+        if self.mode is not self.plain_in or not slot.bare or spec is not None or shared:
+            self._forward(microbatch, message, slot)
+            return
+        leaf, moments = leaves[0], self.moments
+        slot.inputs = (leaf.requires_grad_(),) if wants else ()
+        here.microbatch = moments[microbatch] if moments else None
+        try:
+            output = self.module(leaf)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        finally:
+            here.microbatch = None
+        slot.message, slot.roots = depart(output, stage=self.index)
+
+    def _forward(self, microbatch: int, message: Message, slot: Slot) -> None:
+        """The same, where more has to be done around the call of the module, or may have to be."""
         replay = slot.replay
         if replay is None or not torch.is_grad_enabled():
             self._run(microbatch, message, slot)
@@ -180,9 +199,8 @@ class StageEngine:
                 with surroundings(self, microbatch, slot, leaves, again):
                     output = self._call(microbatch, value, slot)
         except RuntimeError as error:
-            if not careful and "leaf Variable that requires grad" in str(error):
-                self.calm_in = self.calm_again_in = _NEVER
-                error.add_note("the stage changes its input in place, and did not before: run the step again")
+            if not careful:
+                self._explain(error)
             raise
         if shared and versions != [leaves[i]._version for i in shared]:
             raise PlanError(
@@ -199,6 +217,12 @@ class StageEngine:
         else:
             slot.message, slot.roots = depart(output, stage=self.index if self.head is None else None)
 
+    def _explain(self, error: RuntimeError) -> None:
+        """Of an error in a module that was given a leaf."""
+        if "leaf Variable that requires grad" in str(error):
+            self.calm_in = self.calm_again_in = self.plain_in = _NEVER
+            error.add_note("the stage changes its input in place, and did not before: run the step again")
+
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """Learn whether the module changes its inputs in place.
 
@@ -210,8 +234,11 @@ class StageEngine:
             increment_version(leaf)
         if wants and not changed:
             self.calm_in = self.mode
+            around = (self.around, self.randomness, self.norms, self.head)
+            if self.takes == self.gives == 1 and all(one is None for one in around):
+                self.plain_in = self.mode
         elif changed:
-            self.calm_in = _NEVER
+            self.calm_in = self.plain_in = _NEVER
 
     def _call(self, microbatch: int, value: Any, slot: Slot) -> Any:
         if slot.replay is not None:
