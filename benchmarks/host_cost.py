@@ -38,7 +38,8 @@ from penstock.engine.channel.process import BackwardLane, ForwardLane
 from penstock.engine.channel.wire import Wire
 from penstock.engine.meta import MessageMeta, TensorMeta
 from penstock.engine.runner import Ends, Runner, Wiring, compile_program
-from penstock.engine.stage import StageEngine, make_slots
+from penstock.engine.slot import make_slots
+from penstock.engine.stage import StageEngine
 from penstock.engine.tape import Tape
 from penstock.schedule import Schedule, build
 from penstock.schedule.flow import edges_of

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from penstock.engine.message import merge
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.slot import Slot
+from penstock.engine.stage import StageEngine
 
 if TYPE_CHECKING:
     from penstock.engine.runner import Ends

@@ -16,7 +16,8 @@ from penstock.engine.channel.wire import Wire
 from penstock.engine.recent import Recent
 from penstock.engine.reduce import Reducer
 from penstock.engine.runner import Ends, Runner, Wiring, compile_program
-from penstock.engine.stage import StageEngine, make_slots
+from penstock.engine.slot import make_slots
+from penstock.engine.stage import StageEngine
 from penstock.schedule.flow import Edge
 from penstock.schedule.lower import lower
 from penstock.schedule.program import Program

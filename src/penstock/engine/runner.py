@@ -16,7 +16,8 @@ from penstock.engine.channel.lane import Lane
 from penstock.engine.doing import Progress
 from penstock.engine.message import Message
 from penstock.engine.offload import returns
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.slot import Slot
+from penstock.engine.stage import StageEngine
 from penstock.schedule.action import BACKWARD, COMPUTE
 from penstock.schedule.program import Instruction
 

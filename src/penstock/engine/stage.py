@@ -14,7 +14,7 @@ are edges out of the stage. The stage does not know where messages come from or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -30,52 +30,21 @@ from penstock.engine.message import Message, depart, depart_apart, share_out
 from penstock.engine.moment import MicroBatch, here
 from penstock.engine.offload import ActivationOffload
 from penstock.engine.randomness import Randomness
-from penstock.engine.replay import Replay
+from penstock.engine.slot import Slot
 from penstock.engine.surroundings import surroundings
 from penstock.engine.tree import unflatten
 from penstock.engine.weightgrad import Recorder, WeightGradQueue
 from penstock.errors import PlanError
-from penstock.schedule.program import Program
 
 if TYPE_CHECKING:
     from penstock.engine.parallelized import Parallelized
 
-__all__ = ["Slot", "StageEngine", "make_slots"]
+__all__ = ["StageEngine"]
 
 # torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _NEVER = object()
-
-
-class Slot:
-    """What a stage keeps for one micro-batch in flight."""
-
-    __slots__ = ("away", "bare", "grads", "inputs", "message", "messages", "queue", "replay", "roots", "rows", "shares")
-
-    def __init__(self, queue: WeightGradQueue | None = None, replay: Replay | None = None) -> None:
-        self.inputs: Sequence[Tensor] = ()
-        self.roots: Sequence[GradientEdge] = ()
-        self.message: Message | None = None
-        self.grads: Sequence[Tensor | None] = ()
-        # Where several edges leave the stage, a message for each; where several enter it, how many of the inputs came
-        # over each, and their gradients.
-        self.messages: list[Message | None] = []
-        self.shares: Sequence[int] = ()
-        self.rows: list[Sequence[Tensor | None]] = []
-        self.queue = queue  # there when the backward is split into I and W
-        self.replay = replay  # there when the forward is to be run again
-        self.away = False  # what the next forward saves goes to the host
-        self.bare = queue is None and replay is None  # nothing need be done around a forward, for all the slot knows
-
-    def clear(self) -> None:
-        self.inputs = self.roots = self.grads = self.shares = ()
-        self.message = None
-        self.messages, self.rows = [], []
-        if self.queue is not None:
-            self.queue.clear()
-        if self.replay is not None:
-            self.replay.clear()
 
 
 class StageEngine:
@@ -126,14 +95,18 @@ class StageEngine:
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
         """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
         leaves, spec, wants, shared = message
-        if self.mode is not self.plain_in or not slot.bare or spec is not None or shared:
+        if self.mode is not self.plain_in or slot.replay is not None or slot.away or spec is not None or shared:
             self._forward(microbatch, message, slot)
             return
         leaf, moments = leaves[0], self.moments
         slot.inputs = (leaf.requires_grad_(),) if wants else ()
         here.microbatch = moments[microbatch] if moments else None
         try:
-            output = self.module(leaf)
+            if slot.queue is None:
+                output = self.module(leaf)
+            else:
+                with slot.queue.recording():
+                    output = self.module(leaf)
         except RuntimeError as error:
             self._explain(error)
             raise
@@ -307,21 +280,6 @@ class StageEngine:
         if slot.shares:
             slot.rows = share_out(slot.grads, slot.shares)
         return found[len(slot.inputs) :]
-
-
-def make_slots(program: Program, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
-    """The slots of a program's (stage, micro-batch) pairs: as few as its numbering says, shared one after the other."""
-    split = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "W"}
-    twice = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "R"}
-    made: dict[tuple[int, int, bool, bool], Slot] = {}
-    slots = {}
-    for (stage, k), number in program.slots.items():
-        key = (stage, number, (stage, k) in split, (stage, k) in twice)
-        if key not in made:
-            queue = stages[stage].new_queue() if key[2] else None
-            made[key] = Slot(queue, Replay() if key[3] else None)
-        slots[stage, k] = made[key]
-    return slots
 
 
 def _present(
