@@ -29,7 +29,7 @@ _OURS = (f"{Path(__file__).parents[1].resolve()}{os.sep}", _TORCH)
 _PYTHON = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
 
 
-@dataclass
+@dataclass(slots=True)
 class Progress:
     """Where a rank is in its program."""
 

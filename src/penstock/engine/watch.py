@@ -34,8 +34,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from penstock.engine import farewell
 from penstock.engine.channel import strangers
 from penstock.engine.channel.beacon import Beacon, Lifeline
-from penstock.engine.channel.process import ChannelError
 from penstock.engine.channel.sever import Lines, StoreLine
+from penstock.engine.channel.wire import ChannelError
 from penstock.engine.doing import Doing, Look
 from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, broke_off, launcher_keeps_store, store_gone
 from penstock.engine.gossip import Gossip
