@@ -38,6 +38,7 @@ class Line:
         (self.make,) = wire.makers([meta])
         self.dtype, self.shape = meta.dtype, torch.Size(meta.shape)
         self.conjugates = meta.dtype.is_complex
+        self.on_gpu = wire.device.type == "cuda"
         self.wants, self.shared, self.refuse = wants, shared, refuse
 
 
@@ -92,6 +93,8 @@ class Berth:
         if not tensor.is_contiguous() or tensor.is_neg() or (line.conjugates and tensor.is_conj()):
             tensor = in_order(tensor)
         wire = line.wire
+        if line.on_gpu and not tensor.is_cuda:  # a few numbers that the stage had on the host
+            tensor = tensor.to(wire.device)
         try:
             self.work = wire.group.send([tensor], wire.there, 0)
         except RuntimeError as error:
