@@ -22,19 +22,19 @@ The answer has a bound, which says how good it is for certain: it is exact where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from penstock.errors import PlanError
 from penstock.profile.planner.bounds import by_counts, by_kinds, floor
 from penstock.profile.planner.evened import evened
-from penstock.profile.planner.pairs import Question, there_and_back, twice_round
+from penstock.profile.planner.pairs import Pairs, ThereAndBack, TwiceRound
 from penstock.profile.planner.rounds import Rounds
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.shaken import shaken
-from penstock.profile.planner.times import Cuts, Ranks, Runs, bottleneck, fits
+from penstock.profile.planner.times import Cuts, Ranks, bottleneck, fits
 from penstock.profile.planner.weighed import Weighed
 from penstock.schedule.placement import loop, vee
 
@@ -43,7 +43,6 @@ __all__ = ["Cut", "cut", "least_memory", "placement_of"]
 _CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
 _EFFORT = 2_000_000  # what is looked at, in less than a microsecond each
 _PART = _EFFORT // 5  # for moves at random, and for a proof
-_ON_A_V = 4 * _EFFORT  # nearly always much less is enough
 _SAME = 1 + 1e-9
 _LESS = 1 + 1e-11  # what is less by rounding alone is not less
 _PASSES = 500_000  # stages and places that are weighed
@@ -92,8 +91,9 @@ def _better(segments: Segments, ranks: Ranks, placement: tuple[int, ...], shape:
     v = len(placement) // len(ranks)
     if v > 2:
         return _rounds(segments, ranks, placement, known)
-    search = _straight if v == 1 else there_and_back if shape == "v" else twice_round
-    ask = _Asking(segments, ranks, search, effort=_ON_A_V if shape == "v" else _EFFORT)
+    ask: _Straight | Pairs = _Straight(segments, ranks)
+    if v == 2:
+        ask = (ThereAndBack if shape == "v" else TwiceRound)(segments, ranks, known.busiest, _EFFORT)
     return _least(segments, ranks, placement, known, ask)
 
 
@@ -103,7 +103,7 @@ def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
 
     def enough(factor: float) -> bool:
         more = replace(ranks, memory=tuple(factor * size for size in ranks.memory))
-        found = _Asking(segments, more, _straight)(inf) if v == 1 else evened(segments, more, placement)
+        found = _straight(segments, more, inf) if v == 1 else evened(segments, more, placement)
         return found is not None
 
     low, high = 0.0, 1.0
@@ -115,34 +115,21 @@ def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
     return high
 
 
-class _Asking:
-    """Cuts with which every rank keeps below a time: of all layers, or of some, for ranks that have others as well."""
+class _Straight:
+    """Straight cuts with which every rank keeps below a time."""
 
-    def __init__(
-        self,
-        segments: Segments,
-        ranks: Ranks,
-        search: Callable[[Question], Cuts | None],
-        layers: tuple[int, int] | None = None,
-        other: Sequence[Runs] | None = None,
-        effort: int = _EFFORT,
-    ) -> None:
-        self.segments, self.ranks, self.search = segments, ranks, search
-        self.layers, self.other = layers or (0, segments.n), other or [()] * len(ranks)
-        self.effort = effort
+    def __init__(self, segments: Segments, ranks: Ranks) -> None:
+        self.segments, self.ranks = segments, ranks
         self.bound = 0.0  # no cuts keep below this: that is sure
 
     def __call__(self, below: float) -> Cuts | None:
-        part = self.effort // 2
-        question = Question(self.segments, self.ranks, below, self.layers, self.other, part)
-        found = self.search(question)
-        self.effort -= part - max(0, question.effort)
-        if found is None and not question.unsure:
+        found = _straight(self.segments, self.ranks, below)
+        if found is None:
             self.bound = max(self.bound, below)
         return found
 
 
-def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Asking) -> Cut:
+def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Straight | Pairs) -> Cut:
     """The best cuts, asked for at times closer and closer to what they have."""
     best, high, floor = known.cuts, known.busiest, known.bound
     low = floor
@@ -172,14 +159,15 @@ def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cu
 # ── one run of layers a rank ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _straight(question: Question) -> Cuts | None:
-    segments, ranks, below = question.segments, question.ranks, question.below
+def _straight(segments: Segments, ranks: Ranks, below: float) -> Cuts | None:
     n, p = segments.n, len(ranks)
+    after = [0.0, *accumulate(below * speed for speed in reversed(ranks.speed))]
+    lefts = [work * _SAME for work in after[-2::-1]]  # what the ranks after one can do
     came_from: list[dict[int, int]] = []
     reached = [0]
     for rank in range(p):
         fresh: dict[int, int] = {}
-        last, left = n - (p - rank - 1), question.left[rank]
+        last, left = n - (p - rank - 1), lefts[rank]
         end = 0
         for begin in reached:
             # Who begins later gets as far, or further; but not if what comes to the stage there is more to keep.
@@ -240,7 +228,7 @@ def _two_rounds_at_a_time(
         begin, end = first * p, (first + 2) * p
         runs = list(pairwise((0, *best)))
         other = [[runs[stage] for stage in range(rank, v * p, p) if not begin <= stage < end] for rank in range(p)]
-        ask = _Asking(segments, ranks, twice_round, (runs[begin][0], runs[end - 1][1]), other, effort)
+        ask = TwiceRound(segments, ranks, value, effort, (runs[begin][0], runs[end - 1][1]), other)
         tried += 1
         while (found := ask(low + (value - low) / 2) or ask(value)) is not None:
             whole = (*best[:begin], *found, *best[end:])

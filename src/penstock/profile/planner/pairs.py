@@ -1,222 +1,282 @@
 """Two runs of layers on every rank: whether all can keep below a time, and with which cuts.
 
-Going through the ranks, a *front* is how far the two runs have got. Of two fronts the one that is ahead in both runs
-serves as well: what is left to it is a part of what is left to the other. And a front that leaves more than the ranks
-after it can do in time is of no use. That is so while stages may be empty; where none may, it can happen that a front
-gets too far for the heavy layers of those after it. So three questions are asked, in this order:
+It is gone through the ranks, with all states at once: how far the two runs have got, ``x`` and ``y``. All that can be
+reached are kept, none is taken to be better than another, so that the answer is sure: whatever is recomputed, and
+wherever it can be cut.
 
-    with empty stages, and only the furthest fronts      no: there are no cuts (this is nearly always the answer)
-    without empty ones, and only the furthest fronts     yes: these are the cuts (nearly always, too)
-    without empty ones, and all fronts                   the answer
+    v          ``x`` goes up from the first layer, ``y`` counts down from the last; they meet at the last rank
+    loop       ``x`` goes up from the first layer, ``y`` from where the second round begins; ``x`` must end there
 
-Where stages are recomputed, a front that is ahead may have more to keep: a no is sure only if as much comes to a stage
-wherever it begins.
-Where the second round of a loop begins is tried everywhere, so that a no takes long. There is a limit on how
-much is looked at; an answer that would need more is a no that is not sure.
+Where the second round of a loop begins is not tried one after the other: at ``x`` and ``y`` there is a word of bits,
+one for each such place with which they can be reached. A step of a rank, by ``a`` and ``b`` layers, moves all words at
+once to ``x + a`` and ``y + b``, if what the rank has to do is below the time there, and fits its memory.
+
+States that leave more than the ranks after them can do in time are left out, and so are those that leave too few
+layers. There is a limit on how much is looked at; an answer that would need more is a no that is not sure.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import inf
+from itertools import accumulate, pairwise
+from math import ceil, inf
 
+import torch
+from torch import Tensor
+
+from penstock.profile.planner.bounds import works_of
+from penstock.profile.planner.lanes import Kind, Lane
 from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Cuts, Ranks, Runs, fits, price
+from penstock.profile.planner.times import Cuts, Ranks, Runs, time_of
 
-__all__ = ["Question", "there_and_back", "twice_round"]
+__all__ = ["Pairs", "ThereAndBack", "TwiceRound"]
 
+_LESS = 1 - 1e-11  # what is less by rounding alone is not less
 _ROUNDING = 1 + 1e-9
+_BITS = 63
 
 
-class Question:
-    """Whether every rank can keep below a time.
+@dataclass(frozen=True)
+class _Reached:
+    """The states before a rank: words of bits for each ``x`` and ``y`` from the first ones on."""
 
-    ``other`` are runs that ranks have besides; ``layers`` are those that are to be cut. ``effort`` says how much may be
-    looked at, in less than a microsecond each, and then how much is left of that.
+    words: Tensor  # [words, x, y]
+    x: int
+    y: int
+
+
+class TooMuchError(Exception):
+    """There are more states than may be looked at."""
+
+
+class Pairs(ABC):
+    """Two runs a rank, of layers from the first to the last; ``other`` are runs that ranks have besides.
+
+    ``high`` is the longest time that is asked for. ``effort`` says how much may be looked at, in about a microsecond
+    each, and then how much is left of that.
     """
 
     def __init__(
         self,
         segments: Segments,
         ranks: Ranks,
-        below: float,
-        layers: tuple[int, int],
-        other: Sequence[Runs],
+        high: float,
         effort: int,
+        layers: tuple[int, int] | None = None,
+        other: Sequence[Runs] | None = None,
     ) -> None:
-        self.segments, self.ranks, self.below, self.layers, self.other = segments, ranks, below, layers, other
-        self.effort, self.unsure = effort, False  # if a no may be wrong
-        self.free = ranks.recompute is False and min(ranks.memory) == inf
-        self.price = 1 if self.free else price(ranks, 2 + len(other[0]))
-        self.open = [seconds < below for seconds in segments.transfer]  # whether what crosses a cut is there in time
-        self.open[0] = self.open[-1] = True
-        self.most = [  # the work that a rank can do in time, of these layers
-            below * speed - sum(segments.work(i, j) for i, j in runs)
-            for speed, runs in zip(ranks.speed, other, strict=True)
+        self.segments, self.ranks, self.effort = segments, ranks, effort
+        self.first, last = layers or (0, segments.n)
+        self.m, self.p = last - self.first, len(ranks)
+        self.other = other or [()] * self.p
+        self.bound = 0.0  # no cuts keep below this: that is sure
+        works = works_of(segments, ranks)[self.first : last]
+        self.done = torch.tensor([0.0, *accumulate(works)], dtype=torch.float64)
+        self.total = float(self.done[-1])
+        self.transfer = torch.tensor(segments.transfer[self.first : last + 1], dtype=torch.float64)
+        one = Lane.of(segments, ranks, high, (self.first, last))
+        self.lanes = one, one.back() if self.backwards else one
+        alike: dict[tuple[object, ...], Kind] = {}
+        self.kinds = [
+            alike.setdefault(key, Kind(segments, ranks, rank, self.other[rank], *self.lanes))
+            if (key := (ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank], *self.other[rank])) not in alike
+            else alike[key]
+            for rank in range(self.p)
         ]
-        after = [0.0, *accumulate(max(0.0, most) for most in reversed(self.most))]
-        self.left = [seconds * _ROUNDING for seconds in after[-2::-1]]  # what the ranks after one can do
 
-    def spend(self, effort: int) -> None:
+    backwards = False
+
+    def __call__(self, below: float) -> Cuts | None:
+        """Cuts with which every rank keeps below a time."""
+        try:
+            found = self._through(below)
+        except TooMuchError:
+            return None
+        if found is None:
+            self.bound = max(self.bound, below)
+        return found
+
+    # ── through the ranks ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _through(self, below: float) -> Cuts | None:
+        caps = [kind.most(below * _LESS) for kind in self.kinds]
+        if min(caps) <= 0:
+            return None
+        after = [0.0, *accumulate(reversed(caps))][::-1]
+        slack = after[0] - self.total
+        if slack * _ROUNDING < 0:
+            return None
+        is_open = self.transfer < below
+        now = self._start(is_open)
+        passed = []
+        for rank in range(self.p):
+            if now is None:
+                return None
+            passed.append(now)
+            now = self._step(rank, now, below * _LESS, caps[rank] - slack * _ROUNDING, is_open, after[rank + 1])
+        if now is None:
+            return None
+        return self._traced(passed, now)
+
+    def _step(
+        self, rank: int, now: _Reached, below: float, least: float, is_open: Tensor, rest: float
+    ) -> _Reached | None:
+        words, x0, y0 = now.words, now.x, now.y
+        _, height, width = words.shape
+        one, two = self.lanes
+        x1, y1 = self._ends(rank)
+        x1, y1 = min(x1, x0 + height - 1 + one.longest), min(y1, y0 + width - 1 + two.longest)
+        if x1 <= x0 or y1 <= y0:
+            return None
+        found = words.new_zeros((len(words), x1 - x0, y1 - y0))  # from x0 + 1 and y0 + 1 on
+        for a, b, x, y, mask in self.kinds[rank].moves(below, least, (x0, x0 + height, y0, y0 + width)):
+            i, j = max(x, x0), max(y, y0)
+            k, l = min(x + mask.shape[0], x0 + height, x1 - a + 1), min(y + mask.shape[1], y0 + width, y1 - b + 1)
+            if k > i and l > j:
+                part = words[:, i - x0 : k - x0, j - y0 : l - y0] & mask[i - x : k - x, j - y : l - y]
+                i, j, k, l = i + a - x0 - 1, j + b - y0 - 1, k + a - x0 - 1, l + b - y0 - 1
+                found[:, i:k, j:l].bitwise_or_(part)
+                self._spend(8 + part.numel() // 1000)
+        keep = self._keep(rank, (x0 + 1, x1 + 1, y0 + 1, y1 + 1), self.total - rest * _ROUNDING, is_open)
+        found.bitwise_and_(keep)
+        self._spend(100 + found.numel() // 100)
+        some = (found != 0).any(0)
+        rows, columns = some.any(1).nonzero(), some.any(0).nonzero()
+        if not len(rows):
+            return None
+        top, left = int(rows[0]), int(columns[0])
+        return _Reached(
+            found[:, top : int(rows[-1]) + 1, left : int(columns[-1]) + 1].contiguous(), x0 + 1 + top, y0 + 1 + left
+        )
+
+    def _spend(self, effort: int) -> None:
         self.effort -= effort
         if self.effort < 0:
-            raise _TooMuchError
+            raise TooMuchError
+
+    # ── the cuts ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _traced(self, passed: list[_Reached], end: _Reached) -> Cuts | None:
+        """The steps that lead to the end, each with the least time that its rank can have there."""
+        at = self._met(end)
+        if at is None:
+            return None
+        word, bit, x, y = at
+        chain = [(x, y)]
+        for rank in range(self.p - 1, -1, -1):
+            before = passed[rank]
+            x, y = chain[-1]
+            i, j = max(before.x, x - self.lanes[0].longest), max(before.y, y - self.lanes[1].longest)
+            part = before.words[word, i - before.x : max(0, x - before.x), j - before.y : max(0, y - before.y)]
+            ways = [(i + down, j + right) for down, right in (part & (1 << bit)).nonzero().tolist()]
+            chain.append(min(ways, key=lambda way: (self._time(rank, way, (x, y)), way)))
+        return self._cuts(chain[::-1])
+
+    def _time(self, rank: int, begin: tuple[int, int], end: tuple[int, int]) -> float:
+        runs = [*self.other[rank], *self._runs(begin, end)]
+        return time_of(self.segments, self.ranks, rank, runs)
+
+    # ── what a V and a loop have of their own ────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def _start(self, is_open: Tensor) -> _Reached | None: ...
+
+    @abstractmethod
+    def _ends(self, rank: int) -> tuple[int, int]:
+        """The furthest that the runs of a rank can end."""
+
+    @abstractmethod
+    def _keep(self, rank: int, where: tuple[int, int, int, int], done: float, is_open: Tensor) -> Tensor:
+        """The bits that may stay behind a rank: as much is done as must be, and layers are left for the others."""
+
+    @abstractmethod
+    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
+        """An end at which all layers are done: its word, bit, ``x`` and ``y``."""
+
+    @abstractmethod
+    def _runs(self, begin: tuple[int, int], end: tuple[int, int]) -> Runs: ...
+
+    @abstractmethod
+    def _cuts(self, chain: list[tuple[int, int]]) -> Cuts: ...
 
 
-class _TooMuchError(Exception):
-    """There are more fronts than may be looked at."""
-
-
-@dataclass(frozen=True)
-class _Front:
-    """``x`` goes up from the first layer; ``y`` down from the last one, or up from where the second round begins."""
-
-    x: int
-    y: int
-    before: _Front | None = None
-
-
-def there_and_back(question: Question) -> Cuts | None:
+class ThereAndBack(Pairs):
     """A V: the last rank has all that is left, cut in two."""
-    question.unsure = question.ranks.recompute is not False and not question.segments.even
-    return _asked(question, lambda least, every: _vee(_Step(question, -1, least, every)))
+
+    backwards = True
+
+    def _start(self, is_open: Tensor) -> _Reached | None:
+        return _Reached(torch.ones(1, 1, 1, dtype=torch.int64), 0, 0)
+
+    def _ends(self, rank: int) -> tuple[int, int]:
+        most = self.m - 2 * (self.p - rank - 1) - (rank + 1)
+        return most, most
+
+    def _keep(self, rank: int, where: tuple[int, int, int, int], done: float, is_open: Tensor) -> Tensor:
+        i, k, j, l = where
+        x, y = torch.arange(i, k)[:, None], torch.arange(j, l)[None, :]
+        if rank == self.p - 1:
+            return (x + y == self.m).long()
+        work = self.done[i:k, None] + (self.total - self.done.flip(0)[None, j:l])
+        some = (x + y <= self.m - 2 * (self.p - rank - 1)) & (work >= done)
+        return (some & is_open[i:k, None] & is_open.flip(0)[None, j:l]).long()
+
+    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
+        x, y = end.words[0].nonzero()[0].tolist()
+        return 0, 0, end.x + x, end.y + y
+
+    def _runs(self, begin: tuple[int, int], end: tuple[int, int]) -> Runs:
+        last = self.first + self.m
+        return (self.first + begin[0], self.first + end[0]), (last - end[1], last - begin[1])
+
+    def _cuts(self, chain: list[tuple[int, int]]) -> Cuts:
+        last = self.first + self.m
+        return (*(self.first + x for x, _ in chain[1:]), *(last - y for _, y in reversed(chain[:-1])))
 
 
-def twice_round(question: Question) -> Cuts | None:
-    """A loop: the second round may begin anywhere, most likely in the middle."""
-    question.unsure = question.ranks.recompute is not False and not question.segments.even
-    segments, p, (first, last) = question.segments, len(question.ranks), question.layers
-    middle = (segments.done[first] + segments.done[last]) / 2
-    for second in sorted(range(first + p, last - p + 1), key=lambda at: abs(segments.done[at] - middle)):
-        if question.open[second] or p == 1:
+class TwiceRound(Pairs):
+    """A loop: the second round may begin anywhere."""
 
-            def ask(least: int, every: bool, second: int = second) -> Cuts | None:
-                return _loop(_Step(question, 1, least, every), second)
+    def _start(self, is_open: Tensor) -> _Reached | None:
+        count = self.m - 2 * self.p + 1  # places where the second round can begin, from p on
+        words = torch.zeros(ceil(count / _BITS), 1, count, dtype=torch.int64)
+        for k in range(count):
+            if self.p == 1 or is_open[self.p + k]:
+                words[k // _BITS, 0, k] = 1 << k % _BITS
+        full = [(1 << k) - 1 for k in range(_BITS + 1)]
+        self.up_to = torch.tensor(  # bits of places up to some number of them
+            [[full[max(0, min(_BITS, k - _BITS * word))] for k in range(count + 1)] for word in range(len(words))]
+        )
+        return _Reached(words, 0, self.p)
 
-            found = _asked(question, ask)
-            if found is not None or question.effort < 0:
-                return found
-    return None
+    def _ends(self, rank: int) -> tuple[int, int]:
+        return self.m - 2 * self.p + rank + 1, self.m - (self.p - rank - 1)
 
+    def _keep(self, rank: int, where: tuple[int, int, int, int], done: float, is_open: Tensor) -> Tensor:
+        i, k, j, l = where
+        work = self.done[i:k, None] + self.done[None, j:l] - done
+        begins = self.done[self.p : self.m - self.p + 1]
+        keep = self.up_to[:, torch.searchsorted(begins, work.contiguous(), right=True)]
+        behind = torch.arange(i, k) + self.p - rank - 1 - self.p
+        keep &= ~self.up_to[:, behind.clamp(min=0), None]
+        if self.p > 1:
+            keep *= is_open[i:k, None] & (is_open[None, j:l] | (torch.arange(j, l) == self.m))
+        return keep
 
-def _asked(question: Question, ask: Callable[[int, bool], Cuts | None]) -> Cuts | None:
-    try:
-        return None if ask(0, False) is None else ask(1, False) or ask(1, True)
-    except _TooMuchError:
-        question.unsure = True
+    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
+        if end.y + end.words.shape[2] - 1 != self.m:
+            return None
+        column = end.words[:, :, -1]
+        for word, row in column.nonzero().tolist():
+            k = end.x + row - self.p
+            if k // _BITS == word and k >= 0 and int(column[word, row]) >> k % _BITS & 1:
+                return word, k % _BITS, end.x + row, self.m
         return None
 
+    def _runs(self, begin: tuple[int, int], end: tuple[int, int]) -> Runs:
+        return tuple((self.first + a, self.first + b) for a, b in zip(begin, end, strict=True))
 
-class _Step:
-    """The next rank's two runs: of ``least`` layers at least; all ways to have them, or the furthest."""
-
-    def __init__(self, question: Question, way: int, least: int, every: bool) -> None:
-        self.question, self.way, self.least, self.every = question, way, least, every
-
-    def go(
-        self, rank: int, fronts: list[_Front], room: Callable[[int, int], bool], rest: Callable[[int, int], float]
-    ) -> list[_Front]:
-        """``room(x, y)``: whether enough layers are left for the ranks after this one; ``rest(x, y)`` is their work."""
-        left = self.question.left[rank]
-        found: dict[tuple[int, int], _Front] = {}
-        for front in fronts:
-            self.question.spend(3)
-            for x, y in self._from(rank, front, room):
-                if (x, y) not in found and rest(x, y) <= left:
-                    found[x, y] = _Front(x, y, front)
-        if self.every:
-            return list(found.values())
-        kept: list[_Front] = []
-        for front in sorted(found.values(), key=lambda front: (-front.x, -self.way * front.y)):
-            if not kept or self.way * front.y > self.way * kept[-1].y:
-                kept.append(front)
-        return kept
-
-    def _from(self, rank: int, front: _Front, room: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
-        question, way, every = self.question, self.way, self.every
-        done, is_open, (first, last) = question.segments.done, question.open, question.layers
-        begin, other = front.x, front.y
-        near, far = other + way * self.least, first if way < 0 else last
-        most = question.most[rank] + done[begin]
-        for x in range(begin + self.least, last + 1):
-            budget = most - done[x]
-            if not budget > 0:
-                return
-            question.spend(2)
-            if way < 0:
-                far = max(far, bisect_right(done, done[other] - budget))
-            else:
-                far = min(far, bisect_left(done, done[other] + budget) - 1)
-            while way * (far - near) >= 0 and not self._fits(rank, front, x, far):
-                far -= way  # the longer the first run, the shorter the second
-            if way * (far - near) < 0:
-                return
-            if x == begin or is_open[x]:
-                for y in range(far, near - way, -way):
-                    question.spend(1)
-                    if room(x, y) and (y == other or is_open[y]):
-                        yield x, y
-                        if not every:
-                            break
-
-    def _fits(self, rank: int, front: _Front, x: int, y: int) -> bool:
-        question = self.question
-        question.spend(question.price)
-        if question.free:
-            done = question.segments.done
-            return done[x] - done[front.x] + abs(done[y] - done[front.y]) < question.most[rank]
-        second = (y, front.y) if self.way < 0 else (front.y, y)
-        runs = (*question.other[rank], (front.x, x), second)
-        return fits(question.segments, question.ranks, rank, question.below, runs)
-
-
-def _vee(step: _Step) -> Cuts | None:
-    question, p = step.question, len(step.question.ranks)
-    done = question.segments.done
-    fronts = [_Front(*question.layers)]
-    for rank in range(p - 1):
-        left = 2 * (p - rank - 1) * step.least
-
-        def room(x: int, y: int, left: int = left) -> bool:
-            return y - x >= left
-
-        fronts = step.go(rank, fronts, room, lambda x, y: done[y] - done[x])
-    for front in fronts:
-        for middle in range(front.x + step.least, front.y - step.least + 1):
-            question.spend(question.price)
-            runs = (*question.other[p - 1], (front.x, middle), (middle, front.y))
-            if fits(question.segments, question.ranks, p - 1, question.below, runs):
-                chain = _chain(front)
-                firsts, seconds = [one.x for one in chain[1:]], [one.y for one in reversed(chain)]
-                return (*firsts, middle, *seconds)
-            if question.free:  # where it is cut makes no difference then
-                break
-    return None
-
-
-def _loop(step: _Step, second: int) -> Cuts | None:
-    done, p, (first, last) = step.question.segments.done, len(step.question.ranks), step.question.layers
-    fronts = [_Front(first, second)]
-    for rank in range(p):
-        left = (p - rank - 1) * step.least
-
-        def room(x: int, y: int, left: int = left) -> bool:
-            return x <= second - left and y <= last - left
-
-        fronts = step.go(rank, fronts, room, lambda x, y: done[second] - done[x] + done[last] - done[y])
-    for front in fronts:
-        if (front.x, front.y) == (second, last):
-            chain = _chain(front)[1:]
-            return (*(one.x for one in chain), *(one.y for one in chain))
-    return None
-
-
-def _chain(front: _Front | None) -> list[_Front]:
-    chain = []
-    while front is not None:
-        chain.append(front)
-        front = front.before
-    return chain[::-1]
+    def _cuts(self, chain: list[tuple[int, int]]) -> Cuts:
+        return tuple(self.first + step[lane] for lane in (0, 1) for step in chain[1:])
