@@ -40,7 +40,7 @@ from penstock.schedule.placement import loop, vee
 
 __all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
-_CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
+_CLOSE = 2e-3  # by how much the halving may miss, before the rest is done exactly
 _EFFORT = 2_000_000  # what is looked at, in less than a microsecond each
 _PART = _EFFORT // 5  # for moves at random, and for a proof
 _SAME = 1 + 1e-9
@@ -132,27 +132,20 @@ class _Straight:
 def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Straight | Pairs) -> Cut:
     """The best cuts, asked for at times closer and closer to what they have."""
     best, high, floor = known.cuts, known.busiest, known.bound
-    low = floor
-    for more in (1 + 1e-12, *_NEXT, inf):
-        found = ask(min(floor * more, high))
-        if found is not None:
-            best, high = found, bottleneck(segments, ranks, placement, found)
-            break
-        low = min(floor * more, high)
-        if low == high:
-            break
-    while low < high and high > floor * (1 + 1e-12) and (found := ask(high)) is not None:
+    low, tries = floor, [floor * more for more in (1 + 1e-12, *_NEXT)]
+    while low < high and high > floor * (1 + 1e-12):
+        near = high - low <= _CLOSE * high
+        middle = high if near else (low + high) / 2
+        if tries and (not best or tries[0] < middle):
+            middle = min(tries.pop(0), high)
+        found = ask(middle)
+        if found is None:
+            low = middle
+            continue
         reached = bottleneck(segments, ranks, placement, found)
         if not reached < high:  # by rounding alone
             break
-        best, high = found, reached
-        while high - low > _CLOSE * high:
-            middle = (low + high) / 2
-            found = ask(middle)
-            if found is None:
-                low = middle
-                break
-            best, high = found, bottleneck(segments, ranks, placement, found)
+        best, high, tries = found, reached, []
     return Cut(best, high, min(high, max(floor, ask.bound)))
 
 

@@ -1,4 +1,4 @@
-"""What runs of layers take, as tables: for each number of layers, and each place where a run begins."""
+"""What pairs of runs take on a rank, as tables: for each number of layers, and each place where a run begins."""
 
 from __future__ import annotations
 
@@ -15,23 +15,17 @@ from penstock.profile.planner.times import Ranks, Runs
 
 __all__ = ["Kind", "Lane"]
 
-Move = tuple[int, int, int, int, Tensor]
-"""By how many layers each of two runs goes on, from which place on, and a mask of where it may."""
-
 
 @dataclass(frozen=True)
 class Lane:
-    """Seconds and bytes, ``[layers - 1, begin]``; runs that are too long take forever."""
+    """Seconds and bytes of runs, ``[layers - 1, begin]``: infinite where there is none, or where no memory is enough."""
 
     work: Tensor
-    again: Tensor | None
-    stays: Tensor | None
-    kept: Tensor | None
-    came: Tensor | None
+    bytes: tuple[Tensor, ...] = ()  # again, stays, kept and came: see Segments.run
 
     @classmethod
     def of(cls, segments: Segments, ranks: Ranks, high: float, layers: tuple[int, int]) -> Lane:
-        """Of runs between these layers that some rank can have in time, and in its memory."""
+        """Of the runs between two layers that some rank can have in time."""
         first, last = layers
         done, most = segments.done, high * max(ranks.speed)
         m, longest, j = last - first, 1, first
@@ -40,117 +34,167 @@ class Lane:
             while j < last and done[j + 1] - done[i] < most:
                 j += 1
             longest = max(longest, j - i)
-        needed = ranks.recompute is not False or min(ranks.memory) < inf
-        blank = torch.full((longest, m), inf, dtype=torch.float64)
         sums = torch.tensor(done[first : last + 1], dtype=torch.float64)
-        work = blank.clone()
+        work = torch.full((longest, m), inf, dtype=torch.float64)
         for size in range(1, longest + 1):
             work[size - 1, : m - size + 1] = sums[size:] - sums[: m - size + 1]
-        if not needed:
-            return cls(work, None, None, None, None)
+        if ranks.recompute is False and min(ranks.memory) == inf:
+            return cls(work)
         tables = [[[inf] * m for _ in range(longest)] for _ in range(4)]
-        flight, limit = min(ranks.in_flight), max(ranks.memory)
-        fit = 1
+        flight, limit, longest = min(ranks.in_flight), max(ranks.memory), 1
         for i in range(m):
-            for size in range(1, min(longest, m - i) + 1):
+            for size in range(1, min(len(work), m - i) + 1):
                 numbers = segments.run(first + i, first + i + size)
                 _, stays, kept, came = numbers
                 if stays + flight * (kept if ranks.recompute is False else came) > limit:
                     break
-                fit = max(fit, size)
+                longest = max(longest, size)
                 for table, number in zip(tables, numbers, strict=True):
                     table[size - 1][i] = number
-        again, stays_, kept_, came_ = (torch.tensor(table[:fit], dtype=torch.float64) for table in tables)
-        return cls(work[:fit], again, stays_, kept_, came_)
-
-    @property
-    def longest(self) -> int:
-        return len(self.work)
+        return cls(work[:longest], tuple(torch.tensor(table[:longest], dtype=torch.float64) for table in tables))
 
     def back(self) -> Lane:
-        """The same runs, but the places counted from the last layer on, back."""
+        """The same runs, with places that count from the last layer back."""
         m = self.work.shape[1]
 
-        def turned(table: Tensor | None) -> Tensor | None:
-            if table is None:
-                return None
+        def turned(table: Tensor) -> Tensor:
             found = torch.full_like(table, inf)
             for size in range(1, len(table) + 1):
                 found[size - 1, : m - size + 1] = table[size - 1, : m - size + 1].flip(0)
             return found
 
-        work = turned(self.work)
-        assert work is not None
-        return Lane(work, turned(self.again), turned(self.stays), turned(self.kept), turned(self.came))
+        return Lane(turned(self.work), tuple(map(turned, self.bytes)))
+
+
+class _Table:
+    """A rank's runs in one of its two lanes, recomputed or not: seconds, bytes, and bytes of one micro-batch at once."""
+
+    def __init__(self, work: Tensor, size: Tensor | None, once: Tensor | None) -> None:
+        self.work, self.size, self.once = work, size, once
+        self.low, self.high = work.amin(1).tolist(), work.amax(1).tolist()
+        self.small, self.large = (0.0, 0.0) if size is None else (size.min().item(), size.max().item())
+
+    @classmethod
+    def of(cls, lane: Lane, again: bool, flight: float, bound: bool) -> _Table:
+        if not lane.bytes:
+            return cls(lane.work, None, None)
+        more, stays, kept, came = lane.bytes
+        work = lane.work + more if again else lane.work
+        if not bound:
+            return cls(work, None, None)
+        if not again:
+            return cls(work, stays + flight * kept, None)
+        return cls(work, stays + flight * came, torch.where(kept < inf, kept - came, inf))
+
+    def at(self, begins: slice) -> _Table:
+        size = None if self.size is None else self.size[:, begins]
+        return _Table(self.work[:, begins], size, None if self.once is None else self.once[:, begins])
+
+
+Besides = tuple[float, float, float]
+"""Of the runs that a rank has besides: seconds, bytes, and bytes of one micro-batch at once."""
+
+Step = tuple[int, int, int, Tensor]
+"""How many layers the first run has, how many the second one or more, the first of the places where it may begin, and
+a mask of ``[more layers, places of the first run, all places of the second]``."""
 
 
 class Kind:
     """Ranks that are alike: of the same speed, memory, micro-batches in flight, and with the same runs besides."""
 
-    def __init__(self, segments: Segments, ranks: Ranks, rank: int, other: Runs, one: Lane, two: Lane) -> None:
+    def __init__(self, segments: Segments, ranks: Ranks, rank: int, other: Runs, lanes: tuple[Lane, Lane]) -> None:
         self.speed, self.limit, flight = ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank]
-        self.times = 0
-        self.bound = self.limit < inf
-        choices = (ranks.recompute,) if ranks.recompute is not None else (False, True) if self.bound else (False,)
-        self.tables = [[_table(lane, again, flight, self.bound) for again in choices] for lane in (one, two)]
+        bound = self.limit < inf
+        self.choices = (ranks.recompute,) if ranks.recompute is not None else (False, True) if bound else (False,)
+        self.lanes = [[_Table.of(lane, again, flight, bound) for again in self.choices] for lane in lanes]
         runs = [(segments.work(*run), *segments.run(*run)) for run in other]
-        self.besides = _besides(runs, choices, flight)
-        self.low = [[min(t[0][size].min().item() for t in tables) for size in range(lane.longest)] for tables, lane in zip(self.tables, (one, two), strict=True)]
-        self.high = [[max(t[0][size][t[0][size] < inf].max().item() if (t[0][size]<inf).any() else -inf for t in tables) for size in range(lane.longest)] for tables, lane in zip(self.tables, (one, two), strict=True)]
-        self.cached: tuple[float, list[Move]] | None = None
+        self.besides = _besides(runs, self.choices, flight)
+        plain = [lane.work if not ranks.recompute else tables[0].work for lane, tables in zip(lanes, self.lanes, strict=True)]
+        self.cap = self._cap(plain) if bound else inf
+
+    def _cap(self, plain: list[Tensor]) -> float:
+        """More work than the memory lets such a rank have."""
+        found = -inf
+        for one, two in product(*self.lanes):
+            sizes, order = _bytes(two).flatten().sort()
+            most = plain[1].flatten()[order].cummax(0).values
+            room = max(self.limit - size for _, size, _ in self.besides) - _bytes(one).flatten()
+            at = torch.searchsorted(sizes, room, right=True) - 1
+            both = torch.where(at >= 0, plain[0].flatten() + most[at.clamp(min=0)], -inf)
+            found = max(found, both.max().item())
+        return found
 
     def most(self, below: float) -> float:
         """The work that such a rank can do in time, of its two runs."""
-        return below * self.speed - min(work for work, _, _ in self.besides)
+        return min(self.cap, below * self.speed - min(work for work, _, _ in self.besides))
 
-    def moves(self, below: float, least: float, where: tuple[int, int, int, int]) -> Iterator[Move]:
-        if self.cached is None or self.cached[0] != below:
-            self.cached = below, list(self._moves(below, least))
-        yield from self.cached[1]
+    def steps(self, below: float, least: float, x: slice, y: slice) -> Iterator[Step]:
+        """All steps from these places that take less than the time, and fit; of ``least`` work at least."""
+        ones, twos = ([table.at(where) for table in lane] for lane, where in zip(self.lanes, (x, y), strict=True))
+        time = below * self.speed
+        ways = [way for way in product(ones, twos, self.besides) if way[0].small + way[1].small <= self.limit - way[2][1]]
+        if not ways:
+            return
+        some = torch.stack([one.work + (min(two.low) + work) < time for one, two, (work, _, _) in ways]).any(0)
+        lows = [min(column) for column in zip(*(two.low for two in twos))]
+        firsts = some.int().argmax(1).tolist()
+        lasts = (some.shape[1] - some.flip(1).int().argmax(1)).tolist()
+        for a, possible in enumerate(some.any(1).tolist()):
+            if not possible:
+                continue
+            low = min(one.low[a] + work for one, _, (work, _, _) in ways)
+            high = max(one.high[a] for one in ones)
+            sizes = [
+                b for b, other in enumerate(lows)
+                if low + other < time and high + max(two.high[b] for two in twos) >= least
+            ]
+            if sizes:
+                begin = sizes[0]
+                mine = [way for way in ways if way[0].low[a] + way[2][0] + min(way[1].low[begin:sizes[-1]+1]) < time]
+                fine = self._fine(mine, time, a, slice(begin, sizes[-1] + 1), slice(firsts[a], lasts[a]))
+                yield a + 1, begin + 1, firsts[a], fine
 
-    def _moves(self, below: float, least: float) -> Iterator[Move]:
-        """All steps of such a rank that take less than the time, and fit."""
-        most = self.most(below)
-        one, two = self.tables
-        low, high = self.low, self.high
-        m = one[0][0].shape[1]
-        for a in range(len(low[0])):
-            for b in range(len(low[1])):
-                if not low[0][a] + low[1][b] < most or high[0][a] + high[1][b] < least:
-                    continue
-                some: Tensor | None = None
-                for (t1, s1, k1), (t2, s2, k2) in product(one, two):
-                    for work, size, at_once in self.besides:
-                        fine = (t1[a][:, None] + t2[b][None, :]) < below * self.speed - work
-                        if s1 is not None and s2 is not None and k1 is not None and k2 is not None:
-                            extra = torch.maximum(k1[a][:, None], k2[b][None, :]).clamp(min=at_once)
-                            fine &= (s1[a][:, None] + s2[b][None, :]) + extra <= self.limit - size
-                        some = fine if some is None else some | fine
-                assert some is not None
-                if some.any():
-                    yield a + 1, b + 1, 0, 0, some.long().neg_()
+    def _fine(
+        self, ways: list[tuple[_Table, _Table, Besides]], time: float, a: int, bs: slice, rows: slice
+    ) -> Tensor:
+        some: Tensor | None = None
+        for one, two, (work, size, at_once) in ways:
+            fine = one.work[a, rows, None] + two.work[bs, None, :] < time - work
+            if one.size is not None and two.size is not None:
+                held = one.size[a, rows, None] + two.size[bs, None, :]
+                onces = [t for t in (None if one.once is None else one.once[a, rows, None], None if two.once is None else two.once[bs, None, :]) if t is not None]
+                if len(onces) == 2:
+                    held += torch.maximum(*onces).clamp_(min=at_once)
+                elif onces:
+                    held += onces[0].clamp(min=at_once)
+                else:
+                    held += at_once
+                fine &= held <= self.limit - size
+            some = fine if some is None else some.logical_or_(fine)
+        assert some is not None
+        return some
 
 
-def _table(lane: Lane, again: bool, flight: float, bound: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Seconds, bytes of all micro-batches, and bytes that are there for one of them at a time."""
-    work = lane.work if not again or lane.again is None else lane.work + lane.again
-    if not bound or lane.stays is None or lane.kept is None or lane.came is None:
-        return work, None, None
-    if not again:
-        return work, lane.stays + flight * lane.kept, torch.zeros_like(lane.work)
-    return work, lane.stays + flight * lane.came, (lane.kept - lane.came).nan_to_num(0.0)
+def _bytes(table: _Table) -> Tensor:
+    """At least: of two runs that are recomputed, one is there at once, and so half of both."""
+    assert table.size is not None
+    return table.size if table.once is None else table.size + table.once / 2
 
 
-def _besides(runs: list[tuple[float, float, float, float, float]], choices: Sequence[bool], flight: float) -> list[tuple[float, float, float]]:
-    """Ways to have the runs besides: seconds, bytes, and bytes of one micro-batch at a time; none worse than another."""
+def _besides(
+    runs: list[tuple[float, float, float, float, float]], choices: Sequence[bool], flight: float
+) -> list[Besides]:
+    """All ways to have these runs, but for those that are worse than another."""
     ways = [(0.0, 0.0, 0.0)]
     for work, more, stays, kept, came in runs:
         ways = [
-            (seconds + work + again * more, size + stays + flight * (came if again else kept), max(most, again * (kept - came)))
+            (seconds + work + more, size + stays + flight * came, max(most, kept - came))
+            if again
+            else (seconds + work, size + stays + flight * kept, most)
             for seconds, size, most in ways
             for again in choices
         ]
-    best: list[tuple[float, float, float]] = []
+    best: list[Besides] = []
     for way in sorted(set(ways)):
         if not any(kept[1] <= way[1] and kept[2] <= way[2] for kept in best):
             best.append(way)

@@ -79,12 +79,12 @@ class Pairs(ABC):
         one = Lane.of(segments, ranks, high, (self.first, last))
         self.lanes = one, one.back() if self.backwards else one
         alike: dict[tuple[object, ...], Kind] = {}
-        self.kinds = [
-            alike.setdefault(key, Kind(segments, ranks, rank, self.other[rank], *self.lanes))
-            if (key := (ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank], *self.other[rank])) not in alike
-            else alike[key]
-            for rank in range(self.p)
-        ]
+        self.kinds = []
+        for rank, runs in enumerate(self.other):
+            such = ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank], *runs
+            if such not in alike:
+                alike[such] = Kind(segments, ranks, rank, runs, self.lanes)
+            self.kinds.append(alike[such])
 
     backwards = False
 
@@ -109,7 +109,7 @@ class Pairs(ABC):
         if slack * _ROUNDING < 0:
             return None
         is_open = self.transfer < below
-        now = self._start(is_open)
+        now = self._start(below, is_open)
         passed = []
         for rank in range(self.p):
             if now is None:
@@ -118,7 +118,7 @@ class Pairs(ABC):
             now = self._step(rank, now, below * _LESS, caps[rank] - slack * _ROUNDING, is_open, after[rank + 1])
         if now is None:
             return None
-        return self._traced(passed, now)
+        return self._traced(below, passed, now)
 
     def _step(
         self, rank: int, now: _Reached, below: float, least: float, is_open: Tensor, rest: float
@@ -127,18 +127,22 @@ class Pairs(ABC):
         _, height, width = words.shape
         one, two = self.lanes
         x1, y1 = self._ends(rank)
-        x1, y1 = min(x1, x0 + height - 1 + one.longest), min(y1, y0 + width - 1 + two.longest)
+        x1, y1 = min(x1, x0 + height - 1 + len(one.work)), min(y1, y0 + width - 1 + len(two.work))
         if x1 <= x0 or y1 <= y0:
             return None
         found = words.new_zeros((len(words), x1 - x0, y1 - y0))  # from x0 + 1 and y0 + 1 on
-        for a, b, x, y, mask in self.kinds[rank].moves(below, least, (x0, x0 + height, y0, y0 + width)):
-            i, j = max(x, x0), max(y, y0)
-            k, l = min(x + mask.shape[0], x0 + height, x1 - a + 1), min(y + mask.shape[1], y0 + width, y1 - b + 1)
-            if k > i and l > j:
-                part = words[:, i - x0 : k - x0, j - y0 : l - y0] & mask[i - x : k - x, j - y : l - y]
-                i, j, k, l = i + a - x0 - 1, j + b - y0 - 1, k + a - x0 - 1, l + b - y0 - 1
-                found[:, i:k, j:l].bitwise_or_(part)
-                self._spend(8 + part.numel() // 1000)
+        none = words.new_zeros(())
+        steps = self.kinds[rank].steps(below, least, slice(x0, x0 + height), slice(y0, y0 + width))
+        for a, b, i, fine in steps:
+            k = min(i + fine.shape[1], x1 - a + 1 - x0)
+            if k > i:
+                part = torch.where(fine[:, : k - i], words[:, None, i:k], none)
+                self._spend(10 + 8 * len(fine) + part.numel() // 300)
+                for more in range(len(fine)):
+                    right = min(width, y1 - b - more + 1 - y0)
+                    if right > 0:
+                        into = found[:, i + a - 1 : k + a - 1, b + more - 1 : b + more - 1 + right]
+                        into.bitwise_or_(part[:, more, :, :right])
         keep = self._keep(rank, (x0 + 1, x1 + 1, y0 + 1, y1 + 1), self.total - rest * _ROUNDING, is_open)
         found.bitwise_and_(keep)
         self._spend(100 + found.numel() // 100)
@@ -158,9 +162,9 @@ class Pairs(ABC):
 
     # ── the cuts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _traced(self, passed: list[_Reached], end: _Reached) -> Cuts | None:
+    def _traced(self, below: float, passed: list[_Reached], end: _Reached) -> Cuts | None:
         """The steps that lead to the end, each with the least time that its rank can have there."""
-        at = self._met(end)
+        at = self._met(below, end)
         if at is None:
             return None
         word, bit, x, y = at
@@ -168,7 +172,7 @@ class Pairs(ABC):
         for rank in range(self.p - 1, -1, -1):
             before = passed[rank]
             x, y = chain[-1]
-            i, j = max(before.x, x - self.lanes[0].longest), max(before.y, y - self.lanes[1].longest)
+            i, j = max(before.x, x - len(self.lanes[0].work)), max(before.y, y - len(self.lanes[1].work))
             part = before.words[word, i - before.x : max(0, x - before.x), j - before.y : max(0, y - before.y)]
             ways = [(i + down, j + right) for down, right in (part & (1 << bit)).nonzero().tolist()]
             chain.append(min(ways, key=lambda way: (self._time(rank, way, (x, y)), way)))
@@ -181,7 +185,7 @@ class Pairs(ABC):
     # ── what a V and a loop have of their own ────────────────────────────────────────────────────────────────────
 
     @abstractmethod
-    def _start(self, is_open: Tensor) -> _Reached | None: ...
+    def _start(self, below: float, is_open: Tensor) -> _Reached | None: ...
 
     @abstractmethod
     def _ends(self, rank: int) -> tuple[int, int]:
@@ -192,7 +196,7 @@ class Pairs(ABC):
         """The bits that may stay behind a rank: as much is done as must be, and layers are left for the others."""
 
     @abstractmethod
-    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
+    def _met(self, below: float, end: _Reached) -> tuple[int, int, int, int] | None:
         """An end at which all layers are done: its word, bit, ``x`` and ``y``."""
 
     @abstractmethod
@@ -207,7 +211,7 @@ class ThereAndBack(Pairs):
 
     backwards = True
 
-    def _start(self, is_open: Tensor) -> _Reached | None:
+    def _start(self, below: float, is_open: Tensor) -> _Reached | None:
         return _Reached(torch.ones(1, 1, 1, dtype=torch.int64), 0, 0)
 
     def _ends(self, rank: int) -> tuple[int, int]:
@@ -223,7 +227,7 @@ class ThereAndBack(Pairs):
         some = (x + y <= self.m - 2 * (self.p - rank - 1)) & (work >= done)
         return (some & is_open[i:k, None] & is_open.flip(0)[None, j:l]).long()
 
-    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
+    def _met(self, below: float, end: _Reached) -> tuple[int, int, int, int] | None:
         x, y = end.words[0].nonzero()[0].tolist()
         return 0, 0, end.x + x, end.y + y
 
@@ -237,19 +241,26 @@ class ThereAndBack(Pairs):
 
 
 class TwiceRound(Pairs):
-    """A loop: the second round may begin anywhere."""
+    """A loop: the second round may begin anywhere; but where it could not in more time, it cannot in less."""
 
-    def _start(self, is_open: Tensor) -> _Reached | None:
-        count = self.m - 2 * self.p + 1  # places where the second round can begin, from p on
-        words = torch.zeros(ceil(count / _BITS), 1, count, dtype=torch.int64)
-        for k in range(count):
-            if self.p == 1 or is_open[self.p + k]:
-                words[k // _BITS, 0, k] = 1 << k % _BITS
+    seen: tuple[float, list[int]] = inf, []
+
+    def _start(self, below: float, is_open: Tensor) -> _Reached | None:
+        since, begins = self.seen
+        if not below <= since < inf:
+            begins = list(range(self.p, self.m - self.p + 1))
+        begins = [s for s in begins if self.p == 1 or is_open[s]]
+        if not begins:
+            return None
+        self.begins = torch.tensor(begins)
         full = [(1 << k) - 1 for k in range(_BITS + 1)]
-        self.up_to = torch.tensor(  # bits of places up to some number of them
-            [[full[max(0, min(_BITS, k - _BITS * word))] for k in range(count + 1)] for word in range(len(words))]
+        words = range(ceil(len(begins) / _BITS))
+        self.up_to = torch.tensor(  # the bits of so many beginnings
+            [[full[max(0, min(_BITS, k - _BITS * word))] for k in range(len(begins) + 1)] for word in words]
         )
-        return _Reached(words, 0, self.p)
+        start = torch.zeros(len(words), 1, begins[-1] - begins[0] + 1, dtype=torch.int64)
+        start[:, 0, self.begins - begins[0]] = self.up_to.diff()
+        return _Reached(start, 0, begins[0])
 
     def _ends(self, rank: int) -> tuple[int, int]:
         return self.m - 2 * self.p + rank + 1, self.m - (self.p - rank - 1)
@@ -257,23 +268,27 @@ class TwiceRound(Pairs):
     def _keep(self, rank: int, where: tuple[int, int, int, int], done: float, is_open: Tensor) -> Tensor:
         i, k, j, l = where
         work = self.done[i:k, None] + self.done[None, j:l] - done
-        begins = self.done[self.p : self.m - self.p + 1]
-        keep = self.up_to[:, torch.searchsorted(begins, work.contiguous(), right=True)]
-        behind = torch.arange(i, k) + self.p - rank - 1 - self.p
-        keep &= ~self.up_to[:, behind.clamp(min=0), None]
+        keep = self.up_to[:, torch.searchsorted(self.done[self.begins], work, right=True)]
+        before = torch.searchsorted(self.begins, torch.arange(i, k) + self.p - rank - 1)
+        keep &= ~self.up_to[:, before, None]
         if self.p > 1:
             keep *= is_open[i:k, None] & (is_open[None, j:l] | (torch.arange(j, l) == self.m))
         return keep
 
-    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
+    def _met(self, below: float, end: _Reached) -> tuple[int, int, int, int] | None:
         if end.y + end.words.shape[2] - 1 != self.m:
             return None
-        column = end.words[:, :, -1]
-        for word, row in column.nonzero().tolist():
-            k = end.x + row - self.p
-            if k // _BITS == word and k >= 0 and int(column[word, row]) >> k % _BITS & 1:
-                return word, k % _BITS, end.x + row, self.m
-        return None
+        column = end.words[:, :, -1].tolist()
+        ends = [
+            (k // _BITS, k % _BITS, s)
+            for k, s in enumerate(self.begins.tolist())
+            if 0 <= s - end.x < len(column[0]) and column[k // _BITS][s - end.x] >> k % _BITS & 1
+        ]
+        if not ends:
+            return None
+        self.seen = below, [s for _, _, s in ends]
+        word, bit, s = ends[len(ends) // 2]
+        return word, bit, s, self.m
 
     def _runs(self, begin: tuple[int, int], end: tuple[int, int]) -> Runs:
         return tuple((self.first + a, self.first + b) for a, b in zip(begin, end, strict=True))
