@@ -72,7 +72,7 @@ class _Table:
     def __init__(self, work: Tensor, size: Tensor | None, once: Tensor | None) -> None:
         self.work, self.size, self.once = work, size, once
         self.low, self.high = work.amin(1).tolist(), work.amax(1).tolist()
-        self.small, self.large = (0.0, 0.0) if size is None else (size.min().item(), size.max().item())
+        self.small = [0.0] * len(work) if size is None else size.amin(1).tolist()
 
     @classmethod
     def of(cls, lane: Lane, again: bool, flight: float, bound: bool) -> _Table:
@@ -109,7 +109,8 @@ class Kind:
         self.lanes = [[_Table.of(lane, again, flight, bound) for again in self.choices] for lane in lanes]
         runs = [(segments.work(*run), *segments.run(*run)) for run in other]
         self.besides = _besides(runs, self.choices, flight)
-        plain = [lane.work if not ranks.recompute else tables[0].work for lane, tables in zip(lanes, self.lanes, strict=True)]
+        self.price = len(self.besides) * len(self.choices) ** 2 * (2 if bound else 1)  # of a place in a mask
+        plain = [tables[0].work for tables in self.lanes]
         self.cap = self._cap(plain) if bound else inf
 
     def _cap(self, plain: list[Tensor]) -> float:
@@ -132,41 +133,40 @@ class Kind:
         """All steps from these places that take less than the time, and fit; of ``least`` work at least."""
         ones, twos = ([table.at(where) for table in lane] for lane, where in zip(self.lanes, (x, y), strict=True))
         time = below * self.speed
-        ways = [way for way in product(ones, twos, self.besides) if way[0].small + way[1].small <= self.limit - way[2][1]]
-        if not ways:
-            return
-        some = torch.stack([one.work + (min(two.low) + work) < time for one, two, (work, _, _) in ways]).any(0)
-        lows = [min(column) for column in zip(*(two.low for two in twos))]
-        firsts = some.int().argmax(1).tolist()
-        lasts = (some.shape[1] - some.flip(1).int().argmax(1)).tolist()
+        lows = [min(lows) for lows in zip(*(two.low for two in twos), strict=True)]
+        highs = [max(highs) for highs in zip(*(two.high for two in twos), strict=True)]
+        besides = min(work for work, _, _ in self.besides)
+        some = torch.stack([one.work for one in ones]).amin(0) + (min(lows) + besides) < time
+        firsts, lasts = some.int().argmax(1).tolist(), some.flip(1).int().argmax(1).tolist()
         for a, possible in enumerate(some.any(1).tolist()):
-            if not possible:
-                continue
-            low = min(one.low[a] + work for one, _, (work, _, _) in ways)
-            high = max(one.high[a] for one in ones)
-            sizes = [
-                b for b, other in enumerate(lows)
-                if low + other < time and high + max(two.high[b] for two in twos) >= least
-            ]
-            if sizes:
-                begin = sizes[0]
-                mine = [way for way in ways if way[0].low[a] + way[2][0] + min(way[1].low[begin:sizes[-1]+1]) < time]
-                fine = self._fine(mine, time, a, slice(begin, sizes[-1] + 1), slice(firsts[a], lasts[a]))
-                yield a + 1, begin + 1, firsts[a], fine
+            low, high = min(one.low[a] for one in ones) + besides, max(one.high[a] for one in ones)
+            sizes = [b for b, more in enumerate(lows) if low + more < time and high + highs[b] >= least]
+            if possible and sizes:
+                rows, bs = slice(firsts[a], some.shape[1] - lasts[a]), slice(sizes[0], sizes[-1] + 1)
+                ways = [way for way in product(ones, twos, self.besides) if self._may(*way, time, a, bs)]
+                if ways:
+                    yield a + 1, sizes[0] + 1, rows.start, self._fine(ways, time, a, rows, bs)
+
+    def _may(self, one: _Table, two: _Table, besides: Besides, time: float, a: int, bs: slice) -> bool:
+        work, size, _ = besides
+        in_time = one.low[a] + min(two.low[bs]) < time - work
+        return in_time and one.small[a] + min(two.small[bs]) <= self.limit - size
 
     def _fine(
-        self, ways: list[tuple[_Table, _Table, Besides]], time: float, a: int, bs: slice, rows: slice
+        self, ways: list[tuple[_Table, _Table, Besides]], time: float, a: int, rows: slice, bs: slice
     ) -> Tensor:
+        """Where one of the ways is in time, and fits."""
         some: Tensor | None = None
         for one, two, (work, size, at_once) in ways:
             fine = one.work[a, rows, None] + two.work[bs, None, :] < time - work
             if one.size is not None and two.size is not None:
                 held = one.size[a, rows, None] + two.size[bs, None, :]
-                onces = [t for t in (None if one.once is None else one.once[a, rows, None], None if two.once is None else two.once[bs, None, :]) if t is not None]
-                if len(onces) == 2:
-                    held += torch.maximum(*onces).clamp_(min=at_once)
-                elif onces:
-                    held += onces[0].clamp(min=at_once)
+                if one.once is not None and two.once is not None:
+                    held += torch.maximum(one.once[a, rows, None], two.once[bs, None, :]).clamp_(min=at_once)
+                elif one.once is not None:
+                    held += one.once[a, rows, None].clamp(min=at_once)
+                elif two.once is not None:
+                    held += two.once[bs, None, :].clamp(min=at_once)
                 else:
                     held += at_once
                 fine &= held <= self.limit - size

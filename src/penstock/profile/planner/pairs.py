@@ -132,18 +132,19 @@ class Pairs(ABC):
             return None
         found = words.new_zeros((len(words), x1 - x0, y1 - y0))  # from x0 + 1 and y0 + 1 on
         none = words.new_zeros(())
-        steps = self.kinds[rank].steps(below, least, slice(x0, x0 + height), slice(y0, y0 + width))
+        kind = self.kinds[rank]
+        steps = kind.steps(below, least, slice(x0, x0 + height), slice(y0, y0 + width))
         for a, b, i, fine in steps:
             k = min(i + fine.shape[1], x1 - a + 1 - x0)
             if k > i:
                 part = torch.where(fine[:, : k - i], words[:, None, i:k], none)
-                self._spend(10 + 8 * len(fine) + part.numel() // 300)
+                self._spend(20 + 8 * len(fine) + part.numel() // 400 + fine.numel() * kind.price // 400)
                 for more in range(len(fine)):
                     right = min(width, y1 - b - more + 1 - y0)
                     if right > 0:
                         into = found[:, i + a - 1 : k + a - 1, b + more - 1 : b + more - 1 + right]
                         into.bitwise_or_(part[:, more, :, :right])
-        keep = self._keep(rank, (x0 + 1, x1 + 1, y0 + 1, y1 + 1), self.total - rest * _ROUNDING, is_open)
+        keep = self._keep(rank, (x0 + 1, x1 + 1, y0 + 1, y1 + 1), self.total / _ROUNDING - rest * _ROUNDING, is_open)
         found.bitwise_and_(keep)
         self._spend(100 + found.numel() // 100)
         some = (found != 0).any(0)
