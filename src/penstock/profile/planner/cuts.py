@@ -41,8 +41,9 @@ from penstock.schedule.placement import loop, vee
 __all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
 _CLOSE = 2e-3  # by how much the halving may miss, before the rest is done exactly
-_EFFORT = 2_000_000  # what is looked at, in less than a microsecond each
-_PART = _EFFORT // 5  # for moves at random, and for a proof
+_EFFORT = 2_000_000  # what is looked at, in about a microsecond each
+_TWO_ROUNDS = _EFFORT // 12
+_PART = _EFFORT // 6  # for moves at random, and for a proof: in much less than a microsecond
 _SAME = 1 + 1e-9
 _LESS = 1 + 1e-11  # what is less by rounding alone is not less
 _PASSES = 500_000  # stages and places that are weighed
@@ -216,7 +217,7 @@ def _two_rounds_at_a_time(
     """Two neighbouring rounds are cut anew, as long as that lets the busiest rank have less."""
     p, v = len(ranks), len(placement) // len(ranks)
     value = bottleneck(segments, ranks, placement, best)
-    first, tried, effort = 0, 0, _EFFORT // 3
+    first, tried, effort = 0, 0, _TWO_ROUNDS
     while tried < v - 1 and value > low * _SAME and effort > 0:
         begin, end = first * p, (first + 2) * p
         runs = list(pairwise((0, *best)))

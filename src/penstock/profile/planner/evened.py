@@ -41,15 +41,16 @@ def _moved(state: _State) -> _State:
 
 def _shares(segments: Segments, ranks: Ranks) -> tuple[float, ...]:
     """How much of the work ranks can do in the same time, with the memory that they have, if all layers were alike."""
-    n = segments.n
-    work, again, stays, kept = segments.work(0, n), segments.again(0, n), segments.static(0, n), segments.activation(0, n)
+    whole = 0, segments.n
+    work, again = segments.work(*whole), segments.again(*whole)
+    stays, kept = segments.static(*whole), segments.activation(*whole)
     parts = (1.0,) if ranks.recompute else (0.0,) if ranks.recompute is False else tuple(k / 8 for k in range(9))
 
     def share(rank: int, time: float) -> float:
         """Of all work; the best of some parts that are recomputed."""
         seconds, limit, flight = time * ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank]
-        bytes_ = [stays + flight * (1 - part) * kept for part in parts]
-        return max(min(seconds / (work + part * again), limit / (size or 1.0)) for part, size in zip(parts, bytes_, strict=True))
+        sizes = [(part, stays + flight * (1 - part) * kept) for part in parts]
+        return max(min(seconds / (work + part * again or 1.0), limit / (size or 1.0)) for part, size in sizes)
 
     low, high = 0.0, 2 * (work + again) / min(ranks.speed)
     for _ in range(30):  # the time in which they do all of it; in the longest one, if their memory is too small
@@ -59,9 +60,7 @@ def _shares(segments: Segments, ranks: Ranks) -> tuple[float, ...]:
     return tuple(share(rank, high) for rank in range(len(ranks)))
 
 
-def _even(
-    segments: Segments, ranks: Ranks, placement: Sequence[int], share: Sequence[float], avoid: bool
-) -> Cuts:
+def _even(segments: Segments, ranks: Ranks, placement: Sequence[int], share: Sequence[float], avoid: bool) -> Cuts:
     """Stages of as much work as their ranks' shares; cuts that take longer than a rank are avoided, or not.
 
     Of all cuts they are those with the least distance, squared, from where the work of the stages before would end.
@@ -130,9 +129,10 @@ class _State:
         time, ranks = time_of(self.segments, self.ranks, rank, runs), self.ranks
         self.lacking[rank] = 0.0
         if time == inf:
-            choices = ((), range(len(runs))) if ranks.recompute is None else ((), range(len(runs)))[ranks.recompute :][:1]
-            size = min(held(self.segments, runs, again, ranks.in_flight[rank]) for again in choices)
-            self.lacking[rank] = max(1e-9, size / ranks.memory[rank] - 1) if ranks.memory[rank] else size
+            choices = (False, True) if ranks.recompute is None else (ranks.recompute,)
+            every = range(len(runs))
+            size = min(held(self.segments, runs, every if again else (), ranks.in_flight[rank]) for again in choices)
+            self.lacking[rank] = max(1e-9, size / (ranks.memory[rank] or 1.0) - 1)
         return time
 
     def _value(self) -> Value:

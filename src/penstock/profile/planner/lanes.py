@@ -18,7 +18,7 @@ __all__ = ["Kind", "Lane"]
 
 @dataclass(frozen=True)
 class Lane:
-    """Seconds and bytes of runs, ``[layers - 1, begin]``: infinite where there is none, or where no memory is enough."""
+    """Seconds and bytes of runs, ``[layers - 1, begin]``: infinite where there are none, or where none fit."""
 
     work: Tensor
     bytes: tuple[Tensor, ...] = ()  # again, stays, kept and came: see Segments.run
@@ -67,7 +67,7 @@ class Lane:
 
 
 class _Table:
-    """A rank's runs in one of its two lanes, recomputed or not: seconds, bytes, and bytes of one micro-batch at once."""
+    """A rank's runs in a lane, recomputed or not: seconds, bytes, and bytes that are there for one at a time."""
 
     def __init__(self, work: Tensor, size: Tensor | None, once: Tensor | None) -> None:
         self.work, self.size, self.once = work, size, once
@@ -152,9 +152,7 @@ class Kind:
         in_time = one.low[a] + min(two.low[bs]) < time - work
         return in_time and one.small[a] + min(two.small[bs]) <= self.limit - size
 
-    def _fine(
-        self, ways: list[tuple[_Table, _Table, Besides]], time: float, a: int, rows: slice, bs: slice
-    ) -> Tensor:
+    def _fine(self, ways: list[tuple[_Table, _Table, Besides]], time: float, a: int, rows: slice, bs: slice) -> Tensor:
         """Where one of the ways is in time, and fits."""
         some: Tensor | None = None
         for one, two, (work, size, at_once) in ways:

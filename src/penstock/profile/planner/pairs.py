@@ -20,8 +20,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from math import ceil, inf
+from itertools import accumulate
+from math import inf
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ __all__ = ["Pairs", "ThereAndBack", "TwiceRound"]
 _LESS = 1 - 1e-11  # what is less by rounding alone is not less
 _ROUNDING = 1 + 1e-9
 _BITS = 63
+_LONG, _FEW, _MANY = 250, 16, 3 * _BITS  # of a long line of layers few beginnings are looked at together
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class _Reached:
     y: int
 
 
-class TooMuchError(Exception):
+class _TooMuchError(Exception):
     """There are more states than may be looked at."""
 
 
@@ -90,9 +91,10 @@ class Pairs(ABC):
 
     def __call__(self, below: float) -> Cuts | None:
         """Cuts with which every rank keeps below a time."""
+        self.kept = self.effort // 2  # for other questions
         try:
-            found = self._through(below)
-        except TooMuchError:
+            found = self._asked(below)
+        except _TooMuchError:
             return None
         if found is None:
             self.bound = max(self.bound, below)
@@ -100,25 +102,29 @@ class Pairs(ABC):
 
     # ── through the ranks ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _through(self, below: float) -> Cuts | None:
+    def _asked(self, below: float) -> Cuts | None:
         caps = [kind.most(below * _LESS) for kind in self.kinds]
-        if min(caps) <= 0:
-            return None
         after = [0.0, *accumulate(reversed(caps))][::-1]
-        slack = after[0] - self.total
-        if slack * _ROUNDING < 0:
+        if min(caps) <= 0 or after[0] * _ROUNDING < self.total:
             return None
+        for start in self._starts(below):
+            found = self._through(start, below, caps, after)
+            if found is not None:
+                return found
+        return None
+
+    def _through(self, start: _Reached, below: float, caps: list[float], after: list[float]) -> Cuts | None:
+        slack = max(0.0, after[0] * _ROUNDING - self.total)
         is_open = self.transfer < below
-        now = self._start(below, is_open)
+        now: _Reached | None = start
         passed = []
         for rank in range(self.p):
             if now is None:
                 return None
             passed.append(now)
-            now = self._step(rank, now, below * _LESS, caps[rank] - slack * _ROUNDING, is_open, after[rank + 1])
-        if now is None:
-            return None
-        return self._traced(below, passed, now)
+            now = self._step(rank, now, below * _LESS, caps[rank] - slack, is_open, after[rank + 1])
+        at = None if now is None else self._met(now)
+        return None if at is None else self._traced(passed, *at)
 
     def _step(
         self, rank: int, now: _Reached, below: float, least: float, is_open: Tensor, rest: float
@@ -147,28 +153,22 @@ class Pairs(ABC):
         keep = self._keep(rank, (x0 + 1, x1 + 1, y0 + 1, y1 + 1), self.total / _ROUNDING - rest * _ROUNDING, is_open)
         found.bitwise_and_(keep)
         self._spend(100 + found.numel() // 100)
-        some = (found != 0).any(0)
-        rows, columns = some.any(1).nonzero(), some.any(0).nonzero()
-        if not len(rows):
+        some = found.any(0)
+        rows, columns = (some.any(way).nonzero().flatten().tolist() for way in (1, 0))
+        if not rows:
             return None
-        top, left = int(rows[0]), int(columns[0])
-        return _Reached(
-            found[:, top : int(rows[-1]) + 1, left : int(columns[-1]) + 1].contiguous(), x0 + 1 + top, y0 + 1 + left
-        )
+        part = found[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        return _Reached(part, x0 + 1 + rows[0], y0 + 1 + columns[0])
 
     def _spend(self, effort: int) -> None:
         self.effort -= effort
-        if self.effort < 0:
-            raise TooMuchError
+        if self.effort < self.kept:
+            raise _TooMuchError
 
     # ── the cuts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _traced(self, below: float, passed: list[_Reached], end: _Reached) -> Cuts | None:
-        """The steps that lead to the end, each with the least time that its rank can have there."""
-        at = self._met(below, end)
-        if at is None:
-            return None
-        word, bit, x, y = at
+    def _traced(self, passed: list[_Reached], word: int, bit: int, x: int, y: int) -> Cuts:
+        """The steps that lead to an end, each with the least time that its rank can have there."""
         chain = [(x, y)]
         for rank in range(self.p - 1, -1, -1):
             before = passed[rank]
@@ -186,7 +186,7 @@ class Pairs(ABC):
     # ── what a V and a loop have of their own ────────────────────────────────────────────────────────────────────
 
     @abstractmethod
-    def _start(self, below: float, is_open: Tensor) -> _Reached | None: ...
+    def _starts(self, below: float) -> Iterator[_Reached]: ...
 
     @abstractmethod
     def _ends(self, rank: int) -> tuple[int, int]:
@@ -197,7 +197,7 @@ class Pairs(ABC):
         """The bits that may stay behind a rank: as much is done as must be, and layers are left for the others."""
 
     @abstractmethod
-    def _met(self, below: float, end: _Reached) -> tuple[int, int, int, int] | None:
+    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
         """An end at which all layers are done: its word, bit, ``x`` and ``y``."""
 
     @abstractmethod
@@ -212,23 +212,23 @@ class ThereAndBack(Pairs):
 
     backwards = True
 
-    def _start(self, below: float, is_open: Tensor) -> _Reached | None:
-        return _Reached(torch.ones(1, 1, 1, dtype=torch.int64), 0, 0)
+    def _starts(self, below: float) -> Iterator[_Reached]:
+        yield _Reached(torch.ones(1, 1, 1, dtype=torch.int64), 0, 0)
 
     def _ends(self, rank: int) -> tuple[int, int]:
         most = self.m - 2 * (self.p - rank - 1) - (rank + 1)
         return most, most
 
     def _keep(self, rank: int, where: tuple[int, int, int, int], done: float, is_open: Tensor) -> Tensor:
-        i, k, j, l = where
-        x, y = torch.arange(i, k)[:, None], torch.arange(j, l)[None, :]
+        top, bottom, left, right = where
+        x, y = torch.arange(top, bottom)[:, None], torch.arange(left, right)[None, :]
         if rank == self.p - 1:
             return (x + y == self.m).long()
-        work = self.done[i:k, None] + (self.total - self.done.flip(0)[None, j:l])
+        work = self.done[top:bottom, None] + (self.total - self.done.flip(0)[None, left:right])
         some = (x + y <= self.m - 2 * (self.p - rank - 1)) & (work >= done)
-        return (some & is_open[i:k, None] & is_open.flip(0)[None, j:l]).long()
+        return (some & is_open[top:bottom, None] & is_open.flip(0)[None, left:right]).long()
 
-    def _met(self, below: float, end: _Reached) -> tuple[int, int, int, int] | None:
+    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
         x, y = end.words[0].nonzero()[0].tolist()
         return 0, 0, end.x + x, end.y + y
 
@@ -246,50 +246,51 @@ class TwiceRound(Pairs):
 
     seen: tuple[float, list[int]] = inf, []
 
-    def _start(self, below: float, is_open: Tensor) -> _Reached | None:
-        since, begins = self.seen
-        if not below <= since < inf:
-            begins = list(range(self.p, self.m - self.p + 1))
-        begins = [s for s in begins if self.p == 1 or is_open[s]]
-        if not begins:
-            return None
-        self.begins = torch.tensor(begins)
-        full = [(1 << k) - 1 for k in range(_BITS + 1)]
-        words = range(ceil(len(begins) / _BITS))
-        self.up_to = torch.tensor(  # the bits of so many beginnings
-            [[full[max(0, min(_BITS, k - _BITS * word))] for k in range(len(begins) + 1)] for word in words]
-        )
-        start = torch.zeros(len(words), 1, begins[-1] - begins[0] + 1, dtype=torch.int64)
-        start[:, 0, self.begins - begins[0]] = self.up_to.diff()
-        return _Reached(start, 0, begins[0])
+    def _starts(self, below: float) -> Iterator[_Reached]:
+        """As many beginnings as there are bits in a word: first those that are most likely."""
+        left = self.seen[1] if below <= self.seen[0] < inf else self._likely()
+        left = [s for s in left if self.p == 1 or self.transfer[s] < below]
+        count = _FEW if self.m > _LONG else _MANY
+        while left:
+            begins, left = sorted(left[:count]), left[count:]
+            self.begins, self.left = torch.tensor(begins), (below, left)
+            words = range(0, len(begins), _BITS)
+            self.up_to = torch.tensor(  # the bits of so many of them
+                [[(1 << max(0, min(_BITS, k - first))) - 1 for k in range(len(begins) + 1)] for first in words]
+            )
+            start = torch.zeros(len(words), 1, begins[-1] - begins[0] + 1, dtype=torch.int64)
+            start[:, 0, self.begins - begins[0]] = self.up_to.diff()
+            yield _Reached(start, 0, begins[0])
+
+    def _likely(self) -> list[int]:
+        """All beginnings, from the middle on."""
+        done = self.done.tolist()
+        return sorted(range(self.p, self.m - self.p + 1), key=lambda s: abs(done[s] - self.total / 2))
 
     def _ends(self, rank: int) -> tuple[int, int]:
         return self.m - 2 * self.p + rank + 1, self.m - (self.p - rank - 1)
 
     def _keep(self, rank: int, where: tuple[int, int, int, int], done: float, is_open: Tensor) -> Tensor:
-        i, k, j, l = where
-        work = self.done[i:k, None] + self.done[None, j:l] - done
+        top, bottom, left, right = where
+        work = self.done[top:bottom, None] + self.done[None, left:right] - done
         keep = self.up_to[:, torch.searchsorted(self.done[self.begins], work, right=True)]
-        before = torch.searchsorted(self.begins, torch.arange(i, k) + self.p - rank - 1)
+        before = torch.searchsorted(self.begins, torch.arange(top, bottom) + self.p - rank - 1)
         keep &= ~self.up_to[:, before, None]
         if self.p > 1:
-            keep *= is_open[i:k, None] & (is_open[None, j:l] | (torch.arange(j, l) == self.m))
+            keep *= is_open[top:bottom, None] & (is_open[None, left:right] | (torch.arange(left, right) == self.m))
         return keep
 
-    def _met(self, below: float, end: _Reached) -> tuple[int, int, int, int] | None:
+    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
         if end.y + end.words.shape[2] - 1 != self.m:
             return None
-        column = end.words[:, :, -1].tolist()
-        ends = [
-            (k // _BITS, k % _BITS, s)
-            for k, s in enumerate(self.begins.tolist())
-            if 0 <= s - end.x < len(column[0]) and column[k // _BITS][s - end.x] >> k % _BITS & 1
-        ]
+        column, rows = end.words[:, :, -1].tolist(), range(end.words.shape[1])
+        places = [(*divmod(k, _BITS), s) for k, s in enumerate(self.begins.tolist())]
+        ends = [(word, bit, s) for word, bit, s in places if s - end.x in rows and column[word][s - end.x] >> bit & 1]
         if not ends:
             return None
-        self.seen = below, [s for _, _, s in ends]
-        word, bit, s = ends[len(ends) // 2]
-        return word, bit, s, self.m
+        below, left = self.left
+        self.seen = below, [s for _, _, s in ends] + left
+        return *ends[len(ends) // 2], self.m
 
     def _runs(self, begin: tuple[int, int], end: tuple[int, int]) -> Runs:
         return tuple((self.first + a, self.first + b) for a, b in zip(begin, end, strict=True))
