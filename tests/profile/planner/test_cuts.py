@@ -63,10 +63,9 @@ def test_no_other_cuts_have_a_less_busy_rank(problem: tuple[Segments, Ranks, str
     found = cut(segments, ranks, shape, v)
     moved = evened(segments, ranks, placement)
     assert moved is None or bottleneck(segments, ranks, placement, moved) >= best * (1 - 1e-12)
-    if v != 2 or segments.even or ranks.recompute is False:
-        assert (inf if found is None else found.busiest) == pytest.approx(best)
-        assert found is None or found.gap < 1e-9
+    assert (inf if found is None else found.busiest) == pytest.approx(best)
     if found is not None:
+        assert found.gap < 1e-9
         assert found.busiest == bottleneck(segments, ranks, placement, found.cuts)
         assert found.bound <= best * (1 + 1e-9)
         assert found.busiest >= best * (1 - 1e-9)
@@ -182,7 +181,7 @@ def test_two_hundred_layers_in_sixty_four_stages(shape: str, p: int, v: int) -> 
     assert found is not None
     assert len(found.cuts) == 64
     assert sum(works) / p <= found.bound <= found.busiest
-    assert found.gap < (1e-9 if shape != "loop" else 0.02)
+    assert found.gap < (1e-9 if v <= 2 else 0.02)
 
 
 @pytest.mark.parametrize("recompute", [False, True, None])
