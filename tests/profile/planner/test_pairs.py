@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
 from random import Random
@@ -10,6 +11,7 @@ import pytest
 
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
 from penstock.profile.planner import pairs
+from penstock.profile.planner.bounds import works_of
 from penstock.profile.planner.cuts import cut, placement_of
 from penstock.profile.planner.evened import evened
 from penstock.profile.planner.pairs import Pairs, ThereAndBack, TwiceRound
@@ -155,3 +157,17 @@ def test_cuts_are_found_where_the_first_ranks_have_little_memory_for_what_is_in_
     even = evened(segments, ranks, placement_of("loop", 8, v))
     assert even is not None
     assert bottleneck(segments, ranks, placement_of("loop", 8, v), even) < 1.4 * segments.work(0, 100) / 8
+
+
+@pytest.mark.parametrize("recompute", [False, True, None])
+def test_a_rank_can_do_no_more_work_than_its_memory_is_said_to_let_it(recompute: bool | None) -> None:
+    of = Random(f"most {recompute}")
+    for _ in range(20):
+        segments = random_segments(of, 7)
+        ranks = replace(random_ranks(of, segments, 1, recompute), memory=(of.uniform(4.0, 30.0),))
+        works = works_of(segments, ranks)
+        most = TwiceRound(segments, ranks, 1000.0, ENOUGH).kinds[0].most(1000.0)
+        for i, j, k, end in combinations(range(8), 4):
+            for runs in (((i, j), (k, end)), ((i, j), (j, end))):
+                if time_of(segments, ranks, 0, runs) < inf:
+                    assert sum(sum(works[a:b]) for a, b in runs) <= most * (1 + 1e-9)
