@@ -8,10 +8,10 @@ A rank's time is that of its stages together, over its speed; a channel's is tha
 keep within their memory: what stays, and the activations of as many micro-batches as are in flight.
 
 How it is found: even cuts are moved as long as it helps, and compared with times that no cuts can be below (see
-``bounds``). Where that leaves a gap, whether all can keep below some time is decided by going through the ranks and
-remembering the furthest that each beginning lets them get; the least such time is approached by halving, and then from
-below, until no cuts do better than those that were found. So straight cuts are exact: no others have a busiest rank
-with less to do. So are those of a V, and of a loop with two stages a rank, unless there are too many ways to get there.
+``bounds``). Where that leaves a gap, whether all can keep below some time is decided by going through the ranks; the
+least such time is approached by halving, until no cuts do better than those that were found. So straight cuts are
+exact: no others have a busiest rank with less to do. So are those of a V, and of a loop with two stages a rank (see
+``pairs``), up to several hundred layers: then there can be too many ways to get there.
 
 Where a loop has more stages a rank, cuts are moved at random, and two rounds are cut at a time, the others being as
 they are. Then all cuts are gone through that can be better (see ``rounds``): these are few where there are not many
