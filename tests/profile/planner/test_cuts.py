@@ -222,3 +222,12 @@ def test_there_are_no_cuts_where_there_are_more_stages_than_layers() -> None:
     segments = Segments(model([1.0] * 5))
     assert cut(segments, alike(3), "v", 2) is None
     assert evened(segments, alike(3), placement_of("v", 3, 2)) is None
+
+
+@pytest.mark.parametrize(("shape", "v"), SHAPES)
+def test_there_are_no_cuts_where_there_is_no_memory(shape: str, v: int) -> None:
+    layers = tuple(layer(i, 1.0, 1.0, 1.0) for i in range(12))
+    segments = Segments(ModelCosts(layers, model([1.0] * 12).crossings))
+    for memory in ((0.0, 0.0), (0.0, inf)):
+        for recompute in (False, True, None):
+            assert cut(segments, Ranks((1.0,) * 2, memory, (2.0,) * 2, recompute), shape, v) is None

@@ -22,7 +22,7 @@ def evened(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts |
     if stages > n:
         return None
     shares = [ranks.speed]
-    if min(ranks.memory) < inf:
+    if min(ranks.memory) < inf and max(ranks.memory) > 0:
         shares.append(_shares(segments, ranks))
     starts = {_even(segments, ranks, placement, share, avoid) for share in shares for avoid in (True, False)}
     states = [_moved(_State(segments, ranks, placement, list(cuts))) for cuts in starts]
