@@ -63,10 +63,9 @@ def test_no_other_cuts_have_a_less_busy_rank(problem: tuple[Segments, Ranks, str
     found = cut(segments, ranks, shape, v)
     moved = evened(segments, ranks, placement)
     assert moved is None or bottleneck(segments, ranks, placement, moved) >= best * (1 - 1e-12)
-    if v != 2 or segments.even or ranks.recompute is False:
-        assert (inf if found is None else found.busiest) == pytest.approx(best)
-        assert found is None or found.gap < 1e-9
+    assert (inf if found is None else found.busiest) == pytest.approx(best)
     if found is not None:
+        assert found.gap < 1e-9
         assert found.busiest == bottleneck(segments, ranks, placement, found.cuts)
         assert found.bound <= best * (1 + 1e-9)
         assert found.busiest >= best * (1 - 1e-9)
@@ -182,7 +181,7 @@ def test_two_hundred_layers_in_sixty_four_stages(shape: str, p: int, v: int) -> 
     assert found is not None
     assert len(found.cuts) == 64
     assert sum(works) / p <= found.bound <= found.busiest
-    assert found.gap < (1e-9 if shape != "loop" else 0.02)
+    assert found.gap < (1e-9 if v <= 2 else 0.02)
 
 
 @pytest.mark.parametrize("recompute", [False, True, None])
@@ -223,3 +222,12 @@ def test_there_are_no_cuts_where_there_are_more_stages_than_layers() -> None:
     segments = Segments(model([1.0] * 5))
     assert cut(segments, alike(3), "v", 2) is None
     assert evened(segments, alike(3), placement_of("v", 3, 2)) is None
+
+
+@pytest.mark.parametrize(("shape", "v"), SHAPES)
+def test_there_are_no_cuts_where_there_is_no_memory(shape: str, v: int) -> None:
+    layers = tuple(layer(i, 1.0, 1.0, 1.0) for i in range(12))
+    segments = Segments(ModelCosts(layers, model([1.0] * 12).crossings))
+    for memory in ((0.0, 0.0), (0.0, inf)):
+        for recompute in (False, True, None):
+            assert cut(segments, Ranks((1.0,) * 2, memory, (2.0,) * 2, recompute), shape, v) is None

@@ -8,10 +8,10 @@ A rank's time is that of its stages together, over its speed; a channel's is tha
 keep within their memory: what stays, and the activations of as many micro-batches as are in flight.
 
 How it is found: even cuts are moved as long as it helps, and compared with times that no cuts can be below (see
-``bounds``). Where that leaves a gap, whether all can keep below some time is decided by going through the ranks and
-remembering the furthest that each beginning lets them get; the least such time is approached by halving, and then from
-below, until no cuts do better than those that were found. So straight cuts are exact: no others have a busiest rank
-with less to do. So are those of a V, and of a loop with two stages a rank, unless there are too many ways to get there.
+``bounds``). Where that leaves a gap, whether all can keep below some time is decided by going through the ranks; the
+least such time is approached by halving, until no cuts do better than those that were found. So straight cuts are
+exact: no others have a busiest rank with less to do. So are those of a V, and of a loop with two stages a rank (see
+``pairs``), up to several hundred layers: then there can be too many ways to get there.
 
 Where a loop has more stages a rank, cuts are moved at random, and two rounds are cut at a time, the others being as
 they are. Then all cuts are gone through that can be better (see ``rounds``): these are few where there are not many
@@ -22,28 +22,28 @@ The answer has a bound, which says how good it is for certain: it is exact where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from penstock.errors import PlanError
 from penstock.profile.planner.bounds import by_counts, by_kinds, floor
 from penstock.profile.planner.evened import evened
-from penstock.profile.planner.pairs import Question, there_and_back, twice_round
+from penstock.profile.planner.pairs import Pairs, ThereAndBack, TwiceRound
 from penstock.profile.planner.rounds import Rounds
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.shaken import shaken
-from penstock.profile.planner.times import Cuts, Ranks, Runs, bottleneck, fits
+from penstock.profile.planner.times import Cuts, Ranks, bottleneck, fits
 from penstock.profile.planner.weighed import Weighed
 from penstock.schedule.placement import loop, vee
 
 __all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
-_CLOSE = 1e-3  # by how much the halving may miss, before the rest is done exactly
-_EFFORT = 2_000_000  # what is looked at, in less than a microsecond each
-_PART = _EFFORT // 5  # for moves at random, and for a proof
-_ON_A_V = 4 * _EFFORT  # nearly always much less is enough
+_CLOSE = 2e-3  # by how much the halving may miss, before the rest is done exactly
+_EFFORT = 2_000_000  # what is looked at, in about a microsecond each
+_TWO_ROUNDS = _EFFORT // 12
+_PART = _EFFORT // 5  # for moves at random, and for a proof: in much less than a microsecond
 _SAME = 1 + 1e-9
 _LESS = 1 + 1e-11  # what is less by rounding alone is not less
 _PASSES = 500_000  # stages and places that are weighed
@@ -92,8 +92,9 @@ def _better(segments: Segments, ranks: Ranks, placement: tuple[int, ...], shape:
     v = len(placement) // len(ranks)
     if v > 2:
         return _rounds(segments, ranks, placement, known)
-    search = _straight if v == 1 else there_and_back if shape == "v" else twice_round
-    ask = _Asking(segments, ranks, search, effort=_ON_A_V if shape == "v" else _EFFORT)
+    ask: _Straight | Pairs = _Straight(segments, ranks)
+    if v == 2:
+        ask = (ThereAndBack if shape == "v" else TwiceRound)(segments, ranks, known.busiest, _EFFORT)
     return _least(segments, ranks, placement, known, ask)
 
 
@@ -103,7 +104,7 @@ def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
 
     def enough(factor: float) -> bool:
         more = replace(ranks, memory=tuple(factor * size for size in ranks.memory))
-        found = _Asking(segments, more, _straight)(inf) if v == 1 else evened(segments, more, placement)
+        found = _straight(segments, more, inf) if v == 1 else evened(segments, more, placement)
         return found is not None
 
     low, high = 0.0, 1.0
@@ -115,71 +116,52 @@ def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
     return high
 
 
-class _Asking:
-    """Cuts with which every rank keeps below a time: of all layers, or of some, for ranks that have others as well."""
+class _Straight:
+    """Straight cuts with which every rank keeps below a time."""
 
-    def __init__(
-        self,
-        segments: Segments,
-        ranks: Ranks,
-        search: Callable[[Question], Cuts | None],
-        layers: tuple[int, int] | None = None,
-        other: Sequence[Runs] | None = None,
-        effort: int = _EFFORT,
-    ) -> None:
-        self.segments, self.ranks, self.search = segments, ranks, search
-        self.layers, self.other = layers or (0, segments.n), other or [()] * len(ranks)
-        self.effort = effort
+    def __init__(self, segments: Segments, ranks: Ranks) -> None:
+        self.segments, self.ranks = segments, ranks
         self.bound = 0.0  # no cuts keep below this: that is sure
 
     def __call__(self, below: float) -> Cuts | None:
-        part = self.effort // 2
-        question = Question(self.segments, self.ranks, below, self.layers, self.other, part)
-        found = self.search(question)
-        self.effort -= part - max(0, question.effort)
-        if found is None and not question.unsure:
+        found = _straight(self.segments, self.ranks, below)
+        if found is None:
             self.bound = max(self.bound, below)
         return found
 
 
-def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Asking) -> Cut:
+def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Straight | Pairs) -> Cut:
     """The best cuts, asked for at times closer and closer to what they have."""
     best, high, floor = known.cuts, known.busiest, known.bound
-    low = floor
-    for more in (1 + 1e-12, *_NEXT, inf):
-        found = ask(min(floor * more, high))
-        if found is not None:
-            best, high = found, bottleneck(segments, ranks, placement, found)
-            break
-        low = min(floor * more, high)
-        if low == high:
-            break
-    while low < high and high > floor * (1 + 1e-12) and (found := ask(high)) is not None:
+    low, tries = floor, [floor * more for more in (1 + 1e-12, *_NEXT)]
+    while low < high and high > floor * (1 + 1e-12):
+        near = high - low <= _CLOSE * high
+        middle = high if near else (low + high) / 2
+        if tries and (not best or tries[0] < middle):
+            middle = min(tries.pop(0), high)
+        found = ask(middle)
+        if found is None:
+            low = middle
+            continue
         reached = bottleneck(segments, ranks, placement, found)
         if not reached < high:  # by rounding alone
             break
-        best, high = found, reached
-        while high - low > _CLOSE * high:
-            middle = (low + high) / 2
-            found = ask(middle)
-            if found is None:
-                low = middle
-                break
-            best, high = found, bottleneck(segments, ranks, placement, found)
+        best, high, tries = found, reached, []
     return Cut(best, high, min(high, max(floor, ask.bound)))
 
 
 # ── one run of layers a rank ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _straight(question: Question) -> Cuts | None:
-    segments, ranks, below = question.segments, question.ranks, question.below
+def _straight(segments: Segments, ranks: Ranks, below: float) -> Cuts | None:
     n, p = segments.n, len(ranks)
+    after = [0.0, *accumulate(below * speed for speed in reversed(ranks.speed))]
+    lefts = [work * _SAME for work in after[-2::-1]]  # what the ranks after one can do
     came_from: list[dict[int, int]] = []
     reached = [0]
     for rank in range(p):
         fresh: dict[int, int] = {}
-        last, left = n - (p - rank - 1), question.left[rank]
+        last, left = n - (p - rank - 1), lefts[rank]
         end = 0
         for begin in reached:
             # Who begins later gets as far, or further; but not if what comes to the stage there is more to keep.
@@ -235,12 +217,12 @@ def _two_rounds_at_a_time(
     """Two neighbouring rounds are cut anew, as long as that lets the busiest rank have less."""
     p, v = len(ranks), len(placement) // len(ranks)
     value = bottleneck(segments, ranks, placement, best)
-    first, tried, effort = 0, 0, _EFFORT // 3
+    first, tried, effort = 0, 0, _TWO_ROUNDS
     while tried < v - 1 and value > low * _SAME and effort > 0:
         begin, end = first * p, (first + 2) * p
         runs = list(pairwise((0, *best)))
         other = [[runs[stage] for stage in range(rank, v * p, p) if not begin <= stage < end] for rank in range(p)]
-        ask = _Asking(segments, ranks, twice_round, (runs[begin][0], runs[end - 1][1]), other, effort)
+        ask = TwiceRound(segments, ranks, value, effort, (runs[begin][0], runs[end - 1][1]), other)
         tried += 1
         while (found := ask(low + (value - low) / 2) or ask(value)) is not None:
             whole = (*best[:begin], *found, *best[end:])
