@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.profile import clock as clock_module
 from penstock.profile import measure as measure_module
 from penstock.profile import timing
 from penstock.profile.costs import Crossing, ModelCosts, Overhead, SharedParameters
@@ -152,7 +153,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(timing, "perf_counter", made)
+    for module in (timing, clock_module):
+        monkeypatch.setattr(module, "perf_counter", made)
     return made
 
 

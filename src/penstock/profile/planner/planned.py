@@ -87,7 +87,12 @@ class Planned:
     def pipeline(self, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Pipeline:
         """The pipeline of this plan; ``options`` are those of ``ps.Pipeline``, such as ``mesh``."""
         if self.plan is None:
-            raise PlanError("this was planned without a model: load it with one, Planned.load(path, model)")
+            raise PlanError("this was planned without a model: plan it with one, ps.plan(model, …)")
+        if self.plan.line is None:
+            raise PlanError("this was read without its model: read it with it, ps.Planned.load(path, model)")
+        for option in ("microbatches", "microbatch_size", "schedule"):
+            if option in options:
+                raise PlanError(f"{option} is a part of what was planned: leave {option}= out, or plan again")
         if "mesh" not in options and "devices" not in options and self.devices is not None:
             options["devices"] = list(self.devices[: self.way.pipe])
         pipe = Pipeline(self.plan, loss_fn, microbatches=self.microbatches, schedule=self.schedule, **options)
@@ -151,7 +156,11 @@ class Planned:
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> Planned:
         """Read it; with ``model``, as a plan of that model."""
-        return cls.from_json(Path(path).read_bytes().decode("utf-8", "replace"), model, str(path))
+        try:
+            text = Path(path).read_bytes().decode("utf-8", "replace")
+        except OSError as error:
+            raise PlanError(f"{path} cannot be read as what a planner saved: {error}") from error
+        return cls.from_json(text, model, str(path))
 
     @classmethod
     def from_json(cls, text: str, model: nn.Module | None = None, origin: str = "the text") -> Planned:
