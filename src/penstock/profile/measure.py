@@ -34,6 +34,7 @@ from penstock.split.line import Line
 from penstock.split.measure import Turn, measure
 from penstock.split.plan import Plan
 from penstock.split.trial import call_of, devices_of
+from penstock.split.untouched import Untouched
 from penstock.split.weights import Measurement, tensor_bytes
 
 __all__ = ["measure_costs"]
@@ -80,11 +81,11 @@ def measure_costs(
     there, spread = _device(line, sample, device)
     parts = _parts(sample, targets, loss_fn, sizes)
     dtypes = {parameter.dtype for parameter in line.model.parameters()}
-    states = {dtype: states_per_byte(optimizer, dtype) for dtype in dtypes}
     count = len(line.layers)
     others = 2 * sum(map(tensor_bytes, line.model.parameters()))
     found = []
-    with _threads(threads), screen() if progress is None else nullcontext(progress) as shown:
+    with _threads(threads), _as_before(), screen() if progress is None else nullcontext(progress) as shown:
+        states = {dtype: states_per_byte(optimizer, dtype) for dtype in dtypes}
         nothing = overhead_of(there, min(0.2, seconds / 20)) if clock is None else Times(0.0, 0.0, 0.0, 0.0, 0.0)
         for samples, part, wanted in parts:
             runs: list[list[Runs]] = [[] for _ in range(count)]
@@ -130,6 +131,16 @@ def _device(line: Line, sample: Any, device: str | torch.device | None) -> tuple
 def _finish(loss_fn: Callable[[Any, Any], Any], targets: Any, device: torch.device) -> Callable[[Any], Any]:
     (there,) = cut_targets(targets, (batch_size(targets, "targets") or 1,), device)
     return lambda output: loss_fn(output, there)
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Leave the random generators as they were: what torch imports on its way draws numbers, too."""
+    before = Untouched(())
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 @contextmanager

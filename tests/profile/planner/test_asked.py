@@ -60,6 +60,7 @@ def planned(**how: Any) -> ps.Planned:
         ({"recompute": "always"}, "recompute='always' must be True"),
         ({"link": 1e-3}, r"link must be a Link\(latency, bandwidth\)"),
         ({"mesh": 3, "devices": None}, r"mesh must be ps.Mesh\(pipe=…\), got int"),
+        ({"mesh": 3, "devices": None, "hardware": "h100"}, "leave out hardware="),
         ({"costs": {}}, "costs must be a Profile, ModelCosts or the name of their file, got dict"),
         ({"hardware": "h100"}, "give costs= or hardware=, not both"),
         ({"costs": None, "sample": X, "hardware": "h100", "devices": ["cpu"]}, "must be how many of this hardware"),

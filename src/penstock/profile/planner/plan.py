@@ -86,8 +86,9 @@ def plan(
 
     The search takes about ``seconds`` of a core, measuring about ``measure_seconds``.
     """
-    if mesh is not None and devices is not None:
-        raise PlanError("under a mesh its processes are the devices: leave out devices=")
+    if mesh is not None and (devices is not None or hardware is not None):
+        what = "hardware" if devices is None else "devices"
+        raise PlanError(f"under a mesh its processes are the devices: leave out {what}=")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise PlanError(f"mesh must be ps.Mesh(pipe=…), got {type(mesh).__name__}")
     if link is not None and not isinstance(link, Link):
