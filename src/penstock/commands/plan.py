@@ -186,12 +186,10 @@ def _called(text: str) -> Any:
     except PenstockError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split())
-        raise PlanError(
-            f"{text} failed when it was called without arguments: {type(error).__name__}: {said} "
-            f"({Path(frame.filename).name}, line {frame.lineno})"
-        ) from error
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without this call
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+        raise PlanError(f"{text} failed when it was called without arguments: {said}") from error
 
 
 def _above_0(text: str) -> float:

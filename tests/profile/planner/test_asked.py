@@ -85,6 +85,20 @@ def test_costs_of_another_model_are_told_by_the_layer_that_differs() -> None:
         planned(costs=ModelCosts(tuple(layers), costs().crossings))
 
 
+# As ps.split takes it, and as a loader gives it.
+def test_a_sample_may_come_with_targets() -> None:
+    asked = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        asked.append(target.shape)
+        return F.mse_loss(output, target)
+
+    how: dict[str, Any] = {"costs": None, "sample": (X, X), "batch": None, "measure_seconds": 0}
+    assert planned(**how).way.samples <= 4
+    planned(**how, loss_fn=loss)
+    assert X.shape in asked
+
+
 # A pipeline of fewer ranks than there are devices took the first ones: with a slow device in front, a single rank was
 # there, however fast the second one was.
 def test_of_devices_that_differ_the_fastest_are_taken() -> None:

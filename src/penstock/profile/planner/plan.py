@@ -33,6 +33,7 @@ from penstock.profile.states import OptimizerLike
 from penstock.split.fronts import line_of
 from penstock.split.line import Line
 from penstock.split.planning import plan_of
+from penstock.split.trial import inputs_of
 from penstock.train.mesh import Mesh
 
 __all__ = ["plan", "plan_costs"]
@@ -68,7 +69,8 @@ def plan(
     """The fastest way to train ``model`` that fits: where it is cut, in which order its stages work, and the rest.
 
     ``sample`` is what the model is called with, of as many samples as the largest micro-batch may have; its layers are
-    measured on it, unless ``costs`` are given. ``batch`` is the mini-batch, by default as large as the sample.
+    measured on it, unless ``costs`` are given. It may be ``(inputs, targets)`` where the model takes one argument.
+    ``batch`` is the mini-batch, by default as large as the sample.
 
     ``devices`` are those of this process, of which a pipeline of threads takes some or all. With ``replicas`` they are
     as many processes of a run to come, and how many replicas of the pipeline they make is searched too; the ``link``
@@ -99,6 +101,9 @@ def plan(
         raise PlanError(f"measure_seconds={measure_seconds!r} must be how long to measure, a number from 0 up")
     if sample is None and costs is None:
         raise PlanError("give sample=, what the model is called with, to measure its layers on; or costs=")
+    inputs = inputs_of(model, sample) if isinstance(model, nn.Module) else sample
+    if inputs is not sample:  # (inputs, targets)
+        sample, targets = inputs, sample[1] if targets is None and loss_fn is not None else targets
     line = line_of(model, cuts=cuts, blocks=blocks, sample=sample)
     elsewhere = None if hardware is None else _elsewhere(hardware, devices, costs)
     places = [str(mesh.device)] * (mesh.pipe * mesh.data) if mesh is not None else places_of(devices)
