@@ -51,7 +51,7 @@ def search(
 ) -> Answer:
     """Look at all ``ways``, for about ``seconds`` of a core; ``costs_of(way)`` is for its micro-batches."""
     check_numbers({"seconds": seconds, "seed": seed})
-    begin = time.thread_time()
+    until = time.thread_time() + PATIENCE * seconds
     models: dict[tuple[int, int], Segments] = {}
     looks = []
     for way in ways:
@@ -68,7 +68,7 @@ def search(
     for look in looks:
         if look.reason:
             continue
-        late = len(found) >= LOOKED_AT or (len(found) > 3 and time.thread_time() - begin > PATIENCE * seconds)
+        late = len(found) >= LOOKED_AT or (len(found) > 3 and time.thread_time() > until)
         if look.floor >= fastest:
             lost.append(Lost(look.way, f"at least {look.floor / fastest - 1:.1%} slower", look.floor))
         elif late:
@@ -85,7 +85,7 @@ def search(
         raise PlanError(_nothing_fits(looks))
     found.sort(key=lambda pair: pair[1].seconds)
     for number, (look, candidate) in enumerate(found[:REFINED]):
-        if look.floor < fastest:
+        if look.floor < fastest and time.thread_time() <= until:
             report(f"{look.way}, refined")
             again = look.think(0.7 * seconds / REFINED, seed, moves=True)
             if again is not None and again.seconds < candidate.seconds:
