@@ -173,3 +173,14 @@ def test_what_was_planned_is_not_said_again(tmp_path: Path) -> None:
     without = json.loads(answer.to_json())
     with pytest.raises(ps.PlanError, match=r"read it with it, ps.Planned.load"):
         ps.Planned.from_json(json.dumps(without)).pipeline(F.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [("cuts", "x"), ("cuts", [1, 2]), ("cuts", [6]), ("memory", [1.0]), ("seconds", "x"), ("layers", ["a"])],
+)
+def test_what_was_saved_and_changed_is_not_read(what: str, value: object) -> None:
+    data = json.loads(planned(microbatches=8).to_json())
+    assert len(data["memory"]) == 2
+    with pytest.raises(ps.PlanError, match="the text is not what a planner saved"):
+        ps.Planned.from_json(json.dumps({**data, what: value}))

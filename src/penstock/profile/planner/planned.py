@@ -184,6 +184,7 @@ class Planned:
             plan = None if data["plan"] is None else Plan._from_data(data["plan"])
             devices = None if data["devices"] is None else tuple(data["devices"])
             layers = tuple(data["layers"])
+            _check(best, layers)
         except PenstockError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -191,6 +192,18 @@ class Planned:
         if plan is not None and model is not None:
             plan = plan.attach(model)
         return cls(best, others, layers, plan, devices)
+
+
+def _check(best: Candidate, layers: Sequence[str]) -> None:
+    """What was saved is whole: cuts for all stages and layers, bytes of all ranks, and numbers that are numbers."""
+    schedule, cuts = best.schedule, (0, *best.cuts)
+    if len(best.cuts) != schedule.num_stages or cuts[-1] != len(layers) or any(i >= j for i, j in pairwise(cuts)):
+        raise ValueError(f"cuts {list(best.cuts)} of {len(layers)} layers into {schedule.num_stages} stages")
+    if len(best.memory) != schedule.num_ranks or best.way.pipe != schedule.num_ranks:
+        raise ValueError(f"memory of {len(best.memory)} ranks, and a schedule for {schedule.num_ranks}")
+    for number in (best.seconds, best.floor, best.bubble, *best.memory):
+        if not isinstance(number, (int, float)) or isinstance(number, bool):
+            raise ValueError(f"{number!r} is not a number")
 
 
 def _shortened(lines: list[str]) -> list[str]:
