@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count, pairwise
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -225,3 +226,14 @@ def test_nothing_is_refined_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> 
     ticks = count(0.0, 100.0)
     monkeypatch.setattr("penstock.profile.planner.search.time.thread_time", lambda: next(ticks))
     assert not reports()
+
+
+# Estimates do not know what memory costs: of many ways that looked better than they were, ways behind them that still
+# looked better than the answer were called less promising.
+def test_what_is_called_less_promising_has_an_estimate_above_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.profile.planner.search.LOOKED_AT", 2)
+    how: dict[str, Any] = {"batch": 64, "grids": [(1, 2), (1, 4)], "recompute": None, "seconds": 0.2}
+    planned = plan_costs(Profile((uniform(kept=30.0),)), memory=40.0, **how)
+    left = {lost.reason: lost.seconds for lost in planned.others if not lost.reason.endswith("slower")}
+    assert left["not looked at"] < planned.seconds
+    assert left.get("less promising", inf) >= planned.seconds

@@ -64,15 +64,14 @@ def search(
     looks.sort(key=lambda look: look.estimate)
     lost = [Lost(look.way, look.reason, None, look.needs) for look in looks if look.reason]
     found: list[tuple[_Look, Candidate]] = []
-    fastest = inf
+    fastest, left = inf, list[_Look]()
     for look in looks:
         if look.reason:
             continue
-        late = len(found) >= LOOKED_AT or (len(found) > 3 and time.thread_time() > until)
-        if look.floor >= fastest:
-            lost.append(Lost(look.way, f"at least {look.floor / fastest - 1:.1%} slower", look.floor))
-        elif late:
-            lost.append(Lost(look.way, "less promising", look.estimate))
+        enough = LOOKED_AT if look.estimate >= fastest else LOOKED_AT + LOOKED_AT // 2  # memory is not in estimates
+        late = len(found) >= enough or (len(found) > 3 and time.thread_time() > until)
+        if look.floor >= fastest or late:
+            left.append(look)
         else:
             report(str(look.way))
             candidate = look.think(0.3 * seconds / LOOKED_AT, seed, moves=False)
@@ -92,6 +91,7 @@ def search(
                 found[number] = look, again
     found.sort(key=lambda pair: pair[1].seconds)
     best = found[0][1]
+    lost += [look.left_out(best.seconds) for look in left]
     lost += [
         Lost(other.way, f"{other.seconds / best.seconds - 1:.1%} slower", other.seconds, max(other.memory))
         for _, other in found[1:]
@@ -161,6 +161,12 @@ class _Look:
         floor = min(done, found.found.floor)
         saved = None if found.again else tuple(simulate(schedule, replace(costs, keep=1.0), edges).peak_memory)
         return Candidate(self.way, found.cuts, schedule, done, floor, found.memory, simulation.bubble, costs, saved)
+
+    def left_out(self, best: float) -> Lost:
+        """Why it was not thought through, where the best of the others takes so long."""
+        if self.floor >= best:
+            return Lost(self.way, f"at least {self.floor / best - 1:.1%} slower", self.floor)
+        return Lost(self.way, "less promising" if self.estimate >= best else "not looked at", self.estimate)
 
     def share(self) -> float:
         """About the least that a rank needs: its share of what stays, and what a micro-batch needs at once."""
