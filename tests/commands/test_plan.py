@@ -21,7 +21,11 @@ sample = torch.randn(4, 4)
 number = 3
 
 def fails():
-    raise ValueError("on purpose")
+    raise ValueError("on\\npurpose")
+
+class Takes(nn.Module):
+    def __init__(self, width):
+        super().__init__()
 """
 
 
@@ -59,6 +63,17 @@ def test_a_model_by_numbers_on_devices_that_are_not_here(capsys: pytest.CaptureF
     assert "8 devices each" in text
 
 
+# The hardware was taken from the command line, and nobody looked at it: the plan was for this machine.
+def test_a_real_model_on_devices_that_are_not_here(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"{models}:build", "--devices", "2", "--batch", "8", "--seconds", "0.2"]
+    steps = []
+    for hardware in ("v100", "b200"):
+        assert main([*words, "--hardware", hardware, "--save", f"{models}.{hardware}.json"]) == 0
+        steps.append(ps.Planned.load(f"{models}.{hardware}.json").best.costs)
+    assert "a step of" in capsys.readouterr().out
+    assert steps[0] != steps[1]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -76,6 +91,17 @@ def test_a_model_by_numbers_on_devices_that_are_not_here(capsys: pytest.CaptureF
         (["{models}:net", "--devices", "2"], 1, "no sample to measure it on"),
         (["{models}:build", "--devices", "4", "--memory", "50B", "--measure", "0"], 1, "nothing keeps the memory"),
         (["--costs", "nowhere.json", "--devices", "2", "--batch", "4"], 1, "nowhere.json"),
+        (["{models}:fails", "--devices", "2"], 1, "ValueError: on purpose (some_models.py, line 13)"),
+        (["{models}:Takes", "--devices", "2"], 1, "failed when it was called without arguments: TypeError"),
+        (["{models}:build", "--devices", "2", "--seconds", "0"], 2, "'0' is not a number of seconds above 0"),
+        (["{models}:build", "--devices", "2", "--measure", "-1"], 2, "--measure: '-1' is not a number of seconds"),
+        (["{models}:build", "--devices", "2", "--tensor", "2"], 2, "--tensor is for a model that is described"),
+        (["{models}:build", "--devices", "2", "--half-layers"], 2, "--half-layers is for a model that is described"),
+        (["{models}:build", "--devices", "2", "--hardware", "h101"], 1, "did you mean 'h100'"),
+        (["--costs", "x", "--hardware", "h100", "--devices", "2"], 2, "--hardware has no say where --costs are given"),
+        (["--costs", "x", "--sample", "x:y", "--devices", "2"], 2, "--sample is for a model that is to be measured"),
+        (["--costs", "x", "--measure", "2", "--devices", "2"], 2, "--measure has no say where nothing is timed"),
+        (["--layers", "gpt:22b", "--hardware", "h100", "--threads", "--devices", "2"], 2, "--threads is for devices"),
     ],
 )
 def test_wrong_words(

@@ -91,13 +91,13 @@ def test_layers_are_named_or_numbered_and_skips_come_in_any_order() -> None:
         by_hand(
             crossings=[{"src": "a", "dst": "c", "bytes": 7}],
             shared=[{"layers": ["a", 2], "bytes": 1}],
-            kept_together=[["b", "c", 3]],
+            kept_together=[["b", "c", 1]],
             link={"latency": 1e-6},
         )
     )
     assert costs.crossings == (Crossing(0, 1, 5), Crossing(0, 2, 7), Crossing(1, 2, 5))
     assert costs.shared == (SharedParameters((0, 2), 1),)
-    assert costs.kept_together == ((1, 2, 3),)
+    assert costs.kept_together == ((1, 2, 1),)
     assert costs.link == Link(1e-6)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.profile import clock as clock_module
 from penstock.profile import measure as measure_module
 from penstock.profile import timing
 from penstock.profile.costs import Crossing, ModelCosts, Overhead, SharedParameters
@@ -152,7 +155,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(timing, "perf_counter", made)
+    for module in (timing, clock_module):
+        monkeypatch.setattr(module, "perf_counter", made)
     return made
 
 
@@ -584,3 +588,16 @@ def test_what_has_no_values_yet_cannot_be_measured() -> None:
 def test_a_plan_knows_its_model() -> None:
     plan = ps.split(mlp(), stages=2)
     assert [layer.name for layer in measured(plan, batch()).layers] == [name for group in plan.groups for name in group]
+
+
+# The first time, torch imported modules that draw a number from Python's generator when they are imported.
+def test_the_first_measurement_of_a_program_draws_no_random_numbers() -> None:
+    program = """
+import random, torch
+from penstock.profile.measure import measure_costs
+model, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.randn(4, 4)
+before = random.getstate()
+measure_costs(model, x, seconds=0)
+assert random.getstate() == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -128,3 +128,16 @@ def under_a_mesh(rank: int) -> tuple[str, bool]:
 def test_all_ranks_of_a_mesh_change_together() -> None:
     results = run_ranks(under_a_mesh, STAGES)
     assert results == [(results[0][0], True)] * STAGES
+
+
+# A trace of evaluations has no backward, which was taken to cost nothing: the order of training was made for that.
+def test_a_trace_without_backwards_is_nothing_to_plan_from() -> None:
+    with pipeline() as pipe:
+        before = pipe.schedule
+        with pipe.trace(quiet=True), torch.no_grad():
+            pipe(batch()[0])
+        with pytest.raises(ps.PlanError, match="the last trace has no backward"):
+            pipe.replan()
+        with pytest.raises(ps.PlanError, match=r"costs must be penstock.schedule.Costs"):
+            pipe.replan({"f": 1})  # type: ignore[arg-type]
+        assert pipe.schedule == before

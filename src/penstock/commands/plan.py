@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ _EXAMPLES = """\
 examples:
   penstock plan train:build --devices 4 --batch 64       build() gives the model, and a sample to measure it on
   penstock plan models.py:Net --sample models.py:batch --devices 2 --memory 16GiB
+  penstock plan train:build --hardware h100 --devices 8  the same for devices that are not here
   penstock plan --costs costs.json --devices 8 --batch 256 --save plan.json
   penstock plan --layers gpt:175b --hardware h100 --devices 4096
                                                          a model described by numbers, for devices that are not here
@@ -38,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--sample", metavar="MODULE:NAME", help="what the model is called with, or a function that returns it")
     add("--costs", metavar="FILE", help="costs that were measured before, or written by hand")
     add("--layers", metavar="MODEL", help="a transformer by numbers: gpt:175b, llama:70b, or layers=24,hidden=1024,…")
-    add("--hardware", metavar="NAME", help="the devices of --layers: h100, a100, …")
+    add("--hardware", metavar="NAME", help="devices that are not here: h100, a100, …")
     add("--tensor", type=positive, metavar="N", help="devices that share each layer of --layers (default: searched)")
     add("--half-layers", action="store_true", help="let --layers be cut between attention and MLP, too")
     add("--devices", type=positive, metavar="N", required=True, help="how many devices there are")
@@ -47,8 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--microbatches", type=positive, metavar="N", help="what a replica's share is cut into (default: searched)")
     add("--recompute", choices=("yes", "no"), help="whether to recompute (default: where memory asks for it)")
     add("--threads", action="store_true", help="a pipeline of threads, without replicas, on up to so many devices")
-    add("--seconds", type=float, default=10.0, metavar="S", help="how long to search (default 10)")
-    add("--measure", type=float, default=5.0, metavar="S", help="how long to measure (default 5)")
+    add("--seconds", type=_above_0, default=10.0, metavar="S", help="how long to search (default 10)")
+    add("--measure", type=_from_0, metavar="S", help="how long to measure (default 5)")
     add("--save", metavar="FILE", help="write the plan as JSON: ps.Planned.load(FILE, model) reads it")
     parser.set_defaults(usage_error=parser.error)
 
@@ -60,14 +63,32 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("what is to be planned? Give one of MODULE:NAME, --costs FILE and --layers MODEL")
     if args.layers and not args.hardware:
         args.usage_error("--layers describes a model for devices that are not here: say which by --hardware")
-    if args.save and (reason := unwritable(args.save)):
-        args.usage_error(f"--save: cannot write {args.save!r}: {reason}")
+    for option, reason in _useless(args):
+        args.usage_error(f"{option} {reason}")
+    if args.save and (unable := unwritable(args.save)):
+        args.usage_error(f"--save: cannot write {args.save!r}: {unable}")
     planned = _described(args) if args.layers else _from_costs(args) if not args.model else _measured(args)
     print(planned)
     if args.save:
         planned.save(args.save)
         print(f"\nsaved as {args.save}")
     return 0
+
+
+def _useless(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Options that would do nothing, and why."""
+    if not args.layers:
+        for option, given in (("--tensor", args.tensor), ("--half-layers", args.half_layers)):
+            if given:
+                yield option, "is for a model that is described by --layers"
+    if args.layers and args.threads:
+        yield "--threads", "is for devices that are here, and those of --layers are not"
+    if args.sample and not args.model:
+        yield "--sample", "is for a model that is to be measured: MODULE:NAME"
+    if args.costs and args.hardware:
+        yield "--hardware", "has no say where --costs are given: they are of some hardware already"
+    if args.measure is not None and (args.costs or args.layers or args.hardware):
+        yield "--measure", "has no say where nothing is timed: costs are given, or counted"
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -105,9 +126,7 @@ def _from_costs(args: argparse.Namespace) -> Planned:
     memory = float("inf") if args.memory is None else float(bytes_of(args.memory))
     grids = [(1, p) for p in range(1, args.devices + 1)] if args.threads else None
     profile = Profile.load(args.costs)
-    return plan_costs(
-        profile, batch=args.batch, devices=args.devices, grids=grids, memory=memory, **_options(args)
-    )
+    return plan_costs(profile, batch=args.batch, devices=args.devices, grids=grids, memory=memory, **_options(args))
 
 
 def _measured(args: argparse.Namespace) -> Planned:
@@ -115,18 +134,19 @@ def _measured(args: argparse.Namespace) -> Planned:
 
     from penstock.profile.planner.plan import plan
 
-    found = _called(_find(args.model))
+    found = _called(args.model)
     model, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
         what = type(model).__name__
         raise PlanError(f"{args.model} is, or returns, a {what}: expected an nn.Module, or (model, sample)")
     if args.sample:
-        sample = _called(_find(args.sample))
+        sample = _called(args.sample)
     if sample is None and not args.costs:
         raise PlanError(f"{args.model} gives a model and no sample to measure it on: give --sample, or --costs")
     return plan(
         model, sample, devices=args.devices, replicas=not args.threads, memory=args.memory, batch=args.batch,
-        costs=args.costs, measure_seconds=args.measure, **_options(args),
+        costs=args.costs, hardware=args.hardware, measure_seconds=5.0 if args.measure is None else args.measure,
+        **_options(args),
     )  # fmt: skip
 
 
@@ -156,6 +176,34 @@ def _find(text: str) -> Any:
     return getattr(module, name)
 
 
-def _called(found: Any) -> Any:
-    """The result of a function or of a class; anything else is what it is."""
-    return found() if inspect.isclass(found) or inspect.isroutine(found) else found
+def _called(text: str) -> Any:
+    """The result of the function or class that ``text`` names; anything else is what it is."""
+    found = _find(text)
+    if not (inspect.isclass(found) or inspect.isroutine(found)):
+        return found
+    try:
+        return found()
+    except PenstockError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without this call
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+        raise PlanError(f"{text} failed when it was called without arguments: {said}") from error
+
+
+def _above_0(text: str) -> float:
+    seconds = _from_0(text)
+    if seconds == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _from_0(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds

@@ -10,7 +10,7 @@ here, which names the layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +61,7 @@ class LayerCosts:
         return self.forward + self.full_backward
 
 
+LARGEST = 1e30  # seconds or bytes: beyond that it is a mistake, and what is computed of it would be no number
 TIMES = ("forward", "input_gradient", "weight_gradient", "recompute")
 BYTES = ("activation", "parameters", "gradients", "optimizer", "buffers")
 
@@ -180,6 +181,9 @@ class ModelCosts:
         for first, second, size in self.kept_together:
             self._check_layers((first, second), "activations are kept together")
             check_number(size, f"what layers {first} and {second} keep together: bytes")
+        self._check_shares("parameters", [(tie.layers, tie.bytes) for tie in self.shared], "share")
+        earlier = [((second,), size) for _, second, size in self.kept_together]
+        self._check_shares("activation", earlier, "keep together with layers before it")
 
     def _check_layers(self, indices: tuple[int, ...], what: str) -> None:
         known = range(len(self.layers))
@@ -187,6 +191,15 @@ class ModelCosts:
             raise PlanError(f"{what} between layers {list(indices)}, but the layers are 0 to {len(known) - 1}")
         if list(indices) != sorted(set(indices)):
             raise PlanError(f"{what} between layers {list(indices)}: name the earlier layer first, and each once")
+
+    def _check_shares(self, what: str, shares: Sequence[tuple[Collection[int], float]], how: str) -> None:
+        """What layers share with others is a part of what they have."""
+        for i, layer in enumerate(self.layers):
+            part, whole = sum(size for layers, size in shares if i in layers), getattr(layer, what)
+            if part > whole * (1 + 1e-6):
+                raise PlanError(
+                    f"layer {layer.name!r} has {whole:g} bytes of {what}, but is said to {how} {part:g} of them"
+                )
 
     def between(self, src: Collection[int], dst: Collection[int]) -> float:
         """The bytes that go from the layers of one stage to those of another; a value that several need goes once."""
@@ -235,6 +248,8 @@ class ModelCosts:
 def check_number(value: object, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise PlanError(f"{what} is {value!r}: it must be a number, from 0 up")
+    if value > LARGEST:
+        raise PlanError(f"{what} is {float(min(value, 10**300)):.3g}: it must be a number up to {LARGEST:g}")
 
 
 def check_samples(samples: object) -> None:

@@ -23,6 +23,8 @@ from penstock.engine.inputs import cut_targets
 from penstock.engine.microbatch import batch_size, scatter
 from penstock.errors import PlanError
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, SharedParameters
+from penstock.profile.counted import clock_of
+from penstock.profile.hardware import Hardware, hardware_of
 from penstock.profile.sizes import Profile
 from penstock.profile.states import OptimizerLike, states_per_byte
 from penstock.profile.timing import Runs, Times, medians_of, overhead_of, runs_of
@@ -32,6 +34,7 @@ from penstock.split.line import Line
 from penstock.split.measure import Turn, measure
 from penstock.split.plan import Plan
 from penstock.split.trial import call_of, devices_of
+from penstock.split.untouched import Untouched
 from penstock.split.weights import Measurement, tensor_bytes
 
 __all__ = ["measure_costs"]
@@ -52,6 +55,7 @@ def measure_costs(
     targets: Any = None,
     accumulate: str | None = None,
     threads: int | None = None,
+    hardware: str | Hardware | None = None,
     progress: Screen | None = None,
 ) -> Profile:
     """Measure every layer of a model for about ``seconds`` altogether, and longer where few runs take that long.
@@ -62,10 +66,14 @@ def measure_costs(
 
     Layers run on ``device``, or where they are; on a CPU with ``threads`` threads, of which a pipeline's rank has its
     share of the cores. ``progress`` is a screen to report to, by default a bar where there is a terminal.
+
+    With ``hardware`` the layers run once, and their operations and bytes are counted: what they would take there.
     """
     line = _line(model)
-    if not 0 <= seconds < float("inf"):
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf"):
         raise PlanError(f"seconds={seconds!r} must be a number from 0 up")
+    there_not_here = None if hardware is None else hardware_of(hardware)
+    clock = None if there_not_here is None else clock_of(there_not_here)
     if accumulate not in (None, "fp32"):
         raise PlanError(f"accumulate={accumulate!r} must be None or 'fp32', as the pipeline's")
     call_of(sample)  # or an error, and so is what has no values yet:
@@ -73,30 +81,31 @@ def measure_costs(
     there, spread = _device(line, sample, device)
     parts = _parts(sample, targets, loss_fn, sizes)
     dtypes = {parameter.dtype for parameter in line.model.parameters()}
-    states = {dtype: states_per_byte(optimizer, dtype) for dtype in dtypes}
     count = len(line.layers)
     others = 2 * sum(map(tensor_bytes, line.model.parameters()))
     found = []
-    with _threads(threads), screen() if progress is None else nullcontext(progress) as shown:
-        nothing = overhead_of(there, min(0.2, seconds / 20))
+    with _threads(threads), _as_before(), screen() if progress is None else nullcontext(progress) as shown:
+        states = {dtype: states_per_byte(optimizer, dtype) for dtype in dtypes}
+        nothing = overhead_of(there, min(0.2, seconds / 20)) if clock is None else Times(0.0, 0.0, 0.0, 0.0, 0.0)
         for samples, part, wanted in parts:
             runs: list[list[Runs]] = [[] for _ in range(count)]
 
             def timer(turn: Turn, shown: Screen = shown, runs: list[list[Runs]] = runs) -> tuple[float, float]:
-                runs[turn.index].append(runs_of(turn, there, seconds / len(parts) / count / TURNS, others))
+                runs[turn.index].append(runs_of(turn, there, seconds / len(parts) / count / TURNS, others, clock))
                 shown.advance(f"{turn.name} ({turn.index + 1} of {count})")
                 return 0.0, 0.0  # what else is measured are bytes
 
             finish = None if loss_fn is None else _finish(loss_fn, wanted, there)
             until = perf_counter() + seconds / len(parts)
-            while not runs[0] or (len(runs[0]) < TURNS and perf_counter() < until):
+            while not runs[0] or (clock is None and len(runs[0]) < TURNS and perf_counter() < until):
                 shown.begin(f"measuring {samples} samples", count)
                 measured = measure(line, part, device=None if spread else there, finish=finish, timer=timer)
             firsts, afters = zip(*map(medians_of, runs), strict=True)
             timed = [after.beside(nothing) for after in afters]
             more = Times.typical(first.beside(after) for first, after in zip(firsts, afters, strict=True))
             waits = [turns[0].deferred for turns in runs]
-            found.append(_costs(line, samples, measured, timed, waits, states, accumulate, there, more.plus(nothing)))
+            name = there.type if there_not_here is None else there_not_here.name
+            found.append(_costs(line, samples, measured, timed, waits, states, accumulate, name, more.plus(nothing)))
     return Profile(tuple(found))
 
 
@@ -122,6 +131,16 @@ def _device(line: Line, sample: Any, device: str | torch.device | None) -> tuple
 def _finish(loss_fn: Callable[[Any, Any], Any], targets: Any, device: torch.device) -> Callable[[Any], Any]:
     (there,) = cut_targets(targets, (batch_size(targets, "targets") or 1,), device)
     return lambda output: loss_fn(output, there)
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Leave the random generators as they were: what torch imports on its way draws numbers, too."""
+    before = Untouched(())
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 @contextmanager
@@ -169,7 +188,7 @@ def _costs(
     waits: Sequence[int],
     states: Mapping[torch.dtype, float],
     accumulate: str | None,
-    device: torch.device,
+    device: str,
     beside: Times,
 ) -> ModelCosts:
     layers = []
@@ -198,7 +217,7 @@ def _costs(
         samples=samples,
         shared=_shared(line),
         kept_together=_kept_together(measured.kept),
-        device=device.type,
+        device=device,
         overhead=Overhead(**asdict(beside)),
     )
 

@@ -54,12 +54,13 @@ class Profile:
             if costs.samples == samples:
                 return costs
         first = self.sizes[0]
+        layers = tuple(self._layer(i, samples) for i in range(len(first.layers)))
         return replace(
             first,
-            layers=tuple(self._layer(i, samples) for i in range(len(first.layers))),
+            layers=layers,
             crossings=tuple(self._crossing(i, samples) for i in range(len(first.crossings))),
             samples=samples,
-            kept_together=self._kept_together(samples),
+            kept_together=self._kept_together(samples, layers),
         )
 
     def _line(self, values: Sequence[float], samples: int) -> float:
@@ -96,10 +97,15 @@ class Profile:
         values = tuple((number, self._line([sizes[number] for sizes in known], samples)) for number in known[0])
         return replace(rows[0], bytes=sum(size for _, size in values), values=values)
 
-    def _kept_together(self, samples: int) -> tuple[tuple[int, int, float], ...]:
+    def _kept_together(self, samples: int, layers: Sequence[LayerCosts]) -> tuple[tuple[int, int, float], ...]:
+        """What layers keep together, which is never more than each of them keeps: lines may cross beyond the sizes."""
         known = [{(a, b): size for a, b, size in costs.kept_together} for costs in self.sizes]
-        pairs = sorted(set().union(*known))
-        return tuple((a, b, self._line([sizes.get((a, b), 0.0) for sizes in known], samples)) for a, b in pairs)
+        left, found = [layer.activation for layer in layers], []
+        for a, b in sorted(set().union(*known)):
+            size = min(left[b], self._line([sizes.get((a, b), 0.0) for sizes in known], samples))
+            left[b] -= size
+            found.append((a, b, size))
+        return tuple(found)
 
     def over(self, link: Link) -> Profile:
         """The same costs with another link between devices."""

@@ -42,6 +42,7 @@ from penstock.engine.saved import deferred_bytes
 from penstock.engine.slot import Slot
 from penstock.engine.stage import StageEngine
 from penstock.engine.tree import flatten
+from penstock.profile.clock import Clock, alone, span
 from penstock.split.measure import LONG, REPEATS, Turn
 from penstock.split.trial import roots_of
 
@@ -51,9 +52,6 @@ ENOUGH = 1000  # runs, for any median
 DISTURBED = 3  # times as long as the median, or longer: it was not the layer that took it
 FORGOTTEN = 32 << 20  # bytes: more than most caches have of them
 IN_A_ROW = 5  # micro-batches, on a GPU
-
-Span = Callable[[], float]
-"""The seconds of some work; a GPU is waited for when they are asked for."""
 
 Took = tuple[float, float]
 """The seconds of an action after something else, and after the same action."""
@@ -123,20 +121,22 @@ def _mean(seconds: Sequence[float]) -> float:
     return fmean(one for one in seconds if one <= most)
 
 
-def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0) -> Runs:
+def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0, clock: Clock | None = None) -> Runs:
     """Run a layer's actions for about ``budget`` seconds; they have run before what is counted.
 
-    ``others`` are the bytes that the other layers have, of parameters and gradients.
+    ``others`` are the bytes that the other layers have, of parameters and gradients. With a ``clock`` that tells the
+    same each time, they run once.
     """
     module = turn.stage if turn.targets else _Roots(turn.stage)
     takes, gives = len(turn.values), max(1, len(turn.targets))
-    forget = _forgetting(min(others, FORGOTTEN)) if device.type == "cpu" else None
-    numbers = list(range(IN_A_ROW if _alone(turn.devices) is not None and not _changes_buffers(turn) else 1))
+    forget = _forgetting(min(others, FORGOTTEN)) if device.type == "cpu" and clock is None else None
+    in_a_row = clock is None and alone(turn.devices) is not None and not _changes_buffers(turn)
+    numbers = list(range(IN_A_ROW if in_a_row else 1))
 
     def timed(action: Callable[..., object], *arguments: Sequence[Any], hot: Iterable[Tensor | None] = ()) -> _Timed:
         if forget is not None:
             forget(hot)
-        return _Timed(action, list(zip(*arguments, strict=True)), turn.devices)
+        return _Timed(action, list(zip(*arguments, strict=True)), turn.devices, clock or span)
 
     def fresh() -> Message:
         return merge([_message(value) for value in turn.inputs()])[0] if takes > 1 else _message(turn.inputs()[0])
@@ -178,6 +178,8 @@ def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0) ->
         for kind, *_ in ambient().autocast:  # forwards enter it by themselves; a backward runs outside of it
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(again.close)
+        if clock is not None:
+            return Runs([_took(kept())], [_took(recomputed())], waiting[0])
         return Runs(_repeated(kept, budget * 0.8), _repeated(recomputed, budget * 0.2), waiting[0])
 
 
@@ -194,10 +196,12 @@ def _changes_buffers(turn: Turn) -> bool:
 class _Timed:
     """An action on micro-batches in a row, done, and what it took."""
 
-    def __init__(self, action: Callable[..., object], calls: list[Any], devices: set[torch.device]) -> None:
+    def __init__(
+        self, action: Callable[..., object], calls: list[Any], devices: set[torch.device], clock: Clock = span
+    ) -> None:
         self.others = len(calls) - 1
-        self.first = _span(lambda: action(*calls[0]), devices)
-        self.rest = _span(lambda: [action(*call) for call in calls[1:]], devices) if self.others else None
+        self.first = clock(lambda: action(*calls[0]), devices)
+        self.rest = clock(lambda: [action(*call) for call in calls[1:]], devices) if self.others else None
 
     def took(self) -> Took:
         first = self.first()
@@ -255,39 +259,14 @@ def _repeated(run: Callable[[], list[_Timed]], budget: float) -> list[tuple[Took
     run()  # is slower than any other
     runs: list[tuple[Took, ...]] = []
     while (perf_counter() < until and len(runs) < ENOUGH) or not _settled(runs):
-        runs.append(tuple(timed.took() for timed in run()))
+        runs.append(_took(run()))
     return runs
+
+
+def _took(run: list[_Timed]) -> tuple[Took, ...]:
+    return tuple(timed.took() for timed in run)
 
 
 def _settled(runs: list[tuple[Took, ...]]) -> bool:
     enough = len(runs) >= 2 and min(sum(first for first, _ in took) for took in runs) > LONG
     return len(runs) >= REPEATS or enough
-
-
-def _span(work: Callable[[], object], devices: set[torch.device]) -> Span:
-    """Do some work, and take the time that it takes: on the device, if all of it is on one GPU."""
-    if (device := _alone(devices)) is not None:
-        with torch.cuda.device(device):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            began.record()
-            work()
-            ended.record()
-
-        def on_device() -> float:
-            ended.synchronize()
-            return float(began.elapsed_time(ended)) / 1000
-
-        return on_device
-    for device in devices:
-        torch.accelerator.synchronize(device)
-    start = perf_counter()
-    work()
-    for device in devices:
-        torch.accelerator.synchronize(device)
-    took = perf_counter() - start
-    return lambda: took
-
-
-def _alone(devices: set[torch.device]) -> torch.device | None:
-    """The GPU that does all the work."""
-    return next((device for device in devices if len(devices) == 1 and device.type == "cuda"), None)

@@ -91,13 +91,15 @@ def devices_of(model: nn.Module, value: Any) -> set[torch.device]:
     for name, module in model.named_modules():
         if isinstance(module, Lazy):
             raise PlanError(
-                f"layer {name} is not built yet, and would have to be to run: build it, or balance without a sample"
+                f"layer {name} is not built yet, and would have to be to run: build it, or do without a sample: "
+                "ps.split balances by parameters then, ps.plan by costs="
             )
     devices = set()
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *leaves(value, "sample")):
         if isinstance(tensor, Tensor) and tensor.device.type == "meta":
             raise PlanError(
-                f"{name} is on the meta device, where nothing runs: give it values, or balance without a sample"
+                f"{name} is on the meta device, where nothing runs: give it values, or do without a sample: "
+                "ps.split balances by parameters then, ps.plan by costs="
             )
         if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
             devices.add(tensor.device)

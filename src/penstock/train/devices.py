@@ -67,6 +67,6 @@ def _device(device: torch.device | str | int) -> torch.device:
     """With its number written out, so that equal devices compare equal."""
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError as error:
-        raise PlanError(f"{device!r} is not a device: {error}") from error
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"{device!r} is not a device: {str(error).splitlines()[0]}") from error
     return torch.device("cuda", found.index or 0) if found.type == "cuda" else found

@@ -318,6 +318,10 @@ class Pipeline(Members):
             if self._traced is None:
                 raise PlanError("nothing was traced yet: run steps in 'with pipe.trace():' before, or give costs=")
             costs = self._traced.costs()
+            if not any(costs.durations(self.schedule.num_stages)["B"]):
+                raise PlanError("the last trace has no backward: run steps in 'with pipe.trace():', or give costs=")
+        elif not isinstance(costs, Costs):
+            raise PlanError(f"costs must be penstock.schedule.Costs(…), got {type(costs).__name__}")
         found, schedule = reordered(self.schedule, costs, self._crew.edges, seconds)
         if self._meeting is not None:
             self._meeting.compare({"what replan was given": digest(repr(costs)), "its order": digest(str(schedule))})

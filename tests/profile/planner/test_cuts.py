@@ -138,9 +138,8 @@ def _peak(segments: Segments, runs: list[tuple[int, int]], again: tuple[int, ...
 
 
 def test_what_two_layers_share_counts_once_in_a_stage() -> None:
-    tied = model([1.0] * 4, shared=(SharedParameters((0, 1, 3), 8.0),))
-    tied = ModelCosts(tuple(layer(i, 1.0, 0.0, 8.0) for i in range(4)), tied.crossings, shared=tied.shared)
-    segments = Segments(tied)
+    layers = tuple(layer(i, 1.0, 0.0, 8.0) for i in range(4))
+    segments = Segments(ModelCosts(layers, model([1.0] * 4).crossings, shared=(SharedParameters((0, 1, 3), 8.0),)))
     assert segments.static(0, 1) == 8
     assert segments.static(0, 2) == 8
     assert segments.static(0, 4) == 16  # 8 of the tie, 8 of layer 2

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -212,3 +213,27 @@ def test_a_way_is_not_ruled_out_by_a_backward_that_nobody_would_run() -> None:
         at_least = [lost.seconds for lost in planned.others if lost.reason.startswith("at least")]
         assert all(seconds is not None and seconds >= planned.seconds for seconds in at_least)
         assert planned.seconds < 4 * 2 * (0.01 + min(whole, 0.02)) * 1.6
+
+
+# For 64 ranks with 512 micro-batches each, the last round alone took as long as all that is allowed.
+def test_nothing_is_refined_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reports() -> list[str]:
+        said: list[str] = []
+        plan_costs(Profile((uniform(),)), batch=8, grids=[(1, 2), (1, 4)], seconds=0.2, report=said.append)
+        return [line for line in said if line.endswith("refined")]
+
+    assert reports()
+    ticks = count(0.0, 100.0)
+    monkeypatch.setattr("penstock.profile.planner.search.time.thread_time", lambda: next(ticks))
+    assert not reports()
+
+
+# Estimates do not know what memory costs: of many ways that looked better than they were, ways behind them that still
+# looked better than the answer were called less promising.
+def test_what_is_called_less_promising_has_an_estimate_above_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.profile.planner.search.LOOKED_AT", 2)
+    how: dict[str, Any] = {"batch": 64, "grids": [(1, 2), (1, 4)], "recompute": None, "seconds": 0.2}
+    planned = plan_costs(Profile((uniform(kept=30.0),)), memory=40.0, **how)
+    left = {lost.reason: lost.seconds for lost in planned.others if not lost.reason.endswith("slower")}
+    assert left["not looked at"] < planned.seconds
+    assert left.get("less promising", inf) >= planned.seconds

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import zip_longest
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,20 @@ from torch import nn
 from penstock.engine.microbatch import batch_size
 from penstock.errors import PlanError
 from penstock.profile.costs import Link, ModelCosts
+from penstock.profile.hardware import Hardware, hardware_of
 from penstock.profile.links import local_link, measure_links
 from penstock.profile.measure import measure_costs
+from penstock.profile.planner.devices import check_numbers, memory_of, one_for_each, places_of
 from penstock.profile.planner.planned import Planned
 from penstock.profile.planner.search import search
 from penstock.profile.planner.ways import Cluster, grids_of, ways
+from penstock.profile.processes import process_link
 from penstock.profile.sizes import Profile
 from penstock.profile.states import OptimizerLike
 from penstock.split.fronts import line_of
 from penstock.split.line import Line
 from penstock.split.planning import plan_of
-from penstock.split.weights import bytes_of
+from penstock.split.trial import inputs_of
 from penstock.train.mesh import Mesh
 
 __all__ = ["plan", "plan_costs"]
@@ -50,6 +54,7 @@ def plan(
     microbatches: int | None = None,
     recompute: bool | None = None,
     costs: Profile | ModelCosts | str | Path | None = None,
+    hardware: str | Hardware | None = None,
     speeds: Sequence[float] | None = None,
     link: Link | None = None,
     optimizer: OptimizerLike = "adamw",
@@ -64,63 +69,98 @@ def plan(
     """The fastest way to train ``model`` that fits: where it is cut, in which order its stages work, and the rest.
 
     ``sample`` is what the model is called with, of as many samples as the largest micro-batch may have; its layers are
-    measured on it, unless ``costs`` are given. ``batch`` is the mini-batch, by default as large as the sample.
+    measured on it, unless ``costs`` are given. It may be ``(inputs, targets)`` where the model takes one argument.
+    ``batch`` is the mini-batch, by default as large as the sample.
 
     ``devices`` are those of this process, of which a pipeline of threads takes some or all. With ``replicas`` they are
-    as many processes of a run to come, and how many replicas of the pipeline they make is searched too. Under ``mesh``
-    there is a process for each rank already: the first one measures and plans, and all get its answer.
+    as many processes of a run to come, and how many replicas of the pipeline they make is searched too; the ``link``
+    between two is measured, if it is not given. Under ``mesh`` there is a process for each rank already: the first one
+    measures and plans, and all get its answer.
 
     ``memory`` is what a device has (a number of bytes, ``"16GiB"``, or one for each); by default what a GPU has, and no
     limit on a CPU, where a rank then keeps no more activations than the fullest rank of 1F1B. ``speeds`` tells how fast
-    devices are that are not alike.
+    devices are that are not alike. With ``hardware="h100"`` the devices are as many of these, which need not be here:
+    layers run once, their operations and bytes are counted, and memory and link are those of the hardware.
 
     Where memory is limited, as many stages are recomputed as it takes; with ``recompute`` all or none are. ``cuts`` and
     ``blocks`` say where the model may be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the loss is measured
-    too.
+    too, and ``optimizer`` says what its states take; costs that are given have all that.
 
     The search takes about ``seconds`` of a core, measuring about ``measure_seconds``.
     """
-    if mesh is not None and devices is not None:
-        raise PlanError("under a mesh its processes are the devices: leave out devices=")
+    if mesh is not None and (devices is not None or hardware is not None):
+        what = "hardware" if devices is None else "devices"
+        raise PlanError(f"under a mesh its processes are the devices: leave out {what}=")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise PlanError(f"mesh must be ps.Mesh(pipe=…), got {type(mesh).__name__}")
+    if link is not None and not isinstance(link, Link):
+        raise PlanError(f"link must be a Link(latency, bandwidth) of penstock.profile.costs, got {link!r}")
+    if recompute not in (None, True, False):
+        raise PlanError(f"recompute={recompute!r} must be True (all stages), False (none) or None (where it must be)")
+    if not isinstance(measure_seconds, (int, float)) or not 0 <= measure_seconds < inf:
+        raise PlanError(f"measure_seconds={measure_seconds!r} must be how long to measure, a number from 0 up")
+    if sample is None and costs is None:
+        raise PlanError("give sample=, what the model is called with, to measure its layers on; or costs=")
+    inputs = inputs_of(model, sample) if isinstance(model, nn.Module) else sample
+    if inputs is not sample:  # (inputs, targets)
+        sample, targets = inputs, sample[1] if targets is None and loss_fn is not None else targets
     line = line_of(model, cuts=cuts, blocks=blocks, sample=sample)
-    places = None if mesh is not None else _places(devices)
-    count = mesh.pipe * mesh.data if mesh is not None else len(places or ())
+    elsewhere = None if hardware is None else _elsewhere(hardware, devices, costs)
+    places = [str(mesh.device)] * (mesh.pipe * mesh.data) if mesh is not None else places_of(devices)
+    limits = memory_of(elsewhere.memory if memory is None and elsewhere is not None else memory, places)
+    samples = None if sample is None else batch_size(sample, "sample")
+    whole = samples if batch is None else batch
+    if whole is None:
+        raise PlanError("say batch=, how many samples a mini-batch has")
+    asked: dict[str, Any] = {
+        "batch": whole, "microbatches": microbatches, "recompute": recompute, "seconds": seconds, "seed": seed,
+        "memory": one_for_each("memory", limits, len(places)),
+        "speeds": None if speeds is None else one_for_each("speeds", speeds, len(places)),
+        "grids": _grids(len(places), mesh, replicas), "largest": samples if costs is None else None,
+    }  # fmt: skip
+    check_numbers(asked)  # before minutes are spent on measuring
     if mesh is not None and link is None:
         link = measure_links(mesh).worst
 
     def measured() -> Profile:
-        return _profile(costs, line, sample, count, mesh, places, optimizer, loss_fn, targets, measure_seconds)
+        if costs is not None:
+            return _given(costs, line)
+        on_cpu = torch.device(places[0]).type == "cpu"
+        return measure_costs(
+            line, sample, device=None if elsewhere is not None else places[0], seconds=measure_seconds,
+            optimizer=optimizer, loss_fn=loss_fn, targets=targets, hardware=elsewhere,
+            threads=max(1, (os.cpu_count() or 1) // len(places)) if on_cpu and elsewhere is None else None,
+        )  # fmt: skip
 
     def work() -> Planned:
-        profile = measured()
-        between = link
-        if between is None and costs is None and places is not None and count > 1:
-            between = local_link(places[0], places[1])
-        profile = profile if between is None else profile.over(between)
-        samples = None if sample is None else batch_size(sample, "sample")
-        whole = samples if batch is None else batch
-        if whole is None:
-            raise PlanError("say batch=, how many samples a mini-batch has")
-        answer = plan_costs(
-            profile,
-            batch=whole,
-            grids=_grids(count, mesh, replicas),
-            memory=_memory(memory, places, mesh, count),
-            microbatches=microbatches,
-            largest=samples if costs is None else None,
-            recompute=recompute,
-            speeds=speeds,
-            seconds=seconds,
-            seed=seed,
-        )
-        where = None if places is None else tuple(places)
+        profile, between = measured(), link
+        if between is None and costs is None and len(places) > 1:
+            if elsewhere is not None:
+                between = elsewhere.link(len(places))
+            else:
+                between = process_link(places[0], len(places)) if replicas else local_link(places[0], places[1])
+        answer = plan_costs(profile if between is None else profile.over(between), **asked)
+        where = None
+        if mesh is None and elsewhere is None:
+            cluster = Cluster(asked["speeds"] or (1.0,) * len(places), asked["memory"])
+            chosen = cluster.chosen(answer.way.data * answer.way.pipe)
+            where = tuple(places[i] for i in (*chosen, *(i for i in range(len(places)) if i not in chosen)))
         return replace(answer, layers=line.layers, plan=plan_of(line, answer.groups), devices=where)
 
     if mesh is None:
         return work()
-    if mesh.rank != mesh.world_ranks[0] and costs is None and sample is not None:
+    if mesh.rank != mesh.world_ranks[0] and costs is None:
         measured()  # for the company: in a step, too, processes share caches and memory with each other
     return _together(mesh, work, model)
+
+
+def _elsewhere(hardware: str | Hardware, devices: Any, costs: object) -> Hardware:
+    """Hardware that the devices are; there is no more to be said of them than how many."""
+    if costs is not None:
+        raise PlanError("costs are of the hardware that they were made for: give costs= or hardware=, not both")
+    if type(devices) is not int:
+        raise PlanError(f"devices={devices!r} must be how many of this hardware there are")
+    return hardware_of(hardware)
 
 
 def _grids(devices: int, mesh: Mesh | None, replicas: bool) -> list[tuple[int, int]]:
@@ -147,20 +187,11 @@ def plan_costs(
     report: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """The same from costs alone, without a model; ``link`` is the one between replicas."""
-    for what, number in (("batch", batch), ("devices", devices), ("microbatches", microbatches)):
-        if number is not None and (type(number) is not int or number < 1):
-            raise PlanError(f"{what}={number!r} must be a whole number, from 1 up")
+    check_numbers({"batch": batch, "devices": devices, "microbatches": microbatches, "seconds": seconds, "seed": seed})
     grids = grids if grids is not None else grids_of(devices or 1)
     most = max(data * pipe for data, pipe in grids)
-    limits = (memory,) * most if isinstance(memory, (int, float)) else tuple(memory)
-    speed = (1.0,) * most if speeds is None else tuple(speeds)
-    for what, given in (("memory", limits), ("speeds", speed)):
-        if len(given) < most:
-            raise PlanError(f"{what} has {len(given)} numbers, but there are {most} devices: give one for each")
-    if any(not each > 0 for each in limits):
-        raise PlanError(f"memory must be numbers above 0, got {list(limits)}")
-    if any(not 0 < each < inf for each in speed):
-        raise PlanError(f"speeds must be numbers above 0, got {list(speed)}")
+    limits = one_for_each("memory", memory, most)
+    speed = (1.0,) * most if speeds is None else one_for_each("speeds", speeds, most)
     layers = [layer.name for layer in profile.sizes[0].layers]
     fits = [(data, pipe) for data, pipe in grids if pipe <= len(layers)]
     if not fits:
@@ -181,67 +212,23 @@ def plan_costs(
     return Planned(answer.best, answer.others, tuple(layers))
 
 
-def _places(devices: int | Sequence[str | torch.device] | None) -> list[str]:
-    if devices is None:
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise PlanError("say devices=, how many ranks there may be, or which devices: there is no GPU here")
-        return [f"cuda:{i}" for i in range(count)]
-    if isinstance(devices, int):
-        if devices < 1:
-            raise PlanError(f"devices={devices} must be at least 1")
-        gpus = torch.cuda.device_count()
-        return [f"cuda:{i}" for i in range(devices)] if gpus >= devices else ["cpu"] * devices
-    places = [str(torch.device(device)) for device in devices]
-    if not places:
-        raise PlanError("devices has none: say how many ranks there may be, or which devices")
-    return places
-
-
-def _memory(memory: Any, places: Sequence[str] | None, mesh: Mesh | None, count: int) -> list[float]:
-    if memory is not None:
-        each = memory if isinstance(memory, (list, tuple)) else [memory] * count
-        return [float(bytes_of(size)) for size in each]
-    where = [str(mesh.device)] * count if mesh is not None else list(places or ())
-    return [_has(torch.device(place)) for place in where]
-
-
-def _has(device: torch.device) -> float:
-    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else inf
-
-
-def _profile(
-    costs: Profile | ModelCosts | str | Path | None,
-    line: Line,
-    sample: Any,
-    count: int,
-    mesh: Mesh | None,
-    places: Sequence[str] | None,
-    optimizer: OptimizerLike,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    targets: Any,
-    seconds: float,
-) -> Profile:
+def _given(costs: Profile | ModelCosts | str | Path, line: Line) -> Profile:
+    """Costs that were given, if they are those of the model."""
     if isinstance(costs, (str, Path)):
         costs = Profile.load(costs)
     if isinstance(costs, ModelCosts):
         costs = Profile((costs,))
-    if costs is not None:
-        names = [layer.name for layer in costs.sizes[0].layers]
-        if names != list(line.layers):
+    if not isinstance(costs, Profile):
+        raise PlanError(f"costs must be a Profile, ModelCosts or the name of their file, got {type(costs).__name__}")
+    names = [layer.name for layer in costs.sizes[0].layers]
+    for i, (cost, layer) in enumerate(zip_longest(names, line.layers)):
+        if cost != layer:
             raise PlanError(
                 f"the costs are of {len(names)} layers ({names[0]} … {names[-1]}), but the model has "
-                f"{len(line.layers)} ({line.layers[0]} … {line.layers[-1]}): they are those of another model"
+                f"{len(line.layers)} ({line.layers[0]} … {line.layers[-1]}), and number {i} is {cost!r} here and "
+                f"{layer!r} there: they are those of another model"
             )
-        return costs
-    if sample is None:
-        raise PlanError("give sample=, what the model is called with, to measure its layers on; or costs=")
-    device = str(mesh.device) if mesh is not None else (places or ["cpu"])[0]
-    threads = max(1, (os.cpu_count() or 1) // count) if torch.device(device).type == "cpu" else None
-    return measure_costs(
-        line, sample, device=device, seconds=seconds, optimizer=optimizer, loss_fn=loss_fn, targets=targets,
-        threads=threads,
-    )  # fmt: skip
+    return costs
 
 
 def _together(mesh: Mesh, work: Callable[[], Planned], model: nn.Module) -> Planned:

@@ -87,7 +87,12 @@ class Planned:
     def pipeline(self, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Pipeline:
         """The pipeline of this plan; ``options`` are those of ``ps.Pipeline``, such as ``mesh``."""
         if self.plan is None:
-            raise PlanError("this was planned without a model: load it with one, Planned.load(path, model)")
+            raise PlanError("this was planned without a model: plan it with one, ps.plan(model, …)")
+        if self.plan.line is None:
+            raise PlanError("this was read without its model: read it with it, ps.Planned.load(path, model)")
+        for option in ("microbatches", "microbatch_size", "schedule"):
+            if option in options:
+                raise PlanError(f"{option} is a part of what was planned: leave {option}= out, or plan again")
         if "mesh" not in options and "devices" not in options and self.devices is not None:
             options["devices"] = list(self.devices[: self.way.pipe])
         pipe = Pipeline(self.plan, loss_fn, microbatches=self.microbatches, schedule=self.schedule, **options)
@@ -151,7 +156,11 @@ class Planned:
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> Planned:
         """Read it; with ``model``, as a plan of that model."""
-        return cls.from_json(Path(path).read_bytes().decode("utf-8", "replace"), model, str(path))
+        try:
+            text = Path(path).read_bytes().decode("utf-8", "replace")
+        except OSError as error:
+            raise PlanError(f"{path} cannot be read as what a planner saved: {error}") from error
+        return cls.from_json(text, model, str(path))
 
     @classmethod
     def from_json(cls, text: str, model: nn.Module | None = None, origin: str = "the text") -> Planned:
@@ -175,6 +184,7 @@ class Planned:
             plan = None if data["plan"] is None else Plan._from_data(data["plan"])
             devices = None if data["devices"] is None else tuple(data["devices"])
             layers = tuple(data["layers"])
+            _check(best, layers)
         except PenstockError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -182,6 +192,18 @@ class Planned:
         if plan is not None and model is not None:
             plan = plan.attach(model)
         return cls(best, others, layers, plan, devices)
+
+
+def _check(best: Candidate, layers: Sequence[str]) -> None:
+    """What was saved is whole: cuts for all stages and layers, bytes of all ranks, and numbers that are numbers."""
+    schedule, cuts = best.schedule, (0, *best.cuts)
+    if len(best.cuts) != schedule.num_stages or cuts[-1] != len(layers) or any(i >= j for i, j in pairwise(cuts)):
+        raise ValueError(f"cuts {list(best.cuts)} of {len(layers)} layers into {schedule.num_stages} stages")
+    if len(best.memory) != schedule.num_ranks or best.way.pipe != schedule.num_ranks:
+        raise ValueError(f"memory of {len(best.memory)} ranks, and a schedule for {schedule.num_ranks}")
+    for number in (best.seconds, best.floor, best.bubble, *best.memory):
+        if not isinstance(number, (int, float)) or isinstance(number, bool):
+            raise ValueError(f"{number!r} is not a number")
 
 
 def _shortened(lines: list[str]) -> list[str]:

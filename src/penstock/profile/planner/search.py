@@ -17,6 +17,7 @@ from penstock.errors import PlanError
 from penstock.inwords import exact_size
 from penstock.profile.costs import ModelCosts
 from penstock.profile.planner.cuts import least_memory, placement_of
+from penstock.profile.planner.devices import check_numbers
 from penstock.profile.planner.evened import evened
 from penstock.profile.planner.joint import Joint, joint
 from penstock.profile.planner.segments import Segments
@@ -49,9 +50,8 @@ def search(
     report: Callable[[str], None] = lambda text: None,
 ) -> Answer:
     """Look at all ``ways``, for about ``seconds`` of a core; ``costs_of(way)`` is for its micro-batches."""
-    if not 0 < seconds < inf:
-        raise PlanError(f"seconds={seconds}: expected how long to search, above 0")
-    begin = time.thread_time()
+    check_numbers({"seconds": seconds, "seed": seed})
+    until = time.thread_time() + PATIENCE * seconds
     models: dict[tuple[int, int], Segments] = {}
     looks = []
     for way in ways:
@@ -64,15 +64,14 @@ def search(
     looks.sort(key=lambda look: look.estimate)
     lost = [Lost(look.way, look.reason, None, look.needs) for look in looks if look.reason]
     found: list[tuple[_Look, Candidate]] = []
-    fastest = inf
+    fastest, left = inf, list[_Look]()
     for look in looks:
         if look.reason:
             continue
-        late = len(found) >= LOOKED_AT or (len(found) > 3 and time.thread_time() - begin > PATIENCE * seconds)
-        if look.floor >= fastest:
-            lost.append(Lost(look.way, f"at least {look.floor / fastest - 1:.1%} slower", look.floor))
-        elif late:
-            lost.append(Lost(look.way, "less promising", look.estimate))
+        enough = LOOKED_AT if look.estimate >= fastest else LOOKED_AT + LOOKED_AT // 2  # memory is not in estimates
+        late = len(found) >= enough or (len(found) > 3 and time.thread_time() > until)
+        if look.floor >= fastest or late:
+            left.append(look)
         else:
             report(str(look.way))
             candidate = look.think(0.3 * seconds / LOOKED_AT, seed, moves=False)
@@ -85,13 +84,14 @@ def search(
         raise PlanError(_nothing_fits(looks))
     found.sort(key=lambda pair: pair[1].seconds)
     for number, (look, candidate) in enumerate(found[:REFINED]):
-        if look.floor < fastest:
+        if look.floor < fastest and time.thread_time() <= until:
             report(f"{look.way}, refined")
             again = look.think(0.7 * seconds / REFINED, seed, moves=True)
             if again is not None and again.seconds < candidate.seconds:
                 found[number] = look, again
     found.sort(key=lambda pair: pair[1].seconds)
     best = found[0][1]
+    lost += [look.left_out(best.seconds) for look in left]
     lost += [
         Lost(other.way, f"{other.seconds / best.seconds - 1:.1%} slower", other.seconds, max(other.memory))
         for _, other in found[1:]
@@ -105,7 +105,8 @@ class _Look:
     def __init__(self, way: Way, segments: Segments, cluster: Cluster) -> None:
         self.way, self.segments = way, segments
         p = way.pipe
-        of_rank = [range(rank, way.data * p, p) for rank in range(p)]  # a rank of each replica: the slowest decides
+        chosen = cluster.chosen(way.data * p)
+        of_rank = [chosen[rank::p] for rank in range(p)]  # a rank of each replica: the slowest decides
         self.ranks = Ranks(
             tuple(min(cluster.speed[d] for d in devices) for devices in of_rank),
             tuple(min(cluster.memory[d] for d in devices) for devices in of_rank),
@@ -161,6 +162,18 @@ class _Look:
         saved = None if found.again else tuple(simulate(schedule, replace(costs, keep=1.0), edges).peak_memory)
         return Candidate(self.way, found.cuts, schedule, done, floor, found.memory, simulation.bubble, costs, saved)
 
+    def left_out(self, best: float) -> Lost:
+        """Why it was not thought through, where the best of the others takes so long."""
+        if self.floor >= best:
+            return Lost(self.way, f"at least {self.floor / best - 1:.1%} slower", self.floor)
+        return Lost(self.way, "less promising" if self.estimate >= best else "not looked at", self.estimate)
+
+    def share(self) -> float:
+        """About the least that a rank needs: its share of what stays, and what a micro-batch needs at once."""
+        segments, p = self.segments, self.way.pipe
+        kept = segments.activation(0, segments.n)
+        return (segments.static(0, segments.n) + (kept if self.way.recompute is False else 0.0)) / p + kept / segments.n
+
     def _summing(self, sizes: Sequence[float]) -> list[float]:
         """The seconds in which ranks' gradients, of so many bytes, are summed over the replicas, in a ring."""
         d, link = self.way.data, self.between
@@ -185,15 +198,19 @@ def _nothing_fits(looks: Sequence[_Look]) -> str:
             f"layer {name} alone needs {exact_size(stays[heaviest])} with its gradients and the optimizer's states: "
             "divide it into smaller layers, or shard it (parallelize=)"
         )
-    closest = sorted(looks, key=lambda look: (look.way.v, look.needs or inf))[:REFINED]
+    closest = sorted(looks, key=lambda look: (look.way.v, look.share()))[:REFINED]
     factor, best = min(
         ((least_memory(look.segments, look.ranks, look.way.shape, look.way.v), look) for look in closest),
         key=lambda pair: pair[0],
     )
     needs = factor * max(best.ranks.memory)
     lines.append(f"the least that was found is {exact_size(needs)}, {factor:.3g} times as much ({best.way})")
-    hints = ["more memory or devices", "smaller micro-batches", "an optimizer with fewer states (optimizer=)"]
+    hints = ["more memory or devices"]
     if all(look.way.recompute is False for look in looks):
-        hints.insert(1, "recompute")
+        hints.append("recompute")
+    if best.way.samples > 1:
+        hints.append("smaller micro-batches")
+    if any(layer.optimizer for layer in costs.layers):
+        hints.append("an optimizer with fewer states (optimizer=)")
     lines.append(f"what would help: {', '.join(hints)}")
     return "; ".join(lines)

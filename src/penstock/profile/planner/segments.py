@@ -23,8 +23,9 @@ class Segments:
         self._static = _sums(_stays(layer) for layer in layers)
         self._activation = _sums(layer.activation for layer in layers)
         self._waits = any(layer.deferred is not None for layer in layers)
-        factor = _share(layers)
-        self._ties = [(sorted(set(tie.layers)), tie.bytes * factor) for tie in costs.shared]
+        self._ties = [
+            (sorted(set(tie.layers)), tie.bytes * _share([layers[i] for i in tie.layers])) for tie in costs.shared
+        ]
         self._twice = sorted((max(a, b), min(a, b), size) for a, b, size in costs.kept_together)
         self._kept: dict[tuple[int, int], float] = {}
         self._runs: dict[tuple[int, int], tuple[float, float, float, float]] = {}

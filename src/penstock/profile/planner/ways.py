@@ -29,6 +29,11 @@ class Cluster:
     def __len__(self) -> int:
         return len(self.speed)
 
+    def chosen(self, count: int) -> list[int]:
+        """The devices that so many ranks take, in their order: the fastest, and of those alike the ones with most."""
+        best = sorted(range(len(self)), key=lambda one: (-self.speed[one], -self.memory[one], one))
+        return sorted(best[:count])
+
 
 @dataclass(frozen=True)
 class Way:
