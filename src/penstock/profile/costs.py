@@ -132,6 +132,10 @@ class Link:
         """What a value of ``size`` bytes takes of the time of the rank that sends it, and of the one that gets it."""
         return self.host + size / self.host_bandwidth
 
+    def summing(self, size: float, devices: int) -> float:
+        """How long it takes to add up ``size`` bytes of each of so many devices, around a ring."""
+        return 2 * (devices - 1) * self.seconds(size / devices)
+
 
 @dataclass(frozen=True)
 class Overhead:

@@ -107,7 +107,7 @@ class AutoConfig:
         )
         begins = (0, *cuts[:-1])
         sizes = [segments.total("gradients", i, j) for i, j in zip(begins, cuts, strict=True)]
-        summing = [2 * (data - 1) * (size / data / link.bandwidth + link.latency) for size in sizes]
+        summing = [link.summing(size, data) for size in sizes]
         held = static_bytes(segments, placement, cuts, pipe)
         return Choice(
             pipe,

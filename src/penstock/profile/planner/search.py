@@ -175,9 +175,8 @@ class _Look:
         return (segments.static(0, segments.n) + (kept if self.way.recompute is False else 0.0)) / p + kept / segments.n
 
     def _summing(self, sizes: Sequence[float]) -> list[float]:
-        """The seconds in which ranks' gradients, of so many bytes, are summed over the replicas, in a ring."""
-        d, link = self.way.data, self.between
-        return [2 * (d - 1) * (size / d / link.bandwidth + link.latency) for size in sizes]
+        """The seconds in which ranks' gradients, of so many bytes, are summed over the replicas."""
+        return [self.between.summing(size, self.way.data) for size in sizes]
 
     def _misses(self, needs: float) -> None:
         self.needs, limit = needs, max(self.ranks.memory)
