@@ -26,7 +26,7 @@ from penstock.engine.batchnorm import DeferredBatchNorm
 from penstock.engine.buffers import Unnoticed
 from penstock.engine.head import Head
 from penstock.engine.hostweights import HostWeights
-from penstock.engine.message import Message, depart, depart_apart, share_out
+from penstock.engine.message import Message, counting, depart, depart_apart, passed_on, share_out
 from penstock.engine.moment import MicroBatch, here
 from penstock.engine.offload import ActivationOffload
 from penstock.engine.randomness import Randomness
@@ -171,6 +171,9 @@ class StageEngine:
             if careful:
                 for i, leaf in zip(wants, inputs, strict=True):
                     leaves[i] = _unsafe_view(leaf, leaf.shape)
+        if shared and torch.is_inference_mode_enabled():
+            for i in shared:
+                leaves[i] = counting(leaves[i])
         versions = [leaves[i]._version for i in shared] if shared else None
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
@@ -198,6 +201,8 @@ class StageEngine:
             slot.messages, slot.roots = depart_apart(output, self.gives, self.index)
         else:
             slot.message, slot.roots = depart(output, stage=self.index if self.head is None else None)
+        if shared and self.head is None:
+            slot.message, *slot.messages = passed_on((slot.message, *slot.messages), [leaves[i] for i in shared])
 
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """Learn whether the module changes its inputs in place.
