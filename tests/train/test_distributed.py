@@ -625,6 +625,15 @@ def test_replicas_that_draw_by_a_seed_have_a_number_of_micro_batches(two: Ranks)
     two.check(seeded)
 
 
+def trained_loss(rank: int) -> None:
+    with pytest.raises(ps.PlanError, match=r"loss_fn has a parameter that is trained \(weight\).*replicas"):
+        pipeline(mlp(), loss_fn=nn.Bilinear(4, 4, 1), stages=1, mesh=ps.Mesh(data=2, pipe=1))
+
+
+def test_replicas_do_not_train_their_loss(two: Ranks) -> None:
+    two.check(trained_loss)
+
+
 # ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -104,6 +104,7 @@ class StageEngine:
         self.modes: dict[object, object] = {}  # all that there were
         self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
         self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
+        self.moody = False  # it has been seen to change its inputs for some micro-batches, and not for others
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
         self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
         self.weights: HostWeights | None = None  # there on a GPU, when weights live on the host
@@ -185,6 +186,7 @@ class StageEngine:
         except RuntimeError as error:
             if not careful and "leaf Variable that requires grad" in str(error):
                 self.calm_in = self.calm_again_in = _NEVER
+                self.moody = True
                 error.add_note("the stage changes its input in place, and did not before: run the step again")
             raise
         if shared and versions != [leaves[i]._version for i in shared]:
@@ -194,7 +196,7 @@ class StageEngine:
             )
         if careful and slot.replay is not None:
             changed = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
-            self.calm_again_in = _NEVER if changed else self.mode
+            self.calm_again_in = _NEVER if changed or self.moody else self.mode
         elif careful:
             self._look_for_changes(leaves, wants, inputs)
         if self.gives > 1:
@@ -213,7 +215,7 @@ class StageEngine:
         changed = [leaf for i, leaf in zip(wants, inputs, strict=True) if leaves[i]._version]
         for leaf in changed:  # what the stage before saved of its output is no longer that
             increment_version(leaf)
-        if wants and not changed:
+        if wants and not changed and not self.moody:
             self.calm_in = self.mode
         elif changed:
             self.calm_in = _NEVER
