@@ -204,7 +204,7 @@ def _roundabout_on_a_rank(rank: int, dynamic: bool) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_and_between_processes(four: Ranks, dynamic: bool) -> None:
-    four.run(_roundabout_on_a_rank, dynamic)
+    four.check(_roundabout_on_a_rank, dynamic)
 
 
 # ── inference mode, in which tensors do not count their changes ──────────────────────────────────────────────────

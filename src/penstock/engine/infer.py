@@ -102,7 +102,9 @@ class Propagation:
             self.shares = [len(meta.wants) for meta in metas]
             for meta in metas:
                 leaves: list[Any] = [
-                    torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorMeta) else leaf
+                    leaf.from_memory(torch.empty(leaf.in_memory().shape, dtype=leaf.dtype, device=device))
+                    if isinstance(leaf, TensorMeta)
+                    else leaf
                     for leaf in meta.leaves
                 ]
                 self.inputs += [leaves[i].requires_grad_() for i in meta.wants]

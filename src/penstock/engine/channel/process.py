@@ -200,11 +200,15 @@ class ForwardLane(_ProcessLane):
     def __init__(self, wire: Wire, name: str, metas: Sequence[MessageMeta]) -> None:
         for meta in metas:
             require_dense(meta, name)
-        super().__init__(wire, name, [meta.tensors() for meta in metas])
+        super().__init__(wire, name, [[tensor.in_memory() for tensor in meta.tensors()] for meta in metas])
         self.metas = metas
+        self.turned = [any(tensor.order is not None for tensor in meta.tensors()) for meta in metas]
 
     def send(self, microbatch: int, message: Message) -> None:
         tensors = _checked(message, self.metas[microbatch], self.name)
+        if self.turned[microbatch]:
+            pairs = zip(self.metas[microbatch].tensors(), tensors, strict=True)
+            tensors = [meta.to_memory(tensor) for meta, tensor in pairs]
         if self.one[microbatch]:
             self.send_one(microbatch, tensors[0])
         else:
@@ -213,6 +217,8 @@ class ForwardLane(_ProcessLane):
     def take(self, microbatch: int) -> Message:
         meta = self.metas[microbatch]
         tensors: list[Any] = self.landed.pop(microbatch)
+        if self.turned[microbatch]:
+            tensors = [own.from_memory(tensor) for own, tensor in zip(meta.tensors(), tensors, strict=True)]
         if len(tensors) != len(meta.leaves):
             coming = iter(tensors)
             tensors = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
