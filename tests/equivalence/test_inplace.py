@@ -224,3 +224,22 @@ def test_and_one_that_is_changed() -> None:
     says = "stage 1 changes one of its inputs in place"
     with pipe, torch.inference_mode(), pytest.raises(ps.PlanError, match=says):
         pipe(batch(6, 4))
+
+
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.eye(4, dtype=x.dtype).to_sparse()
+
+
+class Densely(nn.Module):
+    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        return parts[0] @ parts[1].to_dense()
+
+
+def test_sparse_values_share_their_memory_with_nobody() -> None:
+    model = chain(linear(), Stash(), Sparse(), Densely(), Pop(), linear())
+    plain, x, y = copy.deepcopy(model), batch(6, 4), batch(6, 4, seed=2)
+    F.mse_loss(plain(x), y).backward()
+    with ps.Pipeline(ps.split(model, balance=[1, 2, 1, 2]), F.mse_loss, microbatches=2) as pipe:
+        pipe.step(x, y)
+    assert_gradients(model, plain)

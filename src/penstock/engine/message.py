@@ -187,6 +187,8 @@ def depart_apart(outputs: Any, count: int, stage: int | None = None) -> tuple[li
 def passed_on(messages: Iterable[Message | None], shared: Iterable[Tensor]) -> list[Message | None]:
     """The messages of a stage's output, in which what it passes on of its inputs that are ``shared`` is so, too."""
     memory = {_storage(x) for x in shared}
+    if not memory:
+        return list(messages)
     marked: list[Message | None] = []
     for message in messages:
         if message is not None:
@@ -227,4 +229,5 @@ def _meet(a: _Place, b: _Place) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """What tells memory apart; a sparse tensor's is its own."""
+    return id(tensor) if tensor.layout is not torch.strided else int(tensor.untyped_storage()._cdata)
