@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.engine.batchnorm import committing
 from penstock.engine.context import ambient, surround
+from penstock.engine.hooks import silent_hooks, spare_hooks
 from penstock.engine.local import Job, LocalCrew, Work
 from penstock.engine.message import Lent, Message, share_out
 from penstock.engine.microbatch import join
@@ -129,7 +130,7 @@ class Flight:
         grads: list[Sequence[Tensor | None]] = [()] * self.count
         ends = Ends(seed=seeds.__getitem__, grads=grads)
         tape = self.tape if self.tape is self.crew.tape else None
-        with self.crew.lock, recorded(tape, "backward"), _silent_hooks(self.parameters), in_modes(self.modes):
+        with self.crew.lock, recorded(tape, "backward"), silent_hooks(self.parameters), in_modes(self.modes):
             if self.crew.on_gpu:
                 self._backward_here(ends, work)
             else:
@@ -146,7 +147,7 @@ class Flight:
             total = LocalTies.total([totals.get(id(parameter)) for parameter in copies])
             if total is not None:
                 totals.update({id(parameter): total.to(parameter.device) for parameter in copies})
-        _spare_hooks([p for p in self.parameters if p._backward_hooks and id(p) not in totals])
+        spare_hooks([p for p in self.parameters if p._backward_hooks and id(p) not in totals])
         return grads, totals
 
     def _backward_here(self, ends: Ends, work: Work) -> None:
@@ -199,45 +200,6 @@ class _Detours:
     def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
             self.found[id(leaf)] = grad if id(leaf) not in self.found else self.found[id(leaf)] + grad
-
-
-@contextmanager
-def _silent_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Hooks on parameters run once, on the whole gradient, in the caller's graph: not on each micro-batch's part."""
-    hooked = [hooks for p in parameters if (hooks := p._backward_hooks)]
-    kept = [list(hooks.items()) for hooks in hooked]
-    for hooks in hooked:
-        hooks.clear()  # autograd holds on to the dictionary itself
-    try:
-        yield
-    finally:
-        for hooks, items in zip(hooked, kept, strict=True):
-            hooks.update(items)
-
-
-class _Spared:
-    """A hook on a parameter, called where there is a gradient."""
-
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        self.hook = hook
-
-    def __call__(self, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else self.hook(grad)
-
-
-def _spare_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Autograd calls the hooks of an input that gets no gradient, with None; those of the plain model's are not."""
-    if not parameters:
-        return
-    every: list[dict[int, Any]] = [p._backward_hooks for p in parameters]  # type: ignore[misc]
-    for hooks in every:
-        hooks.update({key: _Spared(hook) for key, hook in hooks.items() if not isinstance(hook, _Spared)})
-
-    def restore() -> None:
-        for hooks in every:
-            hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Spared)})
-
-    torch.autograd.Variable._execution_engine.queue_callback(restore)
 
 
 @contextmanager
