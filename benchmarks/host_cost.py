@@ -33,10 +33,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import interleave, medians, spawn
 from benchmarks.report import check, table
-from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
+from penstock.engine.channel.lane import Lane
+from penstock.engine.channel.process import BackwardLane, ForwardLane
+from penstock.engine.channel.wire import Wire
 from penstock.engine.meta import MessageMeta, TensorMeta
-from penstock.engine.runner import Ends, Lane, Runner, Wiring, compile_program
-from penstock.engine.stage import StageEngine, make_slots
+from penstock.engine.runner import Ends, Runner, Wiring, compile_program
+from penstock.engine.slot import make_slots
+from penstock.engine.stage import StageEngine
 from penstock.engine.tape import Tape
 from penstock.schedule import Schedule, build
 from penstock.schedule.flow import edges_of

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.compat import install
 from penstock.compat.varuna import (
-    AutoConfig,
     CutPoint,
-    Profiler,
     Varuna,
     get_this_rank_config_varuna,
     get_varuna_config,
@@ -68,10 +66,6 @@ def test_what_is_wrong_before_ranks_meet() -> None:
             Varuna(Tower(), "0;", data(), *sizes)  # type: ignore[arg-type]
     with pytest.raises(ps.PlanError, match=r"Varuna takes an nn.Module, got int"):
         Varuna(3, "0;", data(), 4, 2)  # type: ignore[arg-type]
-    with pytest.raises(ps.PlanError, match=r"Profiler is not there yet, it comes later"):
-        Profiler(Tower(), None, "cpu")
-    with pytest.raises(ps.PlanError, match=r"AutoConfig is not there yet, it comes later"):
-        AutoConfig(4, 2, 16, "profile")
 
 
 def wrong(rank: int) -> None:

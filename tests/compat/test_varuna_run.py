@@ -93,8 +93,9 @@ WELL = {"gpus_per_node": "4", "nstages": "2", "batch_size": "8", "chunk_size": "
     ("change", "complaint"),
     [
         ({"no_morphing": None}, "comes later: say --no_morphing"),
-        ({"nstages": None}, "comes later: give --nstages and --chunk_size"),
-        ({"chunk_size": None}, "comes later: give --nstages and --chunk_size"),
+        ({"nstages": None}, "give --nstages and --chunk_size, or, for them to be chosen, --profile_folder"),
+        ({"chunk_size": None}, "give --nstages and --chunk_size, or"),
+        ({"chunk_size": None, "profile_folder": "nowhere"}, "there is no profile in 'nowhere'"),
         ({"chunk_size": "0"}, "--chunk_size must be 1 at least, got 0"),
         ({"nstages": "3"}, "--gpus_per_node 4 cannot be divided into pipelines of 3 stages"),
         ({"batch_size": "7"}, "--batch_size 7 cannot be divided over 2 replicas alike"),

@@ -137,7 +137,7 @@ def test_large_means_keep_the_variance(shape: tuple[int, ...]) -> None:
 
 
 def test_large_micro_batches_are_looked_at_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.batchnorm._SLAB", 40)
+    monkeypatch.setattr("penstock.engine.batchstatistics._SLAB", 40)
     ours = nn.BatchNorm2d(3, dtype=torch.float64)
     plain = copy.deepcopy(ours)
     for width in (2, 10):  # 12 and 60 values a sample: slabs of three samples, and of one

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penstock.engine.channel import strangers
 from penstock.engine.channel.beacon import Beacon, Lifeline
 from penstock.engine.channel.group import open_group
 from penstock.engine.channel.sever import Lines, StoreLine
@@ -111,6 +112,31 @@ def test_sockets_of_others_are_left_alone(make: Callable[[], Lines]) -> None:
         with theirs:
             theirs.sendall(b"x")
             assert mine.recv(1) == b"x"
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mine = socket.create_connection(server.getsockname())
+        return mine, server.accept()[0]
+
+
+def test_what_torch_has_to_ranks_that_have_stopped_is_cut(store: Any, make: Callable[[], Lines]) -> None:
+    """And neither what the pipelines have, nor the store, nor what leads elsewhere."""
+    _, groups = pair(make, "a pipeline that goes on")
+    near, far = connection()
+    strangers.show(store, 1)
+    later, too_late = connection()
+    strangers.cut(store, [0])  # who has not shown anything
+    near.sendall(b"x")
+    assert far.recv(1) == b"x"
+    strangers.cut(store, [0, 1])
+    assert near.recv(1) == b""
+    later.sendall(b"x")
+    assert too_late.recv(1) == b"x"
+    assert exchange(groups) == 1
+    store.set("still", "here")
+    for end in (near, far, later, too_late):
+        end.close()
 
 
 def test_lines_that_are_closed_leave_no_socket(make: Callable[[], Lines]) -> None:

@@ -355,6 +355,26 @@ def test_a_killed_process_is_named() -> None:
         assert "rank 3: its process is gone" in message, message
 
 
+def left_alone(rank: int) -> str:
+    """One of two processes that share a stage fails in it; the other one is in a collective of torch's with it then."""
+    model = blocks()
+    plan = ps.split(model, stages=2)
+    options: dict[str, Any] = {"mesh": ps.Mesh(**TENSOR), "microbatches": 2, "parallelize": tensor_parallel}
+    pipe = ps.Pipeline(plan, F.cross_entropy, **options)
+    pipe.step(*batch(0, 8))
+    if rank == 1:
+        model[0].register_forward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ps.PipelineError) as caught:
+        pipe.step(*batch(0, 8))
+    return str(caught.value)
+
+
+def test_a_failure_reaches_who_waits_in_a_collective_of_torchs() -> None:
+    """And does so while the process that has failed lives on."""
+    for message in run_ranks(left_alone, 4, timeout=60.0):
+        assert message.startswith("rank 1, stage 0, micro-batch 0, action 0F0: ZeroDivisionError"), message
+
+
 @pytest.mark.parametrize(("how", "in_parts"), [(ddp, False), (fsdp, True)])
 def test_a_failure_reaches_all_replicas(four: Ranks, how: Callable[..., Any], in_parts: bool) -> None:
     for message, found in four.check(broken, how):

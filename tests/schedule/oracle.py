@@ -15,7 +15,7 @@ _TICKS = 1000
 
 
 def optimum(problem: Problem, seconds: float) -> float | None:
-    """The least makespan, or None where it is not proven in time. Skips the test where the solver is not installed.
+    """The least makespan, or None where it is not proven in time. Skips the test where there is no such solver.
 
     A start for every F, I and W, in the order of the micro-batches within each class; one action at a time on a rank;
     an activation from the start of F to the end of W, and no more of them than fit. All stages keep the same.
@@ -24,7 +24,7 @@ def optimum(problem: Problem, seconds: float) -> float | None:
     count, m = problem.num_stages, problem.m
     size = problem.activation[0]
     assert set(problem.activation) == {size}
-    assert problem.keep == 1
+    assert set(problem.keep) == {1}
 
     def ticks(time: float) -> int:
         return round(time * _TICKS)

@@ -70,15 +70,17 @@ def test_gain_in_less_memory(cap: int, least: float) -> None:
     assert sum(gains) / len(gains) >= least
 
 
-@pytest.mark.parametrize("cap", [1.0, 2.0])
-@pytest.mark.parametrize("shape", ["v1", "loop2", "V"])
-def test_as_good_as_the_exact_solver(shape: str, cap: float) -> None:
+@pytest.mark.parametrize(
+    ("shape", "cap", "m"),
+    [("v1", 1.0, 4), ("v1", 2.0, 4), ("v1", 4.0, 6), ("loop2", 1.0, 4), ("loop2", 2.0, 4), ("V", 1.0, 4), ("V", 2, 3)],
+)
+def test_as_good_as_the_exact_solver(shape: str, cap: float, m: int) -> None:
     v, placement = (SHAPES | {"loop2": (2, loop(2, 2)), "V": (2, vee(2))})[shape]
     costs = Costs(f=1.0 / v, i=1.3 / v, w=0.7 / v, latency=0.1, activation=1 / v)
-    problem, _ = make_problem(costs, placement, 4, cap, None)
+    problem, _ = make_problem(costs, placement, m, cap, None)
     best = optimum(problem, seconds=20)
     if best is None:
         pytest.skip("no optimum is proven in time")
-    found = auto(costs, placement, 4, cap=cap, seconds=1.0)
+    found = auto(costs, placement, m, cap=cap, seconds=1.0)
     assert lower_bound(problem) <= best + 1e-6
     assert best - 0.01 <= found.makespan <= best * 1.02  # the solver rounds times

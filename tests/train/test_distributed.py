@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
+from penstock.engine.channel.single import Berth, Line
+from penstock.engine.channel.wire import Wire
 from tests.support.models import Plain, assert_same, batch, gradients, labels, mlp, plain_step
 from tests.support.ranks import Ranks
 
@@ -47,11 +48,11 @@ def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: Plain) -> N
 def sends() -> Iterator[list[Wire]]:
     """The wire of every tensor that this rank sends meanwhile."""
     sent: list[Wire] = []
-    several, one = Wire.send, ForwardLane.send_one
+    several, one = Wire.send, Berth.send_tensor
 
-    def count_one(lane: ForwardLane, microbatch: int, tensor: Tensor) -> None:
-        sent.append(lane.wire)
-        one(lane, microbatch, tensor)
+    def count_one(berth: Berth, tensor: Tensor, line: Line) -> None:
+        sent.append(line.wire)
+        one(berth, tensor, line)
 
     def count_several(wire: Wire, tensors: Sequence[Tensor]) -> list[Any]:
         sent.extend([wire] * len(tensors))
@@ -59,8 +60,7 @@ def sends() -> Iterator[list[Wire]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Wire, "send", count_several)
-        for lane in (ForwardLane, BackwardLane):
-            patch.setattr(lane, "send_one", count_one)
+        patch.setattr(Berth, "send_tensor", count_one)
         yield sent
 
 

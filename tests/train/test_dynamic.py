@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.channel import dynamic
-from penstock.engine.channel.process import Wire
+from penstock.engine.channel.wire import Wire
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import Gone, Ranks, run_ranks
 from tests.train.test_distributed_failures import DEAD, HOLD, SOON, Fault, Told, failing_step, faulty

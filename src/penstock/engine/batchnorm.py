@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock.engine.batchstatistics import Part, measured, merged, together
 from penstock.engine.buffers import STATISTICS, Spares, copy_of, keeps_torch_forward, version_of
 from penstock.errors import PlanError
 
 __all__ = ["DeferredBatchNorm", "committing", "norms_of"]
 
 _FOLD = 16  # statistics of so many micro-batches wait to be merged: few kernels, and memory that does not grow with m
-_SLAB = 1 << 24  # so many values are looked at in one go: looking takes as much memory again
 
 _HOW = ("training", "momentum", "eps")
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
@@ -80,7 +79,7 @@ class DeferredBatchNorm:
             if gather is not None and self.layers:
                 everyone = gather([layer.summary() for layer in self.layers])
                 for layer, *rows in zip(self.layers, *everyone, strict=True):
-                    layer.calls = _together(rows, layer.module.running_mean)
+                    layer.calls = together(rows, layer.module.running_mean)
             for layer in self.layers:
                 layer.commit()
 
@@ -110,57 +109,6 @@ def norms_of(stages: Mapping[int, Any]) -> list[DeferredBatchNorm]:
     return [norm for s in sorted(stages) if (norm := stages[s].norms) is not None]
 
 
-# Of some values per channel: how many, one of them, how far their mean is from that one, the sum of squares about it.
-# The mean alone would be rounded to its own size, and a large one says nothing then of how means differ.
-_Part = tuple[int, Tensor, Tensor, Tensor]
-
-
-def _measure(x: Tensor) -> _Part | None:
-    """The statistics of one micro-batch; None where there is nothing in it."""
-    if not x.numel():
-        return None
-    dtype, dims = torch.promote_types(x.dtype, torch.float32), [0, *range(2, x.dim())]
-    parts = []
-    for rows in torch.split(x.detach(), max(1, _SLAB * len(x) // x.numel())):
-        one = (rows[0].flatten(1)[:, 0] if x.dim() > 2 else rows[0]).to(dtype)
-        var, shift = torch.var_mean(rows.to(dtype) - one.view(-1, *[1] * (x.dim() - 2)), dims, correction=0)
-        count = rows.numel() // x.shape[1]
-        parts.append((count, one, shift, var * count))
-    return _merged(parts)
-
-
-def _merged(parts: Sequence[_Part]) -> _Part:
-    """The statistics of all of them. Never a difference of large sums: distances between means are squared as such."""
-    if len(parts) == 1:
-        return parts[0]
-    counts, *tensors = zip(*parts, strict=True)
-    ones, shifts, squares = (torch.stack(column) for column in tensors)
-    away = (ones - ones[0]) + shifts  # of each mean, from one value of the first
-    shift = _weighted(away, counts) / sum(counts)
-    return sum(counts), ones[0], shift, squares.sum(0) + _weighted((away - shift).square_(), counts)
-
-
-def _weighted(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """The sum of the rows, each times its count. Counts stay on the host; rows that share one are taken together."""
-    total, start = torch.zeros_like(rows[0]), 0
-    for count, group in groupby(counts):
-        end = start + len(list(group))
-        total.add_(rows[start:end].sum(0), alpha=count)
-        start = end
-    return total
-
-
-def _together(rows: Sequence[Sequence[_Part | None]], like: Tensor | None) -> list[list[_Part]]:
-    """The parts of each call, from all replicas; one that had no samples has seen no call."""
-    calls: list[list[_Part]] = [[] for _ in range(max(map(len, rows)))]
-    for row in rows:
-        for parts, part in zip(calls, row, strict=False):
-            if part is not None and like is not None:
-                count, one, shift, square = part
-                parts.append((count, one.to(like.device), shift.to(like.device), square.to(like.device)))
-    return calls
-
-
 class _Layer:
     """One BatchNorm layer, and the statistics of its calls in a step: the first of each micro-batch, the second, …"""
 
@@ -168,8 +116,8 @@ class _Layer:
         self.name = name
         self.module = module
         self.own_forward = not keeps_torch_forward(module)
-        self.calls: list[list[_Part]] = []
-        self.fresh: list[_Part | None] = []  # of this micro-batch's calls: empty when a forward begins
+        self.calls: list[list[Part]] = []
+        self.fresh: list[Part | None] = []  # of this micro-batch's calls: empty when a forward begins
         self.counts = False
         self.real: dict[str, Tensor | None] = {}  # the buffers, while the layer has others
         self.seen: list[Tensor] = []  # what the probes show, and its versions
@@ -223,20 +171,20 @@ class _Layer:
         """One call, on the values ``x``. A compiler may read this: nothing here depends on earlier micro-batches."""
         if self.counts:
             with torch.no_grad():
-                self.fresh.append(_measure(x))
+                self.fresh.append(measured(x))
 
-    def _take(self, fresh: Sequence[_Part | None]) -> None:
+    def _take(self, fresh: Sequence[Part | None]) -> None:
         self.calls += [[] for _ in fresh[len(self.calls) :]]
         for parts, part in zip(self.calls, fresh, strict=False):
             if part is not None:
                 parts.append(part)
             if len(parts) == _FOLD:
-                parts[:] = [_merged(parts)]
+                parts[:] = [merged(parts)]
 
-    def summary(self) -> list[_Part | None]:
+    def summary(self) -> list[Part | None]:
         """What the calls saw, each in one part, on the host; None for a call that saw nothing."""
-        merged = [_merged(parts) if parts else None for parts in self.calls]
-        return [None if part is None else (part[0], part[1].cpu(), part[2].cpu(), part[3].cpu()) for part in merged]
+        whole = [merged(parts) if parts else None for parts in self.calls]
+        return [None if part is None else (part[0], part[1].cpu(), part[2].cpu(), part[3].cpu()) for part in whole]
 
     def commit(self) -> None:
         module, calls, self.calls = self.module, self.calls, []
@@ -246,7 +194,7 @@ class _Layer:
                 tracked.add_(1)
             if not parts:  # nothing but empty micro-batches: torch counts them, too
                 continue
-            count, one, shift, square = _merged(parts)
+            count, one, shift, square = merged(parts)
             mean = one + shift
             factor: float | Tensor = 0.0 if module.momentum is None else module.momentum
             if module.momentum is None and tracked is not None:

@@ -20,7 +20,8 @@ from penstock.engine.outputs import refuse_other_layouts
 from penstock.engine.replay import Replay
 from penstock.engine.runner import Ends
 from penstock.engine.settle import Settlement
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.slot import Slot
+from penstock.engine.stage import StageEngine
 from penstock.engine.tape import Tape, recorded, walking
 from penstock.engine.ties import LocalTies
 from penstock.engine.tree import Spec, unflatten

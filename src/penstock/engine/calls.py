@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from penstock.engine.message import merge
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.slot import Slot
+from penstock.engine.stage import StageEngine
 
 if TYPE_CHECKING:
-    from penstock.engine.runner import Ends, Lane
+    from penstock.engine.runner import Ends
 
 __all__ = [
     "backward",
@@ -29,6 +32,10 @@ __all__ = [
     "turn",
 ]
 
+Take = Callable[[], Any]  # of a message, or of gradients, that have come
+Send = Callable[[Any], None]
+Work = Callable[[Sequence[Tensor | None], Slot], None]  # a backward
+
 
 def prefetch(engine: StageEngine, k: int) -> None:
     assert engine.offload is not None
@@ -43,45 +50,45 @@ def enter(engine: StageEngine, k: int, slot: Slot, ends: Ends) -> None:
     engine.forward(k, ends.inputs[k], slot)
 
 
-def forward(engine: StageEngine, k: int, slot: Slot, lane: Lane) -> None:
-    engine.forward(k, lane.take(k), slot)
+def forward(engine: StageEngine, k: int, slot: Slot, take: Take) -> None:
+    engine.forward(k, take(), slot)
 
 
-def meet(engine: StageEngine, k: int, slot: Slot, lanes: Sequence[Lane]) -> None:
-    message, slot.shares = merge([lane.take(k) for lane in lanes])
+def meet(engine: StageEngine, k: int, slot: Slot, takes: Sequence[Take]) -> None:
+    message, slot.shares = merge([take() for take in takes])
     engine.forward(k, message, slot)
 
 
-def turn(work: Callable[..., None], k: int, slot: Slot, ends: Ends) -> None:
+def turn(work: Work, k: int, slot: Slot, ends: Ends) -> None:
     assert ends.seed is not None
     work(ends.seed(k), slot)
 
 
-def backward(work: Callable[..., None], k: int, slot: Slot, lane: Lane) -> None:
-    work(lane.take(k), slot)
+def backward(work: Work, slot: Slot, take: Take) -> None:
+    work(take(), slot)
 
 
-def meet_back(work: Callable[..., None], k: int, slot: Slot, lanes: Sequence[Lane]) -> None:
-    work([grad for lane in lanes for grad in lane.take(k)], slot)
+def meet_back(work: Work, slot: Slot, takes: Sequence[Take]) -> None:
+    work([grad for take in takes for grad in take()], slot)
 
 
-def send_output(lane: Lane, k: int, slot: Slot) -> None:
-    lane.send(k, slot.message)
+def send_output(send: Send, slot: Slot) -> None:
+    send(slot.message)
     slot.message = None
 
 
-def send_grads(lane: Lane, k: int, slot: Slot) -> None:
-    lane.send(k, slot.grads)
+def send_grads(send: Send, slot: Slot) -> None:
+    send(slot.grads)
     slot.grads = ()
 
 
-def send_part(lane: Lane, k: int, slot: Slot, part: int) -> None:
-    lane.send(k, slot.messages[part])
+def send_part(send: Send, slot: Slot, part: int) -> None:
+    send(slot.messages[part])
     slot.messages[part] = None
 
 
-def send_row(lane: Lane, k: int, slot: Slot, part: int) -> None:
-    lane.send(k, slot.rows[part])
+def send_row(send: Send, slot: Slot, part: int) -> None:
+    send(slot.rows[part])
     slot.rows[part] = slot.grads = ()
 
 

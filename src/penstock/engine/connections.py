@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from penstock.engine.channel.group import Group, open_group, speaks_nccl
-from penstock.engine.channel.process import Wire
 from penstock.engine.channel.sever import abort
+from penstock.engine.channel.wire import Wire
 from penstock.engine.idle import Waited
 from penstock.engine.jobs import Wires
 from penstock.engine.replicas import Replicas

@@ -23,11 +23,13 @@ from penstock.schedule.program import Instruction
 
 __all__ = ["BUILD", "EXCHANGE", "LOSS", "NEXT", "SUMS", "Doing", "Look", "Phase", "Progress", "named"]
 
-_OURS = tuple(f"{folder.resolve()}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_TORCH = f"{Path(torch.__file__).parent.resolve()}{os.sep}"
+_COLLECTIVES = f"{_TORCH}distributed{os.sep}"
+_OURS = (f"{Path(__file__).parents[1].resolve()}{os.sep}", _TORCH)
 _PYTHON = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
 
 
-@dataclass
+@dataclass(slots=True)
 class Progress:
     """Where a rank is in its program."""
 
@@ -153,6 +155,15 @@ class Doing:
         theirs = [f for f in frames if not f.filename.startswith(_OURS) and not _of_python(f.filename)]
         last = theirs[-1] if theirs else frames[-1]
         return f"{Path(last.filename).name}:{last.lineno}, in {last.name}", "".join(frames.format())[-8000:]
+
+    def in_collective(self) -> bool:
+        """Whether the main thread is in torch's code for them, and not in somebody's that is called from there."""
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+            if frame.f_code.co_filename.startswith(_COLLECTIVES):
+                return True
+            frame = frame.f_back
+        return False
 
 
 def named(ranks: Sequence[int]) -> str:

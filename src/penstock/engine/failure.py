@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from penstock.engine.channel.process import ChannelError
+from penstock.engine.channel.wire import ChannelError
 from penstock.errors import PipelineError, text_of
 
 __all__ = ["DEAD", "LEFT", "Bulletin", "Cause", "broke_off", "launcher_keeps_store", "store_gone"]

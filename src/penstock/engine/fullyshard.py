@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from penstock.engine.channel.process import ChannelError
+from penstock.engine.channel.wire import ChannelError
 from penstock.errors import PlanError
 
 __all__ = ["FullyShard", "fully_shard_of"]

@@ -31,7 +31,8 @@ from penstock.engine.loss import loss_rule
 from penstock.engine.meeting import Meeting, versions
 from penstock.engine.message import Message
 from penstock.engine.microbatch import batch_size, scatter, sizes_of
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.slot import Slot
+from penstock.engine.stage import StageEngine
 from penstock.engine.tree import detached, flatten, unflatten
 from penstock.errors import PlanError
 from penstock.schedule.source import ScheduleSource

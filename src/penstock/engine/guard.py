@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from penstock.engine.agree import Refused
 from penstock.engine.channel.control import Control
-from penstock.engine.channel.process import ChannelError
+from penstock.engine.channel.wire import ChannelError
 from penstock.engine.watch import Stopped, Watch
 from penstock.errors import PipelineError, PlanError
 

@@ -9,12 +9,15 @@ import torch
 
 from penstock.engine.agree import KINDS, Announcement
 from penstock.engine.channel.dynamic import DynamicBackwardLane, DynamicChannels, DynamicLane
+from penstock.engine.channel.lane import Lane
 from penstock.engine.channel.local import LocalLane
-from penstock.engine.channel.process import BackwardLane, ForwardLane, Wire
+from penstock.engine.channel.process import BackwardLane, ForwardLane, ProcessLane
+from penstock.engine.channel.wire import Wire
 from penstock.engine.recent import Recent
 from penstock.engine.reduce import Reducer
-from penstock.engine.runner import Ends, Lane, PostedLane, Runner, Wiring, compile_program
-from penstock.engine.stage import StageEngine, make_slots
+from penstock.engine.runner import Ends, Runner, Wiring, compile_program
+from penstock.engine.slot import make_slots
+from penstock.engine.stage import StageEngine
 from penstock.schedule.flow import Edge
 from penstock.schedule.lower import lower
 from penstock.schedule.program import Program
@@ -35,7 +38,7 @@ class Job:
 
     def close(self) -> None:
         for lane in self.lanes:
-            if isinstance(lane, PostedLane):
+            if isinstance(lane, ProcessLane | DynamicLane):
                 lane.close()
 
 

@@ -25,7 +25,8 @@ from penstock.engine.outcome import Outcome, origins_of, send_back
 from penstock.engine.outputs import Outputs
 from penstock.engine.patience import Patience
 from penstock.engine.runner import Ends, Runner, Wiring, compile_program
-from penstock.engine.stage import Slot, StageEngine, make_slots
+from penstock.engine.slot import Slot, make_slots
+from penstock.engine.stage import StageEngine
 from penstock.engine.stuck import Limits
 from penstock.engine.tape import Tape, recorded, walking
 from penstock.engine.ties import LocalTies

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from penstock.engine.channel.process import ChannelError
+from penstock.engine.channel.wire import ChannelError
 from penstock.engine.watch import Watch
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.source import ScheduleSource

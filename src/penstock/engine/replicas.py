@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import Group
-from penstock.engine.channel.process import ChannelError
+from penstock.engine.channel.wire import ChannelError
 from penstock.engine.doing import Doing
 
 __all__ = ["Pending", "Replicas", "equalise"]

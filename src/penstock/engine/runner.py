@@ -5,56 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
 from penstock.engine import calls as do
+from penstock.engine.channel.lane import Lane
 from penstock.engine.doing import Progress
 from penstock.engine.message import Message
 from penstock.engine.offload import returns
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.slot import Slot
+from penstock.engine.stage import StageEngine
 from penstock.schedule.action import BACKWARD, COMPUTE
 from penstock.schedule.program import Instruction
 
-__all__ = ["Ends", "HeldLane", "Lane", "Mark", "PostedLane", "Runner", "Wiring", "compile_program"]
+__all__ = ["Ends", "Mark", "Runner", "Wiring", "compile_program"]
 
 Call = Callable[[], None]
+Take = Callable[[], Any]
 Marked = tuple[Call, "Mark"]
 Piece = tuple[Call, Instruction, "Mark"]
-
-
-class Lane(Protocol):
-    """One edge in one direction: what a stage sends along it, another one takes.
-
-    What another rank sends lands first, and is taken then: so a rank that waits is seen to wait, and not to compute.
-    """
-
-    def send(self, microbatch: int, payload: Any) -> None: ...
-
-    def land(self, microbatch: int) -> None: ...
-
-    def take(self, microbatch: int) -> Any: ...
-
-
-@runtime_checkable
-class PostedLane(Lane, Protocol):
-    """A lane between processes: receives are posted ahead, and sends are over some time later."""
-
-    def post(self, microbatch: int) -> None: ...
-
-    def sent(self, microbatch: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class HeldLane(Lane, Protocol):
-    """A lane within a process whose sender waits until what it sent, or enough of that, is taken."""
-
-    def taken(self) -> None: ...
 
 
 @dataclass
@@ -177,7 +149,7 @@ def _wait(instruction: Instruction, wiring: Wiring) -> list[Piece]:
         return []
     lane_name, lanes = ("F", wiring.forward) if kind == "F" else ("B", wiring.backward)
     return [
-        (partial(lane.land, k), Instruction(f"RECV_{lane_name}", stage, k, src), Mark("wait", peer=src))
+        (lane.at(k).land, Instruction(f"RECV_{lane_name}", stage, k, src), Mark("wait", peer=src))
         for (src, dst), lane in sorted(lanes.items(), key=lambda pair: pair[0])
         if dst == stage and src not in wiring.stages
     ]
@@ -185,10 +157,9 @@ def _wait(instruction: Instruction, wiring: Wiring) -> list[Piece]:
 
 def _hold(instruction: Instruction, wiring: Wiring) -> list[Piece]:
     """The wait until a message is taken, where a lane asks for it."""
-    lane = wiring.forward[instruction.stage, instruction.peer] if instruction.kind == "SEND_F" else None
-    if not isinstance(lane, HeldLane):
-        return []
-    return [(lane.taken, instruction._replace(kind="SENT_F"), Mark("sent", peer=instruction.peer))]
+    kind, stage, k, peer = instruction
+    taken = wiring.forward[stage, peer].at(k).taken if kind == "SEND_F" else None
+    return [] if taken is None else [(taken, instruction._replace(kind="SENT_F"), Mark("sent", peer=peer))]
 
 
 def _bind(instruction: Instruction, wiring: Wiring) -> list[Marked]:
@@ -207,18 +178,19 @@ def _bind(instruction: Instruction, wiring: Wiring) -> list[Marked]:
     if what == "SEND":
         return [_bind_send(stage, peer, k, wiring, lane_name)]
     lanes = wiring.forward if lane_name == "F" else wiring.backward
-    lane = lanes[(peer, stage) if what == "RECV" else (stage, peer)]
-    if not isinstance(lane, PostedLane):
-        return []
-    return [(partial(lane.post, k), _REST) if what == "RECV" else (partial(lane.sent, k), Mark("sent", peer=peer))]
+    if what == "RECV":
+        call, mark = lanes[peer, stage].at(k).post, _REST
+    else:
+        call, mark = lanes[stage, peer].at(k).sent, Mark("sent", peer=peer)
+    return [] if call is None else [(call, mark)]
 
 
 def _bind_forward(stage: int, k: int, wiring: Wiring) -> Call:
     engine, slot = wiring.stages[stage], wiring.slots[stage, k]
-    lanes = _into(stage, wiring.forward)
-    if not lanes:
+    takes = _into(stage, k, wiring.forward)
+    if not takes:
         return partial(do.enter, engine, k, slot, wiring.ends)
-    return partial(do.forward, engine, k, slot, *lanes) if len(lanes) == 1 else partial(do.meet, engine, k, slot, lanes)
+    return partial(do.forward, engine, k, slot, *takes) if len(takes) == 1 else partial(do.meet, engine, k, slot, takes)
 
 
 def _bind_backward(kind: str, stage: int, k: int, wiring: Wiring) -> Call:
@@ -227,29 +199,28 @@ def _bind_backward(kind: str, stage: int, k: int, wiring: Wiring) -> Call:
         work = engine.input_gradient
     else:
         work = engine.backward if wiring.work is None else partial(wiring.work, engine)
-    lanes = _into(stage, wiring.backward)
-    if not lanes:
+    takes = _into(stage, k, wiring.backward)
+    if not takes:
         return partial(do.turn, work, k, slot, wiring.ends)
-    if len(lanes) == 1:
-        return partial(do.backward, work, k, slot, *lanes)
-    return partial(do.meet_back, work, k, slot, lanes)
+    return partial(do.backward, work, slot, *takes) if len(takes) == 1 else partial(do.meet_back, work, slot, takes)
 
 
 def _bind_send(stage: int, peer: int, k: int, wiring: Wiring, lane_name: str) -> Marked:
     """The message of one edge out of the stage, or the gradients of one edge into it."""
     lanes = wiring.forward if lane_name == "F" else wiring.backward
     peers = sorted(dst for src, dst in lanes if src == stage)
-    lane, slot = lanes[stage, peer], wiring.slots[stage, k]
+    send, slot = lanes[stage, peer].at(k).send, wiring.slots[stage, k]
     if len(peers) == 1:
-        send, cargo = (do.send_output, "message") if lane_name == "F" else (do.send_grads, "grads")
-        return partial(send, lane, k, slot), Mark("send", peer=peer, cargo=partial(getattr, slot, cargo))
+        call, cargo = (do.send_output, "message") if lane_name == "F" else (do.send_grads, "grads")
+        return partial(call, send, slot), Mark("send", peer=peer, cargo=partial(getattr, slot, cargo))
     at = peers.index(peer)
     part, cargo = (do.send_part, "messages") if lane_name == "F" else (do.send_row, "rows")
-    return partial(part, lane, k, slot, at), Mark("send", peer=peer, cargo=partial(do.one_of, slot, cargo, at))
+    return partial(part, send, slot, at), Mark("send", peer=peer, cargo=partial(do.one_of, slot, cargo, at))
 
 
-def _into(stage: int, lanes: Mapping[tuple[int, int], Lane]) -> list[Lane]:
-    return [lanes[src, dst] for src, dst in sorted(lanes) if dst == stage]
+def _into(stage: int, k: int, lanes: Mapping[tuple[int, int], Lane]) -> list[Take]:
+    """What takes the messages of a micro-batch that come into a stage."""
+    return [lanes[src, dst].at(k).take for src, dst in sorted(lanes) if dst == stage]
 
 
 def _hand_over(stage: int, k: int, wiring: Wiring, lane_name: str) -> list[Marked]:

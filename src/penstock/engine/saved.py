@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.slot import Slot
+from penstock.engine.stage import StageEngine
 
 __all__ = ["deferred_bytes", "saved_bytes"]
 

@@ -14,7 +14,7 @@ are edges out of the stage. The stage does not know where messages come from or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -30,52 +30,21 @@ from penstock.engine.message import Message, counting, depart, depart_apart, pas
 from penstock.engine.moment import MicroBatch, here
 from penstock.engine.offload import ActivationOffload
 from penstock.engine.randomness import Randomness
-from penstock.engine.replay import Replay
+from penstock.engine.slot import Slot
 from penstock.engine.surroundings import surroundings
 from penstock.engine.tree import unflatten
 from penstock.engine.weightgrad import Recorder, WeightGradQueue
 from penstock.errors import PlanError
-from penstock.schedule.program import Program
 
 if TYPE_CHECKING:
     from penstock.engine.parallelized import Parallelized
 
-__all__ = ["Slot", "StageEngine", "make_slots"]
+__all__ = ["StageEngine"]
 
 # torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _NEVER = object()
-
-
-class Slot:
-    """What a stage keeps for one micro-batch in flight."""
-
-    __slots__ = ("away", "bare", "grads", "inputs", "message", "messages", "queue", "replay", "roots", "rows", "shares")
-
-    def __init__(self, queue: WeightGradQueue | None = None, replay: Replay | None = None) -> None:
-        self.inputs: Sequence[Tensor] = ()
-        self.roots: Sequence[GradientEdge] = ()
-        self.message: Message | None = None
-        self.grads: Sequence[Tensor | None] = ()
-        # Where several edges leave the stage, a message for each; where several enter it, how many of the inputs came
-        # over each, and their gradients.
-        self.messages: list[Message | None] = []
-        self.shares: Sequence[int] = ()
-        self.rows: list[Sequence[Tensor | None]] = []
-        self.queue = queue  # there when the backward is split into I and W
-        self.replay = replay  # there when the forward is to be run again
-        self.away = False  # what the next forward saves goes to the host
-        self.bare = queue is None and replay is None  # nothing need be done around a forward, for all the slot knows
-
-    def clear(self) -> None:
-        self.inputs = self.roots = self.grads = self.shares = ()
-        self.message = None
-        self.messages, self.rows = [], []
-        if self.queue is not None:
-            self.queue.clear()
-        if self.replay is not None:
-            self.replay.clear()
 
 
 class StageEngine:
@@ -105,6 +74,7 @@ class StageEngine:
         self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
         self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
         self.moody = False  # it has been seen to change its inputs for some micro-batches, and not for others
+        self.plain_in: object = _NEVER  # and in which a forward is a call of the module, with nothing around it
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
         self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
         self.weights: HostWeights | None = None  # there on a GPU, when weights live on the host
@@ -125,6 +95,28 @@ class StageEngine:
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
         """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
+        leaves, spec, wants, shared = message
+        if self.mode is not self.plain_in or slot.replay is not None or slot.away or spec is not None or shared:
+            self._forward(microbatch, message, slot)
+            return
+        leaf, moments = leaves[0], self.moments
+        slot.inputs = (leaf.requires_grad_(),) if wants else ()
+        here.microbatch = moments[microbatch] if moments else None
+        try:
+            if slot.queue is None:
+                output = self.module(leaf)
+            else:
+                with slot.queue.recording():
+                    output = self.module(leaf)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        finally:
+            here.microbatch = None
+        slot.message, slot.roots = depart(output, stage=self.index)
+
+    def _forward(self, microbatch: int, message: Message, slot: Slot) -> None:
+        """The same, where more has to be done around the call of the module, or may have to be."""
         replay = slot.replay
         if replay is None or not torch.is_grad_enabled():
             self._run(microbatch, message, slot)
@@ -184,10 +176,8 @@ class StageEngine:
                 with surroundings(self, microbatch, slot, leaves, again):
                     output = self._call(microbatch, value, slot)
         except RuntimeError as error:
-            if not careful and "leaf Variable that requires grad" in str(error):
-                self.calm_in = self.calm_again_in = _NEVER
-                self.moody = True
-                error.add_note("the stage changes its input in place, and did not before: run the step again")
+            if not careful:
+                self._explain(error)
             raise
         if shared and versions != [leaves[i]._version for i in shared]:
             raise PlanError(
@@ -206,6 +196,13 @@ class StageEngine:
         if shared and self.head is None:
             slot.message, *slot.messages = passed_on((slot.message, *slot.messages), [leaves[i] for i in shared])
 
+    def _explain(self, error: RuntimeError) -> None:
+        """Of an error in a module that was given a leaf."""
+        if "leaf Variable that requires grad" in str(error):
+            self.calm_in = self.calm_again_in = self.plain_in = _NEVER
+            self.moody = True
+            error.add_note("the stage changes its input in place, and did not before: run the step again")
+
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """Learn whether the module changes its inputs in place.
 
@@ -217,8 +214,11 @@ class StageEngine:
             increment_version(leaf)
         if wants and not changed and not self.moody:
             self.calm_in = self.mode
+            around = (self.around, self.randomness, self.norms, self.head)
+            if self.takes == self.gives == 1 and all(one is None for one in around):
+                self.plain_in = self.mode
         elif changed:
-            self.calm_in = _NEVER
+            self.calm_in = self.plain_in = _NEVER
 
     def _call(self, microbatch: int, value: Any, slot: Slot) -> Any:
         if slot.replay is not None:
@@ -287,21 +287,6 @@ class StageEngine:
         if slot.shares:
             slot.rows = share_out(slot.grads, slot.shares)
         return found[len(slot.inputs) :]
-
-
-def make_slots(program: Program, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
-    """The slots of a program's (stage, micro-batch) pairs: as few as its numbering says, shared one after the other."""
-    split = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "W"}
-    twice = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "R"}
-    made: dict[tuple[int, int, bool, bool], Slot] = {}
-    slots = {}
-    for (stage, k), number in program.slots.items():
-        key = (stage, number, (stage, k) in split, (stage, k) in twice)
-        if key not in made:
-            queue = stages[stage].new_queue() if key[2] else None
-            made[key] = Slot(queue, Replay() if key[3] else None)
-        slots[stage, k] = made[key]
-    return slots
 
 
 def _present(

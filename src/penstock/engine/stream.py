@@ -21,7 +21,7 @@ from penstock.engine.local import Job, LocalCrew
 from penstock.engine.microbatch import join
 from penstock.engine.runner import Ends
 from penstock.engine.settle import Settlement
-from penstock.engine.stage import Slot
+from penstock.engine.slot import Slot
 from penstock.engine.tree import unflatten
 from penstock.engine.workers import Report
 from penstock.schedule.lower import lower

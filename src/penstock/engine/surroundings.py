@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.stage import Slot, StageEngine
+    from penstock.engine.slot import Slot
+    from penstock.engine.stage import StageEngine
 
 __all__ = ["surroundings"]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.engine.accumulate import give_grad, sums
 from penstock.engine.channel.group import Group
-from penstock.engine.channel.process import ChannelError
+from penstock.engine.channel.wire import ChannelError
 from penstock.engine.doing import Doing
 from penstock.engine.shards import is_sharded, local
 from penstock.errors import PlanError

@@ -4,14 +4,15 @@ Five times a second it looks
 
     - whether a cause was published, or the rank after this one on the ring is gone. If so, it cuts this rank's
       connections: whoever waits for them fails, looks the cause up, and raises it. A main thread that computes is
-      interrupted as by Ctrl-C, where nothing else handles that, and raises the same;
+      interrupted as by Ctrl-C, where nothing else handles that, and raises the same. If that does not help, it may be
+      in a collective of its stage's own: what torch's groups have to the other ranks is cut, too (see ``strangers``);
     - what the main thread is doing, and tells the others about once a second;
     - whether the main thread waits in one place for long. After ``stuck_after`` seconds it logs a warning that says for
       what, for whom, and what that one is doing. After ``timeout`` seconds that is the cause of a failure.
 
 A rank that a timeout finds in a call of the pipeline, and that does not come out of it within five seconds, because it
 hangs in code that nothing interrupts, says so on stderr with its Python stack, and its process ends with exit code 1.
-One that is in no call is not touched: its next call fails.
+After other failures it has as long as the timeout. One that is in no call is not touched: its next call fails.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -30,9 +32,10 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock.engine import farewell
+from penstock.engine.channel import strangers
 from penstock.engine.channel.beacon import Beacon, Lifeline
-from penstock.engine.channel.process import ChannelError
 from penstock.engine.channel.sever import Lines, StoreLine
+from penstock.engine.channel.wire import ChannelError
 from penstock.engine.doing import Doing, Look
 from penstock.engine.failure import DEAD, LEFT, Bulletin, Cause, broke_off, launcher_keeps_store, store_gone
 from penstock.engine.gossip import Gossip
@@ -44,6 +47,7 @@ __all__ = ["Stopped", "Watch"]
 
 TICK = 0.2
 NUDGE = 1.0  # seconds that a main thread has to notice by itself that all is over
+FORCE = (3.0, 30.0)  # seconds until what is not the pipeline's own is cut: in a collective, and wherever it is
 GRACE = 5.0  # seconds that it has, after a timeout, before its process ends
 LINGER = 1.0  # seconds for the others to read a cause, where the store ends with this process
 
@@ -66,7 +70,7 @@ class Watch:
         self.rank = rank
         self.doing = Doing()
         self.lines = Lines(store, name)
-        corner = PrefixStore(name, store)
+        self._corner = corner = PrefixStore(name, store)
         self.bulletin = Bulletin(corner, ranks, rank)
         self.cause: Cause | None = None
         self.interrupt = Interrupt()
@@ -150,6 +154,9 @@ class Watch:
         self.doing.inside = 0
         farewell.forget(self)
         if not self._line.gone:
+            if self.cause is not None or self.bulletin.knew is not None:
+                with suppress(RuntimeError):  # where the store is gone since
+                    strangers.show(self._corner, self.rank)
             self.bulletin.leave()
             self._linger()
         self._stopping.set()
@@ -207,6 +214,7 @@ class Watch:
             if cause is None:
                 return
             self.cause, self._halted = cause, now
+            self._ask_store(partial(strangers.show, rank=self.rank))
             if cause.kind == TIMEOUT and cause.rank == self.rank:
                 logger.error("%s", cause.error())
         if self.doing.inside or look.kind != "idle":
@@ -264,11 +272,20 @@ class Watch:
         assert self.cause is not None
         if waited > NUDGE and look.kind == "works" and not self.interrupt.sent:
             self._interrupt()
-        if waited > GRACE and self.cause.kind == TIMEOUT:
+        if look.kind == "works" and waited > FORCE[0] and (waited > FORCE[1] or self.doing.in_collective()):
+            self._ask_store(partial(strangers.cut, ranks=[rank for rank in self._board.ranks if rank != self.rank]))
+        patience = GRACE if self.cause.kind == TIMEOUT else self._limits.timeout
+        if patience is not None and waited > patience:
             _, stack = self.doing.python()
             report = f"rank {self.rank} {look}, and ends, because the pipeline has stopped:\n{self.cause.error()}\n"
             os.write(2, f"{report}\nOn rank {self.rank}:\n{stack}".encode())
             os._exit(1)
+
+    def _ask_store(self, what: Callable[[Any], None]) -> None:
+        """Do something with the store, if it is still there."""
+        if not self._line.gone:
+            with suppress(RuntimeError):
+                what(self._line.store)
 
     def _interrupt(self) -> None:
         if self.interrupt.heard_by(self.doing.thread):

@@ -20,7 +20,7 @@ from time import perf_counter, process_time, thread_time
 
 import torch
 
-from penstock.engine.channel.process import Wire
+from penstock.engine.channel.wire import Wire
 from penstock.engine.meta import TensorMeta
 
 __all__ = ["host_time"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.channel.local import LocalLane
-from penstock.engine.channel.process import Wire
+from penstock.engine.channel.wire import Wire
 from penstock.engine.connections import Connections
 from penstock.engine.idle import Waited
 from penstock.engine.jobs import Wires

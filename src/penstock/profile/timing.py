@@ -39,7 +39,8 @@ from penstock.engine.message import Message, merge
 from penstock.engine.randomness import Randomness
 from penstock.engine.replay import Replay
 from penstock.engine.saved import deferred_bytes
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.slot import Slot
+from penstock.engine.stage import StageEngine
 from penstock.engine.tree import flatten
 from penstock.split.measure import LONG, REPEATS, Turn
 from penstock.split.trial import roots_of

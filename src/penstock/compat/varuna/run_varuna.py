@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock import cli
+from penstock.compat.varuna.auto_config import AutoConfig
+from penstock.errors import PlanError
 
 __all__ = ["main"]
 
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     """Start the script; its exit code."""
     parser = _parser()
     args = parser.parse_args(arguments)
+    _choose(parser, args)
     _check(parser, args)
     os.environ.update(_variables(parser, args.env_file))
     try:
@@ -54,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nstages", type=int, help="stages of the pipeline")
     add("--batch_size", type=int, required=True, help="samples in a mini-batch, over all replicas")
     add("--chunk_size", type=int, help="samples in a micro-batch")
+    add("--profile_folder", help="what Profiler has measured, to choose the two by where they are not given")
     add("--code_dir", default=".", help="the folder in which the script runs")
     add("--no_morphing", action="store_true", help="the number of stages stays what it is")
     add("--env_file", help="a file with variables for the script, NAME=VALUE, one to a line")
@@ -63,11 +67,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _choose(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stages and chunk size, where they were not given, by what was measured."""
+    if args.nstages is not None and args.chunk_size is not None:
+        return
+    if args.profile_folder is None:
+        parser.error("give --nstages and --chunk_size, or, for them to be chosen, --profile_folder")
+    try:
+        config = AutoConfig(args.gpus_per_node, args.gpus_per_node, args.batch_size, args.profile_folder)
+        fit = [
+            choice
+            for choice in config.choices
+            if args.nstages in (None, choice.stages) and args.chunk_size in (None, choice.chunk_size)
+            if args.batch_size % choice.replicas == 0
+        ]
+    except PlanError as error:
+        parser.error(str(error))
+    if not fit:
+        parser.error(f"--profile_folder {args.profile_folder} has no way with what was given that keeps the memory")
+    best = min(fit, key=lambda choice: choice.seconds)
+    args.nstages, args.chunk_size = best.stages, best.chunk_size
+
+
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if not args.no_morphing:
         parser.error("morphing, which changes the number of stages while a job runs, comes later: say --no_morphing")
-    if args.nstages is None or args.chunk_size is None:
-        parser.error("to choose them for you comes later: give --nstages and --chunk_size")
     for name in ("gpus_per_node", "nstages", "batch_size", "chunk_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be 1 at least, got {getattr(args, name)}")

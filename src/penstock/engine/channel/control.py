@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from penstock.engine.channel.group import Group
-from penstock.engine.channel.process import ChannelError
+from penstock.engine.channel.wire import ChannelError
 from penstock.engine.doing import Doing
 from penstock.engine.idle import Waited
 from penstock.errors import PlanError

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.channel.process import Wire
+from penstock.engine.channel.lane import Passage, passage
+from penstock.engine.channel.wire import Wire
 from penstock.engine.message import PLAIN, Message
 from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, order_of, require_dense
 from penstock.errors import PlanError
@@ -124,6 +125,9 @@ class DynamicLane:
         self.makers: Sequence[Callable[[], Tensor]] = ()
         self.under_way: dict[int, Any] = {}  # works with their tensors; of what comes, the meta too
         self.landed: dict[int, tuple[MessageMeta, list[Tensor]]] = {}
+
+    def at(self, microbatch: int) -> Passage:
+        return passage(self, microbatch)
 
     def post(self, microbatch: int) -> None:
         self.channel.post(self, microbatch)

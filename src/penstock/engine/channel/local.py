@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.channel.lane import Passage
 from penstock.engine.idle import Waited
 from penstock.engine.message import Message
 
@@ -28,6 +30,9 @@ class LocalLane:
         self._landed: dict[int, Any] = {}
         self._move = None if src == dst else _Mover(src, dst)
         self._cancelled = False
+
+    def at(self, microbatch: int) -> Passage:
+        return Passage(*(partial(call, microbatch) for call in (self.send, self.land, self.take)))
 
     def send(self, microbatch: int, leaves: Any) -> None:
         if self._move is not None:
@@ -74,6 +79,9 @@ class LockstepLane(LocalLane):
         self._ready: SimpleQueue[None] = SimpleQueue()
         for _ in range(room):
             self._ready.put(None)
+
+    def at(self, microbatch: int) -> Passage:
+        return super().at(microbatch)._replace(taken=self.taken)
 
     def land(self, microbatch: int) -> None:
         self._ready.put(None)

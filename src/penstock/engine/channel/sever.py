@@ -19,18 +19,19 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-__all__ = ["Address", "Lines", "StoreLine", "abort"]
+__all__ = ["Address", "Ends", "Lines", "StoreLine", "abort", "cut_between", "stranger_ends"]
 
 T = TypeVar("T")
 Address = tuple[str, int]
+Ends = tuple[Address, Address]  # here and there
 ABORTING = 10.0  # seconds that NCCL has for it, before it is left to itself
 _making = threading.Lock()  # what is new since a look before is ours
 
@@ -77,9 +78,7 @@ class _Connection:
     def __init__(self, store: Any) -> None:
         self.pid = os.getpid()
         self.store, made = _opened(store.clone)
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        port = getattr(store, "port", None)  # only TCPStore has one
+        port = _port_of(store)
         self._sock: socket.socket | None = None
         for sock, _, there in _sockets():
             if there is not None and there[1] == port and _Ends.of(sock) in made:
@@ -118,16 +117,21 @@ class Lines:
         self.store = self._line.store
         self.timeout = timedelta(minutes=30)  # of groups, from the connecting on
         self.nccl: list[Any] = []
+        _lines.add(self)
 
     @property
     def address(self) -> Address | None:
         """Where gloo listens, if that is known."""
         return next(iter(self.own), None)
 
+    def owns(self, here: Address, there: Address) -> bool:
+        """Whether a connection with these ends is one of them."""
+        return here in self.own or there in self.theirs
+
     def cut(self) -> None:
         """Let everything fail that waits for these connections, now or later."""
         for sock, here, there in _sockets():
-            if there is not None and (here in self.own or there in self.theirs):
+            if there is not None and self.owns(here, there):
                 _shut_down(sock)
         groups, self.nccl = self.nccl, []
         abort(groups)
@@ -139,6 +143,26 @@ class Lines:
         self.nccl.clear()
         self.device = self.store = None
         self._line.close(keep=keep)
+
+
+_lines: WeakSet[Lines] = WeakSet()  # of all pipelines of this process
+
+
+def stranger_ends(store: Any) -> list[Ends]:
+    """The connections of this process that are neither a pipeline's nor the store's."""
+    port, lines = _port_of(store), list(_lines)
+    found = []
+    for _, here, there in _sockets():
+        if there is not None and port not in (here[1], there[1]) and not any(own.owns(here, there) for own in lines):
+            found.append((here, there))
+    return found
+
+
+def cut_between(ends: Collection[Ends]) -> None:
+    """Let everything fail that waits for connections with these ends."""
+    for sock, here, there in _sockets():
+        if there is not None and (here, there) in ends:
+            _shut_down(sock)
 
 
 def abort(groups: Sequence[Any]) -> None:
@@ -192,6 +216,13 @@ def _ends(sock: socket.socket) -> tuple[Address, Address | None]:
         return sock.getsockname()[:2], sock.getpeername()[:2]
     except OSError:
         return sock.getsockname()[:2], None
+
+
+def _port_of(store: Any) -> int | None:
+    """Where the store listens; only a TCPStore does."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
 
 
 def _shut_down(sock: socket.socket) -> None:

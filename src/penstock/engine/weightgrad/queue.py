@@ -44,7 +44,7 @@ class WeightGradQueue:
     between ``I`` and ``W``: ``run`` raises if one was.
     """
 
-    __slots__ = ("_taking", "casts", "cautious", "entries", "open", "recorder", "shared")
+    __slots__ = ("_recording", "_taking", "casts", "cautious", "entries", "open", "recorder", "shared")
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -53,11 +53,12 @@ class WeightGradQueue:
         self.entries: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.open = False  # I is running: the nodes of this micro-batch may queue their work
         self.casts: dict[int, tuple[Tensor, int, Tensor]] = {}  # weights in autocast's type, during F
+        self._recording = recorder.recording(self)
         self._taking = _Taking(self)
 
     def recording(self) -> AbstractContextManager[None]:
         """Around F: the ops of the stage's module defer to this queue. Does nothing where grad mode is off."""
-        return self.recorder.recording(self)
+        return self._recording
 
     def taking(self, roots: Sequence[GradientEdge] = ()) -> AbstractContextManager[None]:
         """Around I: a backward in here queues weight gradients.

@@ -69,6 +69,8 @@ class Recorder:
 
 
 class _Recording(AbstractContextManager[None]):
+    """Made once per queue, entered once per micro-batch."""
+
     __slots__ = ("active", "queue", "recorder")
 
     def __init__(self, recorder: Recorder, queue: WeightGradQueue) -> None:
@@ -77,8 +79,8 @@ class _Recording(AbstractContextManager[None]):
         self.active = False
 
     def __enter__(self) -> None:
-        if is_grad_enabled():
-            self.active = True
+        self.active = is_grad_enabled()
+        if self.active:
             self.recorder._enter(self.queue)
 
     def __exit__(self, kind: object, *_: object) -> None:
