@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -18,6 +19,15 @@ from tests.support.models import assert_same, batch, gradients, mlp, plain_step,
 def pipeline(model: nn.Sequential, stages: int = 3, **options: Any) -> ps.Pipeline:
     options.setdefault("microbatches", 4)
     return ps.Pipeline(ps.split(model, stages=stages), **options)
+
+
+class Part(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
 
 
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,6 +139,23 @@ def test_a_hook_on_a_parameter_sees_its_gradient_once_and_may_change_it() -> Non
     assert len(seen) == 1
     assert_same(seen[0], expected)
     assert_same(model[0].weight.grad, 2 * expected)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_hook_on_a_parameter_without_a_gradient_is_not_called(calls: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: x.detach()), nn.Linear(4, 4))
+    seen: list[Tensor] = []
+    handle = model[0].weight.register_hook(seen.append)
+    with pipeline(model) as pipe:
+        sum(pipe(batch()).sum() for _ in range(calls)).backward()
+        assert not seen
+        assert model[0].weight.grad is None
+        model[1].function = torch.tanh
+        pipe(batch()).sum().backward()
+        assert len(seen) == 1
+        handle.remove()
+        pipe(batch()).sum().backward()
+        assert len(seen) == 1
 
 
 def test_a_hook_after_accumulation_runs_once() -> None:
@@ -426,3 +453,49 @@ def test_a_plain_value_of_each_micro_batch_is_given_with_and_without_gradients()
             with torch.set_grad_enabled(grad):
                 assert pipe(batch(6))[1] == [2, 2, 1, 1]
                 assert pipe(batch(8))[1] == 2
+
+
+class Turn(nn.Module):
+    """Gives what the first function makes of a micro-batch, then what the second makes of the next one, and so on."""
+
+    def __init__(self, *functions: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.next = cycle(functions)
+
+    def forward(self, x: Tensor) -> Any:
+        return next(self.next)(x)
+
+
+def with_graph(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def without_graph(x: Tensor) -> Tensor:
+    return x.detach()
+
+
+@pytest.mark.parametrize("turns", [(with_graph, without_graph), (without_graph, with_graph)])
+def test_only_some_micro_batches_may_want_a_gradient(turns: tuple[Callable[[Tensor], Any], ...]) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Turn(*turns)), batch(8)
+    torch.cat([model(part) for part in x.split(2)]).square().sum().backward()
+    expected = snapshot(model)
+    model.zero_grad()
+    with pipeline(model, stages=2) as pipe:
+        pipe(x).square().sum().backward()
+    assert_same(snapshot(model), expected)
+
+
+KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], str]] = {
+    "a tensor or nothing": (lambda x: (x, x * 2), lambda x: (x, None), "is a NoneType or a Tensor"),
+    "nothing or a tensor": (lambda x: (x, None), lambda x: (x, x * 2), "is a NoneType or a Tensor"),
+    "one or two": (lambda x: (x,), lambda x: (x, x), "have different structures"),
+    "two or one": (lambda x: (x, x), lambda x: (x,), "have different structures"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_that_differ_in_kind_are_not_joined_without_their_gradients(kind: str) -> None:
+    *turns, says = KINDS[kind]
+    model = nn.Sequential(nn.Linear(4, 4), Turn(*turns))
+    with pipeline(model, stages=2) as pipe, pytest.raises(ps.PlanError, match=says):
+        pipe(batch())

@@ -7,7 +7,7 @@ cases share. What a rank asserts there, the test asserts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,7 +84,7 @@ def first_step_apart(rank: int, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_the_first_step_of_a_kind_may_go_over_channels_of_its_own(two: Ranks, schedule: str) -> None:
-    two.run(first_step_apart, schedule)
+    two.check(first_step_apart, schedule)
 
 
 # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -623,6 +623,61 @@ def seeded(rank: int) -> None:
 
 def test_replicas_that_draw_by_a_seed_have_a_number_of_micro_batches(two: Ranks) -> None:
     two.check(seeded)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "turned, with a dimension of one": lambda x: x[:, :, :1].permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3),
+    "the batch last": lambda x: x.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2),
+    "in order": lambda x: x * 1,
+}
+
+
+def strides(x: Tensor) -> list[int]:
+    """Those that mean something."""
+    return [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
+class Laid(nn.Module):
+    """Lays its input out, and checks how its input is laid out."""
+
+    def __init__(self, out: str, found: str | None = None) -> None:
+        super().__init__()
+        self.out, self.found, self.scale = out, found, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.found is not None:
+            assert strides(x) == strides(LAYOUTS[self.found](torch.zeros(x.shape))), self.found
+        return LAYOUTS[self.out](x * self.scale)
+
+
+def layouts(rank: int, dynamic: bool) -> None:
+    x = torch.randn(6, 3, 2, 4)
+    for name in LAYOUTS:
+        model = nn.Sequential(Laid(name), Laid("in order", name), Laid("in order"))
+        plain = copy.deepcopy(model)
+        options: dict[str, Any] = {"reduction": "sum", "microbatches": 3, "mesh": ps.Mesh(), "dynamic": dynamic}
+        with ps.Pipeline(ps.split(model, balance=[1, 2]), lambda y: y.sum(), **options) as pipe:
+            for part in (x, -x[:4]):
+                pipe.step(part)
+                plain(part).sum().backward()
+            for name, parameter in pipe.named_parameters():
+                assert_same(parameter.grad, plain.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tensors_arrive_as_they_were_laid_out(two: Ranks, dynamic: bool) -> None:
+    two.check(layouts, dynamic)
+
+
+def trained_loss(rank: int) -> None:
+    with pytest.raises(ps.PlanError, match=r"loss_fn has a parameter that is trained \(weight\).*replicas"):
+        pipeline(mlp(), loss_fn=nn.Bilinear(4, 4, 1), stages=1, mesh=ps.Mesh(data=2, pipe=1))
+
+
+def test_replicas_do_not_train_their_loss(two: Ranks) -> None:
+    two.check(trained_loss)
 
 
 # ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,30 @@ def test_a_loss_with_parameters_or_state_of_its_own_may_be_a_module() -> None:
     loss_fn = Counting()
     step(mlp(), batch(), batch(), loss_fn)
     assert loss_fn.calls == 4
+
+
+class Weighed(nn.Module):
+    """A loss that is trained with the model."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.weight, self.counts = nn.Parameter(torch.linspace(0.5, 2, 4)), counts
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        errors = (output * self.weight - target).square()
+        return (errors.sum(), errors.numel()) if self.counts else errors.mean()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_loss_may_have_parameters_that_are_trained(counts: bool) -> None:
+    model, x, y = mlp(), batch(10), batch(10, seed=5)
+    plain, loss_fn, plain_loss = copy.deepcopy(model), Weighed(counts), Weighed(False)
+    with ps.Pipeline(ps.split(model, stages=2), loss_fn, microbatches=4) as pipe:
+        for _ in range(2):
+            pipe.step(x, y)
+            plain_loss(plain(x), y).backward()
+    assert_same(loss_fn.weight.grad, plain_loss.weight.grad)
+    assert_same(gradients(model), gradients(plain))
 
 
 def test_the_loss_has_no_graph() -> None:

@@ -132,7 +132,7 @@ def everywhere(rank: int, outputs: Any) -> None:
 
 @pytest.mark.parametrize("outputs", ["all", "sum"])
 def test_everywhere_on_request(two: Ranks, outputs: str) -> None:
-    two.run(everywhere, outputs)
+    two.check(everywhere, outputs)
 
 
 def on_the_last(rank: int) -> bool:

@@ -82,7 +82,31 @@ def over_processes(rank: int, stages: int, schedule: str, recompute: str) -> Non
 
 @pytest.mark.parametrize(("stages", "schedule", "recompute"), [(2, "1f1b", "always"), (4, "zbv", "except_last")])
 def test_and_over_processes(two: Ranks, stages: int, schedule: str, recompute: str) -> None:
-    two.run(over_processes, stages, schedule, recompute)
+    two.check(over_processes, stages, schedule, recompute)
+
+
+class Turned(nn.Module):
+    """Gives its values in another order in memory, as attention, recurrent layers and convolutions may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def turned(rank: int, dynamic: bool) -> None:
+    """A mask is drawn in the order that values have in memory."""
+    x, y = data(8)
+    losses = []
+    for balance, how in (([2, 1], {"mesh": ps.Mesh(), "dynamic": dynamic}), ([3], {"devices": "cpu"})):
+        torch.manual_seed(0)
+        plan = ps.split(nn.Sequential(nn.Linear(WIDTH, WIDTH), Turned(), nn.Dropout(0.5)), balance=balance)
+        with ps.Pipeline(plan, F.mse_loss, microbatches=3, seed=7, **how) as pipe:  # type: ignore[arg-type]
+            losses.append(pipe.step(x, y).loss)
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_and_for_values_that_are_laid_out_otherwise(two: Ranks, dynamic: bool) -> None:
+    two.check(turned, dynamic)
 
 
 def test_micro_batches_steps_layers_and_seeds_draw_different_numbers() -> None:

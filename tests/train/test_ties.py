@@ -148,6 +148,50 @@ def test_twenty_steps_over_processes(three: Ranks, tied: bool) -> None:
     assert all(first == other for other in others)
 
 
+class Table(nn.Module):
+    """An embedding that is looked up, that is a head, or that is there and not used."""
+
+    def __init__(self, table: nn.Embedding, use: str) -> None:
+        super().__init__()
+        self.table, self.use = table, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        if self.use == "head":
+            out = F.linear(x, self.table.weight)
+        elif self.use == "lookup":
+            out = self.table(x.long().abs() % WORDS).sum(-2)
+        return out
+
+
+USES = [("lookup", "head"), ("lookup", "lookup"), ("lookup", "not"), ("not", "lookup"), ("not", "not")]
+
+
+def tables(rank: int, sparse: bool) -> None:
+    for uses in USES:
+        torch.manual_seed(0)
+        table = nn.Embedding(WORDS, WIDTH, sparse=sparse)
+        last = nn.Linear(WORDS if uses[1] == "head" else WIDTH, 3)
+        model = nn.Sequential(Table(table, uses[0]), nn.Linear(WIDTH, WIDTH), Table(table, uses[1]), last).double()
+        plain, x = copy.deepcopy(model), torch.randn(6, 2, WIDTH, dtype=torch.float64) * 5
+        y = torch.zeros_like(plain(x))
+        with ps.Pipeline(ps.split(model, balance=[1, 3]), F.mse_loss, microbatches=2, mesh=ps.Mesh()) as pipe:
+            for _ in range(2):
+                pipe.step(x, y)
+                F.mse_loss(plain(x), y).backward()
+            expected = dict(plain.named_parameters(remove_duplicate=False))
+            for name, parameter in pipe.named_parameters():
+                found, right = parameter.grad, expected[name].grad
+                assert (found is None) == (right is None), f"{uses}: {name}"
+                if found is not None and right is not None:
+                    torch.testing.assert_close(found.to_dense(), right.to_dense())
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_copies_that_are_used_differently_or_not_at_all(two: Ranks, sparse: bool) -> None:
+    two.check(tables, sparse)
+
+
 @pytest.mark.parametrize("kept", NAMES)
 def test_a_state_may_have_a_tied_parameter_once(kept: str) -> None:
     state = {name: tensor + 1 for name, tensor in language_model(tied=True).state_dict().items()}

@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from penstock.engine.batchnorm import committing
 from penstock.engine.context import ambient, surround
+from penstock.engine.hooks import silent_hooks, spare_hooks
 from penstock.engine.local import Job, LocalCrew, Work
-from penstock.engine.message import Message, share_out
+from penstock.engine.message import Lent, Message, share_out
 from penstock.engine.microbatch import join
 from penstock.engine.outputs import refuse_other_layouts
 from penstock.engine.replay import Replay
@@ -24,6 +25,7 @@ from penstock.engine.stage import StageEngine
 from penstock.engine.tape import Tape, recorded, walking
 from penstock.engine.ties import LocalTies
 from penstock.engine.tree import Spec, unflatten
+from penstock.errors import PlanError
 from penstock.schedule.lower import lower
 from penstock.schedule.schedule import Schedule
 
@@ -83,11 +85,13 @@ class Flight:
         self.tape: Tape | None = None  # that has recorded the forward
         self.around = False  # layers may have passed values around the pipeline, by micro-batch
         self.template: tuple[list[Any], Spec] = ([], None)
+        self.lent = Lent(())
 
     def forward(self, inputs: list[Message]) -> list[Message]:
-        ends = Ends(inputs, outputs=[None] * self.count)
         tape = self.crew.tape
-        with self.crew.lock, recorded(tape, "call"), committing(self.crew.norms):
+        self.lent = Lent(inputs)
+        with self.crew.lock, recorded(tape, "call"), committing(self.crew.norms), self.lent as alone:
+            ends = Ends(alone, outputs=[None] * self.count)
             self.tape = None if tape is None or tape.now is None else tape
             self.crew.head.begin(self.sizes, None, None)
             self.around = self.crew.run(self._job(0, ends), grad=True, occasion=self.occasion)
@@ -106,6 +110,7 @@ class Flight:
                 "Trying to backward through the pipeline a second time: call backward with retain_graph=True the "
                 "first time, or call the pipeline again"
             )
+        self.lent.returned()
         self.keep = torch._C._autograd._get_current_graph_task_keep_graph()
         sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.of_stage}
         detours = _Detours(self.slots, self.parameters) if self.around else None
@@ -126,7 +131,7 @@ class Flight:
         grads: list[Sequence[Tensor | None]] = [()] * self.count
         ends = Ends(seed=seeds.__getitem__, grads=grads)
         tape = self.tape if self.tape is self.crew.tape else None
-        with self.crew.lock, recorded(tape, "backward"), _silent_hooks(self.parameters), in_modes(self.modes):
+        with self.crew.lock, recorded(tape, "backward"), silent_hooks(self.parameters), in_modes(self.modes):
             if self.crew.on_gpu:
                 self._backward_here(ends, work)
             else:
@@ -134,6 +139,7 @@ class Flight:
         if not self.keep:
             self.over = True
             self.slots.clear()
+            self.lent = Lent(())
         totals: dict[int, Tensor] = {}
         for of_stage in sums.values():
             for key, grad in of_stage.items():
@@ -142,6 +148,7 @@ class Flight:
             total = LocalTies.total([totals.get(id(parameter)) for parameter in copies])
             if total is not None:
                 totals.update({id(parameter): total.to(parameter.device) for parameter in copies})
+        spare_hooks([p for p in self.parameters if p._backward_hooks and id(p) not in totals])
         return grads, totals
 
     def _backward_here(self, ends: Ends, work: Work) -> None:
@@ -197,20 +204,6 @@ class _Detours:
 
 
 @contextmanager
-def _silent_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Hooks on parameters run once, on the whole gradient, in the caller's graph: not on each micro-batch's part."""
-    hooked = [hooks for p in parameters if (hooks := p._backward_hooks)]
-    kept = [list(hooks.items()) for hooks in hooked]
-    for hooks in hooked:
-        hooks.clear()  # autograd holds on to the dictionary itself
-    try:
-        yield
-    finally:
-        for hooks, items in zip(hooked, kept, strict=True):
-            hooks.update(items)
-
-
-@contextmanager
 def in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
     """Modules in train or eval mode as they were."""
     now = [(module, module.training) for module, mode in modes if module.training != mode]
@@ -243,12 +236,16 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flying, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = flight.forward([message.detached() for message in inputs])
-        leaves, spec, wants, _ = outputs[0]
-        joined: list[Any] = [join([message.leaves[i] for message in outputs]) for i in range(len(leaves))]
+        leaves, spec, _, _ = outputs[0]
+        if any(message.spec != spec for message in outputs):
+            raise PlanError("the outputs of the micro-batches have different structures and cannot be joined")
+        joined: list[Any] = [_joined([message.leaves[i] for message in outputs]) for i in range(len(leaves))]
         flight.template = ([leaf if isinstance(leaf, Tensor) else joined[i] for i, leaf in enumerate(leaves)], spec)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         ctx.flight = flight
-        ctx.want = [places.index(i) for i in wants]
+        ctx.wants = [message.wants for message in outputs]  # which may differ: the data may decide
+        wants = sorted({i for message in outputs for i in message.wants})
+        ctx.want = [(i, places.index(i)) for i in wants]
         ctx.shapes = [[message.leaves[i].shape for message in outputs] for i in wants]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(joined[i] for i in places if i not in wants))
@@ -258,11 +255,22 @@ class _Call(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         flight: Flying = ctx.flight
-        columns = [_scatter(grads[i], shapes) for i, shapes in zip(ctx.want, ctx.shapes, strict=True)]
-        seeds = [[column[k] for column in columns] for k in range(flight.count)]
+        columns = {i: _scatter(grads[at], shapes) for (i, at), shapes in zip(ctx.want, ctx.shapes, strict=True)}
+        seeds = [[columns[i][k] for i in wants] for k, wants in enumerate(ctx.wants)]
         input_grads, parameter_grads = flight.backward(seeds)
         flat = [grad for row in input_grads for grad in row]
         return None, None, *flat, *(parameter_grads.get(id(p)) for p in flight.parameters)
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    """One output of all micro-batches, as one: among plain values a tensor would be cut off from its graph."""
+    if len({isinstance(leaf, Tensor) for leaf in column}) > 1:
+        kinds = " or a ".join(sorted({type(leaf).__name__ for leaf in column}))
+        raise PlanError(
+            f"an output of the model is a {kinds}, depending on the micro-batch, and cannot be joined with gradients: "
+            "return the same kinds for all of them, or use step()"
+        )
+    return join(column)
 
 
 def _scatter(grad: Tensor | None, shapes: Sequence[torch.Size]) -> Sequence[Tensor | None]:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.engine.context import Ambient
-from penstock.engine.message import depart, depart_apart
+from penstock.engine.message import Message, depart, depart_apart, passed_on
 from penstock.engine.meta import MessageMeta, TensorMeta, meta_of
 from penstock.engine.tree import unflatten
 from penstock.errors import PlanError, text_of
@@ -97,16 +97,20 @@ class Propagation:
             stack.enter_context(self.fake.mode)
             stack.enter_context(torch.set_grad_enabled(self.grad))
             values = []
+            shared: list[Tensor] = []
             self.inputs = []
             self.shares = [len(meta.wants) for meta in metas]
             for meta in metas:
                 leaves: list[Any] = [
-                    torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorMeta) else leaf
+                    leaf.from_memory(torch.empty(leaf.in_memory().shape, dtype=leaf.dtype, device=device))
+                    if isinstance(leaf, TensorMeta)
+                    else leaf
                     for leaf in meta.leaves
                 ]
                 self.inputs += [leaves[i].requires_grad_() for i in meta.wants]
                 for i in meta.wants:
                     leaves[i] = torch.ops.aten._unsafe_view.default(leaves[i], leaves[i].shape)
+                shared += [leaves[i] for i in meta.shared]
                 values.append(unflatten(leaves, meta.spec))
             for context in self.state.contexts():
                 stack.enter_context(context)
@@ -123,12 +127,14 @@ class Propagation:
                 raise problem from error
             if isinstance(output, Counted):  # of the last stage: what leaves the pipeline is its output
                 output = output.output
+            parts: list[Message | None]
             if gives > 1:
                 parts, self.roots = depart_apart(output, gives)
-                self.leaving = [meta_of(part) for part in parts if part is not None]
             else:
                 part, self.roots = depart(output)
-                self.leaving = [meta_of(part)]
+                parts = [part]
+            parts = passed_on(parts, shared)
+            self.leaving = [meta_of(part) for part in parts if part is not None]
             return self.leaving
 
     def backward(self, present: Sequence[Sequence[bool]] | None) -> list[list[bool]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.message import Message
+from penstock.engine.message import Message, overlapping
 from penstock.engine.microbatch import batch_size, moved, scatter, sizes_of
 from penstock.engine.tree import flatten, unflatten
 from penstock.errors import PlanError
@@ -39,7 +39,7 @@ def _message(value: Any, device: torch.device) -> Message:
     leaves, spec = flatten(value)
     leaves = [moved(leaf, device) for leaf in leaves]
     wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return Message(leaves, spec, wants)
+    return Message(leaves, spec, wants, overlapping(leaves) if len(leaves) > 1 else ())
 
 
 def cut_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any]:

@@ -20,7 +20,8 @@ from penstock.engine.context import Ambient, Occasions, ambient, surround
 from penstock.engine.head import Head
 from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
-from penstock.engine.outcome import Outcome, send_back
+from penstock.engine.message import Lent
+from penstock.engine.outcome import Outcome, origins_of, send_back
 from penstock.engine.outputs import Outputs
 from penstock.engine.patience import Patience
 from penstock.engine.runner import Ends, Runner, Wiring, compile_program
@@ -110,13 +111,13 @@ class LocalCrew:
         parts = cut_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
         job = self.job(self.source.training(len(sizes)))
         self.head.begin(sizes, parts, outputs, training=True)
-        job.ends.inputs = [message.alone() for message in messages]
         job.ends.seed = self.head.seed
         job.ends.grads = [()] * len(sizes)
-        with self.ties.reducing():
+        origins = origins_of(messages)
+        with self.ties.reducing(), Lent(messages) as job.ends.inputs:
             self.run(job, grad=True, occasion=self.occasions.next(training=True))
         loss, factor = self.head.finish()
-        send_back(messages, job.ends.grads, factor)
+        send_back(origins, job.ends.grads, factor)
         job.ends.inputs, job.ends.grads = [], None
         return Outcome(loss, factor, self.head.take_outputs(), sum(sizes), len(sizes))
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.engine.tree import LEAF, Row, Spec, flatten
 from penstock.errors import PlanError
 
-__all__ = ["Message", "depart", "depart_apart", "merge", "share_out", "tensor_message"]
+__all__ = [
+    "Lent",
+    "Message",
+    "counting",
+    "depart",
+    "depart_apart",
+    "edge_of",
+    "merge",
+    "overlapping",
+    "passed_on",
+    "share_out",
+    "tensor_message",
+]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -53,6 +65,48 @@ class Message(NamedTuple):
         return self._replace(leaves=leaves)
 
 
+class Lent:
+    """The caller's messages, each alone, for stages to run on. Their tensors' memory is the caller's.
+
+    So whoever has saved a tensor must learn that it was changed in place: the caller's graph, when a stage did it, as
+    the block ends; the stages' graphs, when the caller did it before their backward, by ``returned``.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.messages = [message.alone() for message in messages]
+        self._pairs = [
+            (ours, theirs)
+            for message, own in zip(self.messages, messages, strict=True)
+            for ours, theirs in zip(message.leaves, own.leaves, strict=True)
+            if isinstance(ours, Tensor) and not ours.is_inference() and not theirs.is_inference()
+        ]
+        self._versions: list[int] = []
+
+    def __enter__(self) -> list[Message]:
+        return self.messages
+
+    def __exit__(self, *_: object) -> None:
+        for ours, theirs in self._pairs:
+            if ours._version:
+                increment_version(theirs)
+        self._versions = [theirs._version for _, theirs in self._pairs]
+
+    def returned(self) -> None:
+        """The caller has had them in between."""
+        for (ours, theirs), version in zip(self._pairs, self._versions, strict=True):
+            if theirs._version != version:
+                increment_version(ours)
+
+
+def counting(leaf: Tensor) -> Tensor:
+    """The same memory in a tensor that counts its changes, which one of inference mode does not."""
+    with torch.inference_mode(False):
+        if leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
+            return leaf.clone()
+        whole = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        return whole.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+
+
 def merge(messages: Sequence[Message]) -> tuple[Message, list[int]]:
     """The messages of several edges as one, and how many of the wanted gradients belong to each."""
     leaves: list[Any] = []
@@ -77,7 +131,7 @@ def tensor_message(tensor: Tensor, wants: Sequence[int], shared: Sequence[int] =
     return message
 
 
-def _edge(tensor: Tensor) -> GradientEdge:
+def edge_of(tensor: Tensor) -> GradientEdge:
     """``get_gradient_edge``, without its checks."""
     node = tensor.grad_fn
     if node is None:
@@ -95,7 +149,7 @@ def depart(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[
     """
     if isinstance(output, Tensor):
         if output.requires_grad:
-            return tensor_message(output.detach(), _FIRST), (_edge(output),)
+            return tensor_message(output.detach(), _FIRST), (edge_of(output),)
         return tensor_message(output.detach(), ()), ()
     leaves, spec = flatten(output)
     wants: list[int] = []
@@ -104,11 +158,11 @@ def depart(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 wants.append(i)
-                roots.append(_edge(leaf))
+                roots.append(edge_of(leaf))
             leaves[i] = leaf.detach()
         elif stage is not None and type(leaf) not in PLAIN:
             _refuse_hidden_tensors(leaf, stage)
-    return Message(leaves, spec, wants, _overlapping(leaves)), roots
+    return Message(leaves, spec, wants, overlapping(leaves)), roots
 
 
 def _refuse_hidden_tensors(leaf: Any, stage: int) -> None:
@@ -139,7 +193,21 @@ def depart_apart(outputs: Any, count: int, stage: int | None = None) -> tuple[li
     return messages, [root for _, roots in parts for root in roots]
 
 
-def _overlapping(leaves: Sequence[Any]) -> Sequence[int]:
+def passed_on(messages: Iterable[Message | None], shared: Iterable[Tensor]) -> list[Message | None]:
+    """The messages of a stage's output, in which what it passes on of its inputs that are ``shared`` is so, too."""
+    memory = {_storage(x) for x in shared}
+    if not memory:
+        return list(messages)
+    marked: list[Message | None] = []
+    for message in messages:
+        if message is not None:
+            on = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and _storage(x) in memory]
+            message = message._replace(shared=sorted({*on, *message.shared})) if on else message
+        marked.append(message)
+    return marked
+
+
+def overlapping(leaves: Sequence[Any]) -> Sequence[int]:
     """The leaves that have memory in common with another one."""
     dense = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided]
     if len(dense) < 2 or len({_storage(x) for _, x in dense}) == len(dense):
@@ -170,4 +238,5 @@ def _meet(a: _Place, b: _Place) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """What tells memory apart; a sparse tensor's is its own."""
+    return id(tensor) if tensor.layout is not torch.strided else int(tensor.untyped_storage()._cdata)

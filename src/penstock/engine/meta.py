@@ -12,24 +12,43 @@ from penstock.engine.message import Message
 from penstock.engine.tree import Spec, flatten, unflatten
 from penstock.errors import PlanError
 
-__all__ = ["MessageMeta", "TensorMeta", "meta_of", "require_dense"]
+__all__ = ["MessageMeta", "TensorMeta", "meta_of", "order_of", "require_dense"]
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor's shape and dtype. Only dense ones travel."""
+    """A tensor's shape and dtype. Only dense ones travel.
+
+    ``order`` is that of its dimensions in memory, where it is another one: tensors arrive as they were laid out, for
+    what a layer draws, and how fast it is, may depend on that.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: torch.layout = torch.strided
+    order: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         kind = "" if self.layout is torch.strided else f" {str(self.layout).removeprefix('torch.')}"
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]{kind}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        dense = self.layout is torch.strided
-        return TensorMeta, (self.shape, self.dtype) if dense else (self.shape, self.dtype, self.layout)
+        if self.layout is torch.strided and self.order is None:
+            return TensorMeta, (self.shape, self.dtype)
+        return TensorMeta, (self.shape, self.dtype, self.layout, self.order)
+
+    def in_memory(self) -> TensorMeta:
+        """What is sent: the tensor with its dimensions as they are in memory."""
+        return self if self.order is None else TensorMeta(tuple(self.shape[d] for d in self.order), self.dtype)
+
+    def to_memory(self, tensor: Tensor) -> Tensor:
+        return tensor if self.order is None else tensor.permute(self.order)
+
+    def from_memory(self, tensor: Tensor) -> Tensor:
+        """The tensor from what was sent of it."""
+        if self.order is None:
+            return tensor
+        return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,19 @@ def meta_of(message: Message) -> MessageMeta:
 def _tensor_meta(tensor: Tensor) -> TensorMeta:
     if tensor.is_nested:
         return TensorMeta((), tensor.dtype, torch.jagged)
-    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.layout)
+    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.layout, order_of(tensor))
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the widest strides to the narrowest; None where they are in order, or not told apart."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    strides = [step if size > 1 else None for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    wide = sorted((d for d, step in enumerate(strides) if step is not None), key=lambda d: -tensor.stride()[d])
+    if wide == sorted(wide) or len({strides[d] for d in wide}) < len(wide):
+        return None
+    places = iter(wide)
+    return tuple(d if step is None else next(places) for d, step in enumerate(strides))
 
 
 def require_dense(meta: MessageMeta, stage: str) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from penstock.engine.channel.control import Control
 from penstock.engine.channel.group import speaks_nccl
 from penstock.engine.doing import LOSS
 from penstock.engine.head import Head
-from penstock.engine.message import Message
+from penstock.engine.message import Message, edge_of
 
-__all__ = ["Outcome", "send_back", "share_loss"]
+__all__ = ["Outcome", "origins_of", "send_back", "share_loss"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,26 @@ class Outcome:
     microbatches: int
 
 
+def origins_of(messages: Sequence[Message]) -> list[list[GradientEdge]]:
+    """Where in the caller's graph the inputs come from that want a gradient.
+
+    To be asked before a stage changes them in place: a part of a tensor cannot tell afterwards.
+    """
+    return [[edge_of(message.leaves[i]) for i in message.wants] for message in messages]
+
+
 def send_back(
-    messages: Sequence[Message], grads: Sequence[Sequence[Tensor | None]], factor: float | None
+    origins: Sequence[Sequence[GradientEdge]], grads: Sequence[Sequence[Tensor | None]], factor: float | None
 ) -> None:
     """Give the gradients of the micro-batches to the tensors of the mini-batch that they were cut from."""
     pairs = [
-        (message.leaves[i], grad if factor is None else grad * factor)
-        for message, row in zip(messages, grads, strict=True)
-        for i, grad in zip(message.wants, row, strict=True)
+        (origin, grad if factor is None else grad * factor)
+        for edges, row in zip(origins, grads, strict=True)
+        for origin, grad in zip(edges, row, strict=True)
         if grad is not None
     ]
     if pairs:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+        torch.autograd.backward([origin for origin, _ in pairs], [grad for _, grad in pairs])
 
 
 def share_loss(

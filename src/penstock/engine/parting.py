@@ -19,8 +19,8 @@ from penstock.engine.agree import Announcement
 from penstock.engine.call import call, in_modes
 from penstock.engine.context import Ambient, ambient, surround
 from penstock.engine.doing import SUMS
-from penstock.engine.message import Message
-from penstock.engine.outcome import send_back
+from penstock.engine.message import Lent, Message
+from penstock.engine.outcome import origins_of, send_back
 from penstock.engine.outputs import refuse_other_layouts
 from penstock.engine.settle import Settlement
 from penstock.engine.tape import recorded, walking
@@ -51,10 +51,11 @@ def part(crew: ProcessCrew, value: Any, adding: AbstractContextManager[Any]) -> 
     crew.parting = parting = Parting(crew, announced, state, adding)
     if crew.head is not None:
         return call(parting, messages or [_NOTHING])
+    origins = origins_of(messages)
     parting.forward(messages)
     grads, _ = parting.backward(())
     if messages:
-        send_back(messages, grads, None)
+        send_back(origins, grads, None)
     return None
 
 
@@ -99,8 +100,7 @@ class Parting:
         if head is not None:
             head.begin(self.sizes, None, None)
             self.ends.outputs = [None] * self.count
-        self.ends.inputs = [message.alone() for message in inputs]
-        with crew.committing(training=True):
+        with crew.committing(training=True), Lent(inputs) as self.ends.inputs:
             if crew.reducer is not None:
                 crew.reducer.begin()
             crew.gather_shards()
@@ -110,7 +110,7 @@ class Parting:
         if head is not None:
             refuse_other_layouts([message.leaves for message in outputs], self.sizes)
             self.settlement = head.settlement
-            if not outputs[0].wants:  # nobody waits for gradients, which there are none of
+            if not any(message.wants for message in outputs):  # nobody waits for gradients, which there are none of
                 self._backward([()] * self.count)
         return outputs
 

@@ -25,8 +25,8 @@ from penstock.engine.idle import Waited
 from penstock.engine.inputs import cut, cut_targets
 from penstock.engine.jobs import Jobs
 from penstock.engine.meeting import Meeting, facts_of
-from penstock.engine.message import Message
-from penstock.engine.outcome import Outcome, send_back, share_loss
+from penstock.engine.message import Lent, Message
+from penstock.engine.outcome import Outcome, origins_of, send_back, share_loss
 from penstock.engine.outputs import Outputs
 from penstock.engine.parting import UNFINISHED, Parting
 from penstock.engine.reduce import Reducer
@@ -156,6 +156,7 @@ class ProcessCrew(Guarded):
             if self.reducer is not None:
                 self.reducer.begin()
             self.gather_shards()
+            origins = origins_of(messages)
             with self.ties.reducing():
                 grads = self._feed(announced, messages, grad=True)
                 if self.reducer is not None:
@@ -164,7 +165,7 @@ class ProcessCrew(Guarded):
             with spanned(self.tape, "loss"):
                 loss, factor, samples = share_loss(head, self.control, self.last_rank, self.device)
             if grads:
-                send_back(messages, grads, factor)
+                send_back(origins, grads, factor)
         return Outcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
 
     def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> Outcome:
@@ -233,12 +234,11 @@ class ProcessCrew(Guarded):
             return None
         job = self.jobs.of(announced)
         ends = job.ends
-        ends.inputs = [message.alone() for message in messages]
         ends.grads = [()] * len(messages) if messages else None
         surround(self.stages.values(), ambient(), len(announced.sizes), occasion)
         self.doing.runner, self.doing.phase = job.runner, SUMS
         try:
-            with torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad), Lent(messages) as ends.inputs:
                 walking(self.tape, job.runner)()
         finally:
             if self.weights is not None:

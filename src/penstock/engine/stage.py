@@ -26,7 +26,7 @@ from penstock.engine.batchnorm import DeferredBatchNorm
 from penstock.engine.buffers import Unnoticed
 from penstock.engine.head import Head
 from penstock.engine.hostweights import HostWeights
-from penstock.engine.message import Message, depart, depart_apart, share_out
+from penstock.engine.message import Message, counting, depart, depart_apart, passed_on, share_out
 from penstock.engine.moment import MicroBatch, here
 from penstock.engine.offload import ActivationOffload
 from penstock.engine.randomness import Randomness
@@ -73,6 +73,7 @@ class StageEngine:
         self.modes: dict[object, object] = {}  # all that there were
         self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
         self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
+        self.moody = False  # it has been seen to change its inputs for some micro-batches, and not for others
         self.plain_in: object = _NEVER  # and in which a forward is a call of the module, with nothing around it
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
         self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
@@ -163,6 +164,9 @@ class StageEngine:
             if careful:
                 for i, leaf in zip(wants, inputs, strict=True):
                     leaves[i] = _unsafe_view(leaf, leaf.shape)
+        if shared and torch.is_inference_mode_enabled():
+            for i in shared:
+                leaves[i] = counting(leaves[i])
         versions = [leaves[i]._version for i in shared] if shared else None
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
@@ -182,18 +186,21 @@ class StageEngine:
             )
         if careful and slot.replay is not None:
             changed = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
-            self.calm_again_in = _NEVER if changed else self.mode
+            self.calm_again_in = _NEVER if changed or self.moody else self.mode
         elif careful:
             self._look_for_changes(leaves, wants, inputs)
         if self.gives > 1:
             slot.messages, slot.roots = depart_apart(output, self.gives, self.index)
         else:
             slot.message, slot.roots = depart(output, stage=self.index if self.head is None else None)
+        if shared and self.head is None:
+            slot.message, *slot.messages = passed_on((slot.message, *slot.messages), [leaves[i] for i in shared])
 
     def _explain(self, error: RuntimeError) -> None:
         """Of an error in a module that was given a leaf."""
         if "leaf Variable that requires grad" in str(error):
             self.calm_in = self.calm_again_in = self.plain_in = _NEVER
+            self.moody = True
             error.add_note("the stage changes its input in place, and did not before: run the step again")
 
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
@@ -205,7 +212,7 @@ class StageEngine:
         changed = [leaf for i, leaf in zip(wants, inputs, strict=True) if leaves[i]._version]
         for leaf in changed:  # what the stage before saved of its output is no longer that
             increment_version(leaf)
-        if wants and not changed:
+        if wants and not changed and not self.moody:
             self.calm_in = self.mode
             around = (self.around, self.randomness, self.norms, self.head)
             if self.takes == self.gives == 1 and all(one is None for one in around):

@@ -127,12 +127,26 @@ class ProcessTies(Ties):
 
     def sum_up(self, number: int) -> None:
         (parameter,) = self.copies[number]
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                wide = torch.float32 if id(parameter) in sums else None
-                give_grad(parameter, torch.zeros_like(parameter, dtype=wide))
-            assert parameter.grad is not None
-            self._share(number, local(parameter.grad), lambda group, there: group.allreduce(there))
+        if not parameter.requires_grad:
+            return
+        grad = parameter.grad
+        dense = grad is not None and not grad.is_sparse
+        found = torch.tensor([grad is not None, dense], dtype=torch.float32, device=self.device)
+        counting = self.groups[number].allreduce(found)
+        if not dense:  # then what the others have decides
+            self._wait(number, lambda _: counting)
+            anyone, anyone_dense = found.tolist()
+            if not anyone:
+                return
+            if grad is None:
+                wide = torch.float32 if id(parameter) in sums else parameter.dtype
+                give_grad(parameter, _zeros(parameter, wide, sparse=not anyone_dense))
+            elif anyone_dense:
+                give_grad(parameter, grad.to_dense())
+        assert parameter.grad is not None
+        self._share(number, local(parameter.grad), lambda group, there: group.allreduce(there))
+        if dense:
+            self._wait(number, lambda _: counting)
 
     def _share(self, number: int, tensor: Tensor, start: Callable[[Group, Tensor], Any]) -> None:
         """Do it where ranks talk: weights that live on the host have their gradients there, too."""
@@ -197,6 +211,15 @@ def place_ties(
                     modules[stage].get_submodule(owner)._parameters[leaf] = copies[place]
         found.append(list(copies.values()))
     return found
+
+
+def _zeros(parameter: nn.Parameter, dtype: torch.dtype, *, sparse: bool) -> Tensor:
+    """A gradient of nothing, in the layout of the others: rows of a table, where they are sparse."""
+    if not sparse:
+        return torch.zeros_like(parameter, dtype=dtype)
+    values = torch.zeros((0, *parameter.shape[1:]), dtype=dtype, device=parameter.device)
+    nowhere = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(nowhere, values, parameter.shape, check_invariants=False)
 
 
 def _copy(parameter: nn.Parameter) -> nn.Parameter:

@@ -77,6 +77,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
             "with a seed, replicas must know how many micro-batches the others have: say microbatches=…, and not "
             f"microbatch_size={options.microbatch_size}"
         )
+    if mesh is not None and mesh.data > 1:
+        _refuse_trained_loss(options.loss_fn)
     _refuse_shared_statistics(plan, source.placement)
     device_of = _devices(plan, options, mesh, source)
     if options.lockstep:
@@ -165,6 +167,16 @@ def _joined(source: ScheduleSource, devices: Sequence[torch.device], weights: Ho
     places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
     numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
     return [numbers[place] for place in places]
+
+
+def _refuse_trained_loss(loss_fn: object) -> None:
+    """Replicas sum the gradients of their stages."""
+    trained = [n for n, p in loss_fn.named_parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
+    if trained:
+        raise PlanError(
+            f"loss_fn has a parameter that is trained ({trained[0]}), whose gradients replicas would not sum: make "
+            "loss_fn a part of the model, which then computes its loss, or freeze the parameter"
+        )
 
 
 def _refuse_shared_statistics(plan: Plan, placement: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from penstock.engine.accumulate import Wide
@@ -151,6 +152,7 @@ class Pipeline(Members):
         self._outputs = outputs
         self._everywhere = outputs_everywhere
         self._counted: bool | None = None
+        self._of_loss = list(loss_fn.parameters()) if isinstance(loss_fn, nn.Module) else []
         self._replicated = mesh is not None and mesh.data > 1
         self.last: StepResult | None = None  # the last step's result, without its outputs
         self.tally = Tally()  # of all steps
@@ -173,7 +175,7 @@ class Pipeline(Members):
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
         # Where the loss is known not to count as it goes, nothing rescales what is there already.
         with self._at_work(), nullcontext() if self._wide is None else self._wide:
-            aside = Aside(self.parameters(), apart=self._counted is not False or self._replicated)
+            aside = Aside((*self.parameters(), *self._of_loss), apart=self._counted is not False or self._replicated)
             try:
                 outcome = self._crew.train(self._value(inputs), targets, self._outputs)
             except BaseException:

@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.engine.channel.lane import Passage, passage
 from penstock.engine.channel.wire import Wire
 from penstock.engine.message import PLAIN, Message
-from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, require_dense
+from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, order_of, require_dense
 from penstock.errors import PlanError
 
 __all__ = ["DynamicBackwardLane", "DynamicChannel", "DynamicChannels", "DynamicLane"]
@@ -135,7 +135,7 @@ class DynamicLane:
 
     def expect(self, meta: MessageMeta) -> None:
         self.meta = meta
-        self.makers = self.channel.wire.makers(meta.tensors())
+        self.makers = self.channel.wire.makers([tensor.in_memory() for tensor in meta.tensors()])
 
     def land(self, microbatch: int) -> None:
         """Wait until the message is there to be taken."""
@@ -147,12 +147,12 @@ class DynamicLane:
     def take(self, microbatch: int) -> Any:
         meta, tensors = self.landed.pop(microbatch)
         coming = iter(tensors)
-        leaves = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
+        leaves = [leaf.from_memory(next(coming)) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
         return Message(leaves, meta.spec, meta.wants, meta.shared)
 
     def send(self, microbatch: int, message: Any) -> None:
         header = self._header(message)
-        tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
+        tensors = [_in_memory(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
         self.under_way[microbatch] = self.channel.send(tensors, header)
         self.channels.look()
 
@@ -204,6 +204,14 @@ def _alike(message: Message, meta: MessageMeta) -> bool:
         if leaf is None or expected is None:
             if leaf is not expected:
                 return False
-        elif leaf.dtype is not expected.dtype or leaf.shape != expected.shape or leaf.layout is not torch.strided:
+            continue
+        if leaf.dtype is not expected.dtype or leaf.shape != expected.shape or leaf.layout is not torch.strided:
+            return False
+        if order_of(leaf) != expected.order:
             return False
     return True
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    order = order_of(tensor)
+    return tensor if order is None else tensor.permute(order)

@@ -80,11 +80,12 @@ class ForwardLane(ProcessLane):
     def __init__(self, wire: Wire, name: str, metas: Sequence[MessageMeta]) -> None:
         for meta in metas:
             require_dense(meta, name)
-        super().__init__(wire, name, [meta.tensors() for meta in metas])
+        super().__init__(wire, name, [[tensor.in_memory() for tensor in meta.tensors()] for meta in metas])
         self.metas = metas
+        self.turned = [any(tensor.order is not None for tensor in meta.tensors()) for meta in metas]
 
     def alone(self, microbatch: int) -> bool:
-        return self.metas[microbatch].spec is None
+        return self.metas[microbatch].spec is None and not self.turned[microbatch]
 
     def berth(self, microbatch: int) -> Berth:
         meta = self.metas[microbatch]
@@ -94,11 +95,15 @@ class ForwardLane(ProcessLane):
         return OutputBerth(self.lines[meta])
 
     def send(self, microbatch: int, payload: Message) -> None:
-        self.under_way[microbatch] = self.wire.send(_checked(payload, self.metas[microbatch], self.name))
+        meta = self.metas[microbatch]
+        tensors = _checked(payload, meta, self.name)
+        if self.turned[microbatch]:
+            tensors = [own.to_memory(tensor) for own, tensor in zip(meta.tensors(), tensors, strict=True)]
+        self.under_way[microbatch] = self.wire.send(tensors)
 
     def take(self, microbatch: int) -> Message:
         meta, coming = self.metas[microbatch], iter(self.landed.pop(microbatch))
-        leaves = [next(coming) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
+        leaves = [leaf.from_memory(next(coming)) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
         return Message(leaves, meta.spec, meta.wants, meta.shared)
 
 

@@ -32,6 +32,7 @@ __all__ = ["PRODUCTS", "linear_forward"]
 
 _linear = torch._C._nn.linear
 _addmm, _matmul, _mm = torch.addmm, torch.matmul, torch.mm
+_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _SMALL = 1 << 22  # elements under which, on a CPU, a product with ones is as quick as a sum, and precise enough
 
 
@@ -123,7 +124,7 @@ class _Linear(Function):
         ctx.set_materialize_grads(False)
         weight = spec[3]
         ctx.save_for_backward(x, weight if spec[5] else None)
-        return _linear(x, weight, spec[4])
+        return _own(_linear(x, weight, spec[4]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
@@ -146,7 +147,7 @@ class _MatMul(Function):
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, spec[3] if spec[5] else None)
-        return _product(x, spec[3], spec[4])
+        return _own(_product(x, spec[3], spec[4]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
@@ -159,6 +160,11 @@ class _MatMul(Function):
         x = x.detach()
         queue.entries.append((_matmul_work, (x, x._version, g, g._version, weight, bias, queue.recorder)))
         return _matmul(g, w.t()) if wants else None, None, None, None
+
+
+def _own(output: Tensor) -> Tensor:
+    """The output as a tensor of its own: what is a view when it leaves a node cannot be changed in place."""
+    return _unsafe_view(output, output.shape) if output._is_view() else output
 
 
 _linear_node, _matmul_node = applier(_Linear), applier(_MatMul)
