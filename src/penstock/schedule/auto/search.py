@@ -17,6 +17,7 @@ from penstock.schedule.auto.policies import draw, plain, vary
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 from penstock.schedule.auto.repeat import few, repeat
 from penstock.schedule.auto.seeds import one_at_a_time, skeletons, to_skeleton
+from penstock.schedule.auto.squeeze import squeezed
 from penstock.schedule.auto.tabu import improve
 
 __all__ = ["first_order", "search"]
@@ -36,6 +37,15 @@ _PERIOD_COST, _LIST_COST = 0.6, 9.0
 
 _SEED_COST = 4.0
 """What it costs to make an order that is known, or like one, and to fill it, in letters for each letter."""
+
+_TURN_COST = 6.0
+"""What it costs to squeeze an order one way, in letters for each letter."""
+
+_TURNS = (2, 8)
+"""So often the starts are squeezed, and then the best of them, unless nothing better has come twice."""
+
+_SQUEEZED = 12
+"""So many starts are squeezed."""
 
 _STEP_COST, _STEP_OVERHEAD = 1.05, 150
 """What a step of tabu search costs for each letter, and besides, in letters of an order."""
@@ -83,10 +93,16 @@ def search(
     left += _FOR_PERIODS * pool.search(pool.try_period, periods, small_goal, expired)
     if not pool.starts:
         pool.offer(pool.choices[0], one_at_a_time(pool.choices[0]))
-    orders = [start.order(small) for start in pool.pick(_ROUNDS[0])]
     effort *= 1 - _FOR_PERIODS - _FOR_LISTS + left
-    steps = int(effort * each / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
     pieces = Pieces(small)
+    orders = [start.order(small) for start in pool.pick(_SQUEEZED)]
+    for turns, most in zip(_TURNS, (_SQUEEZED, _ROUNDS[0]), strict=True):
+        for i, (_, words) in enumerate(orders[:most]):
+            if min(orders)[0] > small_goal and not expired():
+                orders[i] = squeezed(pieces, words, turns)
+                effort -= _TURN_COST * (turns + 1)
+        orders.sort(key=lambda entry: entry[0])
+    steps = int(max(0.0, effort) * each / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
     for tracks in _ROUNDS:
         for i, (_, words) in enumerate(orders[:tracks]):
             if min(orders)[0] > small_goal:
