@@ -210,7 +210,7 @@ def test_work_goes_into_gaps_both_ways() -> None:
 
 
 def test_squeezing_keeps_the_cap() -> None:
-    """With room for one micro-batch nothing can be passed; with room for two the second F is done while rank 0 waits."""
+    """With room for one micro-batch nothing is passed; with room for two the second F is done while rank 0 waits."""
     tight, roomy = (problem_of(Costs(), loop(2), 2, cap=cap) for cap in (1, 2))
     words = one_at_a_time(tight)
     assert squeezed(Pieces(tight), words, 8) == (evaluate(tight, words), words)

@@ -26,7 +26,7 @@ _LETTERS_PER_SECOND = 3.2e6
 _OVERHEAD = 300
 """What a core gets through, at least, and what an order costs besides its letters: so much searching is done."""
 
-_FOR_PERIODS, _FOR_LISTS = 0.15, 0.25
+_FOR_PERIODS, _FOR_LISTS = 0.05, 0.2
 """The parts of the search that go to finding where to start."""
 
 _VAIN = (8, 0.7)
@@ -44,6 +44,9 @@ _TURN_COST = 6.0
 _TURNS = (2, 8)
 """So often the starts are squeezed, and then the best of them, unless nothing better has come twice."""
 
+_FEW_TURNS = 4
+"""An order for all micro-batches is squeezed, too, if there is time for so many turns: half of them to prepare it."""
+
 _SQUEEZED = 12
 """So many starts are squeezed."""
 
@@ -51,7 +54,10 @@ _STEP_COST, _STEP_OVERHEAD = 1.05, 150
 """What a step of tabu search costs for each letter, and besides, in letters of an order."""
 
 _ROUNDS = (4, 2, 1)
-"""So many different orders are improved: in each round the better ones of the last, for longer."""
+"""So many different orders are improved at the most: in each round the better ones of the last, for longer."""
+
+_STEPS = 150
+"""So many steps an order is improved at least: where they are few in all, so are the orders."""
 
 _WORTH = 1.05
 """A start that takes so much longer than the best is dropped."""
@@ -103,14 +109,19 @@ def search(
                 effort -= _TURN_COST * (turns + 1)
         orders.sort(key=lambda entry: entry[0])
     steps = int(max(0.0, effort) * each / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
-    for tracks in _ROUNDS:
+    for tracks in (max(1, min(most, steps // _STEPS)) for most in _ROUNDS):
         for i, (_, words) in enumerate(orders[:tracks]):
             if min(orders)[0] > small_goal:
                 orders[i] = improve(pieces, words, steps // tracks, random, small_goal, expired)
         orders.sort(key=lambda entry: entry[0])
-    if small.m < problem.m:
-        return _for_all(problem, small.m, orders, pool, lambda: spent() >= seconds)
-    return orders
+    if small.m == problem.m:
+        return orders
+    found = _for_all(problem, small.m, orders[: _ROUNDS[0]], pool, lambda: spent() >= seconds)
+    budget = (1 - share) * seconds * _LETTERS_PER_SECOND / 2
+    turns = int(budget / (3 * problem.num_stages * problem.m * _TURN_COST))
+    if found[0][0] > goal and turns >= _FEW_TURNS and spent() < seconds:
+        found[0] = squeezed(Pieces(problem), found[0][1], min(_TURNS[1], turns - _FEW_TURNS // 2))
+    return found
 
 
 @dataclass
