@@ -23,14 +23,13 @@ class Pieces:
         self.rank = [problem.placement[kind % count] for kind in kinds for _ in range(m)]
         self.line = [line for line in range(4 * count) for _ in range(m)]
         self.microbatch = [*range(m)] * (4 * count)
-        self.own = [*range(count * m)] * 4  # the same for all work of a stage on a micro-batch
+        self.own = [*range(count * m)] * 4
+        """The same number for all work of a stage on a micro-batch."""
         self.letters = [kind for kind in kinds for _ in range(m)]
-        self.duration = [*(problem.durations[kind] for kind in kinds for _ in range(m)), 0.0]
-        self.takes = [problem.takes[kind] for kind in kinds for _ in range(m)]
         self.shortest = [
-            min(problem.durations[kind] for kind in kinds if problem.placement[kind % count] == rank)
-            for rank in range(problem.num_ranks)
+            min(problem.durations[kind * count + s] for s in stages for kind in range(6)) for stages in problem.local
         ]
+        """By rank, the time of its shortest work."""
         self.needs = [problem.needs[kind] for kind in kinds for _ in range(m)]
         sources: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
         targets: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]

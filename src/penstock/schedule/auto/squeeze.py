@@ -1,10 +1,10 @@
-"""Squeeze an order: all work as early as it can be done, then all as late, and so on; it goes into gaps on its way.
+"""Squeeze an order: all work as early as it can be done, then all as late as it can be, and so on.
 
-    early   F F . I . F I W I W      a rank that would wait does what comes later in its order, if it is ready,
-    late    F F I . W F I . W I      has room, and leaves in time for what is passed: its latest start is known
-                                     from the squeeze the other way. So no turn makes an order slower.
+On its way, work goes into gaps. A rank that would wait does what comes later in its order, if that is ready, has room,
+and is over in time for the work that it passes, whose latest start is known from the turn before. So no turn makes an
+order slower; and most make it faster, since work has left the end that it was squeezed from.
 
-Backwards in time an order is an order, too: a W takes memory and an F gives it back.
+Backwards in time an order is an order, too: there a W takes memory, and an F gives it back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def squeezed(pieces: Pieces, words: Words, turns: int) -> tuple[float, Words]:
         vain = vain + 1 if order.makespan > before * (1 - SLACK) else 0
         if vain == 2:
             break
-    words = order.words
+    words = order.early()
     return order.makespan, words
 
 
@@ -60,15 +60,14 @@ class Squeeze:
         self.makespan = 0.0
         self.turn()
 
-    @property
-    def words(self) -> Words:
-        """As they are when all work is early."""
+    def early(self) -> Words:
+        """The words when all work is early: where it is late, this is one more turn."""
         if not self._back:
             self.turn()
         return [[self.letters[work] for work in reversed(order)] for order in self.orders]
 
     def turn(self) -> None:
-        """Squeeze it the other way."""
+        """Squeeze it the other way: early at first, then late."""
         pieces, duration, latest = self.pieces, self.duration, self._latest
         orders, line, own, rank_of = self.orders, pieces.line, pieces.own, pieces.rank
         takes, peaks, near = self._takes[self._back], self._peaks[self._back], self._near[self._back]
@@ -89,7 +88,7 @@ class Squeeze:
             wake[rank] = -1.0
             order, at, holds, room = orders[rank], position[rank], held[rank], self._room[rank]
             count = len(order)
-            looking = True  # at this time all that has arrived is known; later times, only what comes next can be done
+            looking = True  # all that has arrived by now is known; when the rank runs ahead of others, it is not
             while at < count:
                 work = order[at]
                 if missing[work] or arrive[work] > now + about:
@@ -131,6 +130,8 @@ class Squeeze:
                     work = order.pop(found)
                     order.insert(at, work)
                 at += 1
+                if arrive[work] > now:
+                    now = arrive[work]
                 starts[work] = now
                 now += duration[work]
                 holds += takes[work]
