@@ -24,7 +24,7 @@ def optimum(problem: Problem, seconds: float) -> float | None:
     count, m = problem.num_stages, problem.m
     size = problem.activation[0]
     assert set(problem.activation) == {size}
-    assert problem.keep == 1
+    assert set(problem.keep) == {1}
 
     def ticks(time: float) -> int:
         return round(time * _TICKS)
