@@ -204,7 +204,7 @@ def test_squeezing_is_never_worse(case: dict[str, Any], seed: int) -> None:
 def test_work_goes_into_gaps_both_ways() -> None:
     """F F I . I W W of rank 0: a W goes where it waited. Late, the second F of rank 1 leaves the first I alone."""
     problem = problem_of(Costs(), loop(2), 2, cap=4)
-    makespan, words = squeezed(Pieces(problem), [[0, 0, 2, 2, 6, 6], [1, 3, 7, 1, 3, 7]], 4)
+    makespan, words = squeezed(Pieces(problem), [[0, 0, 2, 2, 6, 6], [1, 3, 7, 1, 3, 7]], 4, lambda: False)
     assert makespan == 7
     assert words == [[0, 0, 2, 6, 2, 6], [1, 3, 1, 3, 7, 7]]
 
@@ -213,8 +213,8 @@ def test_squeezing_keeps_the_cap() -> None:
     """With room for one micro-batch nothing is passed; with room for two the second F is done while rank 0 waits."""
     tight, roomy = (problem_of(Costs(), loop(2), 2, cap=cap) for cap in (1, 2))
     words = one_at_a_time(tight)
-    assert squeezed(Pieces(tight), words, 8) == (evaluate(tight, words), words)
-    assert squeezed(Pieces(roomy), words, 8)[0] < evaluate(roomy, words)
+    assert squeezed(Pieces(tight), words, 8, lambda: False) == (evaluate(tight, words), words)
+    assert squeezed(Pieces(roomy), words, 8, lambda: False)[0] < evaluate(roomy, words)
 
 
 # Tabu search -----------------------------------------------------------------------------------------------------

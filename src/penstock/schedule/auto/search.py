@@ -105,7 +105,7 @@ def search(
     for turns, most in zip(_TURNS, (_SQUEEZED, _ROUNDS[0]), strict=True):
         for i, (_, words) in enumerate(orders[:most]):
             if min(orders)[0] > small_goal and not expired():
-                orders[i] = squeezed(pieces, words, turns)
+                orders[i] = squeezed(pieces, words, turns, expired)
                 effort -= _TURN_COST * (turns + 1)
         orders.sort(key=lambda entry: entry[0])
     steps = int(max(0.0, effort) * each / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
@@ -116,11 +116,15 @@ def search(
         orders.sort(key=lambda entry: entry[0])
     if small.m == problem.m:
         return orders
+
+    def late() -> bool:
+        return spent() >= 0.8 * seconds
+
     found = _for_all(problem, small.m, orders[: _ROUNDS[0]], pool, lambda: spent() >= seconds)
     budget = (1 - share) * seconds * _LETTERS_PER_SECOND / 2
     turns = int(budget / (3 * problem.num_stages * problem.m * _TURN_COST))
-    if found[0][0] > goal and turns >= _FEW_TURNS and spent() < seconds:
-        found[0] = squeezed(Pieces(problem), found[0][1], min(_TURNS[1], turns - _FEW_TURNS // 2))
+    if found[0][0] > goal and turns >= _FEW_TURNS and not late():
+        found[0] = squeezed(Pieces(problem), found[0][1], min(_TURNS[1], turns - _FEW_TURNS // 2), late)
     return found
 
 

@@ -10,6 +10,7 @@ Backwards in time an order is an order, too: there a W takes memory, and an F gi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from penstock.schedule.auto.pieces import Pieces
@@ -21,15 +22,15 @@ _REACH = 24
 """So far ahead in its order a rank looks for work."""
 
 
-def squeezed(pieces: Pieces, words: Words, turns: int) -> tuple[float, Words]:
-    """The order squeezed so often, or until nothing more comes of it, one way and the other."""
+def squeezed(pieces: Pieces, words: Words, turns: int, expired: Callable[[], bool]) -> tuple[float, Words]:
+    """The order squeezed so often, or until nothing more comes of it, one way and the other, or time is up."""
     order = Squeeze(pieces, words)
     vain = 0
     for _ in range(turns):
         before = order.makespan
         order.turn()
         vain = vain + 1 if order.makespan > before * (1 - SLACK) else 0
-        if vain == 2:
+        if vain == 2 or expired():
             break
     words = order.early()
     return order.makespan, words
