@@ -77,7 +77,7 @@ def search(
 ) -> list[tuple[float, Words]]:
     """The best orders found, with their makespans, best first. ``goal`` is a makespan that ends the search."""
     small = problem.with_m(few(problem))
-    share = 1.0 if small.m == problem.m else 0.65  # carrying over to more micro-batches takes its time, too
+    share = 1.0 if small.m == problem.m else 0.6  # carrying over to more micro-batches takes its time, too
 
     def expired() -> bool:
         return spent() >= share * seconds
@@ -120,7 +120,7 @@ def search(
     def late() -> bool:
         return spent() >= 0.8 * seconds
 
-    found = _for_all(problem, small.m, orders[: _ROUNDS[0]], pool, lambda: spent() >= seconds)
+    found = _for_all(problem, small.m, orders[: _ROUNDS[0]], pool, lambda: spent() >= 0.85 * seconds)
     budget = (1 - share) * seconds * _LETTERS_PER_SECOND / 2
     turns = int(budget / (3 * problem.num_stages * problem.m * _TURN_COST))
     if found[0][0] > goal and turns >= _FEW_TURNS and not late():
@@ -223,7 +223,7 @@ def _for_all(
     for makespan, words in orders:
         plans.append((makespan, words, None))
         plans.append((makespan, to_skeleton(problem, words), 0.0))
-    plans += [(start.makespan, start.skeleton, start.overrun) for start in pool.pick(4)]
+    plans[2:2] = [(start.makespan, start.skeleton, start.overrun) for start in pool.pick(4)]  # they repeat themselves
     for makespan, words, overrun in plans:
         longer = repeat(problem, words, m, overrun, makespan)
         if longer is not None:
