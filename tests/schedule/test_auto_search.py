@@ -22,6 +22,7 @@ from penstock.schedule.auto.policies import draw, plain
 from penstock.schedule.auto.problem import Problem, Words, make_problem
 from penstock.schedule.auto.repeat import repeat
 from penstock.schedule.auto.seeds import one_at_a_time
+from penstock.schedule.auto.squeeze import Squeeze, squeezed
 from penstock.schedule.auto.tabu import improve
 from penstock.schedule.costs import Costs
 from penstock.schedule.placement import loop, vee
@@ -167,6 +168,53 @@ def test_an_estimate_is_what_comes_of_it() -> None:
     assert graph.move(1, 2, 4, part)
     graph.update()
     assert graph.makespan == estimate == 7
+
+
+# Squeezing -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=80)
+@given(cases(), st.integers(0, 2**16))
+def test_squeezing_is_never_worse(case: dict[str, Any], seed: int) -> None:
+    """Whatever the order: here one after so many moves at random."""
+    problem = of_case(case).with_room()
+    random, pieces = Random(seed), Pieces(problem)
+    graph = Graph(pieces, some_order(problem))
+    for _ in range(20):
+        rank = random.randrange(problem.num_ranks)
+        origin, to = (random.randrange(len(graph.orders[rank])) for _ in range(2))
+        part = graph.moved(rank, origin, to) if origin != to else None
+        if part is not None:
+            graph.move(rank, origin, to, part)
+    words = graph.words
+    order = Squeeze(pieces, words)
+    assert order.early() == words
+    makespan = order.makespan
+    assert makespan == pytest.approx(evaluate(problem, words))
+    for turn in range(6):
+        order.turn()
+        assert order.makespan <= makespan * (1 + 1e-9)
+        makespan = order.makespan
+        if turn % 2:
+            better = order.early()
+            assert fits_all(problem, better)
+            assert order.makespan == pytest.approx(evaluate(problem, better))
+
+
+def test_work_goes_into_gaps_both_ways() -> None:
+    """F F I . I W W of rank 0: a W goes where it waited. Late, the second F of rank 1 leaves the first I alone."""
+    problem = problem_of(Costs(), loop(2), 2, cap=4)
+    makespan, words = squeezed(Pieces(problem), [[0, 0, 2, 2, 6, 6], [1, 3, 7, 1, 3, 7]], 4, lambda: False)
+    assert makespan == 7
+    assert words == [[0, 0, 2, 6, 2, 6], [1, 3, 1, 3, 7, 7]]
+
+
+def test_squeezing_keeps_the_cap() -> None:
+    """With room for one micro-batch nothing is passed; with room for two the second F is done while rank 0 waits."""
+    tight, roomy = (problem_of(Costs(), loop(2), 2, cap=cap) for cap in (1, 2))
+    words = one_at_a_time(tight)
+    assert squeezed(Pieces(tight), words, 8, lambda: False) == (evaluate(tight, words), words)
+    assert squeezed(Pieces(roomy), words, 8, lambda: False)[0] < evaluate(roomy, words)
 
 
 # Tabu search -----------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ at once what a move does to the makespan, about.
 
 from __future__ import annotations
 
-from collections import deque
-
 from penstock.schedule.auto.pieces import Pieces
 from penstock.schedule.auto.problem import SLACK, Words
 
@@ -25,10 +23,11 @@ class Graph:
         self.nothing, self.rank, self.needs = pieces.nothing, pieces.rank, pieces.needs
         self.sources, self.targets = pieces.sources, pieces.targets
         self._line, self._microbatch = pieces.line, pieces.microbatch
-        self.letters, self.duration, self.takes = list(pieces.letters), list(pieces.duration), list(pieces.takes)
-        self.fused = [False] * self.nothing
-        self.dropped = [False] * (self.stages * self.m)
-        self.orders = self._numbered(words)
+        self.orders, self.letters = pieces.numbered(words)
+        self.duration = [*(problem.durations[letter] for letter in self.letters), 0.0]
+        self.takes = [problem.takes[letter] for letter in self.letters]
+        self.fused = [letter // self.stages == 2 for letter in self.letters]
+        self.dropped = [letter // self.stages == 5 for letter in self.letters[: self.stages * self.m]]
         self.place = [0] * self.nothing
         self.held = [0.0] * (self.nothing + 1)
         self.before, self.after = [self.nothing] * self.nothing, [self.nothing] * self.nothing
@@ -45,36 +44,6 @@ class Graph:
     @property
     def words(self) -> Words:
         return [[self.letters[work] for work in order] for order in self.orders]
-
-    def _numbered(self, words: Words) -> list[list[int]]:
-        count, m = self.stages, self.m
-        done = [0] * (2 * count)
-        deferred: list[deque[int]] = [deque() for _ in range(count)]
-        dropped: list[deque[int]] = [deque() for _ in range(count)]
-        orders = []
-        for word in words:
-            order = []
-            for letter in word:
-                kind, stage = divmod(letter, count)
-                if kind in (3, 4):
-                    waiting = deferred if kind == 3 else dropped
-                    order.append(((kind - 1) * count + stage) * m + waiting[stage].popleft())
-                    continue
-                line = letter - count if kind == 2 else letter % (5 * count)
-                k = done[line]
-                done[line] = k + 1
-                work = line * m + k
-                order.append(work)
-                if kind == 1:
-                    deferred[stage].append(k)
-                elif kind == 5:
-                    dropped[stage].append(k)
-                    self.dropped[work] = True
-                elif kind == 2:
-                    self.fused[work] = True
-                self._set(work, letter)
-            orders.append(order)
-        return orders
 
     def _set(self, work: int, letter: int) -> None:
         """Work is of this class."""

@@ -5,7 +5,9 @@ Work is numbered ``class * m + micro-batch`` with F, backward (I or B), W and R 
 
 from __future__ import annotations
 
-from penstock.schedule.auto.problem import Problem
+from collections import deque
+
+from penstock.schedule.auto.problem import Problem, Words
 
 __all__ = ["Pieces"]
 
@@ -21,9 +23,13 @@ class Pieces:
         self.rank = [problem.placement[kind % count] for kind in kinds for _ in range(m)]
         self.line = [line for line in range(4 * count) for _ in range(m)]
         self.microbatch = [*range(m)] * (4 * count)
+        self.own = [*range(count * m)] * 4
+        """The same number for all work of a stage on a micro-batch."""
         self.letters = [kind for kind in kinds for _ in range(m)]
-        self.duration = [*(problem.durations[kind] for kind in kinds for _ in range(m)), 0.0]
-        self.takes = [problem.takes[kind] for kind in kinds for _ in range(m)]
+        self.shortest = [
+            min(problem.durations[kind * count + s] for s in stages for kind in range(6)) for stages in problem.local
+        ]
+        """By rank, the time of its shortest work."""
         self.needs = [problem.needs[kind] for kind in kinds for _ in range(m)]
         sources: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
         targets: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
@@ -39,6 +45,34 @@ class Pieces:
         none = (self.nothing, 0.0)
         self.source, self.coming = zip(*((*each, none)[0] for each in self.sources), strict=True)
         self.target, self.going = zip(*((*each, none)[0] for each in self.targets), strict=True)
+
+    def numbered(self, words: Words) -> tuple[list[list[int]], list[int]]:
+        """For each rank, the work in its order; and by work, its letter."""
+        count, m = self.problem.num_stages, self.problem.m
+        letters = list(self.letters)
+        done = [0] * (2 * count)
+        deferred: list[deque[int]] = [deque() for _ in range(count)]
+        dropped: list[deque[int]] = [deque() for _ in range(count)]
+        orders = []
+        for word in words:
+            order = []
+            for letter in word:
+                kind, stage = divmod(letter, count)
+                if kind in (3, 4):
+                    waiting = deferred if kind == 3 else dropped
+                    order.append(((kind - 1) * count + stage) * m + waiting[stage].popleft())
+                    continue
+                line = letter - count if kind == 2 else letter % (5 * count)
+                k = done[line]
+                done[line] = k + 1
+                order.append(line * m + k)
+                letters[line * m + k] = letter
+                if kind == 1:
+                    deferred[stage].append(k)
+                elif kind == 5:
+                    dropped[stage].append(k)
+            orders.append(order)
+        return orders, letters
 
     def in_sequence(self, orders: list[list[int]]) -> list[int]:
         """All work of an order, each after what it waits for."""

@@ -17,6 +17,7 @@ from penstock.schedule.auto.policies import draw, plain, vary
 from penstock.schedule.auto.problem import SLACK, Problem, Words
 from penstock.schedule.auto.repeat import few, repeat
 from penstock.schedule.auto.seeds import one_at_a_time, skeletons, to_skeleton
+from penstock.schedule.auto.squeeze import squeezed
 from penstock.schedule.auto.tabu import improve
 
 __all__ = ["first_order", "search"]
@@ -25,7 +26,7 @@ _LETTERS_PER_SECOND = 3.2e6
 _OVERHEAD = 300
 """What a core gets through, at least, and what an order costs besides its letters: so much searching is done."""
 
-_FOR_PERIODS, _FOR_LISTS = 0.15, 0.25
+_FOR_PERIODS, _FOR_LISTS = 0.05, 0.2
 """The parts of the search that go to finding where to start."""
 
 _VAIN = (8, 0.7)
@@ -37,11 +38,26 @@ _PERIOD_COST, _LIST_COST = 0.6, 9.0
 _SEED_COST = 4.0
 """What it costs to make an order that is known, or like one, and to fill it, in letters for each letter."""
 
+_TURN_COST = 6.0
+"""What it costs to squeeze an order one way, in letters for each letter."""
+
+_TURNS = (2, 8)
+"""So often the starts are squeezed, and then the best of them, unless nothing better has come twice."""
+
+_FEW_TURNS = 4
+"""An order for all micro-batches is squeezed, too, if there is time for so many turns: half of them to prepare it."""
+
+_SQUEEZED = 12
+"""So many starts are squeezed."""
+
 _STEP_COST, _STEP_OVERHEAD = 1.05, 150
 """What a step of tabu search costs for each letter, and besides, in letters of an order."""
 
 _ROUNDS = (4, 2, 1)
-"""So many different orders are improved: in each round the better ones of the last, for longer."""
+"""So many different orders are improved at the most: in each round the better ones of the last, for longer."""
+
+_STEPS = 150
+"""So many steps an order is improved at least: where they are few in all, so are the orders."""
 
 _WORTH = 1.05
 """A start that takes so much longer than the best is dropped."""
@@ -61,7 +77,7 @@ def search(
 ) -> list[tuple[float, Words]]:
     """The best orders found, with their makespans, best first. ``goal`` is a makespan that ends the search."""
     small = problem.with_m(few(problem))
-    share = 1.0 if small.m == problem.m else 0.65  # carrying over to more micro-batches takes its time, too
+    share = 1.0 if small.m == problem.m else 0.6  # carrying over to more micro-batches takes its time, too
 
     def expired() -> bool:
         return spent() >= share * seconds
@@ -83,18 +99,33 @@ def search(
     left += _FOR_PERIODS * pool.search(pool.try_period, periods, small_goal, expired)
     if not pool.starts:
         pool.offer(pool.choices[0], one_at_a_time(pool.choices[0]))
-    orders = [start.order(small) for start in pool.pick(_ROUNDS[0])]
     effort *= 1 - _FOR_PERIODS - _FOR_LISTS + left
-    steps = int(effort * each / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
     pieces = Pieces(small)
-    for tracks in _ROUNDS:
+    orders = [start.order(small) for start in pool.pick(_SQUEEZED)]
+    for turns, most in zip(_TURNS, (_SQUEEZED, _ROUNDS[0]), strict=True):
+        for i, (_, words) in enumerate(orders[:most]):
+            if min(orders)[0] > small_goal and not expired():
+                orders[i] = squeezed(pieces, words, turns, expired)
+                effort -= _TURN_COST * (turns + 1)
+        orders.sort(key=lambda entry: entry[0])
+    steps = int(max(0.0, effort) * each / (_STEP_COST * letters + _STEP_OVERHEAD) / len(_ROUNDS))
+    for tracks in (max(1, min(most, steps // _STEPS)) for most in _ROUNDS):
         for i, (_, words) in enumerate(orders[:tracks]):
             if min(orders)[0] > small_goal:
                 orders[i] = improve(pieces, words, steps // tracks, random, small_goal, expired)
         orders.sort(key=lambda entry: entry[0])
-    if small.m < problem.m:
-        return _for_all(problem, small.m, orders, pool, lambda: spent() >= seconds)
-    return orders
+    if small.m == problem.m:
+        return orders
+
+    def late() -> bool:
+        return spent() >= 0.8 * seconds
+
+    found = _for_all(problem, small.m, orders[: _ROUNDS[0]], pool, lambda: spent() >= 0.85 * seconds)
+    budget = (1 - share) * seconds * _LETTERS_PER_SECOND / 2
+    turns = int(budget / (3 * problem.num_stages * problem.m * _TURN_COST))
+    if found[0][0] > goal and turns >= _FEW_TURNS and not late():
+        found[0] = squeezed(Pieces(problem), found[0][1], min(_TURNS[1], turns - _FEW_TURNS // 2), late)
+    return found
 
 
 @dataclass
@@ -192,7 +223,7 @@ def _for_all(
     for makespan, words in orders:
         plans.append((makespan, words, None))
         plans.append((makespan, to_skeleton(problem, words), 0.0))
-    plans += [(start.makespan, start.skeleton, start.overrun) for start in pool.pick(4)]
+    plans[2:2] = [(start.makespan, start.skeleton, start.overrun) for start in pool.pick(4)]  # they repeat themselves
     for makespan, words, overrun in plans:
         longer = repeat(problem, words, m, overrun, makespan)
         if longer is not None:
