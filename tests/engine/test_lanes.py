@@ -17,7 +17,7 @@ from penstock.engine.channel.lane import Passage
 from penstock.engine.channel.process import BackwardLane, ForwardLane, ProcessLane
 from penstock.engine.channel.wire import ChannelError, Wire
 from penstock.engine.message import Message, depart
-from penstock.engine.meta import MessageMeta, TensorMeta, meta_of
+from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, order_of
 from penstock.errors import PlanError
 
 CPU = torch.device("cpu")
@@ -101,8 +101,9 @@ Z = torch.complex(X, X + 1)
 def test_a_tensor_arrives_as_its_values_say(tensor: Tensor) -> None:
     message, _ = depart(tensor)
     lane, _ = forward(message)
-    assert short(lane.at(0)) == bool(tensor.numel())
+    assert short(lane.at(0)) == (bool(tensor.numel()) and order_of(tensor) is None)
     found = carry(lane, message)
+    assert order_of(found.leaves[0]) == order_of(tensor)
     assert (found.spec, found.wants, found.shared) == (None, (), ())
     assert torch.equal(found.leaves[0], tensor)
     assert not found.leaves[0].is_neg()
