@@ -54,7 +54,7 @@ def random_ranks(of: Random, segments: Segments, p: int, recompute: bool | None)
 def words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beginnings that need several words, of which not all are looked at together: few of them do as well as many."""
     if request.param:
-        for name, value in (("_BITS", 2), ("_LONG", 9), ("_FEW", 1), ("_MANY", 4)):
+        for name, value in (("_BITS", 2), ("_LONG", 9), ("_MANY", 4), ("_PLACES", 5)):
             monkeypatch.setattr(pairs, name, value)
 
 

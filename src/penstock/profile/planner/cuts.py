@@ -131,21 +131,22 @@ class _Straight:
 
 
 def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Straight | Pairs) -> Cut:
-    """The best cuts, asked for at times closer and closer to what they have."""
+    """The best cuts, asked for at times closer and closer to what they have; first for any, where none are known."""
     best, high, floor = known.cuts, known.busiest, known.bound
-    low, tries = floor, [floor * more for more in (1 + 1e-12, *_NEXT)]
+    low, tries, many = floor, [floor * more for more in (1 + 1e-12, *_NEXT)], False
     while low < high and high > floor * (1 + 1e-12):
-        near = high - low <= _CLOSE * high
-        middle = high if near else (low + high) / 2
+        near = high - low <= _CLOSE * high and not many
+        middle = high if near or not best else (low + high) / 2
         if tries and (not best or tries[0] < middle):
             middle = min(tries.pop(0), high)
         found = ask(middle)
         if found is None:
-            low = middle
+            low, many = middle, False
             continue
         reached = bottleneck(segments, ranks, placement, found)
         if not reached < high:  # by rounding alone
             break
+        many = near and reached > (low + high) / 2  # there are others that are hardly better
         best, high, tries = found, reached, []
     return Cut(best, high, min(high, max(floor, ask.bound)))
 

@@ -36,7 +36,7 @@ __all__ = ["Pairs", "ThereAndBack", "TwiceRound"]
 _LESS = 1 - 1e-11  # what is less by rounding alone is not less
 _ROUNDING = 1 + 1e-9
 _BITS = 63
-_LONG, _FEW, _MANY = 250, 16, 3 * _BITS  # of a long line of layers few beginnings are looked at together
+_LONG, _MANY = 250, 3 * _BITS  # of a long line of layers fewer beginnings are looked at together
 _PLACES = 1 << 16  # that are looked at together at the last rank
 
 Place = tuple[int, int]
@@ -142,7 +142,7 @@ class Pairs(ABC):
             if k > i:
                 fine = step.fine(slice(i, k), window.columns)
                 part = torch.where(fine, words[:, None, i:k], none)
-                self._spend(20 + 8 * len(fine) + part.numel() // 400 + fine.numel() * kind.price // 400)
+                self._spend(20 + 8 * len(fine) + part.numel() // 500 + fine.numel() * kind.price // 800)
                 for number, b in enumerate(step.bs):
                     right = window.both + step.a + b - both
                     columns = min(window.columns, there.columns - right)
@@ -261,7 +261,7 @@ class TwiceRound(Pairs):
         """As many beginnings as there are bits in a word: first those that are most likely."""
         left = self.seen[1] if below <= self.seen[0] < inf else self._likely()
         left = [s for s in left if self.p == 1 or self.transfer[s] < below]
-        count = _FEW if self.m > _LONG else _MANY
+        count = _BITS if self.m > _LONG else _MANY
         while left:
             begins, left = sorted(left[:count]), left[count:]
             self.begins, self.left = torch.tensor(begins), (below, left)
