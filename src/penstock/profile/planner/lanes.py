@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import inf
 
 import torch
@@ -184,7 +183,8 @@ class Kind:
         self.speed, self.limit, flight = ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank]
         bound = self.limit < inf
         self.choices = (ranks.recompute,) if ranks.recompute is not None else (False, True) if bound else (False,)
-        self.lanes = [[_Table.of(lane, again, flight, bound) for again in self.choices] for lane in lanes]
+        tables = {id(lane): [_Table.of(lane, again, flight, bound) for again in self.choices] for lane in set(lanes)}
+        self.lanes = [tables[id(lane)] for lane in lanes]
         runs = [(segments.work(*run), *segments.run(*run)) for run in other]
         self.besides = _besides(runs, self.choices, flight)
         self.price = len(self.besides) * len(self.choices) ** 2 * (2 if bound else 1)  # of a place in a mask
@@ -194,13 +194,14 @@ class Kind:
     def _cap(self, plain: list[Tensor]) -> float:
         """More work than the memory lets such a rank have."""
         found = -inf
-        for one, two in product(*self.lanes):
+        room = max(self.limit - size for _, size, _ in self.besides)
+        for two in self.lanes[1]:
             sizes, order = _bytes(two).flatten().sort()
             most = plain[1].flatten()[order].cummax(0).values
-            room = max(self.limit - size for _, size, _ in self.besides) - _bytes(one).flatten()
-            at = torch.searchsorted(sizes, room, right=True) - 1
-            both = torch.where(at >= 0, plain[0].flatten() + most[at.clamp(min=0)], -inf)
-            found = max(found, both.max().item())
+            for one in self.lanes[0]:
+                at = torch.searchsorted(sizes, room - _bytes(one).flatten(), right=True) - 1
+                both = torch.where(at >= 0, plain[0].flatten() + most[at.clamp(min=0)], -inf)
+                found = max(found, both.max().item())
         return found
 
     def most(self, below: float) -> float:

@@ -81,6 +81,7 @@ class Pairs(ABC):
             if such not in alike:
                 alike[such] = Kind(segments, ranks, rank, runs, self.lanes)
             self.kinds.append(alike[such])
+        self.effort -= one.work.numel() * len(one.bytes) // 8 + 300 * len(alike)
 
     backwards = False
 
@@ -125,6 +126,7 @@ class Pairs(ABC):
     ) -> Reached | None:
         words, window, kind = now.words, now.window, self.kinds[rank]
         steps = kind.steps(below, least, window)
+        self._spend(200)
         if not steps:
             return None
         x_end, both_end = self._ends(rank)
@@ -142,7 +144,8 @@ class Pairs(ABC):
             if k > i:
                 fine = step.fine(slice(i, k), window.columns)
                 part = torch.where(fine, words[:, None, i:k], none)
-                self._spend(20 + 8 * len(fine) + part.numel() // 500 + fine.numel() * kind.price // 800)
+                ways, sizes = len(step.ways), len(step.bs)
+                self._spend(20 * (1 + ways) + 8 * sizes + part.numel() // 500 + fine.numel() * ways // 600)
                 for number, b in enumerate(step.bs):
                     right = window.both + step.a + b - both
                     columns = min(window.columns, there.columns - right)
