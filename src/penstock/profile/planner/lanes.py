@@ -183,8 +183,9 @@ class Kind:
         self.speed, self.limit, flight = ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank]
         bound = self.limit < inf
         self.choices = (ranks.recompute,) if ranks.recompute is not None else (False, True) if bound else (False,)
-        tables = {id(lane): [_Table.of(lane, again, flight, bound) for again in self.choices] for lane in set(lanes)}
-        self.lanes = [tables[id(lane)] for lane in lanes]
+        one = [_Table.of(lanes[0], again, flight, bound) for again in self.choices]
+        same = lanes[0] is lanes[1]
+        self.lanes = one, one if same else [_Table.of(lanes[1], again, flight, bound) for again in self.choices]
         runs = [(segments.work(*run), *segments.run(*run)) for run in other]
         self.besides = _besides(runs, self.choices, flight)
         self.price = len(self.besides) * len(self.choices) ** 2 * (2 if bound else 1)  # of a place in a mask

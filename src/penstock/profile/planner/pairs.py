@@ -29,7 +29,7 @@ from penstock.profile.planner.bounds import works_of
 from penstock.profile.planner.lanes import Kind, Lane
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Cuts, Ranks, Runs
-from penstock.profile.planner.windows import Reached, Window
+from penstock.profile.planner.windows import Place, Reached, Window
 
 __all__ = ["Pairs", "ThereAndBack", "TwiceRound"]
 
@@ -38,9 +38,6 @@ _ROUNDING = 1 + 1e-9
 _BITS = 63
 _LONG, _MANY = 250, 3 * _BITS  # of a long line of layers fewer beginnings are looked at together
 _PLACES = 1 << 16  # that are looked at together at the last rank
-
-Place = tuple[int, int]
-"""How far the two runs have got."""
 
 
 class _TooMuchError(Exception):
@@ -54,6 +51,8 @@ class Pairs(ABC):
     each, and then how much is left of that.
     """
 
+    backwards = False
+
     def __init__(
         self,
         segments: Segments,
@@ -63,27 +62,23 @@ class Pairs(ABC):
         layers: tuple[int, int] | None = None,
         other: Sequence[Runs] | None = None,
     ) -> None:
-        self.segments, self.ranks, self.effort = segments, ranks, effort
+        self.effort = effort
         self.first, last = layers or (0, segments.n)
         self.m, self.p = last - self.first, len(ranks)
-        self.other = other or [()] * self.p
         self.bound = 0.0  # no cuts keep below this: that is sure
-        works = works_of(segments, ranks)[self.first : last]
-        self.done = torch.tensor([0.0, *accumulate(works)], dtype=torch.float64)
+        self.done = torch.tensor([0.0, *accumulate(works_of(segments, ranks)[self.first : last])], dtype=torch.float64)
         self.total = float(self.done[-1])
         self.transfer = torch.tensor(segments.transfer[self.first : last + 1], dtype=torch.float64)
         one = Lane.of(segments, ranks, high, (self.first, last))
         self.lanes = one, one.back() if self.backwards else one
         alike: dict[tuple[object, ...], Kind] = {}
         self.kinds = []
-        for rank, runs in enumerate(self.other):
+        for rank, runs in enumerate(other or [()] * self.p):
             such = ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank], *runs
             if such not in alike:
                 alike[such] = Kind(segments, ranks, rank, runs, self.lanes)
             self.kinds.append(alike[such])
         self.effort -= one.work.numel() * len(one.bytes) // 8 + 300 * len(alike)
-
-    backwards = False
 
     def __call__(self, below: float) -> Cuts | None:
         """Cuts with which every rank keeps below a time."""
@@ -130,14 +125,13 @@ class Pairs(ABC):
         if not steps:
             return None
         x_end, both_end = self._ends(rank)
-        x = min(x_end, window.x + steps[-1].a)
+        x = min(x_end, window.x + steps[-1].a)  # the window that they lead to
         both = window.both + min(step.a + step.bs[0] for step in steps)
         last = min(both_end, window.both + window.columns - 1 + max(step.a + step.bs[-1] for step in steps))
         there = Window(x, both, x - (window.x - window.rows + steps[0].a), last - both + 1)
         if there.rows <= 0 or there.columns <= 0:
             return None
-        found = words.new_zeros((len(words), there.rows, there.columns))
-        none = words.new_zeros(())
+        found, none = words.new_zeros((len(words), there.rows, there.columns)), words.new_zeros(())
         for step in steps:
             up = window.x + step.a - x
             i, k = max(step.rows.start, up), step.rows.stop
@@ -189,8 +183,7 @@ class Pairs(ABC):
         word, bit = divmod(begin, _BITS)
         for rank in range(self.p - 2, -1, -1):
             (to, there), before = chain[-1], passed[rank]
-            rows, columns = (before.words[word] & (1 << bit)).nonzero().unbind(1)
-            x, y = before.places(rows, columns)
+            x, y = before.having(word, bit)
             x, y, a, b = self._within(x, y, to - x, there - y)
             at = self.kinds[rank].seconds(inf, a, x, b, y).argmin()
             chain.append((int(x[at]), int(y[at])))
@@ -239,13 +232,11 @@ class ThereAndBack(Pairs):
         return (keep & there.down(is_open)[:, None] & there.across(is_open.flip(0), False)).long()
 
     def _left(self, now: Reached) -> Iterator[tuple[Tensor, ...]]:
-        rows, columns = now.words[0].nonzero().unbind(1)
         most = torch.arange(1, min(len(self.lanes[0].work), self.m - now.both - 1) + 1)
-        parts = (torch.split(place, 1 + _PLACES // len(most)) for place in now.places(rows, columns))
-        for x, y in zip(*parts, strict=True):
-            a = most.repeat(len(x))
-            x, y = (place.repeat_interleave(len(most)) for place in (x, y))
-            yield torch.zeros_like(x), x, y, a, self.m - x - y - a
+        for part in zip(*(torch.split(numbers, 1 + _PLACES // len(most)) for numbers in now.every(1)), strict=True):
+            begin, x, y = (numbers.repeat_interleave(len(most)) for numbers in part)
+            a = most.repeat(len(part[0]))
+            yield begin, x, y, a, self.m - x - y - a
 
     def _chosen(self, begins: Tensor) -> int:
         return 0
@@ -294,10 +285,7 @@ class TwiceRound(Pairs):
         return keep.mul_(there.down(is_open)[:, None] & there.across(can_end, False))
 
     def _left(self, now: Reached) -> Iterator[tuple[Tensor, ...]]:
-        words, rows, columns = now.words.nonzero().unbind(1)
-        state, bits = (now.words[words, rows, columns][:, None] >> torch.arange(_BITS) & 1).nonzero().unbind(1)
-        begin = _BITS * words[state] + bits
-        x, y = now.places(rows[state], columns[state])
+        begin, x, y = now.every(_BITS)
         yield begin, x, y, self.begins[begin] - x, self.m - y
 
     def _chosen(self, begins: Tensor) -> int:

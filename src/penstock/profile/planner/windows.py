@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["Reached", "Window"]
+__all__ = ["Place", "Reached", "Window"]
+
+Place = tuple[int, int]
+"""How far the two runs have got."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,16 @@ class Reached:
         part = self.words[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
         return Reached(part, self.x - rows[0], self.both + columns[0])
 
-    def places(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """The ``x`` and ``y`` of rows and columns."""
-        x = self.x - rows
-        return x, self.both + columns - x
+    def every(self, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All bits that are set, numbered on from word to word of so many, with their ``x`` and ``y``."""
+        word, row, column = self.words.nonzero().unbind(1)
+        state, bit = (self.words[word, row, column][:, None] >> torch.arange(bits) & 1).nonzero().unbind(1)
+        return bits * word[state] + bit, *self._places(row[state], column[state])
+
+    def having(self, word: int, bit: int) -> tuple[Tensor, Tensor]:
+        """The ``x`` and ``y`` of all states with a bit."""
+        return self._places(*(self.words[word] & (1 << bit)).nonzero().unbind(1))
+
+    def _places(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.x - row
+        return x, self.both + column - x
