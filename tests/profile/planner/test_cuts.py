@@ -7,10 +7,12 @@ from itertools import combinations, pairwise
 from math import inf
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
+from penstock.profile.planner import cuts
 from penstock.profile.planner.bounds import by_counts, by_kinds, floor
 from penstock.profile.planner.cuts import cut, placement_of
 from penstock.profile.planner.evened import evened
@@ -54,13 +56,17 @@ def problems(draw: st.DrawFn) -> tuple[Segments, Ranks, str, int]:
     return Segments(costs), Ranks(numbers[0], numbers[1], (2.0,) * p, recompute), shape, v
 
 
+@pytest.mark.parametrize("few", [0, 1000])
 @settings(max_examples=300, deadline=None)
-@given(problems())
-def test_no_other_cuts_have_a_less_busy_rank(problem: tuple[Segments, Ranks, str, int]) -> None:
+@given(problem=problems())
+def test_no_other_cuts_have_a_less_busy_rank(few: int, problem: tuple[Segments, Ranks, str, int]) -> None:
+    """So it is where few cuts are tried one by one, and where these are found as many are."""
     segments, ranks, shape, v = problem
     placement = placement_of(shape, len(ranks), v)
     best = best_of_all(segments, ranks, placement)
-    found = cut(segments, ranks, shape, v)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "_FEW", few)
+        found = cut(segments, ranks, shape, v)
     moved = evened(segments, ranks, placement)
     assert moved is None or bottleneck(segments, ranks, placement, moved) >= best * (1 - 1e-12)
     assert (inf if found is None else found.busiest) == pytest.approx(best)
@@ -72,8 +78,8 @@ def test_no_other_cuts_have_a_less_busy_rank(problem: tuple[Segments, Ranks, str
 
 
 def best_of_all(segments: Segments, ranks: Ranks, placement: tuple[int, ...]) -> float:
-    everywhere = [(*cuts, segments.n) for cuts in combinations(range(1, segments.n), len(placement) - 1)]
-    return min(bottleneck(segments, ranks, placement, cuts) for cuts in everywhere)
+    everywhere = [(*inner, segments.n) for inner in combinations(range(1, segments.n), len(placement) - 1)]
+    return min(bottleneck(segments, ranks, placement, every) for every in everywhere)
 
 
 @settings(max_examples=200, deadline=None)
@@ -230,3 +236,39 @@ def test_there_are_no_cuts_where_there_is_no_memory(shape: str, v: int) -> None:
     for memory in ((0.0, 0.0), (0.0, inf)):
         for recompute in (False, True, None):
             assert cut(segments, Ranks((1.0,) * 2, memory, (2.0,) * 2, recompute), shape, v) is None
+
+
+@pytest.mark.parametrize(("shape", "v"), SHAPES)
+def test_layers_that_take_no_time_are_cut_too(shape: str, v: int) -> None:
+    """Shares of the work that memory lets ranks do were all zero, and divided by."""
+    layers = tuple(layer(i, 0.0, 1.0, 1.0) for i in range(12))
+    segments = Segments(ModelCosts(layers, model([0.0] * 12).crossings))
+    found = cut(segments, Ranks((1.0,) * 2, (30.0,) * 2, (2.0,) * 2), shape, v)
+    assert found is not None
+    assert found.busiest == found.gap == 0
+
+
+@pytest.mark.parametrize("recompute", [False, None])
+@pytest.mark.parametrize(("shape", "v"), SHAPES)
+def test_cuts_are_the_same_where_tensors_are_made_elsewhere(shape: str, v: int, recompute: bool | None) -> None:
+    works = [1.0 + (i * 7919 % 13) / 13 for i in range(24)]
+    layers = tuple(layer(i, work, work, 1.0) for i, work in enumerate(works))
+    segments = Segments(ModelCosts(layers, model(works).crossings))
+    memory = 1.2 * (segments.static(0, 24) + 3 * segments.activation(0, 24)) / 3
+    ranks = Ranks((1.0,) * 3, (memory,) * 3, (3.0,) * 3, recompute)
+    expected = cut(segments, ranks, shape, v)
+    assert expected is not None
+    with torch.device("meta"):
+        assert cut(segments, ranks, shape, v) == expected
+        assert torch.get_default_device() == torch.device("meta")
+    with torch.inference_mode():
+        assert cut(segments, ranks, shape, v) == expected
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float16)
+        assert cut(segments, ranks, shape, v) == expected
+        assert torch.zeros(1).is_meta
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert cut(segments, ranks, shape, v) == expected

@@ -54,7 +54,7 @@ def random_ranks(of: Random, segments: Segments, p: int, recompute: bool | None)
 def words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beginnings that need several words, of which not all are looked at together: few of them do as well as many."""
     if request.param:
-        for name, value in (("_BITS", 2), ("_LONG", 9), ("_FEW", 1), ("_MANY", 4)):
+        for name, value in (("_BITS", 2), ("_LONG", 9), ("_MANY", 4), ("_PLACES", 5)):
             monkeypatch.setattr(pairs, name, value)
 
 
@@ -122,6 +122,18 @@ def test_uneven_layers_in_many_stages_are_exact(shape: str, recompute: bool | No
     assert found is not None
     assert found.gap < 1e-9
     assert found.busiest > segments.work(0, 90) / 16 * 1.005  # the share of all work is no proof
+
+
+@pytest.mark.parametrize(("p", "noise"), [(4, 0.05), (4, 0.5), (8, 0.05)])
+def test_long_loops_are_exact(p: int, noise: float) -> None:
+    """There are very many cuts that are hardly worse than the best, and it is not gone from each to the next."""
+    of = Random(1)
+    works = [of.uniform(1 - noise, 1 + noise) / 3 for _ in range(300)]
+    layers = tuple(LayerCosts(f"l{i}", *[w] * 5, w, 0.0, 0.0) for i, w in enumerate(works))  # type: ignore[arg-type]
+    segments = Segments(ModelCosts(layers, tuple(Crossing(i, i + 1, 0.1) for i in range(299))))
+    found = cut(segments, Ranks((1.0,) * p, (inf,) * p, (1.0,) * p), "loop", 2)
+    assert found is not None
+    assert found.gap < 1e-9
 
 
 def test_a_question_that_takes_too_much_has_no_sure_answer() -> None:

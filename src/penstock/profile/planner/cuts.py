@@ -7,11 +7,12 @@
 A rank's time is that of its stages together, over its speed; a channel's is that of what crosses its cut. All ranks
 keep within their memory: what stays, and the activations of as many micro-batches as are in flight.
 
-How it is found: even cuts are moved as long as it helps, and compared with times that no cuts can be below (see
-``bounds``). Where that leaves a gap, whether all can keep below some time is decided by going through the ranks; the
-least such time is approached by halving, until no cuts do better than those that were found. So straight cuts are
-exact: no others have a busiest rank with less to do. So are those of a V, and of a loop with two stages a rank (see
-``pairs``), up to several hundred layers: then there can be too many ways to get there.
+Where there are few cuts, all are tried. How the best of many are found: even cuts are moved as long as it helps, and
+compared with times that no cuts can be below (see ``bounds``). Where that leaves a gap, whether all can keep below some
+time is decided by going through the ranks; the least such time is approached by halving, until no cuts do better than
+those that were found. So straight cuts are exact: no others have a busiest rank with less to do. So are those of a V,
+and of a loop with two stages a rank (see ``pairs``), up to several hundred layers: then there can be too many ways to
+get there.
 
 Where a loop has more stages a rank, cuts are moved at random, and two rounds are cut at a time, the others being as
 they are. Then all cuts are gone through that can be better (see ``rounds``): these are few where there are not many
@@ -23,9 +24,12 @@ The answer has a bound, which says how good it is for certain: it is exact where
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
+
+import torch
 
 from penstock.errors import PlanError
 from penstock.profile.planner.bounds import by_counts, by_kinds, floor
@@ -35,6 +39,7 @@ from penstock.profile.planner.rounds import Rounds
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.shaken import shaken
 from penstock.profile.planner.times import Cuts, Ranks, bottleneck, fits
+from penstock.profile.planner.tried import best_of_all, count
 from penstock.profile.planner.weighed import Weighed
 from penstock.schedule.placement import loop, vee
 
@@ -42,10 +47,11 @@ __all__ = ["Cut", "cut", "least_memory", "placement_of"]
 
 _CLOSE = 2e-3  # by how much the halving may miss, before the rest is done exactly
 _EFFORT = 2_000_000  # what is looked at, in about a microsecond each
-_TWO_ROUNDS = _EFFORT // 12
+_TWO_ROUNDS = _EFFORT // 16
 _PART = _EFFORT // 5  # for moves at random, and for a proof: in much less than a microsecond
 _SAME = 1 + 1e-9
 _LESS = 1 + 1e-11  # what is less by rounding alone is not less
+_FEW = 1000  # cuts, which are tried one by one
 _PASSES = 500_000  # stages and places that are weighed
 _NEXT = (1.003, 1.01, 1.03, 1.1, 1.3)  # times that are tried, over the least that there can be
 
@@ -79,7 +85,8 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
     placement = placement_of(shape, p, v)
     start, low = evened(segments, ranks, placement), floor(segments, ranks)
     value = _any_time(segments, ranks) if start is None else bottleneck(segments, ranks, placement, start)
-    for bound in (by_counts, by_kinds) if start is not None else (by_counts,):
+    few = count(segments, placement) <= _FEW
+    for bound in (by_counts, by_kinds) if start is not None and not few else (by_counts,):
         if value > low * _SAME:
             low = bound(segments, ranks, placement, low, value)
     known = Cut(start or (), value, min(low, value))
@@ -90,12 +97,18 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
 
 def _better(segments: Segments, ranks: Ranks, placement: tuple[int, ...], shape: str, known: Cut) -> Cut:
     v = len(placement) // len(ranks)
-    if v > 2:
-        return _rounds(segments, ranks, placement, known)
-    ask: _Straight | Pairs = _Straight(segments, ranks)
-    if v == 2:
-        ask = (ThereAndBack if shape == "v" else TwiceRound)(segments, ranks, known.busiest, _EFFORT)
-    return _least(segments, ranks, placement, known, ask)
+    if count(segments, placement) <= _FEW:
+        best, value = best_of_all(segments, ranks, placement, known.cuts, known.busiest)
+        return Cut(best, value, value)
+    if v == 1:
+        return _least(segments, ranks, placement, known, _Straight(segments, ranks))
+    elsewhere = torch.get_default_device().type != "cpu"  # as it is where models are made that have no numbers yet
+    with torch.device("cpu") if elsewhere else nullcontext():
+        if v > 2:
+            return _rounds(segments, ranks, placement, known)
+        effort = _EFFORT if known.cuts else _EFFORT // 2  # there may be none
+        ask = (ThereAndBack if shape == "v" else TwiceRound)(segments, ranks, known.busiest, effort)
+        return _least(segments, ranks, placement, known, ask)
 
 
 def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
@@ -131,21 +144,22 @@ class _Straight:
 
 
 def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Straight | Pairs) -> Cut:
-    """The best cuts, asked for at times closer and closer to what they have."""
+    """The best cuts, asked for at times closer and closer to what they have; first for any, where none are known."""
     best, high, floor = known.cuts, known.busiest, known.bound
-    low, tries = floor, [floor * more for more in (1 + 1e-12, *_NEXT)]
+    low, tries, many = floor, [floor * more for more in (1 + 1e-12, *_NEXT)], False
     while low < high and high > floor * (1 + 1e-12):
-        near = high - low <= _CLOSE * high
-        middle = high if near else (low + high) / 2
+        near = high - low <= _CLOSE * high and not many
+        middle = high if near or not best else (low + high) / 2
         if tries and (not best or tries[0] < middle):
             middle = min(tries.pop(0), high)
         found = ask(middle)
         if found is None:
-            low = middle
+            low, many = middle, False
             continue
         reached = bottleneck(segments, ranks, placement, found)
         if not reached < high:  # by rounding alone
             break
+        many = near and reached > (low + high) / 2  # there are others that are hardly better
         best, high, tries = found, reached, []
     return Cut(best, high, min(high, max(floor, ask.bound)))
 

@@ -23,7 +23,7 @@ def evened(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts |
         return None
     shares = [ranks.speed]
     if min(ranks.memory) < inf and max(ranks.memory) > 0:
-        shares.append(_shares(segments, ranks))
+        shares += [share for share in [_shares(segments, ranks)] if any(share)]  # none where layers take no time
     starts = {_even(segments, ranks, placement, share, avoid) for share in shares for avoid in (True, False)}
     states = [_moved(_State(segments, ranks, placement, list(cuts))) for cuts in starts]
     best = min(states, key=lambda state: (state.value, state.cuts))

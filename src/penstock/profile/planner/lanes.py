@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
 from math import inf
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from penstock.profile.planner.segments import Segments
 from penstock.profile.planner.times import Ranks, Runs
+from penstock.profile.planner.windows import Window
 
-__all__ = ["Kind", "Lane"]
+__all__ = ["Kind", "Lane", "Step"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,6 @@ class _Table:
 
     def __init__(self, work: Tensor, size: Tensor | None, once: Tensor | None) -> None:
         self.work, self.size, self.once = work, size, once
-        self.low, self.high = work.amin(1).tolist(), work.amax(1).tolist()
-        self.small = [0.0] * len(work) if size is None else size.amin(1).tolist()
 
     @classmethod
     def of(cls, lane: Lane, again: bool, flight: float, bound: bool) -> _Table:
@@ -86,17 +85,95 @@ class _Table:
             return cls(work, stays + flight * kept, None)
         return cls(work, stays + flight * came, torch.where(kept < inf, kept - came, inf))
 
-    def at(self, begins: slice) -> _Table:
-        size = None if self.size is None else self.size[:, begins]
-        return _Table(self.work[:, begins], size, None if self.once is None else self.once[:, begins])
+    def part(self, of: Callable[[Tensor], Tensor]) -> _Table:
+        """The same part of all numbers."""
+        size, once = (None if table is None else of(table) for table in (self.size, self.once))
+        return _Table(of(self.work), size, once)
+
+    @cached_property
+    def low(self) -> list[float]:
+        """The least seconds of so many layers."""
+        return _numbers(self.work.amin(1))
+
+    @cached_property
+    def high(self) -> list[float]:
+        """The most seconds of so many layers, of all runs that there are."""
+        return _numbers(_there(self.work).amax(1))
+
+    @cached_property
+    def small(self) -> list[float]:
+        """The least bytes of so many layers."""
+        return [0.0] * len(self.work) if self.size is None else _numbers(self.size.amin(1))
+
+    @cached_property
+    def big(self) -> list[float]:
+        """The most bytes of so many layers, of all runs that there are."""
+        return [0.0] * len(self.work) if self.size is None else _numbers(_there(self.size).amax(1))
 
 
 Besides = tuple[float, float, float]
 """Of the runs that a rank has besides: seconds, bytes, and bytes of one micro-batch at once."""
 
-Step = tuple[int, int, int, Tensor]
-"""How many layers the first run has, how many the second one or more, the first of the places where it may begin, and
-a mask of ``[more layers, places of the first run, all places of the second]``."""
+Room = tuple[Tensor, Tensor, bool]
+"""What the second run uses of time or memory, what the first one leaves of it, and whether it must be less."""
+
+
+class _Way:
+    """One run, the other one, and those besides: each recomputed or not."""
+
+    def __init__(self, kind: Kind, below: float, one: _Table, two: _Table, besides: Besides) -> None:
+        self.one, self.two, (self.work, size, self.at_once) = one, two, besides
+        self.time, self.limit = below * kind.speed - self.work, kind.limit - size
+
+    @cached_property
+    def rooms(self) -> list[Room]:
+        one, two = self.one, self.two
+        rooms = [(two.work, self.time - one.work, True)]
+        if one.size is not None and two.size is not None:
+            room = self.limit - one.size
+            if two.once is not None:
+                rooms.append((two.size + two.once.clamp(min=self.at_once), room, False))
+            if one.once is not None:
+                rooms.append((two.size, room - one.once.clamp(min=self.at_once), False))
+            elif two.once is None:
+                rooms.append((two.size, room - self.at_once, False))
+        return rooms
+
+    def may(self, a: int, bs: slice) -> bool:
+        """Whether it can be in time, and fit, for so many layers."""
+        one, two = self.one, self.two
+        return one.low[a] + min(two.low[bs]) < self.time and one.small[a] + min(two.small[bs]) <= self.limit
+
+    def must(self, a: int, bs: slice) -> bool:
+        """Whether it fits in any case."""
+        one, two = self.one, self.two
+        return one.once is two.once is None and one.big[a] + max(two.big[bs]) + self.at_once <= self.limit
+
+
+@dataclass(frozen=True)
+class Step:
+    """How many layers the first run may have, and how many the second one then; and where the first one begins."""
+
+    a: int
+    bs: range
+    rows: slice
+    ways: list[_Way]
+
+    def fine(self, rows: slice, columns: int) -> Tensor:
+        """Where one of the ways is in time, and fits: of ``[layers of the second run, rows, columns]``."""
+        found: Tensor | None = None
+        sizes = slice(self.bs.start - 1, self.bs.stop - 1)
+        for way in self.ways:
+            fine: Tensor | None = None
+            for used, room, less in way.rooms:
+                across = used[sizes].unfold(1, columns, 1)[:, rows]
+                some = torch.empty(across.shape, dtype=torch.bool)  # in this order in memory, as words are
+                (torch.lt if less else torch.le)(across, room[self.a - 1, rows, None], out=some)
+                fine = some if fine is None else fine.logical_and_(some)
+            assert fine is not None
+            found = fine if found is None else found.logical_or_(fine)
+        assert found is not None
+        return found
 
 
 class Kind:
@@ -106,7 +183,9 @@ class Kind:
         self.speed, self.limit, flight = ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank]
         bound = self.limit < inf
         self.choices = (ranks.recompute,) if ranks.recompute is not None else (False, True) if bound else (False,)
-        self.lanes = [[_Table.of(lane, again, flight, bound) for again in self.choices] for lane in lanes]
+        one = [_Table.of(lanes[0], again, flight, bound) for again in self.choices]
+        same = lanes[0] is lanes[1]
+        self.lanes = one, one if same else [_Table.of(lanes[1], again, flight, bound) for again in self.choices]
         runs = [(segments.work(*run), *segments.run(*run)) for run in other]
         self.besides = _besides(runs, self.choices, flight)
         self.price = len(self.besides) * len(self.choices) ** 2 * (2 if bound else 1)  # of a place in a mask
@@ -116,61 +195,68 @@ class Kind:
     def _cap(self, plain: list[Tensor]) -> float:
         """More work than the memory lets such a rank have."""
         found = -inf
-        for one, two in product(*self.lanes):
+        room = max(self.limit - size for _, size, _ in self.besides)
+        for two in self.lanes[1]:
             sizes, order = _bytes(two).flatten().sort()
             most = plain[1].flatten()[order].cummax(0).values
-            room = max(self.limit - size for _, size, _ in self.besides) - _bytes(one).flatten()
-            at = torch.searchsorted(sizes, room, right=True) - 1
-            both = torch.where(at >= 0, plain[0].flatten() + most[at.clamp(min=0)], -inf)
-            found = max(found, both.max().item())
+            for one in self.lanes[0]:
+                at = torch.searchsorted(sizes, room - _bytes(one).flatten(), right=True) - 1
+                both = torch.where(at >= 0, plain[0].flatten() + most[at.clamp(min=0)], -inf)
+                found = max(found, both.max().item())
         return found
 
     def most(self, below: float) -> float:
         """The work that such a rank can do in time, of its two runs."""
         return min(self.cap, below * self.speed - min(work for work, _, _ in self.besides))
 
-    def steps(self, below: float, least: float, x: slice, y: slice) -> Iterator[Step]:
-        """All steps from these places that take less than the time, and fit; of ``least`` work at least."""
-        ones, twos = ([table.at(where) for table in lane] for lane, where in zip(self.lanes, (x, y), strict=True))
+    def steps(self, below: float, least: float, window: Window) -> list[Step]:
+        """All steps from these places that may take less than the time, and fit; of ``least`` work at least."""
+        ones = [table.part(window.down) for table in self.lanes[0]]
+        twos = [table.part(lambda values: window.along(values, inf)) for table in self.lanes[1]]
         time = below * self.speed
         lows = [min(lows) for lows in zip(*(two.low for two in twos), strict=True)]
         highs = [max(highs) for highs in zip(*(two.high for two in twos), strict=True)]
         besides = min(work for work, _, _ in self.besides)
         some = torch.stack([one.work for one in ones]).amin(0) + (min(lows) + besides) < time
         firsts, lasts = some.int().argmax(1).tolist(), some.flip(1).int().argmax(1).tolist()
-        for a, possible in enumerate(some.any(1).tolist()):
+        every = [_Way(self, below, *way) for way in self._ways(ones, twos)]
+        found = []
+        for a in some.any(1).nonzero().flatten().tolist():
             low, high = min(one.low[a] for one in ones) + besides, max(one.high[a] for one in ones)
             sizes = [b for b, more in enumerate(lows) if low + more < time and high + highs[b] >= least]
-            if possible and sizes:
-                rows, bs = slice(firsts[a], some.shape[1] - lasts[a]), slice(sizes[0], sizes[-1] + 1)
-                ways = [way for way in product(ones, twos, self.besides) if self._may(*way, time, a, bs)]
+            if sizes:
+                bs = slice(sizes[0], sizes[-1] + 1)
+                ways = every[:1] if every[0].must(a, bs) else [way for way in every if way.may(a, bs)]
                 if ways:
-                    yield a + 1, sizes[0] + 1, rows.start, self._fine(ways, time, a, rows, bs)
+                    rows = slice(firsts[a], window.rows - lasts[a])
+                    found.append(Step(a + 1, range(bs.start + 1, bs.stop + 1), rows, ways))
+        return found
 
-    def _may(self, one: _Table, two: _Table, besides: Besides, time: float, a: int, bs: slice) -> bool:
-        work, size, _ = besides
-        in_time = one.low[a] + min(two.low[bs]) < time - work
-        return in_time and one.small[a] + min(two.small[bs]) <= self.limit - size
+    def _ways(self, ones: list[_Table], twos: list[_Table]) -> list[tuple[_Table, _Table, Besides]]:
+        """All ways to recompute runs or not: the first takes the least time."""
+        return [(one, two, besides) for one in ones for two in twos for besides in self.besides]
 
-    def _fine(self, ways: list[tuple[_Table, _Table, Besides]], time: float, a: int, rows: slice, bs: slice) -> Tensor:
-        """Where one of the ways is in time, and fits."""
-        some: Tensor | None = None
-        for one, two, (work, size, at_once) in ways:
-            fine = one.work[a, rows, None] + two.work[bs, None, :] < time - work
-            if one.size is not None and two.size is not None:
-                held = one.size[a, rows, None] + two.size[bs, None, :]
-                if one.once is not None and two.once is not None:
-                    held += torch.maximum(one.once[a, rows, None], two.once[bs, None, :]).clamp_(min=at_once)
-                elif one.once is not None:
-                    held += one.once[a, rows, None].clamp(min=at_once)
-                elif two.once is not None:
-                    held += two.once[bs, None, :].clamp(min=at_once)
-                else:
-                    held += at_once
-                fine &= held <= self.limit - size
-            some = fine if some is None else some.logical_or_(fine)
-        assert some is not None
-        return some
+    def seconds(self, below: float, a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        """What runs of so many layers from these places take together: infinite where it is too long, or none fit."""
+        found = torch.full(a.shape, inf, dtype=torch.float64)
+        ones = [table.part(lambda values: values[a - 1, x]) for table in self.lanes[0]]
+        twos = [table.part(lambda values: values[b - 1, y]) for table in self.lanes[1]]
+        for one, two, besides in self._ways(ones, twos):
+            work = one.work + two.work + besides[0]
+            for used, room, less in _Way(self, below, one, two, besides).rooms:
+                work = torch.where(used < room if less else used <= room, work, inf)
+            found = torch.minimum(found, work)
+        return found
+
+
+def _there(table: Tensor) -> Tensor:
+    """Without the runs that there are not."""
+    return torch.where(table < inf, table, -inf)
+
+
+def _numbers(values: Tensor) -> list[float]:
+    found: list[float] = values.tolist()
+    return found
 
 
 def _bytes(table: _Table) -> Tensor:

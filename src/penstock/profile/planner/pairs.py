@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
@@ -29,23 +28,16 @@ from torch import Tensor
 from penstock.profile.planner.bounds import works_of
 from penstock.profile.planner.lanes import Kind, Lane
 from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Cuts, Ranks, Runs, time_of
+from penstock.profile.planner.times import Cuts, Ranks, Runs
+from penstock.profile.planner.windows import Place, Reached, Window
 
 __all__ = ["Pairs", "ThereAndBack", "TwiceRound"]
 
 _LESS = 1 - 1e-11  # what is less by rounding alone is not less
 _ROUNDING = 1 + 1e-9
 _BITS = 63
-_LONG, _FEW, _MANY = 250, 16, 3 * _BITS  # of a long line of layers few beginnings are looked at together
-
-
-@dataclass(frozen=True)
-class _Reached:
-    """The states before a rank: words of bits for each ``x`` and ``y`` from the first ones on."""
-
-    words: Tensor  # [words, x, y]
-    x: int
-    y: int
+_LONG, _MANY = 250, 3 * _BITS  # of a long line of layers fewer beginnings are looked at together
+_PLACES = 1 << 16  # that are looked at together at the last rank
 
 
 class _TooMuchError(Exception):
@@ -59,6 +51,8 @@ class Pairs(ABC):
     each, and then how much is left of that.
     """
 
+    backwards = False
+
     def __init__(
         self,
         segments: Segments,
@@ -68,26 +62,23 @@ class Pairs(ABC):
         layers: tuple[int, int] | None = None,
         other: Sequence[Runs] | None = None,
     ) -> None:
-        self.segments, self.ranks, self.effort = segments, ranks, effort
+        self.effort = effort
         self.first, last = layers or (0, segments.n)
         self.m, self.p = last - self.first, len(ranks)
-        self.other = other or [()] * self.p
         self.bound = 0.0  # no cuts keep below this: that is sure
-        works = works_of(segments, ranks)[self.first : last]
-        self.done = torch.tensor([0.0, *accumulate(works)], dtype=torch.float64)
+        self.done = torch.tensor([0.0, *accumulate(works_of(segments, ranks)[self.first : last])], dtype=torch.float64)
         self.total = float(self.done[-1])
         self.transfer = torch.tensor(segments.transfer[self.first : last + 1], dtype=torch.float64)
         one = Lane.of(segments, ranks, high, (self.first, last))
         self.lanes = one, one.back() if self.backwards else one
         alike: dict[tuple[object, ...], Kind] = {}
         self.kinds = []
-        for rank, runs in enumerate(self.other):
+        for rank, runs in enumerate(other or [()] * self.p):
             such = ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank], *runs
             if such not in alike:
                 alike[such] = Kind(segments, ranks, rank, runs, self.lanes)
             self.kinds.append(alike[such])
-
-    backwards = False
+        self.effort -= one.work.numel() * len(one.bytes) // 8 + 300 * len(alike)
 
     def __call__(self, below: float) -> Cuts | None:
         """Cuts with which every rank keeps below a time."""
@@ -113,52 +104,71 @@ class Pairs(ABC):
                 return found
         return None
 
-    def _through(self, start: _Reached, below: float, caps: list[float], after: list[float]) -> Cuts | None:
+    def _through(self, start: Reached, below: float, caps: list[float], after: list[float]) -> Cuts | None:
         slack = max(0.0, after[0] * _ROUNDING - self.total)
         is_open = self.transfer < below
-        now: _Reached | None = start
-        passed = []
-        for rank in range(self.p):
-            if now is None:
+        passed = [start]
+        for rank in range(self.p - 1):
+            reached = self._step(rank, passed[-1], below * _LESS, caps[rank] - slack, is_open, after[rank + 1])
+            if reached is None:
                 return None
-            passed.append(now)
-            now = self._step(rank, now, below * _LESS, caps[rank] - slack, is_open, after[rank + 1])
-        at = None if now is None else self._met(now)
-        return None if at is None else self._traced(passed, *at)
+            passed.append(reached)
+        end = self._last(passed[-1], below * _LESS)
+        return None if end is None else self._traced(passed, *end)
 
     def _step(
-        self, rank: int, now: _Reached, below: float, least: float, is_open: Tensor, rest: float
-    ) -> _Reached | None:
-        words, x0, y0 = now.words, now.x, now.y
-        _, height, width = words.shape
-        one, two = self.lanes
-        x1, y1 = self._ends(rank)
-        x1, y1 = min(x1, x0 + height - 1 + len(one.work)), min(y1, y0 + width - 1 + len(two.work))
-        if x1 <= x0 or y1 <= y0:
+        self, rank: int, now: Reached, below: float, least: float, is_open: Tensor, rest: float
+    ) -> Reached | None:
+        words, window, kind = now.words, now.window, self.kinds[rank]
+        steps = kind.steps(below, least, window)
+        self._spend(200)
+        if not steps:
             return None
-        found = words.new_zeros((len(words), x1 - x0, y1 - y0))  # from x0 + 1 and y0 + 1 on
-        none = words.new_zeros(())
-        kind = self.kinds[rank]
-        steps = kind.steps(below, least, slice(x0, x0 + height), slice(y0, y0 + width))
-        for a, b, i, fine in steps:
-            k = min(i + fine.shape[1], x1 - a + 1 - x0)
+        x_end, both_end = self._ends(rank)
+        x = min(x_end, window.x + steps[-1].a)  # the window that they lead to
+        both = window.both + min(step.a + step.bs[0] for step in steps)
+        last = min(both_end, window.both + window.columns - 1 + max(step.a + step.bs[-1] for step in steps))
+        there = Window(x, both, x - (window.x - window.rows + steps[0].a), last - both + 1)
+        if there.rows <= 0 or there.columns <= 0:
+            return None
+        found, none = words.new_zeros((len(words), there.rows, there.columns)), words.new_zeros(())
+        for step in steps:
+            up = window.x + step.a - x
+            i, k = max(step.rows.start, up), step.rows.stop
             if k > i:
-                part = torch.where(fine[:, : k - i], words[:, None, i:k], none)
-                self._spend(20 + 8 * len(fine) + part.numel() // 400 + fine.numel() * kind.price // 400)
-                for more in range(len(fine)):
-                    right = min(width, y1 - b - more + 1 - y0)
-                    if right > 0:
-                        into = found[:, i + a - 1 : k + a - 1, b + more - 1 : b + more - 1 + right]
-                        into.bitwise_or_(part[:, more, :, :right])
-        keep = self._keep(rank, (x0 + 1, x1 + 1, y0 + 1, y1 + 1), self.total / _ROUNDING - rest * _ROUNDING, is_open)
-        found.bitwise_and_(keep)
+                fine = step.fine(slice(i, k), window.columns)
+                part = torch.where(fine, words[:, None, i:k], none)
+                ways, sizes = len(step.ways), len(step.bs)
+                self._spend(20 * (1 + ways) + 8 * sizes + part.numel() // 500 + fine.numel() * ways // 600)
+                for number, b in enumerate(step.bs):
+                    right = window.both + step.a + b - both
+                    columns = min(window.columns, there.columns - right)
+                    if columns > 0:
+                        into = found[:, i - up : k - up, right : right + columns]
+                        into.bitwise_or_(part[:, number, :, :columns])
+        found.bitwise_and_(self._keep(rank, there, self.total / _ROUNDING - rest * _ROUNDING, is_open))
         self._spend(100 + found.numel() // 100)
-        some = found.any(0)
-        rows, columns = (some.any(way).nonzero().flatten().tolist() for way in (1, 0))
-        if not rows:
-            return None
-        part = found[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        return _Reached(part, x0 + 1 + rows[0], y0 + 1 + columns[0])
+        return Reached(found, x, both).trimmed()
+
+    def _last(self, now: Reached, below: float) -> tuple[int, Place, Place] | None:
+        """From which beginning, and between which places, the last rank has the least; it ends where it must."""
+        for choices in self._left(now):
+            begin, x, y, a, b = self._within(*choices)
+            self._spend(50 + len(a) * self.kinds[-1].price // 20)
+            seconds = self.kinds[-1].seconds(below, a, x, b, y)
+            if (some := seconds < inf).any():
+                chosen = self._chosen(begin[some])
+                at = torch.where(begin == chosen, seconds, inf).argmin()
+                i, j, more, further = (int(number[at]) for number in (x, y, a, b))
+                return chosen, (i, j), (i + more, j + further)
+        return None
+
+    def _within(self, *numbers: Tensor) -> list[Tensor]:
+        """Without runs that are longer than any that there can be."""
+        *_, a, b = numbers
+        one, two = self.lanes
+        some = (a > 0) & (a <= len(one.work)) & (b > 0) & (b <= len(two.work))
+        return [number[some] for number in numbers]
 
     def _spend(self, effort: int) -> None:
         self.effort -= effort
@@ -167,44 +177,41 @@ class Pairs(ABC):
 
     # ── the cuts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _traced(self, passed: list[_Reached], word: int, bit: int, x: int, y: int) -> Cuts:
-        """The steps that lead to an end, each with the least time that its rank can have there."""
-        chain = [(x, y)]
-        for rank in range(self.p - 1, -1, -1):
-            before = passed[rank]
-            x, y = chain[-1]
-            i, j = max(before.x, x - len(self.lanes[0].work)), max(before.y, y - len(self.lanes[1].work))
-            part = before.words[word, i - before.x : max(0, x - before.x), j - before.y : max(0, y - before.y)]
-            ways = [(i + down, j + right) for down, right in (part & (1 << bit)).nonzero().tolist()]
-            chain.append(min(ways, key=lambda way: (self._time(rank, way, (x, y)), way)))
+    def _traced(self, passed: list[Reached], begin: int, *ends: Place) -> Cuts:
+        """The steps that lead to the last rank's, each with the least time that its rank can have there."""
+        chain = [*reversed(ends)]
+        word, bit = divmod(begin, _BITS)
+        for rank in range(self.p - 2, -1, -1):
+            (to, there), before = chain[-1], passed[rank]
+            x, y = before.having(word, bit)
+            x, y, a, b = self._within(x, y, to - x, there - y)
+            at = self.kinds[rank].seconds(inf, a, x, b, y).argmin()
+            chain.append((int(x[at]), int(y[at])))
         return self._cuts(chain[::-1])
-
-    def _time(self, rank: int, begin: tuple[int, int], end: tuple[int, int]) -> float:
-        runs = [*self.other[rank], *self._runs(begin, end)]
-        return time_of(self.segments, self.ranks, rank, runs)
 
     # ── what a V and a loop have of their own ────────────────────────────────────────────────────────────────────
 
     @abstractmethod
-    def _starts(self, below: float) -> Iterator[_Reached]: ...
+    def _starts(self, below: float) -> Iterator[Reached]: ...
 
     @abstractmethod
     def _ends(self, rank: int) -> tuple[int, int]:
-        """The furthest that the runs of a rank can end."""
+        """The furthest that the first run of a rank can end, and both together."""
 
     @abstractmethod
-    def _keep(self, rank: int, where: tuple[int, int, int, int], done: float, is_open: Tensor) -> Tensor:
+    def _keep(self, rank: int, there: Window, done: float, is_open: Tensor) -> Tensor:
         """The bits that may stay behind a rank: as much is done as must be, and layers are left for the others."""
 
     @abstractmethod
-    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
-        """An end at which all layers are done: its word, bit, ``x`` and ``y``."""
+    def _left(self, now: Reached) -> Iterator[tuple[Tensor, ...]]:
+        """All that the last rank can have: the numbers of beginnings, ``x``, ``y``, and how many layers from there."""
 
     @abstractmethod
-    def _runs(self, begin: tuple[int, int], end: tuple[int, int]) -> Runs: ...
+    def _chosen(self, begins: Tensor) -> int:
+        """One of the beginnings with which there are cuts."""
 
     @abstractmethod
-    def _cuts(self, chain: list[tuple[int, int]]) -> Cuts: ...
+    def _cuts(self, chain: list[Place]) -> Cuts: ...
 
 
 class ThereAndBack(Pairs):
@@ -212,31 +219,29 @@ class ThereAndBack(Pairs):
 
     backwards = True
 
-    def _starts(self, below: float) -> Iterator[_Reached]:
-        yield _Reached(torch.ones(1, 1, 1, dtype=torch.int64), 0, 0)
+    def _starts(self, below: float) -> Iterator[Reached]:
+        yield Reached(torch.ones(1, 1, 1, dtype=torch.int64), 0, 0)
 
     def _ends(self, rank: int) -> tuple[int, int]:
-        most = self.m - 2 * (self.p - rank - 1) - (rank + 1)
-        return most, most
+        most = self.m - 2 * (self.p - rank - 1)
+        return most - (rank + 1), most
 
-    def _keep(self, rank: int, where: tuple[int, int, int, int], done: float, is_open: Tensor) -> Tensor:
-        top, bottom, left, right = where
-        x, y = torch.arange(top, bottom)[:, None], torch.arange(left, right)[None, :]
-        if rank == self.p - 1:
-            return (x + y == self.m).long()
-        work = self.done[top:bottom, None] + (self.total - self.done.flip(0)[None, left:right])
-        some = (x + y <= self.m - 2 * (self.p - rank - 1)) & (work >= done)
-        return (some & is_open[top:bottom, None] & is_open.flip(0)[None, left:right]).long()
+    def _keep(self, rank: int, there: Window, done: float, is_open: Tensor) -> Tensor:
+        after = self.total - self.done.flip(0)
+        keep = there.down(self.done)[:, None] + there.across(after, 0.0) >= done
+        return (keep & there.down(is_open)[:, None] & there.across(is_open.flip(0), False)).long()
 
-    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
-        x, y = end.words[0].nonzero()[0].tolist()
-        return 0, 0, end.x + x, end.y + y
+    def _left(self, now: Reached) -> Iterator[tuple[Tensor, ...]]:
+        most = torch.arange(1, min(len(self.lanes[0].work), self.m - now.both - 1) + 1)
+        for part in zip(*(torch.split(numbers, 1 + _PLACES // len(most)) for numbers in now.every(1)), strict=True):
+            begin, x, y = (numbers.repeat_interleave(len(most)) for numbers in part)
+            a = most.repeat(len(part[0]))
+            yield begin, x, y, a, self.m - x - y - a
 
-    def _runs(self, begin: tuple[int, int], end: tuple[int, int]) -> Runs:
-        last = self.first + self.m
-        return (self.first + begin[0], self.first + end[0]), (last - end[1], last - begin[1])
+    def _chosen(self, begins: Tensor) -> int:
+        return 0
 
-    def _cuts(self, chain: list[tuple[int, int]]) -> Cuts:
+    def _cuts(self, chain: list[Place]) -> Cuts:
         last = self.first + self.m
         return (*(self.first + x for x, _ in chain[1:]), *(last - y for _, y in reversed(chain[:-1])))
 
@@ -246,11 +251,11 @@ class TwiceRound(Pairs):
 
     seen: tuple[float, list[int]] = inf, []
 
-    def _starts(self, below: float) -> Iterator[_Reached]:
+    def _starts(self, below: float) -> Iterator[Reached]:
         """As many beginnings as there are bits in a word: first those that are most likely."""
         left = self.seen[1] if below <= self.seen[0] < inf else self._likely()
         left = [s for s in left if self.p == 1 or self.transfer[s] < below]
-        count = _FEW if self.m > _LONG else _MANY
+        count = _BITS if self.m > _LONG else _MANY
         while left:
             begins, left = sorted(left[:count]), left[count:]
             self.begins, self.left = torch.tensor(begins), (below, left)
@@ -260,7 +265,7 @@ class TwiceRound(Pairs):
             )
             start = torch.zeros(len(words), 1, begins[-1] - begins[0] + 1, dtype=torch.int64)
             start[:, 0, self.begins - begins[0]] = self.up_to.diff()
-            yield _Reached(start, 0, begins[0])
+            yield Reached(start, 0, begins[0])
 
     def _likely(self) -> list[int]:
         """All beginnings, from the middle on."""
@@ -268,32 +273,27 @@ class TwiceRound(Pairs):
         return sorted(range(self.p, self.m - self.p + 1), key=lambda s: abs(done[s] - self.total / 2))
 
     def _ends(self, rank: int) -> tuple[int, int]:
-        return self.m - 2 * self.p + rank + 1, self.m - (self.p - rank - 1)
+        most = self.m - 2 * self.p + rank + 1
+        return most, most + self.m - (self.p - rank - 1)
 
-    def _keep(self, rank: int, where: tuple[int, int, int, int], done: float, is_open: Tensor) -> Tensor:
-        top, bottom, left, right = where
-        work = self.done[top:bottom, None] + self.done[None, left:right] - done
-        keep = self.up_to[:, torch.searchsorted(self.done[self.begins], work, right=True)]
-        before = torch.searchsorted(self.begins, torch.arange(top, bottom) + self.p - rank - 1)
-        keep &= ~self.up_to[:, before, None]
-        if self.p > 1:
-            keep *= is_open[top:bottom, None] & (is_open[None, left:right] | (torch.arange(left, right) == self.m))
-        return keep
+    def _keep(self, rank: int, there: Window, done: float, is_open: Tensor) -> Tensor:
+        work = there.down(self.done)[:, None] + there.across(self.done, 0.0) - done
+        keep = self.up_to[:, torch.searchsorted(self.done[self.begins], work.contiguous(), right=True)]
+        x, left = there.x - torch.arange(there.rows), self.p - rank - 1
+        keep &= ~self.up_to[:, torch.searchsorted(self.begins, x + left), None]
+        can_end = is_open & (torch.arange(self.m + 1) <= self.m - left)
+        return keep.mul_(there.down(is_open)[:, None] & there.across(can_end, False))
 
-    def _met(self, end: _Reached) -> tuple[int, int, int, int] | None:
-        if end.y + end.words.shape[2] - 1 != self.m:
-            return None
-        column, rows = end.words[:, :, -1].tolist(), range(end.words.shape[1])
-        places = [(*divmod(k, _BITS), s) for k, s in enumerate(self.begins.tolist())]
-        ends = [(word, bit, s) for word, bit, s in places if s - end.x in rows and column[word][s - end.x] >> bit & 1]
-        if not ends:
-            return None
+    def _left(self, now: Reached) -> Iterator[tuple[Tensor, ...]]:
+        begin, x, y = now.every(_BITS)
+        yield begin, x, y, self.begins[begin] - x, self.m - y
+
+    def _chosen(self, begins: Tensor) -> int:
+        """The middle one: the others are looked at first if it is asked for less."""
+        every: list[int] = sorted(set(begins.tolist()))
         below, left = self.left
-        self.seen = below, [s for _, _, s in ends] + left
-        return *ends[len(ends) // 2], self.m
+        self.seen = below, self.begins[every].tolist() + left
+        return every[len(every) // 2]
 
-    def _runs(self, begin: tuple[int, int], end: tuple[int, int]) -> Runs:
-        return tuple((self.first + a, self.first + b) for a, b in zip(begin, end, strict=True))
-
-    def _cuts(self, chain: list[tuple[int, int]]) -> Cuts:
+    def _cuts(self, chain: list[Place]) -> Cuts:
         return tuple(self.first + step[lane] for lane in (0, 1) for step in chain[1:])

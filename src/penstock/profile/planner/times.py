@@ -66,7 +66,7 @@ def price(ranks: Ranks, runs: int) -> int:
     """How much effort it is to see whether so many runs fit, in less than a microsecond each."""
     if ranks.recompute is None and min(ranks.memory) < inf:
         return 5 + 2 * runs + (1 << runs)
-    return 3 + 2 * runs
+    return 3 + (4 if ranks.recompute else 2) * runs
 
 
 def cheapest(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> tuple[int, ...] | None:
