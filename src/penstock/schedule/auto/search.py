@@ -44,6 +44,9 @@ _TURN_COST = 6.0
 _TURNS = (2, 8)
 """So often the starts are squeezed, and then the best of them, unless nothing better has come twice."""
 
+_FIXED_COST = 65.0
+"""What it costs to compare an order with the fixed schedules, in letters for each letter."""
+
 _FEW_TURNS = 4
 """An order for all micro-batches is squeezed, too, if there is time for so many turns: half of them to prepare it."""
 
@@ -77,7 +80,10 @@ def search(
 ) -> list[tuple[float, Words]]:
     """The best orders found, with their makespans, best first. ``goal`` is a makespan that ends the search."""
     small = problem.with_m(few(problem))
-    share = 1.0 if small.m == problem.m else 0.6  # carrying over to more micro-batches takes its time, too
+    share = 1.0
+    if small.m < problem.m:  # carrying over to more micro-batches takes its time, and so do the fixed schedules then
+        share, letters = 0.6, 3 * problem.num_stages * problem.m
+        seconds = max(seconds / 2, seconds - _FIXED_COST * letters / _LETTERS_PER_SECOND)
 
     def expired() -> bool:
         return spent() >= share * seconds
