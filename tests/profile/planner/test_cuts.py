@@ -56,10 +56,10 @@ def problems(draw: st.DrawFn) -> tuple[Segments, Ranks, str, int]:
     return Segments(costs), Ranks(numbers[0], numbers[1], (2.0,) * p, recompute), shape, v
 
 
-@pytest.mark.parametrize("few", [0, 1000])
+@pytest.mark.parametrize("few", [(0, 0), (1000, 20_000)], ids=["searched", "tried"])
 @settings(max_examples=300, deadline=None)
 @given(problem=problems())
-def test_no_other_cuts_have_a_less_busy_rank(few: int, problem: tuple[Segments, Ranks, str, int]) -> None:
+def test_no_other_cuts_have_a_less_busy_rank(few: tuple[int, int], problem: tuple[Segments, Ranks, str, int]) -> None:
     """So it is where few cuts are tried one by one, and where these are found as many are."""
     segments, ranks, shape, v = problem
     placement = placement_of(shape, len(ranks), v)

@@ -51,7 +51,7 @@ _TWO_ROUNDS = _EFFORT // 16
 _PART = _EFFORT // 5  # for moves at random, and for a proof: in much less than a microsecond
 _SAME = 1 + 1e-9
 _LESS = 1 + 1e-11  # what is less by rounding alone is not less
-_FEW = 1000  # cuts, which are tried one by one
+_FEW = 1000, 20_000  # cuts, which are tried one by one; where a rank has three or more stages, more of them
 _PASSES = 500_000  # stages and places that are weighed
 _NEXT = (1.003, 1.01, 1.03, 1.1, 1.3)  # times that are tried, over the least that there can be
 
@@ -85,7 +85,7 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
     placement = placement_of(shape, p, v)
     start, low = evened(segments, ranks, placement), floor(segments, ranks)
     value = _any_time(segments, ranks) if start is None else bottleneck(segments, ranks, placement, start)
-    few = count(segments, placement) <= _FEW
+    few = _are_few(segments, placement, v)
     for bound in (by_counts, by_kinds) if start is not None and not few else (by_counts,):
         if value > low * _SAME:
             low = bound(segments, ranks, placement, low, value)
@@ -95,9 +95,13 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
     return known if known.cuts else None
 
 
+def _are_few(segments: Segments, placement: tuple[int, ...], v: int) -> bool:
+    return count(segments, placement) <= _FEW[v > 2]
+
+
 def _better(segments: Segments, ranks: Ranks, placement: tuple[int, ...], shape: str, known: Cut) -> Cut:
     v = len(placement) // len(ranks)
-    if count(segments, placement) <= _FEW:
+    if _are_few(segments, placement, v):
         best, value = best_of_all(segments, ranks, placement, known.cuts, known.busiest)
         return Cut(best, value, value)
     if v == 1:
