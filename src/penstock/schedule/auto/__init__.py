@@ -71,6 +71,7 @@ def auto(
         known = [words for choice in choices(as_fused) for words in fixed_words(choice)]
         if as_fused is not problem:
             known += [_whole(problem, words) for words in known]
+            known += [words for choice in choices(as_fused) for words in fixed_words(choice, as_made=True)]
         timed = ((fill(as_fused, words, None, limit), words) for words in known)
         orders += [(time, words) for time, words in timed if time < math.inf and _fits(problem, words, costs, edges)]
         orders.sort(key=lambda entry: entry[0])

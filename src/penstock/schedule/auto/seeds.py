@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, product
 
 from penstock.schedule.auto.drops import dropping
@@ -49,25 +49,26 @@ def fixed_schedules(problem: Problem) -> Iterator[Schedule]:
             yield schedule
 
 
-def fixed_words(problem: Problem) -> list[Words]:
-    """The same as letters, with the problem's recomputes."""
-    key = problem.placement, problem.m, problem.fuses
+def fixed_words(problem: Problem, *, as_made: bool = False) -> list[Words]:
+    """The same as letters, with the problem's recomputes; and if ``as_made``, with their own backwards."""
+    fuses = (True,) * problem.num_stages if as_made else problem.fuses
+    key = problem.placement, problem.m, fuses
     if key not in _made:
         if len(_made) >= _MOST:
             _made.clear()
-        _made[key] = [to_words(problem, schedule) for schedule in fixed_schedules(problem)]
+        _made[key] = [to_words(problem, schedule, fuses) for schedule in fixed_schedules(problem)]
     return [dropping(problem, words) for words in _made[key]]
 
 
-def to_words(problem: Problem, schedule: Schedule) -> Words:
-    """A schedule's orders as letters; a B is one letter only where that takes less time than I and W."""
-    count = problem.num_stages
+def to_words(problem: Problem, schedule: Schedule, fuses: Sequence[bool] | None = None) -> Words:
+    """A schedule's orders as letters; a B is one letter where a stage ``fuses``: that takes less time than I and W."""
+    count, fuses = problem.num_stages, problem.fuses if fuses is None else fuses
     words: Words = []
     for order in schedule.orders:
         word: list[int] = []
         again = {(stage, k) for stage, kind, k in order if kind == "R"}
         for stage, kind, k in order:
-            if kind == "B" and not problem.fuses[stage]:
+            if kind == "B" and not fuses[stage]:
                 word += (count + stage, 3 * count + stage)
             else:
                 word.append(("FIBWR".index(kind) + 5 * (kind == "F" and (stage, k) in again)) * count + stage)
