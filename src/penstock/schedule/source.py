@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from penstock.errors import ScheduleError
 from penstock.schedule.auto import auto
@@ -149,12 +150,24 @@ class ScheduleSource:
             return self._given.first(microbatches)
         if self.name == AUTO:
             costs, seconds = (Costs(), 0.05) if self.costs is None else (self.costs, 0.5)  # without costs, less to gain
+            replayed = self._replayed()
             found = auto(
-                costs, self._placed, microbatches, edges=self.edges, seconds=seconds, repeatable=True,
-                recompute=self._replayed(),
+                self._waiting(costs, replayed), self._placed, microbatches, edges=self.edges, seconds=seconds,
+                repeatable=True, recompute=replayed,
             )  # fmt: skip
             return found.schedule
         return build(self.name, self.ranks, microbatches, self.stages_per_rank)
+
+    def _waiting(self, costs: Costs, replayed: Sequence[int]) -> Costs:
+        """The costs with twice as much kept for the weight gradients of stages whose recomputes come afterwards.
+
+        From its recompute on a micro-batch is whole, and so it is while its weight gradients wait: few are to do so.
+        """
+        late = {s for s, mode in enumerate(self.recompute) if mode != "never" and s not in replayed}
+        if not late:
+            return costs
+        keep = costs.of_stages("keep", len(self.recompute))
+        return replace(costs, keep=tuple(max(2.0, own) if s in late else own for s, own in enumerate(keep)))
 
     def _replayed(self) -> list[int]:
         """The stages whose recomputes an order is made with; others' are put into it afterwards.
