@@ -37,9 +37,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     """All measurements."""
     rows = list(_instances(quick))
     placed = [row for row in rows if "best_known" in row]
-    regrets = {
-        cap: [row["makespan"] / row["best_known"] - 1 for row in placed if row["cap"] == cap] for cap in CAPS
-    }
+    regrets = {cap: [row["makespan"] / row["best_known"] - 1 for row in placed if row["cap"] == cap] for cap in CAPS}
     gains = {cap: _gains(rows, cap) for cap in CAPS}
     named = {f"{cap}, only the file's": _gains(placed, cap, ours=False) for cap in CAPS}
     worse = [row for row in rows if row["makespan"] > row["fixed_here"] * (1 + 1e-9)]
@@ -183,7 +181,10 @@ def _uniform(quick: bool) -> Iterator[dict[str, Any]]:
     for p in (2, 4, 8) if quick else (2, 3, 4, 6, 8, 12, 16):
         for m in (p, 2 * p) if quick else (p, 2 * p, 3 * p + 1, 8 * p):
             for shape, v, placement in (
-                ("loop", 1, loop(p)), ("loop", 2, loop(p, 2)), ("V", 2, vee(p)), ("loop", 4, loop(p, 4))
+                ("loop", 1, loop(p)),
+                ("loop", 2, loop(p, 2)),
+                ("V", 2, vee(p)),
+                ("loop", 4, loop(p, 4)),
             ):
                 begin = time.thread_time()
                 found = auto(Costs.per_rank(v=v), placement, m, cap=float(p), seconds=SECONDS)

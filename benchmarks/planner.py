@@ -225,5 +225,3 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     table("(j) plans, predicted and measured: units on paper, else seconds; medians", result["rows"])
-
-

@@ -1,8 +1,8 @@
 """A small GPT that learns to write, letter by letter, from a text of yours.
 
-    python examples/gpt.py --text book.txt                 a thread for each stage
-    torchrun --nproc-per-node=2 examples/gpt.py            a process for each stage, as many as there are
-    penstock run --stages 2 examples/gpt.py                the same; rank 0 alone is shown
+python examples/gpt.py --text book.txt                 a thread for each stage
+torchrun --nproc-per-node=2 examples/gpt.py            a process for each stage, as many as there are
+penstock run --stages 2 examples/gpt.py                the same; rank 0 alone is shown
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A Hugging Face Llama from its config, without weights: it learns to count on.
 
-    python examples/llama.py                               a thread for each stage
-    torchrun --nproc-per-node=2 examples/llama.py          a process for each stage, as many as there are
-    penstock run --stages 2 examples/llama.py              the same; rank 0 alone is shown
+python examples/llama.py                               a thread for each stage
+torchrun --nproc-per-node=2 examples/llama.py          a process for each stage, as many as there are
+penstock run --stages 2 examples/llama.py              the same; rank 0 alone is shown
 """
 
 from __future__ import annotations

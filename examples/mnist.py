@@ -1,8 +1,8 @@
 """MNIST in four stages, on the digits that come with the package.
 
-    python examples/mnist.py                               a thread for each stage
-    torchrun --nproc-per-node=4 examples/mnist.py          a process for each stage
-    penstock run --stages 4 examples/mnist.py              the same; rank 0 alone is shown
+python examples/mnist.py                               a thread for each stage
+torchrun --nproc-per-node=4 examples/mnist.py          a process for each stage
+penstock run --stages 4 examples/mnist.py              the same; rank 0 alone is shown
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A ResNet by the list of its layers, on the digits that come with the package.
 
-    python examples/resnet.py                              a thread for each stage
-    torchrun --nproc-per-node=2 examples/resnet.py         a process for each stage, as many as there are
-    penstock run --stages 2 examples/resnet.py             the same; rank 0 alone is shown
+python examples/resnet.py                              a thread for each stage
+torchrun --nproc-per-node=2 examples/resnet.py         a process for each stage, as many as there are
+penstock run --stages 2 examples/resnet.py             the same; rank 0 alone is shown
 """
 
 from __future__ import annotations

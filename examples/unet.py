@@ -1,8 +1,8 @@
 """A U-Net in four stages: its skips go straight from the way down to the way up.
 
-    python examples/unet.py                               a thread for each stage
-    torchrun --nproc-per-node=4 examples/unet.py          a process for each stage
-    penstock run --stages 4 examples/unet.py              the same; rank 0 alone is shown
+python examples/unet.py                               a thread for each stage
+torchrun --nproc-per-node=4 examples/unet.py          a process for each stage
+penstock run --stages 4 examples/unet.py              the same; rank 0 alone is shown
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A simulated schedule as a picture for the terminal: who works on what, when, and what it costs.
 
-    rank 0  F0F1F2F3········B0--F4B1--      one row per rank, time from left to right; colours (or letters)
-    rank 1  ··F0F1F2····B0--F3B1--F4··      say the kind of work, numbers the micro-batch
+rank 0  F0F1F2F3········B0--F4B1--      one row per rank, time from left to right; colours (or letters)
+rank 1  ··F0F1F2····B0--F3B1--F4··      say the kind of work, numbers the micro-batch
 """
 
 from __future__ import annotations

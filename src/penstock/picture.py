@@ -1,14 +1,15 @@
 """A simulated schedule as a picture for a page or a notebook: SVG, as text, with nothing to install.
 
-    rank 0  ▐F0▐F1▐F2▐          ▐B0    ▐      one row per rank, time from left to right; colours say the kind
-    rank 1      ▐F0▐F1▐  ▐B0    ▐             of work, shades the stage of a rank, numbers the micro-batch
+rank 0  ▐F0▐F1▐F2▐          ▐B0    ▐      one row per rank, time from left to right; colours say the kind
+rank 1      ▐F0▐F1▐  ▐B0    ▐             of work, shades the stage of a rank, numbers the micro-batch
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape as xml_escape
+from xml.sax.saxutils import quoteattr
 
 from penstock.draw import KINDS, describe
 from penstock.gantt import Line, gantt, shade
@@ -64,8 +65,8 @@ def to_svg(simulation: Simulation) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="penstock" role="img" aria-label={quoteattr(title)} '
         f'viewBox="0 0 {_n(width)} {height}" width="{_n(width)}" style="max-width:100%;height:auto">',
-        f"<title>{escape(title)}</title>",
-        f"<desc>{escape(words)}</desc>",
+        f"<title>{xml_escape(title)}</title>",
+        f"<desc>{xml_escape(words)}</desc>",
         f"<style>{_STYLE}</style>",
     ]
     for rank, boxes in enumerate(rows):

@@ -76,9 +76,7 @@ def data(samples: int, seed: int = 1) -> tuple[Tensor, Tensor]:
 STAGES = poptorch.PipelinedExecution("B1", "B2", "B3", "B4")
 
 
-def options(
-    strategy: Any = None, *, accumulation: int = 1, iterations: int = 1, replicas: int = 1
-) -> poptorch.Options:
+def options(strategy: Any = None, *, accumulation: int = 1, iterations: int = 1, replicas: int = 1) -> poptorch.Options:
     made = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
     made.Training.gradientAccumulation(accumulation)
     return made if strategy is None else made.setExecutionStrategy(strategy)

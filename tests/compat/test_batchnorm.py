@@ -100,9 +100,7 @@ def test_in_a_gpipe_a_mini_batch_may_have_any_number_of_micro_batches(checkpoint
     module = nn.Sequential(nn.Identity(), copy.deepcopy(bn))
     if by_hand:
         module = convert(module, chunks=4)
-    model = GPipe(
-        module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint, deferred_batch_norm=not by_hand
-    )
+    model = GPipe(module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint, deferred_batch_norm=not by_hand)
     assert isinstance(model[1], DeferredBatchNorm)
     for samples in (8, 5, 7, 3, 8):
         model(tilted(samples)).sum().backward()

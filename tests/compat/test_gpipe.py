@@ -230,7 +230,7 @@ def test_partitions_before_the_one_that_failed_stop_soon() -> None:
 
 def test_a_partition_starts_its_next_forward_when_its_last_output_is_taken() -> None:
     """GPipe's clock: 0! 1!   2!     outputs do not pile up before a slow partition
-                         000! 111! 222!
+    000! 111! 222!
     """
     log: list[tuple[int, int]] = []
 

@@ -136,9 +136,7 @@ def buffers_alone(rank: int) -> None:
     wrapped._sync_buffers = lambda: broadcasts.append(rank)  # type: ignore[attr-defined, method-assign]
     first, last = tpc.is_first_in_pipeline_group(), tpc.is_last_in_pipeline_group()
     for call in range(2):
-        forward_backward(
-            None, lambda x: wrapped(x).sum() if last else wrapped(x), None, [batch(8)] if first else [], 4
-        )
+        forward_backward(None, lambda x: wrapped(x).sum() if last else wrapped(x), None, [batch(8)] if first else [], 4)
         assert len(broadcasts) == call + 1
 
 

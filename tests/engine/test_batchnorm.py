@@ -369,7 +369,6 @@ def test_scripted_layers_are_refused() -> None:
         DeferredBatchNorm(model)
 
 
-
 # ── around a step ────────────────────────────────────────────────────────────────────────────────────────────────
 
 

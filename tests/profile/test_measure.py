@@ -102,7 +102,6 @@ def test_a_value_that_several_layers_need_is_known_as_one() -> None:
     assert direct[0].bytes - direct[1].bytes == x
 
 
-
 @pytest.mark.parametrize(
     ("optimizer", "times"),
     [

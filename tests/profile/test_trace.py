@@ -184,9 +184,12 @@ def test_messages_that_skip_stages_and_that_stay_on_a_rank() -> None:
             return x + early
 
     model = nn.Sequential(Stash(), nn.Linear(4, 4), nn.Linear(4, 4), Pop())
-    with ps.Pipeline(
-        ps.split(model, balance=[1, 1, 1, 1]), nn.CrossEntropyLoss(), microbatches=2, schedule="zbv"
-    ) as pipe, pipe.trace() as trace:
+    with (
+        ps.Pipeline(
+            ps.split(model, balance=[1, 1, 1, 1]), nn.CrossEntropyLoss(), microbatches=2, schedule="zbv"
+        ) as pipe,
+        pipe.trace() as trace,
+    ):
         pipe.step(batch(4), labels(4))
     assert set(trace.edges) == {(0, 1), (1, 2), (2, 3), (0, 3)}
     sent = {(str(d.action), s.target): s.bytes for p in trace.steps[0].parts for d in p.actions for s in d.sends}

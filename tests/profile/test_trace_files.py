@@ -33,8 +33,8 @@ def trace() -> ps.Trace:
 def example() -> ps.Trace:
     """Two ranks, one micro-batch: every number is known, in units of a second.
 
-        rank 0  ▕0F0▏ ····w···· ▕0B0▏         0F0 0…1, sent until 1.5; 0B0 4.5…6
-        rank 1   ·w· ▕1F0▏▕1B0▏               1F0 1.5…3, 1B0 3…4, sent until 4.5
+    rank 0  ▕0F0▏ ····w···· ▕0B0▏         0F0 0…1, sent until 1.5; 0B0 4.5…6
+    rank 1   ·w· ▕1F0▏▕1B0▏               1F0 1.5…3, 1B0 3…4, sent until 4.5
     """
     first = (
         Done(ps.Action(0, "F", 0), 0.0, 1.0, memory=100, sends=(Sent(1, 1.0, 1.25, 64),)),

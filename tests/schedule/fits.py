@@ -43,4 +43,3 @@ def _fits(problem: Problem, rank: int, word: list[int]) -> bool:
 def fits_all(problem: Problem, words: Words) -> bool:
     """Whether each rank keeps its cap, and does what belongs together in the right order."""
     return all(_fits(problem, rank, word) for rank, word in enumerate(words))
-

@@ -296,8 +296,9 @@ def test_in_turn_is_the_order_of_the_wishes(case: dict[str, Any], seed: int) -> 
             line = letter if letter < 2 * count else letter - count
             k = done[line]
             done[line] += 1
-            times.append(policy.wishes[line] + k // policy.group * policy.group * policy.period
-                         + k % policy.group * policy.step)
+            times.append(
+                policy.wishes[line] + k // policy.group * policy.group * policy.period + k % policy.group * policy.step
+            )
         if policy.group == 1:
             assert all(b >= a - 1e-6 for a, b in pairwise(times))
 

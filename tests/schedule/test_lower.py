@@ -314,9 +314,7 @@ def _local_inputs_done(i: Instruction, edges: Edges, schedule: Schedule, done: s
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("live_sends", [1, 4])
 @pytest.mark.parametrize(("name", "v"), VARIANTS, ids=label)
-def test_every_program_runs_to_its_end(
-    name: str, v: int | None, live_sends: int, depth: int, described: bool
-) -> None:
+def test_every_program_runs_to_its_end(name: str, v: int | None, live_sends: int, depth: int, described: bool) -> None:
     for p, m in SIZES:
         schedule = build(name, p, m, v)
         programs = lower(schedule, depth=depth, live_sends=live_sends, described=described)

@@ -117,9 +117,7 @@ def test_fill_and_drain(name: str, f: float, i: float, w: float, p: int, m: int)
 @pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
 @pytest.mark.parametrize(("f", "i", "w"), TIMES)
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 2), (4, 8, 2), (3, 6, 3), (2, 8, 4)])
-def test_more_stages_divide_the_bubble(
-    name: str, f: float, i: float, w: float, p: int, m: int, v: int
-) -> None:
+def test_more_stages_divide_the_bubble(name: str, f: float, i: float, w: float, p: int, m: int, v: int) -> None:
     assert run(name, p, m, v, f=f, i=i, w=w).makespan == pytest.approx((m + (p - 1) / v) * (f + i + w))
 
 
@@ -146,9 +144,7 @@ def test_the_toll_of_hops_on_1f1b() -> None:
 # A naive simulator ------------------------------------------------------------------------------------------
 
 
-def naive(
-    schedule: Schedule, times: dict[str, list[float]], latency: float
-) -> dict[Action, tuple[float, float]]:
+def naive(schedule: Schedule, times: dict[str, list[float]], latency: float) -> dict[Action, tuple[float, float]]:
     """Push starts back until every rule holds."""
     start = {action: 0.0 for order in schedule.orders for action in order}
     place = schedule.placement
@@ -182,9 +178,7 @@ def test_every_action_is_as_early_as_it_can_be(data: st.DataObject) -> None:
     f, i, w, b, r = (tuple(map(float, data.draw(time))) for _ in range(5))
     latency = float(data.draw(st.integers(0, 3)))
     simulation = simulate(schedule, Costs(f=f, i=i, w=w, b=b, r=r, latency=latency))
-    expected = naive(
-        schedule, {"F": list(f), "I": list(i), "W": list(w), "B": list(b), "R": list(r)}, latency
-    )
+    expected = naive(schedule, {"F": list(f), "I": list(i), "W": list(w), "B": list(b), "R": list(r)}, latency)
     for order, starts, ends in zip(schedule.orders, simulation.starts, simulation.ends, strict=True):
         for action, start, end in zip(order, starts, ends, strict=True):
             assert (start, end) == pytest.approx(expected[action]), action
@@ -274,9 +268,7 @@ def test_nothing_costs_nothing() -> None:
     assert (simulation.makespan, simulation.bubble, simulation.span_bubble) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "name", ["f", "i", "w", "b", "r", "latency", "bytes", "activation", "keep", "bandwidth"]
-)
+@pytest.mark.parametrize("name", ["f", "i", "w", "b", "r", "latency", "bytes", "activation", "keep", "bandwidth"])
 def test_costs_are_numbers_from_zero(name: str) -> None:
     for bad in (-1.0, math.nan):
         with pytest.raises(ScheduleError, match=f"cost {name}="):

@@ -116,9 +116,7 @@ def test_skip_edges_are_dependencies() -> None:
     """Stages 0 and 2 on one rank: without the edge 0->2 nothing keeps 2 from running first."""
     schedule = placed((0, 1, 0), "2F0 0F0", "1F0")
     verify(schedule, edges=[(0, 1)])
-    with pytest.raises(
-        ScheduleError, match="rank 0 waits at 2F0 for 0F0 of rank 0 itself, later in its order"
-    ):
+    with pytest.raises(ScheduleError, match="rank 0 waits at 2F0 for 0F0 of rank 0 itself, later in its order"):
         verify(schedule, edges=[(0, 1), (0, 2)])
 
 
@@ -149,9 +147,7 @@ def test_doubling_any_action_is_found(name: str, v: int | None, p: int, m: int) 
 
 @pytest.mark.parametrize(("name", "v"), VARIANTS, ids=label)
 @pytest.mark.parametrize(("p", "m"), SMALL)
-def test_swapping_neighbours_is_found_exactly_when_it_matters(
-    name: str, v: int | None, p: int, m: int
-) -> None:
+def test_swapping_neighbours_is_found_exactly_when_it_matters(name: str, v: int | None, p: int, m: int) -> None:
     schedule = build(name, p, m, v)
     for rank, i in places(schedule):
         order = list(schedule.orders[rank])
@@ -203,8 +199,7 @@ def test_deadlock_names_the_cycle() -> None:
     )
     assert text == "\n".join(
         [
-            "schedule 'drawn': deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, "
-            "which waits at 1F1 for 0F1 of rank 0",
+            "schedule 'drawn': deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, which waits at 1F1 for 0F1 of rank 0",
             "",
             "          0    1    2    3",
             "rank 0:  0F0 [0B0] 0F1  0B1  <-- here: waits for 1B0",
@@ -224,8 +219,7 @@ def test_deadlock_lines_up_where_each_rank_waits() -> None:
         )
     )
     assert text.startswith(
-        "schedule 'drawn': deadlock: rank 2 waits at 2B0 for 3B0 of rank 3, "
-        "which waits at 3F1 for 2F1 of rank 2\n"
+        "schedule 'drawn': deadlock: rank 2 waits at 2B0 for 3B0 of rank 3, which waits at 3F1 for 2F1 of rank 2\n"
     )
     rows = text.splitlines()[3:]
     assert [row.partition(" <-- here")[2].strip() for row in rows] == [
@@ -299,9 +293,7 @@ def test_work_where_it_cannot_be_done() -> None:
 
 def test_ranks_and_stages_that_do_not_match() -> None:
     good = staircase("F0 B0", "F0 B0")
-    assert "stage 1 is placed on rank 2, but there are 2 ranks (0..1)" in fault(
-        replace(good, placement=(0, 2))
-    )
+    assert "stage 1 is placed on rank 2, but there are 2 ranks (0..1)" in fault(replace(good, placement=(0, 2)))
     assert "rank 1 holds no stage" in fault(replace(good, placement=(0, 0)))
     assert "there are no ranks" in fault(Schedule.of("x", (), (), 1))
     assert "there are no stages" in fault(Schedule.of("x", (), ((),), 1))

@@ -1,6 +1,6 @@
 """The script that the PopTorch tutorial describes, ``mnist_pipeline.py``, with its command line, made of its snippets.
 
-    python -m tests.seeds.mnist_pipeline --strategy sharded --offload-optimiser --data <directory of MNIST>
+python -m tests.seeds.mnist_pipeline --strategy sharded --offload-optimiser --data <directory of MNIST>
 """
 
 from __future__ import annotations

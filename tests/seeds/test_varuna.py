@@ -119,11 +119,17 @@ def language_model(rank: int, where: str, fp16: bool) -> None:
     with on(where):
         # list of 2-tuples with parameter names
         shared_weights = [("language_model.embedding.word_embeddings.weight", "lm_head_weight")]
-        model = Varuna( model, args.stage_to_rank_map, dry_run_input, global_batch_size,
-                            args.chunk_size, args.fp16,
-                            local_rank=args.local_rank,
-                            device=args.local_rank,
-                            shared_weights=shared_weights)  # passed to varuna init
+        model = Varuna(
+            model,
+            args.stage_to_rank_map,
+            dry_run_input,
+            global_batch_size,
+            args.chunk_size,
+            args.fp16,
+            local_rank=args.local_rank,
+            device=args.local_rank,
+            shared_weights=shared_weights,
+        )  # passed to varuna init
 
     with model.pipeline:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

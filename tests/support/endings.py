@@ -1,7 +1,7 @@
 """Whole programs, one process for each rank, that end as they like: by an exception, by ``sys.exit``, or at their end.
 
-    ended = run_programs(source, 3)         # python -c source, as a user starts it
-    ended = run_processes(function, 3)      # function(rank) in processes of multiprocessing
+ended = run_programs(source, 3)         # python -c source, as a user starts it
+ended = run_processes(function, 3)      # function(rank) in processes of multiprocessing
 """
 
 from __future__ import annotations

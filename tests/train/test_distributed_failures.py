@@ -141,7 +141,7 @@ def raises(rank: int, where: str, at: int) -> Told:
 def test_an_exception_in_user_code_reaches_every_rank(three: Ranks, where: str, at: int) -> None:
     """Who, where, on which micro-batch, doing what, and the traceback; a new pipeline works afterwards."""
     told = three.check(raises, where, at, timeout=15)
-    action = f"{at}{ {'backward': 'B', 'recompute': 'R'}.get(where, 'F')}1"
+    action = f"{at}{ {'backward': 'B', 'recompute': 'R'}.get(where, 'F') }1"
     for mine in told:
         assert mine.kind == "PipelineError"
         assert mine.seconds < SOON

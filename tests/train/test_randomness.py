@@ -178,9 +178,7 @@ def test_a_recomputed_mask_is_the_same_mask_whatever_other_threads_draw(schedule
     model = nn.Sequential(*(Scaled() for _ in range(4))).double()
     plan = ps.split(model, stages=4)
     loss_fn = torch.nn.L1Loss(reduction="sum")
-    with ps.Pipeline(
-        plan, loss_fn, microbatches=8, schedule=schedule, recompute="always", devices="cpu"
-    ) as pipe:
+    with ps.Pipeline(plan, loss_fn, microbatches=8, schedule=schedule, recompute="always", devices="cpu") as pipe:
         for _ in range(5):
             result = pipe.step(x, torch.full_like(x, -1.0))  # every value counts with slope one
             for parameter in pipe.parameters():

@@ -383,6 +383,7 @@ def dies_building(rank: int, at: int, when: int) -> tuple[str, float]:
         connections.open_group = open_group
     elif rank == at:
         process.Meeting.compare = lambda *args: die()
+
     def build_and_run() -> None:
         pipe = pipeline(mlp())
         time.sleep(1)

@@ -1,8 +1,8 @@
 """``penstock run``: a script in as many processes as its mesh has, with torch's own launcher.
 
-    what the ranks print      rank 0   ─────────────────────────▶ this terminal
-                              others   ──▶ files, one pair each ─▶ shown with --all-ranks
-    why a rank failed         all      ──▶ files, one each      ─▶ the first failure, once, at the end
+what the ranks print      rank 0   ─────────────────────────▶ this terminal
+                          others   ──▶ files, one pair each ─▶ shown with --all-ranks
+why a rank failed         all      ──▶ files, one each      ─▶ the first failure, once, at the end
 """
 
 from __future__ import annotations

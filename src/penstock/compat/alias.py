@@ -1,8 +1,8 @@
 """Run a program that imports another system, on Penstock.
 
-    python -m penstock.compat.alias torchgpipe -- train.py --epochs 3
-    python -m penstock.compat.alias torchgpipe fairscale -- -m pytest tests
-    torchrun --nproc-per-node=4 -m penstock.compat.alias fairscale -- train.py
+python -m penstock.compat.alias torchgpipe -- train.py --epochs 3
+python -m penstock.compat.alias torchgpipe fairscale -- -m pytest tests
+torchrun --nproc-per-node=4 -m penstock.compat.alias fairscale -- train.py
 """
 
 from __future__ import annotations

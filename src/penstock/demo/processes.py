@@ -1,7 +1,7 @@
 """The pipeline of the demo with a process for each rank, started from here and followed over pipes.
 
-    this process   trains the plain model         ◀──steps, accuracy──   the rank that has the last stage
-                   waits, watches, cleans up      ◀──why it failed────   any rank
+this process   trains the plain model         ◀──steps, accuracy──   the rank that has the last stage
+               waits, watches, cleans up      ◀──why it failed────   any rank
 """
 
 from __future__ import annotations

@@ -145,9 +145,7 @@ class Agreement:
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
-    def hear(
-        self, training: bool, state: Ambient, inputs: Any, targets: bool, apart: bool = False
-    ) -> Announcement:
+    def hear(self, training: bool, state: Ambient, inputs: Any, targets: bool, apart: bool = False) -> Announcement:
         """Wait for the first rank's word. It is given what this rank has of the inputs, if it asks for them."""
         first = self.placement[0]
         code, number = (int(x) for x in self.control.take_row(first, 2))

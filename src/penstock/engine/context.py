@@ -52,9 +52,7 @@ class Around:
         self.open.pop().__exit__(*error)
 
 
-def surround(
-    stages: Iterable[StageEngine], state: Ambient, microbatches: int, occasion: str
-) -> Sequence[MicroBatch]:
+def surround(stages: Iterable[StageEngine], state: Ambient, microbatches: int, occasion: str) -> Sequence[MicroBatch]:
     """Let the stages' forwards run in the caller's state, on so many micro-batches; ``occasion`` names the run."""
     moments = [MicroBatch(k) for k in range(microbatches)]
     for stage in stages:

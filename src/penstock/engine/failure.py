@@ -51,9 +51,7 @@ class Cause:
         text = f"{where}: {self.kind}: {self.message}" if self.kind else f"{where}: {self.message}"
         if self.traceback:
             text += f"\n\nOn rank {self.rank}:\n{self.traceback}"
-        return PipelineError(
-            text, rank=self.rank, stage=self.stage, microbatch=self.microbatch, action=self.action
-        )
+        return PipelineError(text, rank=self.rank, stage=self.stage, microbatch=self.microbatch, action=self.action)
 
 
 class Bulletin:

@@ -1,10 +1,10 @@
 """Which of the micro-batches' outputs are kept, and what becomes of them.
 
-    "all"       0 1 2 3 4 5    joined along the first dimension
-    "final"               5
-    "every:2"     1   3   5    joined
-    "sum"       0+1+2+3+4+5    added up as they come: no more than one is kept
-    a function                 called as f(so_far, output) on each in order, with None at first
+"all"       0 1 2 3 4 5    joined along the first dimension
+"final"               5
+"every:2"     1   3   5    joined
+"sum"       0+1+2+3+4+5    added up as they come: no more than one is kept
+a function                 called as f(so_far, output) on each in order, with None at first
 """
 
 from __future__ import annotations

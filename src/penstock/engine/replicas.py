@@ -1,9 +1,9 @@
 """The replicas of a pipeline: the same stages in other processes, on other parts of the mini-batch.
 
-    replica 0   stage 0 ── stage 1 ── stage 2        samples 0 … 7
-                   ┆          ┆          ┆           the rank of each stage talks with its twins: gradients are summed,
-    replica 1   stage 0 ── stage 1 ── stage 2        losses are weighted by what all replicas have
-                                                     samples 8 … 12
+replica 0   stage 0 ── stage 1 ── stage 2        samples 0 … 7
+               ┆          ┆          ┆           the rank of each stage talks with its twins: gradients are summed,
+replica 1   stage 0 ── stage 1 ── stage 2        losses are weighted by what all replicas have
+                                                 samples 8 … 12
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ class Script:
         ]
         self.walk: Walk | None = None  # under way
         self.calls = [
-            self._call(at, call, mark)
-            for at, (call, mark) in enumerate(zip(runner.named(), runner.marks, strict=True))
+            self._call(at, call, mark) for at, (call, mark) in enumerate(zip(runner.named(), runner.marks, strict=True))
         ]
 
     def _call(self, at: int, call: Call, mark: Mark) -> Call:

@@ -1,8 +1,8 @@
 """Evaluation of many mini-batches in a row, without draining the pipeline between them.
 
-    rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker goes on with the next mini-batch as soon as it has done its part
-    rank 1      a0 a1 a2 b0 b1 b2 c0 …        of the one before; the caller takes the outputs in order
-    rank 2         a0 a1 a2 b0 b1 b2 …
+rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker goes on with the next mini-batch as soon as it has done its part
+rank 1      a0 a1 a2 b0 b1 b2 c0 …        of the one before; the caller takes the outputs in order
+rank 2         a0 a1 a2 b0 b1 b2 …
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who waits for whom, and what the one is doing that everybody waits for.
 
-    rank 3 waits for 3RECV_F1 from rank 2, which waits for 2RECV_F1 from rank 1, which has been in 1F1 for 31 s
+rank 3 waits for 3RECV_F1 from rank 2, which waits for 2RECV_F1 from rank 1, which has been in 1F1 for 31 s
 """
 
 from __future__ import annotations

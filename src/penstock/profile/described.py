@@ -1,8 +1,8 @@
 """Transformers described by numbers, without a tensor.
 
-    model = describe("gpt:175b")                     # or "llama:70b,seq=4096", or "layers=24,hidden=2048,…"
-    model.parameters                                 # 175e9
-    model.flops(batch=1536)                          # of a step
+model = describe("gpt:175b")                     # or "llama:70b,seq=4096", or "layers=24,hidden=2048,…"
+model.parameters                                 # 175e9
+model.flops(batch=1536)                          # of a step
 """
 
 from __future__ import annotations

@@ -151,9 +151,7 @@ def _ping_pong(out: Wire, back: Wire, begins: bool, size: int, repeats: int) -> 
     return found[0], found[1]
 
 
-def local_link(
-    src: str | torch.device, dst: str | torch.device, *, size: int = LARGE, repeats: int = REPEATS
-) -> Link:
+def local_link(src: str | torch.device, dst: str | torch.device, *, size: int = LARGE, repeats: int = REPEATS) -> Link:
     """The link from one device to another inside of one process, from a thread to another.
 
     Between threads that share a device nothing is copied: its bandwidth has no bound.

@@ -1,10 +1,10 @@
 """Costs at several micro-batch sizes, and between them.
 
-    seconds │            ·●      Measured at ●. Between two sizes a straight line; beyond them the line goes on, but it
-            │       ·●·          never falls, and never below zero: a layer has a part that each sample adds (its
-            │   ·●·              slope) and a fixed part (where it starts), and none of the two is negative.
-            │·
-            └─────────────── samples
+seconds │            ·●      Measured at ●. Between two sizes a straight line; beyond them the line goes on, but it
+        │       ·●·          never falls, and never below zero: a layer has a part that each sample adds (its
+        │   ·●·              slope) and a fixed part (where it starts), and none of the two is negative.
+        │·
+        └─────────────── samples
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action: expected stage, kind ({', '.join(COMPUTE)}) and micro-batch, "
-                "as in '2F0'"
+                f"{text!r} is not an action: expected stage, kind ({', '.join(COMPUTE)}) and micro-batch, as in '2F0'"
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), kind, int(microbatch))

@@ -1,8 +1,8 @@
 """The part of a schedule around a fault, drawn as text: one row per rank, an arrow at the wrong cell.
 
-              5    6     7    8
-    rank 0:  0F5  0B0   0F6  0B1
-    rank 1:  1B0  1F3  [1F3] 1B1  <-- here
+          5    6     7    8
+rank 0:  0F5  0B0   0F6  0B1
+rank 1:  1B0  1F3  [1F3] 1B1  <-- here
 """
 
 from __future__ import annotations

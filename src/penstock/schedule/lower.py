@@ -30,6 +30,7 @@ from penstock.schedule.schedule import Schedule
 
 __all__ = ["lower"]
 
+
 class _Message(NamedTuple):
     """A value that crosses from one rank to another: made by one action, needed by another."""
 

@@ -1,9 +1,9 @@
 """Where stages live: which rank holds which stage.
 
-    loop, 2 ranks x 2        V, 2 ranks x 2
+loop, 2 ranks x 2        V, 2 ranks x 2
 
-    rank 0: stages 0 2       rank 0: stages 0 3
-    rank 1: stages 1 3       rank 1: stages 1 2
+rank 0: stages 0 2       rank 0: stages 0 3
+rank 1: stages 1 3       rank 1: stages 1 2
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Recompute as part of a schedule: an ``R`` before each backward that needs its forward run again.
 
-    1f1b, rank 1     1F0 1F1 1B0 1F2 1B1 …        keeps what two forwards made
-    always           1F0 1F1 1R0 1B0 1F2 1R1 1B1  keeps two inputs, and what one forward made
-                                 └ runs while the gradient is still on its way
+1f1b, rank 1     1F0 1F1 1B0 1F2 1B1 …        keeps what two forwards made
+always           1F0 1F1 1R0 1B0 1F2 1R1 1B1  keeps two inputs, and what one forward made
+                             └ runs while the gradient is still on its way
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """When everything in a schedule would happen: times, bubbles and memory, without running it.
 
-    rank 0  F0  F1  ..  ..  B0  B1      a rank starts an action when the one before it is done
-    rank 1  ..  F0  F1  B0  B1  ..      and its inputs have arrived
+rank 0  F0  F1  ..  ..  B0  B1      a rank starts an action when the one before it is done
+rank 1  ..  F0  F1  B0  B1  ..      and its inputs have arrived
 """
 
 from __future__ import annotations
@@ -156,9 +156,7 @@ def _wires(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_Wi
     return incoming, outgoing
 
 
-def simulate(
-    schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edge] | None = None
-) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edge] | None = None) -> Simulation:
     """Run ``schedule`` on paper: every action as early as its rank and its inputs allow.
 
     One pass over the actions, in an order in which every input is known before it is needed. The schedule

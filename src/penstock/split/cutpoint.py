@@ -1,8 +1,8 @@
 """Marks in a forward at which the model may be cut: ``ps.CutPoint()`` and ``ps.cut(x)``.
 
-    x = self.blocks[0](x)
-    x = self.cuts[0](x)      # the layers of the line are what lies between marks:
-    x = self.blocks[1](x)    #   blocks.0 | blocks.1 …
+x = self.blocks[0](x)
+x = self.cuts[0](x)      # the layers of the line are what lies between marks:
+x = self.blocks[1](x)    #   blocks.0 | blocks.1 …
 """
 
 from __future__ import annotations

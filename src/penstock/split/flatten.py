@@ -1,10 +1,10 @@
 """``ps.flatten``: parts of a model, in the order in which they run, as a Sequential with the model's own names.
 
-    flatten(net, ["stem", "body", lambda x: x.mean(-1), "head"])
+flatten(net, ["stem", "body", lambda x: x.mean(-1), "head"])
 
-    runs      stem ─▶ body.0 ─▶ body.1 ─▶ lambda_2 ─▶ head         one after the other
-    is named  stem    body┬0    lambda_2    head                   as a tree, which mirrors the model's
-                          └1
+runs      stem ─▶ body.0 ─▶ body.1 ─▶ lambda_2 ─▶ head         one after the other
+is named  stem    body┬0    lambda_2    head                   as a tree, which mirrors the model's
+                      └1
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def groups_by_name(line: Line, stages: Named) -> list[tuple[str, ...]]:
                 raise PlanError(f"blocks are named by strings, but stage {index} has {name!r} ({type(name).__name__})")
             if name not in line.layers:
                 expected = ", ".join(map(repr, line.layers))
-                guess = did_you_mean(name, line.layers, otherwise='.', cutoff=0.4)
+                guess = did_you_mean(name, line.layers, otherwise=".", cutoff=0.4)
                 raise PlanError(f"stage {index} has an unknown block {name!r}{guess} The model has {expected}")
             if name in seen:
                 raise PlanError(f"block {name!r} is in more than one stage, or twice in one: {seen[name]} and {index}")

@@ -12,9 +12,7 @@ from penstock.split.plan import Plan
 __all__ = ["relay"]
 
 
-def relay(
-    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Sequence[nn.Module] | None = None
-) -> Any:
+def relay(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Sequence[nn.Module] | None = None) -> Any:
     """The model's output for these arguments, from the plan's stages (``modules``, or new ones)."""
     line = plan.attached()
     modules = modules or [plan.stage_module(s) for s in range(plan.num_stages)]

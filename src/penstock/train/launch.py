@@ -170,9 +170,7 @@ def _join(device: torch.device, backend: str | None, patience: timedelta | None)
             alone = dist.is_nccl_available() and None not in gpus and len(set(gpus)) == world
             backend = "cpu:gloo,cuda:nccl" if alone else "gloo"
         bound = device if device.type == "cuda" and "nccl" in backend else None
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=patience, device_id=bound
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience, device_id=bound)
         if "gloo" in backend:
             dist.all_reduce(torch.zeros(1))  # so that nobody ends before the others have come
     except dist.DistError as error:

@@ -74,8 +74,17 @@ class DataLoader(Generic[Sample]):
         self.shuffle = bool(shuffle)
         self.seed = seed
         self._collate = collate_fn or default_collate
-        self._order = None if stream else Order(
-            dataset, batch_size, shuffle=self.shuffle, drop_last=drop_last, sampler=sampler, batch_sampler=batch_sampler
+        self._order = (
+            None
+            if stream
+            else Order(
+                dataset,
+                batch_size,
+                shuffle=self.shuffle,
+                drop_last=drop_last,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+            )
         )
         self._delivery = Delivery(self._place.inputs, self._place.targets, pin_memory is not False)
         self._depth = prefetch if num_workers == 0 or self._delivery.device is not None else 0
@@ -91,11 +100,18 @@ class DataLoader(Generic[Sample]):
         if stream:
             collate = CollateShare(self._collate, self._place.share)
             self._torch = torch_data.DataLoader(
-                dataset, batch_size, drop_last=drop_last, collate_fn=collate, **options  # type: ignore[arg-type]
+                dataset,
+                batch_size,
+                drop_last=drop_last,
+                collate_fn=collate,
+                **options,  # type: ignore[arg-type]
             )
         else:
             self._torch = torch_data.DataLoader(
-                dataset, batch_sampler=self._feed, collate_fn=self._collate, **options  # type: ignore[arg-type]
+                dataset,
+                batch_sampler=self._feed,
+                collate_fn=self._collate,
+                **options,  # type: ignore[arg-type]
             )
 
     def __len__(self) -> int:

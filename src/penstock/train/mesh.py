@@ -1,10 +1,10 @@
 """The processes of a training run as a grid, and this one's place in it.
 
-    Mesh(data=2, pipe=4), eight processes          a row is one pipeline, a column the replicas of one part of it
+Mesh(data=2, pipe=4), eight processes          a row is one pipeline, a column the replicas of one part of it
 
-              pipe 0   pipe 1   pipe 2   pipe 3
-    data 0       0        1        2        3
-    data 1       4        5        6        7
+          pipe 0   pipe 1   pipe 2   pipe 3
+data 0       0        1        2        3
+data 1       4        5        6        7
 """
 
 from __future__ import annotations

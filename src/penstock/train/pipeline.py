@@ -224,9 +224,7 @@ class Pipeline(Members):
     def _result(self, outcome: Outcome, start: float) -> StepResult:
         outputs = self._shared(outcome.outputs)
         seconds = time.perf_counter() - start
-        return StepResult(
-            outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds, self._crew.bubble
-        )
+        return StepResult(outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds, self._crew.bubble)
 
     def _shared(self, outputs: Any) -> Any:
         """Outputs where they are wanted: on the last stage's rank, or everywhere."""

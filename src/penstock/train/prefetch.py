@@ -1,8 +1,8 @@
 """Batches that are ready, on their device, before they are asked for.
 
-    thread     ──▶ load 1 ─ load 2 ─ load 3 ─ …          the loader's own, at most ``depth`` batches ahead
-                         └▶ copy 1 ─ mark                a stream of the GPU's own
-    caller     ── next() ─ step 0 ─ next() ─ step 1      next() lets the caller's stream wait for the mark
+thread     ──▶ load 1 ─ load 2 ─ load 3 ─ …          the loader's own, at most ``depth`` batches ahead
+                     └▶ copy 1 ─ mark                a stream of the GPU's own
+caller     ── next() ─ step 0 ─ next() ─ step 1      next() lets the caller's stream wait for the mark
 """
 
 from __future__ import annotations

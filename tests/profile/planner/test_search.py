@@ -94,9 +94,7 @@ def test_what_waits_for_weight_gradients_is_part_of_the_memory() -> None:
 def test_messages_between_ranks_take_the_time_of_both_ends() -> None:
     free, dear = uniform(), replace(uniform(), link=Link(0.0, inf, 0.5, 2.0))  # a second for each message of a byte
     ranks, placement = Ranks((1.0, 1.0), (inf, inf), (1.0, 1.0)), (0, 1, 1, 0)
-    costs, more = (
-        stage_costs(Segments(model), ranks, placement, (2, 4, 6, 8)).durations(4) for model in (free, dear)
-    )
+    costs, more = (stage_costs(Segments(model), ranks, placement, (2, 4, 6, 8)).durations(4) for model in (free, dear))
     for kind, added in (("F", [1.0] * 4), ("I", [1.0] * 4), ("B", [1.0] * 4), ("W", [0.0] * 4), ("R", [0.0] * 4)):
         assert more[kind] == pytest.approx([a + b for a, b in zip(costs[kind], added, strict=True)]), kind
     straight = stage_costs(Segments(dear), Ranks((1.0,) * 4, (inf,) * 4, (1.0,) * 4), range(4), (2, 4, 6, 8))
@@ -204,9 +202,7 @@ def test_what_cannot_be_planned_says_why(how: dict[str, object], message: str) -
 def test_a_way_is_not_ruled_out_by_a_backward_that_nobody_would_run() -> None:
     """What a whole backward takes is no floor where its two halves take less, nor the other way round."""
     for whole in (0.1, 0.001):
-        rows = tuple(
-            LayerCosts(f"l{i}", 0.01, 0.01, 0.01, 0.01, 1.0, 1.0, 0.0, 0.0, backward=whole) for i in range(4)
-        )
+        rows = tuple(LayerCosts(f"l{i}", 0.01, 0.01, 0.01, 0.01, 1.0, 1.0, 0.0, 0.0, backward=whole) for i in range(4))
         costs = ModelCosts(rows, tuple(Crossing(i, i + 1, 1.0) for i in range(3)), samples=4)
         planned = plan_costs(Profile((costs,)), batch=16, grids=[(1, 2)], microbatches=4, seconds=0.3)
         assert planned.best.floor <= planned.seconds * (1 + 1e-9)

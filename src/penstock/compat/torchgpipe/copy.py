@@ -1,9 +1,9 @@
 """Copies from one stream to another, and waiting for them, as parts of autograd's graph.
 
-    compute 0  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓          Copy runs on the two streams that it is given, next to computation.
-    copy    0     └Wait ▒▒ Copy            Wait before it: the copy starts when what it copies is there.
-    copy    1           ▒▒ ┐               Wait after it: computation goes on when the copy is there.
-    compute 1     ▓▓▓▓▓▓▓▓ └Wait ▓▓▓▓      Both do the same in backward, in the other direction.
+compute 0  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓          Copy runs on the two streams that it is given, next to computation.
+copy    0     └Wait ▒▒ Copy            Wait before it: the copy starts when what it copies is there.
+copy    1           ▒▒ ┐               Wait after it: computation goes on when the copy is there.
+compute 1     ▓▓▓▓▓▓▓▓ └Wait ▓▓▓▓      Both do the same in backward, in the other direction.
 """
 
 from __future__ import annotations

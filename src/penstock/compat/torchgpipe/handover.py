@@ -1,9 +1,9 @@
 """A global variable is no way to hand a value from one partition to another: found before anything runs.
 
-    def forward(self, input):           def forward(self, input):
-        global skip_buf                     return layer8(input) + skip_buf
-        skip_buf = input                    # of which micro-batch?
-        return layer1(input)
+def forward(self, input):           def forward(self, input):
+    global skip_buf                     return layer8(input) + skip_buf
+    skip_buf = input                    # of which micro-batch?
+    return layer1(input)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What autograd's graph shows of micro-batches that run again: nodes of the names that torchgpipe's graph has.
 
-    output ──Join──Join──▶ the pipeline        one pair for each micro-batch; they do nothing,
-              │     └─ Checkpoint ─ Recompute   the pipeline's own node runs its backwards
-              └─ Checkpoint ─ Recompute
+output ──Join──Join──▶ the pipeline        one pair for each micro-batch; they do nothing,
+          │     └─ Checkpoint ─ Recompute   the pipeline's own node runs its backwards
+          └─ Checkpoint ─ Recompute
 """
 
 from __future__ import annotations

@@ -85,9 +85,7 @@ def _outcome(task: Task) -> Any:
         return False, sys.exc_info()  # in no variable, as the traceback has this frame
 
 
-def create_workers(
-    devices: Sequence[torch.device], grad_mode: bool = True
-) -> tuple[list[InQueue], list[OutQueue]]:
+def create_workers(devices: Sequence[torch.device], grad_mode: bool = True) -> tuple[list[InQueue], list[OutQueue]]:
     """Start one worker for each different device; for every device that is given, the queues of its worker."""
     known: dict[torch.device, tuple[InQueue, OutQueue]] = {}
     for device in map(_plain, devices):

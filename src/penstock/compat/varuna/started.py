@@ -1,6 +1,6 @@
 """What ``run_varuna`` starts for every rank: the training script, with the arguments that Varuna's scripts take.
 
-    python -m penstock.compat.varuna.started MAP BATCH_SIZE CHUNK_SIZE train.py …
+python -m penstock.compat.varuna.started MAP BATCH_SIZE CHUNK_SIZE train.py …
 """
 
 from __future__ import annotations

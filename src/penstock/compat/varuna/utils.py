@@ -1,7 +1,7 @@
 """Which ranks run which stage: ``"0,2;1,3;"`` has two stages, the first on the ranks 0 and 2, the second on 1 and 3.
 
-    stage 0: 0 2        the first rank of each stage is in the first replica,
-    stage 1: 1 3        the second in the second: pipelines 0 → 1 and 2 → 3
+stage 0: 0 2        the first rank of each stage is in the first replica,
+stage 1: 1 3        the second in the second: pipelines 0 → 1 and 2 → 3
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ def parse_stage_to_rank_map(stage_to_rank_map: StageToRankMap) -> dict[int, list
         else:
             rows = [[int(rank) for rank in ranks] for ranks in given]
     except (KeyError, TypeError, ValueError):
-        raise PlanError(
-            f"stage_to_rank_map says which ranks run each stage, as in '0,2;1,3;', got {given!r}"
-        ) from None
+        raise PlanError(f"stage_to_rank_map says which ranks run each stage, as in '0,2;1,3;', got {given!r}") from None
     counts, ranks = [len(row) for row in rows], [rank for row in rows for rank in row]
     if not ranks or len(set(counts)) > 1:
         raise PlanError(f"every stage must have as many ranks as the others, but {given!r} gives them {counts}")

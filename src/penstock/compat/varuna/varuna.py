@@ -296,4 +296,3 @@ class Varuna(nn.Module):
         super().train(mode)
         self.pipeline.train(mode)
         return self
-

@@ -111,9 +111,9 @@ def _next(queue: SimpleQueue[Any], waited: Waited) -> Any:
 class _Mover:
     """Copies between devices, beside the compute of both.
 
-        source stream   ──made──●                         the copy waits until the value is made,
-        copy streams            └──copy──●                and compute on the other side until it has landed
-        target stream   ───────────────  └──used──
+    source stream   ──made──●                         the copy waits until the value is made,
+    copy streams            └──copy──●                and compute on the other side until it has landed
+    target stream   ───────────────  └──used──
     """
 
     def __init__(self, src: torch.device, dst: torch.device) -> None:

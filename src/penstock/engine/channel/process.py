@@ -110,9 +110,7 @@ class ForwardLane(ProcessLane):
 class BackwardLane(ProcessLane):
     """Gradients back to the stage before, for those of its outputs that ``present`` says get one."""
 
-    def __init__(
-        self, wire: Wire, name: str, metas: Sequence[MessageMeta], present: Sequence[Sequence[bool]]
-    ) -> None:
+    def __init__(self, wire: Wire, name: str, metas: Sequence[MessageMeta], present: Sequence[Sequence[bool]]) -> None:
         tensors: list[list[TensorMeta]] = [
             [meta.leaves[i] for i, there in zip(meta.wants, row, strict=True) if there]
             for meta, row in zip(metas, present, strict=True)

@@ -228,4 +228,3 @@ def _port_of(store: Any) -> int | None:
 def _shut_down(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other end was faster
         sock.shutdown(socket.SHUT_RDWR)
-

@@ -1,8 +1,8 @@
 """Why ranks are idle in a step: every second in which one works on no action has one cause.
 
-    rank 0  ▕0F0▏▕0F1▏·······fill·······▕0B0▏··imbalance··▕0B1▏     waits that even stages would have, too, are the
-    rank 1  fill ▕1F0▏▕1F1▏ h ▕1B0▏                                 pipeline's own; the rest is imbalance
-                            └ host: no message is awaited
+rank 0  ▕0F0▏▕0F1▏·······fill·······▕0B0▏··imbalance··▕0B1▏     waits that even stages would have, too, are the
+rank 1  fill ▕1F0▏▕1F1▏ h ▕1B0▏                                 pipeline's own; the rest is imbalance
+                        └ host: no message is awaited
 """
 
 from __future__ import annotations

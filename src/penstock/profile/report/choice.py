@@ -1,7 +1,7 @@
 """The steps that a page shows: how long each took, and which of them have a timeline on it.
 
-    ▂▂▃▂▂▂█▂▂▂▂▁▂▂    a bar for each step; a page of many has timelines of the middle one, the slowest, the fastest,
-        ^ ^    ^      those that failed, and of others at even distances
+▂▂▃▂▂▂█▂▂▂▂▁▂▂    a bar for each step; a page of many has timelines of the middle one, the slowest, the fastest,
+    ^ ^    ^      those that failed, and of others at even distances
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A trace as Chrome's and Perfetto's JSON: a process for each replica, a thread for each rank.
 
-    rank 0  ▕▔0F0▔▏▕▔0F1▔▏                       an "X" event for each action and each wait;
-               ╲ s    ╲                          an "s" and an "f" event with one id are the two ends of an arrow,
-    rank 1    f ▕▔1F0▔▏▕▔1F1▔▏                   each inside of the action that it belongs to
+rank 0  ▕▔0F0▔▏▕▔0F1▔▏                       an "X" event for each action and each wait;
+           ╲ s    ╲                          an "s" and an "f" event with one id are the two ends of an arrow,
+rank 1    f ▕▔1F0▔▏▕▔1F1▔▏                   each inside of the action that it belongs to
 """
 
 from __future__ import annotations

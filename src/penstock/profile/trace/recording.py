@@ -176,9 +176,7 @@ class Recording:
             return self.aligned(at - tape.begin)
 
         runs = [
-            (run.kind, run.failed, parts_of(tape, run, seconds, crew.placement, places))
-            for run in tape.runs
-            if run.end
+            (run.kind, run.failed, parts_of(tape, run, seconds, crew.placement, places)) for run in tape.runs if run.end
         ]
         return _Share(tracks, dict(tape.saved), runs)
 

@@ -1,7 +1,7 @@
 """What is written down of a step: plain data, in seconds on one clock.
 
-    rank 1   ····wait····▕▔▔▔2F0▔▔▔▏send▕  ··wait··▕▔▔▔2B0▔▔▔▏        a Part: what one rank did in a Step
-                          start    end
+rank 1   ····wait····▕▔▔▔2F0▔▔▔▏send▕  ··wait··▕▔▔▔2B0▔▔▔▏        a Part: what one rank did in a Step
+                      start    end
 """
 
 from __future__ import annotations

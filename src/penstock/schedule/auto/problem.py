@@ -204,9 +204,10 @@ def make_problem(
     count, ranks = len(placement), max(placement) + 1
     strange = [rank for rank in placement if rank < 0] or sorted(set(range(ranks)) - set(placement))
     if strange:
-        raise ScheduleError(f"rank {strange[0]} of the placement {placement} " + (
-            "holds no stage: use fewer ranks, or place a stage there" if strange[0] >= 0 else "does not exist"
-        ))
+        raise ScheduleError(
+            f"rank {strange[0]} of the placement {placement} "
+            + ("holds no stage: use fewer ranks, or place a stage there" if strange[0] >= 0 else "does not exist")
+        )
     edges = edges_of(Schedule("auto", placement, ((),) * ranks, m), edges)
     times = costs.durations(count)
     arcs, contended = [], False
@@ -291,5 +292,3 @@ def _check_room(problem: Problem) -> None:
         f"The least for all ranks: {each}. Raise the cap, "
         + ("or cut the model finer" if all(problem.again) else "cut the model finer, or recompute")
     )
-
-

@@ -1,7 +1,7 @@
 """More micro-batches from few: the middle of an order, where it repeats itself, once more and once more.
 
-    F F F I F I F I F I I I      for 6 micro-batches
-    F F F I F I F I F I F I F I I I      for 8: "I F", which holds one F and one I, twice more
+F F F I F I F I F I I I      for 6 micro-batches
+F F F I F I F I F I F I F I I I      for 8: "I F", which holds one F and one I, twice more
 """
 
 from __future__ import annotations

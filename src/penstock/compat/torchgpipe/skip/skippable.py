@@ -97,9 +97,7 @@ class Skippable(core.Skippable, nn.Module):
         return f"@skippable({self.module})"
 
 
-def skippable(
-    stash: Iterable[str] = (), pop: Iterable[str] = ()
-) -> Callable[[type[nn.Module]], type[Skippable]]:
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
     """A class decorator: the layer's forward stashes and pops values of these names, by ``yield``.
 
     ``yield stash("name", tensor)`` keeps a tensor, or None; ``tensor = yield pop("name")`` gets what was kept.
@@ -159,5 +157,3 @@ def _told(fault: SkipFault) -> str:
     if fault.kind == "popped before stashed":
         told += f"\n* {MATCH['not popped'].format(name=fault.name)}"
     return told
-
-

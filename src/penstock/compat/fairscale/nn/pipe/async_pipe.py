@@ -1,7 +1,7 @@
 """``AsyncPipe``: one process per stage.
 
-    rank 0   pipe(x): F0 F1 F2 F3 · · · · · · · · · · · · · B0 B1 B2 B3 ─▶ a list of batches
-    rank 1   pipe(x): ·  F0 F1 F2 F3 ─▶ output, loss.backward(): B0 B1 B2 B3
+rank 0   pipe(x): F0 F1 F2 F3 · · · · · · · · · · · · · B0 B1 B2 B3 ─▶ a list of batches
+rank 1   pipe(x): ·  F0 F1 F2 F3 ─▶ output, loss.backward(): B0 B1 B2 B3
 """
 
 from __future__ import annotations

@@ -41,6 +41,6 @@ class Pipeline:
     def run(self, batches: list[Batch]) -> None:
         """Run all clocks, and put the outputs in the place of the micro-batches."""
         stop = self.checkpoint_stop if any(part.training for part in self.partitions) else 0
-        once.Pipeline(
-            batches, self.partitions, self.devices, self.copy_streams, self.skip_layout, stop
-        ).run_in(self.in_queues, self.out_queues)
+        once.Pipeline(batches, self.partitions, self.devices, self.copy_streams, self.skip_layout, stop).run_in(
+            self.in_queues, self.out_queues
+        )
