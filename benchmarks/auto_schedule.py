@@ -19,11 +19,10 @@ from typing import Any
 
 from benchmarks.report import check, table
 from penstock.schedule import Costs, simulate
-from penstock.schedule.auto import auto
-from penstock.schedule.auto.problem import make_problem
-from penstock.schedule.auto.search import first_order
-from penstock.schedule.auto.seeds import fixed_schedules
-from penstock.schedule.placement import loop, vee
+from penstock.schedule.schedule import loop, vee
+from penstock.schedule.search import auto, first_order
+from penstock.schedule.search.orders import fixed_schedules
+from penstock.schedule.search.problem import make_problem
 
 __all__ = ["run", "show"]
 

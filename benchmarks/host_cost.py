@@ -33,17 +33,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.common import interleave, medians, spawn
 from benchmarks.report import check, table
-from penstock.engine.channel.lane import Lane
-from penstock.engine.channel.process import BackwardLane, ForwardLane
-from penstock.engine.channel.wire import Wire
-from penstock.engine.meta import MessageMeta, TensorMeta
-from penstock.engine.runner import Ends, Runner, Wiring, compile_program
-from penstock.engine.slot import make_slots
-from penstock.engine.stage import StageEngine
-from penstock.engine.tape import Tape
+from penstock.engine.channel.base import Channel, Endpoint
+from penstock.engine.channel.process import BackwardChannel, ForwardChannel
+from penstock.engine.message import MessageMeta, TensorMeta
+from penstock.engine.recorder import StepRecorder
+from penstock.engine.runner import Bindings, PipelineIO, Runner, compile_program
+from penstock.engine.stage import StageEngine, make_slots
 from penstock.schedule import Schedule, build
-from penstock.schedule.flow import edges_of
 from penstock.schedule.lower import lower
+from penstock.schedule.schedule import edges_of
 
 __all__ = ["run", "show"]
 
@@ -69,20 +67,20 @@ def small_module() -> nn.Module:
 
 
 def our_runner(schedule: Schedule, rank: int = RANK) -> Runner:
-    """The program of one rank, compiled as ``ProcessCrew`` does, over fake groups."""
+    """The program of one rank, compiled as ``DistributedExecutor`` does, over fake groups."""
     edges = edges_of(schedule)
     program = lower(schedule, edges)[rank]
     stages = {s: StageEngine(s, small_module(), CPU) for s in schedule.stages_of(rank)}
     meta = MessageMeta((TensorMeta((BATCH, WIDTH), torch.float32),), None, (0,))
-    forward: dict[tuple[int, int], Lane] = {}
-    backward: dict[tuple[int, int], Lane] = {}
-    wires: dict[tuple[int, int, str], Wire] = {}
+    forward: dict[tuple[int, int], Channel] = {}
+    backward: dict[tuple[int, int], Channel] = {}
+    wires: dict[tuple[int, int, str], Endpoint] = {}
 
-    def wire(sender: int, receiver: int, lane: str) -> Wire:
+    def wire(sender: int, receiver: int, lane: str) -> Endpoint:
         key = (sender, receiver, lane)
         if key not in wires:
             group = FakeProcessGroup._create_internal(0 if rank == sender else 1, 2, FakeProcessGroup.Options())
-            wires[key] = Wire(group, receiver if rank == sender else sender, CPU)
+            wires[key] = Endpoint(group, receiver if rank == sender else sender, CPU)
         return wires[key]
 
     for src, dst in edges:
@@ -90,9 +88,9 @@ def our_runner(schedule: Schedule, rank: int = RANK) -> Runner:
         if rank in (a, b):
             assert a != b, "the middle of a pipeline has no edge within a rank"
             metas, present = [meta] * schedule.num_microbatches, [[True]] * schedule.num_microbatches
-            forward[src, dst] = ForwardLane(wire(a, b, "F"), f"stage {src}", metas)
-            backward[dst, src] = BackwardLane(wire(b, a, "B"), f"stage {dst}", metas, present)
-    wiring = Wiring(stages, make_slots(program, stages), forward, backward, Ends())
+            forward[src, dst] = ForwardChannel(wire(a, b, "F"), f"stage {src}", metas)
+            backward[dst, src] = BackwardChannel(wire(b, a, "B"), f"stage {dst}", metas, present)
+    wiring = Bindings(stages, make_slots(program, stages), forward, backward, PipelineIO())
     return compile_program(program.instructions, wiring)
 
 
@@ -112,7 +110,7 @@ def torch_step(kind: Any, per_rank: int) -> Callable[[], object]:
 
 def traced(runner: Runner) -> Callable[[], None]:
     """A step that a tape records, as ``pipe.trace()`` does; what it has recorded is dropped."""
-    tape = Tape([], None, 0)
+    tape = StepRecorder([], None, 0)
 
     def step() -> None:
         with tape.run("step"):

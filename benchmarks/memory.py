@@ -1,7 +1,8 @@
 """(e) What is alive during a step: receive buffers, sent outputs and input gradients, as micro-batches grow in number.
 
 Four gloo ranks train small linear stages with 4 to 64 micro-batches. Every tensor that a rank gives to the process
-group is noted by a weak reference to its storage: ours at the groups that ``ProcessCrew`` opens, torch's at the batches
+group is noted by a weak reference to its storage: ours at the groups that
+``DistributedExecutor`` opens, torch's at the batches
 of P2P operations that its schedules make. What is still alive is counted at every send and receive of the third step,
 and once more when the step is over: the highest count and the last one are shown, for the rank with most.
 
@@ -25,7 +26,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as ps
-import penstock.engine.process as our_process
+import penstock.engine.distributed as our_process
 from benchmarks.common import spawn
 from benchmarks.report import check, table
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 import penstock as ps
 from benchmarks.report import check, table
 from benchmarks.transformer import Block
-from penstock.engine.hostcopy import CudaCopies
-from penstock.train.hoststate import HostState
+from penstock.engine.offload.copies import CudaCopyStreams
+from penstock.train.optimizer_offload import OffloadedOptimizer
 
 __all__ = ["run", "show"]
 
@@ -143,19 +143,19 @@ def trainer(offload: ps.Offload | None, size: Size, device: torch.device) -> Ite
     options: dict[str, Any] = {"microbatches": size.microbatches, "schedule": "gpipe", "outputs": None}
     with ps.Pipeline(plan, loss_fn, devices=[str(device)] * size.ranks, offload=offload, **options) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
-        copies = [stage.offload.copies for stage in pipe._crew.stages.values() if stage.offload is not None]
-        weights = pipe._crew.weights
+        copies = [stage.offload.copies for stage in pipe._executor.stages.values() if stage.offload is not None]
+        weights = pipe._executor.weights
         if weights is not None:
             copies += weights.copies.values()
         if offload is not None and (offload.optimizer or offload.weights):
-            of_state = CudaCopies(device)
+            of_state = CudaCopyStreams(device)
             copies.append(of_state)
             goes = offload.optimizer
 
-            def copies_for(tensor: Tensor) -> CudaCopies | None:
+            def copies_for(tensor: Tensor) -> CudaCopyStreams | None:
                 return of_state if goes and tensor.is_cuda else None
 
-            HostState(optimizer, offload.bucket_bytes, copies_for, weights=weights)
+            OffloadedOptimizer(optimizer, offload.bucket_bytes, copies_for, weights=weights)
         yield pipe, optimizer, lambda: sum(each.bytes_out + each.bytes_back for each in copies)
 
 
@@ -171,7 +171,7 @@ def _tokens(size: Size, device: torch.device, seed: int) -> Tensor:
 
 def bandwidth(device: torch.device, mib: int) -> dict[str, float]:
     """What the link between host and device carries: each way alone, and both at once, through pinned memory."""
-    out, back = CudaCopies(device), CudaCopies(device)
+    out, back = CudaCopyStreams(device), CudaCopyStreams(device)
     here = [torch.empty(mib << 20, dtype=torch.uint8, device=device) for _ in range(2)]
     there = [out.host(tensor) for tensor in here]
 

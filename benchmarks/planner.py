@@ -35,10 +35,8 @@ from benchmarks.timed_stages import SleepyStage, loss_fn
 from benchmarks.transformer import SIZES, build_model
 from benchmarks.transformer import loss_fn as token_loss
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts
-from penstock.profile.planner.joint import Joint, joint
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.stages import stage_costs
-from penstock.profile.planner.times import Ranks
+from penstock.profile.planner.joint import JointResult, joint_search
+from penstock.profile.planner.segments import Ranks, Segments, stage_costs
 from penstock.schedule import Schedule, build, simulate
 
 __all__ = ["run", "show"]
@@ -78,9 +76,9 @@ def _segments(layers: Sequence[LayerCosts], latency: float) -> Segments:
     return Segments(ModelCosts(tuple(layers), crossings, link=Link(latency)))
 
 
-def planned(segments: Segments, shape: str, v: int, seconds: float, memory: float = 8.0) -> Joint:
+def planned(segments: Segments, shape: str, v: int, seconds: float, memory: float = 8.0) -> JointResult:
     ranks = Ranks((1.0,) * RANKS, (memory,) * RANKS, (1.0,) * RANKS)
-    found = joint(segments, ranks, MICROBATCHES, shape=shape, v=v, seconds=seconds)
+    found = joint_search(segments, ranks, MICROBATCHES, shape=shape, v=v, seconds=seconds)
     assert found is not None
     return found
 
@@ -176,7 +174,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     plans: Plans = {}
     predicted: dict[str, float] = {}
 
-    def add(name: str, found: Joint) -> None:
+    def add(name: str, found: JointResult) -> None:
         chunks = found.costs.of_stages("f", len(found.cuts))
         plans[name], predicted[name] = (chunks, found.found.schedule), found.found.makespan
 

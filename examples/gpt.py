@@ -74,11 +74,11 @@ def main() -> None:
     args = parser.parse_args()
 
     letters, ids = read(args.text)
-    mesh = ps.Mesh() if ps.launched() else None
+    mesh = ps.Mesh() if ps.is_distributed() else None
     plan = ps.split(network(len(letters)), blocks="blocks", stages=4 if mesh is None else mesh.pipe)
     # Steps keep no outputs; what pipe(x) gives comes to all ranks, since all of them write the next letter.
     pipe = ps.Pipeline(plan, F.cross_entropy, microbatches=4, mesh=mesh, outputs=None, outputs_everywhere=True)
-    ps.say(pipe.plan)
+    ps.print0(pipe.plan)
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     for step in ps.progress(range(args.steps), pipe, every=max(1, args.steps // 10)):
@@ -92,7 +92,7 @@ def main() -> None:
             logits = pipe(written[-CONTEXT:].unsqueeze(0))[0, :, -1].cpu()
             written = torch.cat([written, torch.multinomial(logits.softmax(0), 1, generator=dice)])
     pipe.close()
-    ps.say("".join(letters[i] for i in written.tolist()))
+    ps.print0("".join(letters[i] for i in written.tolist()))
 
 
 if __name__ == "__main__":

@@ -48,12 +48,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="mini-batches of 16 sequences")
     args = parser.parse_args()
 
-    mesh = ps.Mesh() if ps.launched() else None
+    mesh = ps.Mesh() if ps.is_distributed() else None
     # The model says itself where its blocks are. A stage runs its forward, entered at one block and left at another.
     plan = ps.split(network(), stages=args.stages if mesh is None else mesh.pipe)
     # No loss_fn: with labels the model computes its loss, and padding does not count.
     pipe = ps.Pipeline(plan, microbatches=4, schedule=args.schedule, mesh=mesh, outputs=None)
-    ps.say(pipe.plan)
+    ps.print0(pipe.plan)
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     for step in ps.progress(range(args.steps), pipe, every=max(1, args.steps // 10)):
@@ -67,7 +67,7 @@ def main() -> None:
     pipe.close()
     with torch.no_grad():
         said = model(torch.tensor([[3, 6, 9, 12]])).logits[0, -1].argmax()
-    ps.say(f"3, 6, 9, 12, … {said}")
+    ps.print0(f"3, 6, 9, 12, … {said}")
 
 
 if __name__ == "__main__":

@@ -40,10 +40,10 @@ def main() -> None:
     steps = parser.parse_args().steps
 
     train, test = mnist.load()
-    mesh = ps.Mesh(pipe=4) if ps.launched() else None
+    mesh = ps.Mesh(pipe=4) if ps.is_distributed() else None
     plan = ps.split(network(), balance=[3, 3, 3, 1])
     pipe = ps.Pipeline(plan, loss_fn=F.cross_entropy, microbatches=8, schedule="1f1b", mesh=mesh)
-    ps.say(pipe.plan)  # on rank 0 alone
+    ps.print0(pipe.plan)  # on rank 0 alone
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     batches = (batch for epoch in count() for batch in train.batches(80, shuffle=epoch))
@@ -61,7 +61,7 @@ def main() -> None:
             right += 0 if logits is None else int((logits.argmax(1).cpu() == y).sum())
     right = int(pipe.agree(right))  # the largest of all ranks' numbers, on all of them
     pipe.close()
-    ps.say(f"{right / len(test):.1%} of the test digits are right")
+    ps.print0(f"{right / len(test):.1%} of the test digits are right")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="mini-batches of 64 digits")
     args = parser.parse_args()
 
-    mesh = ps.Mesh() if ps.launched() else None
+    mesh = ps.Mesh() if ps.is_distributed() else None
     stages = args.stages if mesh is None else mesh.pipe
     model = network()
     # What forward does, as a list: names (that of a Sequential stands for its members), modules and functions.
@@ -65,7 +65,7 @@ def main() -> None:
     plan = ps.split(flat, stages=stages, balance="uniform")
     # Each micro-batch is normalised by itself; the running statistics are those of the whole mini-batch.
     pipe = ps.Pipeline(plan, F.cross_entropy, microbatches=4, batchnorm="deferred", mesh=mesh)
-    ps.say(pipe.plan)
+    ps.print0(pipe.plan)
 
     train, test = mnist.load()
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
@@ -81,7 +81,7 @@ def main() -> None:
     x, y = next(test.batches(len(test)))
     with torch.no_grad():
         right = (plain(x).argmax(1) == y).float().mean()
-    ps.say(f"{right:.1%} of the test digits are right")
+    ps.print0(f"{right:.1%} of the test digits are right")
 
 
 if __name__ == "__main__":

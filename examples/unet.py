@@ -71,12 +71,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="mini-batches of 16 pictures")
     steps = parser.parse_args().steps
 
-    mesh = ps.Mesh(pipe=4) if ps.launched() else None
+    mesh = ps.Mesh(pipe=4) if ps.is_distributed() else None
     plan = ps.split(network(), balance=[2, 3, 2, 2])
     pipe = ps.Pipeline(plan, loss_fn=nn.BCEWithLogitsLoss(), microbatches=4, schedule="1f1b", mesh=mesh)
-    ps.say(pipe.plan)  # on rank 0 alone
+    ps.print0(pipe.plan)  # on rank 0 alone
     for edge in pipe.plan.edges:
-        ps.say(f"stage {edge.src} -> stage {edge.dst}: {', '.join(edge.values) or 'the activation'}")
+        ps.print0(f"stage {edge.src} -> stage {edge.dst}: {', '.join(edge.values) or 'the activation'}")
 
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
     for step in ps.progress(range(steps), pipe, every=max(1, steps // 10)):

@@ -12,9 +12,8 @@ import pytest
 
 from penstock.cli import main
 from penstock.schedule.registry import build
-from penstock.schedule.text import from_text, to_text
-from penstock.schedule.torch_csv import from_csv
-from tests.support.snake import snake
+from penstock.schedule.text import from_csv, from_text, to_text
+from tests.support.fork_python import fork_python
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +203,7 @@ def test_python_dash_m() -> None:
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     """As in ``penstock schedule zbv ... --csv | head -1``: the rest of the output has nowhere to go."""
-    command = [snake(), "-m", "penstock", "schedule", "zbv", "-p", "16", "-m", "200", "--csv"]
+    command = [fork_python(), "-m", "penstock", "schedule", "zbv", "-p", "16", "-m", "200", "--csv"]
     read, write = os.pipe()
     with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, text=True) as process:
         os.close(write)

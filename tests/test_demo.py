@@ -27,8 +27,8 @@ from penstock.demo.network import network
 from penstock.demo.processes import ProcessesRun
 from penstock.demo.runs import PipelineRun, PlainRun, Settings, Step
 from penstock.errors import PenstockError
-from penstock.train.hoststate import is_offloaded
-from tests.support.snake import snake
+from penstock.train.optimizer_offload import is_offloaded
+from tests.support.fork_python import fork_python
 from tools.make_mnist_extract import extract, write_idx
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _started_soon() -> Iterator[None]:
     """The processes of the demo have imported torch already."""
     before = spawn.get_executable()
-    spawn.set_executable(snake())
+    spawn.set_executable(fork_python())
     yield
     spawn.set_executable(before)
 
@@ -230,7 +230,7 @@ def test_a_wrong_pipeline_is_found_out(
     few: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plain model that starts from other weights stands for a pipeline that goes wrong."""
-    monkeypatch.setattr("penstock.commands.demo.PlainRun", lambda settings: other(PlainRun(settings)))
+    monkeypatch.setattr("penstock.cli.demo.PlainRun", lambda settings: other(PlainRun(settings)))
 
     def other(plain: PlainRun) -> PlainRun:
         plain.model.load_state_dict(network(seed=99).state_dict())

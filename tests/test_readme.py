@@ -13,8 +13,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli import main
-from penstock.draw import plain
 from penstock.schedule import SCHEDULES, Costs, Simulation, build, simulate
+from penstock.viz import to_text_lines
 from tests.support.programs import run, torchrun
 
 ROOT = Path(__file__).parents[1]
@@ -136,7 +136,7 @@ def simulated(name: str) -> Simulation:
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_pictures(name: str) -> None:
     simulation = simulated(name)
-    drawn = [line for line in plain(simulation).splitlines() if line.startswith("rank ") and "·" in line]
+    drawn = [line for line in to_text_lines(simulation).splitlines() if line.startswith("rank ") and "·" in line]
     assert len(drawn) == 4
     for line in drawn:
         assert f" {line}\n" in README

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.picture import to_svg
 from penstock.schedule import Costs, Simulation, build, simulate
+from penstock.viz import to_svg
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 

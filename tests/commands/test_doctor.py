@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.cli import main
-from penstock.commands import doctor
+from penstock.cli import doctor, main
 from penstock.doctor import exchange, look
 from penstock.doctor.facts import Exchange, Facts, Gpu, Launch, Machine, Network, Versions
 from penstock.doctor.judge import Line, judge

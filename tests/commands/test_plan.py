@@ -45,7 +45,7 @@ def test_a_function_that_gives_model_and_sample(
     text = capsys.readouterr().out
     assert "a step of" in text
     assert f"saved as {saved}" in text
-    assert ps.Planned.load(saved).layers == ("0", "1", "2", "3")
+    assert ps.PlanResult.load(saved).layers == ("0", "1", "2", "3")
 
 
 def test_a_model_and_its_sample(models: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_a_real_model_on_devices_that_are_not_here(models: str, capsys: pytest.C
     steps = []
     for hardware in ("v100", "b200"):
         assert main([*words, "--hardware", hardware, "--save", f"{models}.{hardware}.json"]) == 0
-        steps.append(ps.Planned.load(f"{models}.{hardware}.json").best.costs)
+        steps.append(ps.PlanResult.load(f"{models}.{hardware}.json").best.costs)
     assert "a step of" in capsys.readouterr().out
     assert steps[0] != steps[1]
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from penstock.cli import main
 from penstock.launcher.agent import Failure, _first, _Output
-from penstock.train.cores import usable_cores
+from penstock.train.launch import usable_cores
 from tests.support.endings import said
 from tests.support.programs import DEADLINE, commands, environment, free_port, python, run, wait_for, warm
 

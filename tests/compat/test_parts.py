@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compat.torchgpipe import is_checkpointing, is_recomputing
-from penstock.compat.torchgpipe.checkpoint import (
-    Checkpointing,
-    checkpoint,
-    enable_checkpointing,
-    enable_recomputing,
-)
+from penstock.compat.torchgpipe.checkpoint import Checkpointing, checkpoint, enable_checkpointing, enable_recomputing
 from penstock.compat.torchgpipe.dependency import fork, join
 from penstock.compat.torchgpipe.microbatch import Batch, check, gather, scatter
 from penstock.compat.torchgpipe.phony import get_phony

@@ -31,8 +31,8 @@ from penstock.compat.torchdistpackage import (
     setup_node_groups,
     tpc,
 )
+from tests.support.fork_python import fork_python
 from tests.support.models import mlp
-from tests.support.snake import snake
 
 
 @contextmanager
@@ -273,7 +273,7 @@ def test_setup_distributed(launcher: str) -> None:
     kept = {k: v for k, v in os.environ.items() if not re.match("SLURM|RANK|WORLD_SIZE|LOCAL_|MASTER_", k)}
     program = PROGRAM.replace("PORT", argument)
     done = subprocess.run(
-        [snake(), "-W", "error", "-c", program],
+        [fork_python(), "-W", "error", "-c", program],
         env={**kept, **variables, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.compat.torchdistpackage import forward_backward, forward_eval, partition_uniform, tpc
-from penstock.engine.microbatch import sizes_of
+from penstock.engine.microbatch import microbatch_sizes
 from penstock.schedule.registry import build
 from tests.compat.torchdistpackage_lines import line, own_inputs, summed
 from tests.support.models import assert_same, batch, gradients, labels, mlp
@@ -51,7 +51,7 @@ def trains(rank: int, n: int, m: int) -> None:
             None, lambda v: mine(v[0] if isinstance(v, list) else v), None, own_inputs(x, y), m, forward_only=True
         )
         if at == n - 1:
-            last = sizes_of(samples, m)[-1]
+            last = microbatch_sizes(samples, m)[-1]
             assert_same(output, plain(x[-last:]).detach())
             assert not output.requires_grad
         output = forward_eval(mine, x if at == 0 else [], dtype=torch.float16)
@@ -148,7 +148,7 @@ def crosses(rank: int) -> None:
     parts = [model.first, lambda values: model.second(*values), lambda values: model.third(*values)]
     for samples in (10, 7):
         x, y = batch(samples), labels(samples)
-        sizes = list(sizes_of(samples, 3))
+        sizes = list(microbatch_sizes(samples, 3))
         for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
             plain.whole(part, target).backward()
         forward_backward(None, parts[at], None, own_inputs(x, y), 3)

@@ -20,7 +20,7 @@ from penstock.compat.torchgpipe.skip.tracker import (
     use_skip_tracker,
 )
 from penstock.compat.torchgpipe.stream import CPUStream
-from penstock.split.skip import holding
+from penstock.split.skip import use_stash
 
 KEY = (None, "skip")
 
@@ -115,7 +115,7 @@ def test_the_tracker_in_use_is_the_current_one() -> None:
 def test_in_a_stage_of_a_pipeline_the_tracker_is_not_in_use() -> None:
     outside = SkipTracker()
     values: dict[Any, Any] = {}
-    with use_skip_tracker(outside), holding(values):  # as the core does for a stage
+    with use_skip_tracker(outside), use_stash(values):  # as the core does for a stage
         assert current_skip_tracker().tensors is values
         Stash()(torch.ones(1))
     assert list(values) == [KEY]

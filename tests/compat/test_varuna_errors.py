@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.compat import install
-from penstock.compat.varuna import (
-    CutPoint,
-    Varuna,
-    get_this_rank_config_varuna,
-    get_varuna_config,
-)
+from penstock.compat.varuna import CutPoint, Varuna, get_this_rank_config_varuna, get_varuna_config
 from penstock.compat.varuna.inputs import arguments_of
 from tests.compat.varuna_models import Tower, adam, data
 from tests.support.models import assert_same
@@ -25,8 +20,8 @@ from tests.support.ranks import Ranks
 @pytest.mark.parametrize(("samples", "repeated"), [(3, True), (0, True), (1, False)])
 def test_tensors_of_one_sample_are_repeated_beside_others(samples: int, repeated: bool) -> None:
     made = arguments_of({"x": torch.rand(samples, 2), "mask": torch.ones(1, 2), "none": None, "all": torch.tensor(1.0)})
-    assert isinstance(made["mask"], ps.Repeated) == repeated
-    assert not any(isinstance(made[name], ps.Repeated) for name in ("x", "none", "all"))
+    assert isinstance(made["mask"], ps.Broadcast) == repeated
+    assert not any(isinstance(made[name], ps.Broadcast) for name in ("x", "none", "all"))
 
 
 @pytest.mark.parametrize("given", ["0,2;1,3;", "0,2;1,3", [[0, 2], [1, 3]], {0: [0, 2], 1: [1, 3]}])

@@ -14,8 +14,8 @@ import penstock as ps
 from penstock.compat.varuna import AutoConfig, Profiler, run_varuna
 from penstock.compat.varuna.auto_config import _even
 from penstock.compat.varuna.profiler import links_of
+from penstock.profile.costs import Profile
 from penstock.profile.planner.segments import Segments
-from penstock.profile.sizes import Profile
 from tests.compat.varuna_models import Tower, data
 from tests.support.ranks import run_ranks
 

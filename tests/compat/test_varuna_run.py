@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.compat.varuna import run_varuna
-from tests.support.snake import snake
+from tests.support.fork_python import fork_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +64,7 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
     (tmp_path / "machines").write_text("# here\n127.0.0.1\n")
     (tmp_path / "env").write_text(f"export RESULTS='{tmp_path}'\n")
     command = (
-        f"{snake()} -W error -m penstock.compat.alias varuna -- -m varuna.run_varuna --machine_list machines "
+        f"{fork_python()} -W error -m penstock.compat.alias varuna -- -m varuna.run_varuna --machine_list machines "
         "--manager_ip 127.0.0.1 --gpus_per_node 2 --nstages 2 --batch_size 6 --chunk_size 2 --code_dir code --env_file "
         "env --no_morphing --resume train.py --epochs 2"
     )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.compat.torchdistpackage import tpc
-from penstock.engine.microbatch import sizes_of
+from penstock.engine.microbatch import microbatch_sizes
 
 __all__ = ["line", "own_inputs", "summed"]
 
@@ -26,7 +26,7 @@ def own_inputs(x: Any, y: Any) -> list[Any]:
 
 def summed(model: nn.Module, x: Tensor, y: Tensor, m: int, loss_fn: Callable[..., Tensor] = F.mse_loss) -> Tensor:
     """The gradients of the micro-batches' losses, undivided, are added to the plain model's; the last of the losses."""
-    sizes = list(sizes_of(len(x), m))
+    sizes = list(microbatch_sizes(len(x), m))
     for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
         loss = loss_fn(model(part), target)
         loss.backward()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.batchnorm import DeferredBatchNorm, committing
+from penstock.engine.recompute.batchnorm import DeferredStatistics, commit_statistics
 from penstock.errors import PlanError
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -34,12 +34,12 @@ def values(batch: int, *shape: int, dtype: torch.dtype = torch.float32, seed: in
 
 
 def run(
-    module: nn.Module, x: Tensor, sizes: Sequence[int], deferred: DeferredBatchNorm | None = None
+    module: nn.Module, x: Tensor, sizes: Sequence[int], deferred: DeferredStatistics | None = None
 ) -> tuple[Tensor, ...]:
     """One step's forwards, micro-batch by micro-batch, each run a second time as recompute does; the outputs."""
-    deferred = deferred or DeferredBatchNorm(module)
+    deferred = deferred or DeferredStatistics(module)
     outputs = []
-    with committing([deferred]):
+    with commit_statistics([deferred]):
         for part in x.split(list(sizes)):
             with deferred.counting:
                 outputs.append(module(part))
@@ -65,7 +65,7 @@ def test_three_steps_equal_three_forwards_of_the_whole(kind: str, momentum: floa
     make, shape = LAYERS[kind]
     ours = make(3, momentum=momentum, dtype=dtype)
     plain = copy.deepcopy(ours)
-    deferred = DeferredBatchNorm(ours)
+    deferred = DeferredStatistics(ours)
     for step, sizes in enumerate([(3, 3, 2), (2, 2), (8,)]):  # uneven, fewer, one
         x = values(sum(sizes), *shape, dtype=dtype, seed=step)
         run(ours, x, sizes, deferred)
@@ -87,9 +87,9 @@ def test_more_micro_batches_than_wait_to_be_merged() -> None:
     ours = nn.BatchNorm1d(3, dtype=torch.float64)
     plain = copy.deepcopy(ours)
     x = values(100, 3, dtype=torch.float64)
-    deferred = DeferredBatchNorm(ours)
+    deferred = DeferredStatistics(ours)
     sizes = [2, 3] * 20
-    with committing([deferred]):
+    with commit_statistics([deferred]):
         for part in x.split(sizes):
             with deferred.counting:
                 ours(part)
@@ -137,7 +137,7 @@ def test_large_means_keep_the_variance(shape: tuple[int, ...]) -> None:
 
 
 def test_large_micro_batches_are_looked_at_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.batchstatistics._SLAB", 40)
+    monkeypatch.setattr("penstock.engine.recompute.batchnorm._CHUNK", 40)
     ours = nn.BatchNorm2d(3, dtype=torch.float64)
     plain = copy.deepcopy(ours)
     for width in (2, 10):  # 12 and 60 values a sample: slabs of three samples, and of one
@@ -246,7 +246,7 @@ def test_a_layer_called_twice_is_updated_twice_in_order() -> None:
 
     ours = Twice()
     plain = copy.deepcopy(ours)
-    deferred = DeferredBatchNorm(ours)
+    deferred = DeferredStatistics(ours)
     for step in range(2):
         x = values(7, 3, seed=step)
         run(ours, x, [3, 2, 2], deferred)
@@ -264,9 +264,9 @@ def test_a_layer_of_two_stages_is_updated_in_the_order_of_the_stages() -> None:
     norm = nn.BatchNorm1d(3, momentum=0.3)
     plain = copy.deepcopy(norm)
     first, second = nn.Sequential(norm), nn.Sequential(nn.Tanh(), norm)
-    stages = [DeferredBatchNorm(first), DeferredBatchNorm(second)]
+    stages = [DeferredStatistics(first), DeferredStatistics(second)]
     x, y = values(6, 3), values(6, 3, seed=1)
-    with committing(stages):
+    with commit_statistics(stages):
         for a, b in zip(x.split(2), y.split(2), strict=True):
             with stages[1].counting:
                 second(b)
@@ -358,7 +358,7 @@ def test_statistics_written_by_hand_are_refused_and_left_alone(way: str) -> None
 def test_sync_batchnorm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
     with pytest.raises(PlanError, match=r"stage 2: 1 is a SyncBatchNorm.*batchnorm='microbatch'"):
-        DeferredBatchNorm(model, 2)
+        DeferredStatistics(model, 2)
 
 
 def test_scripted_layers_are_refused() -> None:
@@ -366,7 +366,7 @@ def test_scripted_layers_are_refused() -> None:
         warnings.simplefilter("ignore")  # torch would rather have it compiled
         model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)))
     with pytest.raises(PlanError, match=r"0 is a scripted BatchNorm1d"):
-        DeferredBatchNorm(model)
+        DeferredStatistics(model)
 
 
 # ── around a step ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -375,8 +375,8 @@ def test_scripted_layers_are_refused() -> None:
 def test_nothing_is_updated_before_the_step_is_over() -> None:
     layer = nn.BatchNorm1d(3)
     before = copy.deepcopy(layer)
-    deferred = DeferredBatchNorm(layer)
-    with committing([deferred]):
+    deferred = DeferredStatistics(layer)
+    with commit_statistics([deferred]):
         for part in values(6, 3).split(2):
             with deferred.counting:
                 layer(part)
@@ -387,12 +387,12 @@ def test_nothing_is_updated_before_the_step_is_over() -> None:
 def test_a_step_that_fails_leaves_statistics_as_they_were() -> None:
     layer = nn.BatchNorm1d(3)
     before, plain = copy.deepcopy(layer), copy.deepcopy(layer)
-    deferred = DeferredBatchNorm(layer)
+    deferred = DeferredStatistics(layer)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         run(layer, values(5, 3), [2, 2, 1], deferred)
     same(layer, before, 0)
     assert not deferred.layers[0].calls  # nothing is held on to, either
-    with pytest.raises(KeyboardInterrupt), committing([deferred]):
+    with pytest.raises(KeyboardInterrupt), commit_statistics([deferred]):
         _interrupted(layer, deferred)
     same(layer, before, 0)
     assert not deferred.layers[0].calls
@@ -404,7 +404,7 @@ def test_a_step_that_fails_leaves_statistics_as_they_were() -> None:
     same(layer, plain, 1e-5)
 
 
-def _interrupted(layer: nn.Module, deferred: DeferredBatchNorm) -> None:
+def _interrupted(layer: nn.Module, deferred: DeferredStatistics) -> None:
     with deferred.counting:
         layer(values(5, 3))
     raise KeyboardInterrupt
@@ -419,9 +419,9 @@ def test_a_micro_batch_that_fails_counts_for_nothing() -> None:
 
     model = nn.Sequential(nn.BatchNorm1d(3), Fails())
     plain = copy.deepcopy(model)
-    deferred = DeferredBatchNorm(model)
+    deferred = DeferredStatistics(model)
     x = values(7, 3)
-    with committing([deferred]):
+    with commit_statistics([deferred]):
         with pytest.raises(RuntimeError, match="three"), deferred.counting:
             model(x[4:])
         with deferred.counting:
@@ -432,7 +432,7 @@ def test_a_micro_batch_that_fails_counts_for_nothing() -> None:
 
 def test_modules_are_as_before_between_forwards() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), Last(3))
-    deferred = DeferredBatchNorm(model)
+    deferred = DeferredStatistics(model)
 
     def look() -> list[Any]:
         return [[sorted(m.__dict__), dict(m._buffers), len(m._forward_pre_hooks), m.training] for m in model.modules()]
@@ -440,7 +440,7 @@ def test_modules_are_as_before_between_forwards() -> None:
     model[1].counts = []
     before = look()
     buffers = list(model.buffers())
-    with committing([deferred]):
+    with commit_statistics([deferred]):
         with deferred.counting:
             model(values(4, 3))
         assert str(look()) == str(before)
@@ -494,7 +494,7 @@ def test_a_copy_made_within_a_forward_is_a_plain_module() -> None:
 def test_statistics_loaded_or_moved_between_steps() -> None:
     layer = nn.BatchNorm1d(3)
     plain = copy.deepcopy(layer)
-    deferred = DeferredBatchNorm(layer)
+    deferred = DeferredStatistics(layer)
     run(layer, values(6, 3), [3, 3], deferred)
     plain(values(6, 3))
     for module in (layer, plain):
@@ -510,7 +510,7 @@ def test_statistics_loaded_or_moved_between_steps() -> None:
 def test_calls_without_gradients_commit_as_the_plain_model_does(context: Callable[[], Any]) -> None:
     for ours in (nn.BatchNorm1d(3), Last(3)):
         plain = copy.deepcopy(ours)
-        deferred = DeferredBatchNorm(ours)
+        deferred = DeferredStatistics(ours)
         x = values(7, 3)
         with context():
             run(ours, x, [4, 3], deferred)
@@ -525,9 +525,9 @@ def test_calls_without_gradients_commit_as_the_plain_model_does(context: Callabl
 def test_a_run_within_another_says_whether_it_counts() -> None:
     layer = nn.BatchNorm1d(3)
     plain = copy.deepcopy(layer)
-    deferred = DeferredBatchNorm(layer)
+    deferred = DeferredStatistics(layer)
     x = values(6, 3)
-    with committing([deferred]), deferred.counting:
+    with commit_statistics([deferred]), deferred.counting:
         layer(x)
         with deferred.quiet, deferred.quiet:
             layer(x * 100)
@@ -541,9 +541,9 @@ def test_nested_checkpoints_do_not_count_again() -> None:
 
     layer = nn.BatchNorm1d(3)
     plain = copy.deepcopy(layer)
-    deferred = DeferredBatchNorm(layer)
+    deferred = DeferredStatistics(layer)
     x = values(6, 3).requires_grad_()
-    with committing([deferred]):
+    with commit_statistics([deferred]):
         for part in x.split(3):
             with deferred.counting:
                 output = checkpoint(layer, part, use_reentrant=False)
@@ -560,11 +560,11 @@ def test_a_compiled_stage_is_compiled_once() -> None:
     plain = copy.deepcopy(ours)
     torch.compiler.reset()
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
-    deferred = DeferredBatchNorm(compiled)
+    deferred = DeferredStatistics(compiled)
     counters.clear()
     for step in range(2):
         x = values(40, 3, seed=step)
-        with committing([deferred]):
+        with commit_statistics([deferred]):
             for part in x.split(2):
                 with deferred.counting:
                     compiled(part)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from penstock.engine.buffers import BufferGuard, Quiet
+from penstock.engine.recompute.buffers import BatchNormFreeze, BufferSnapshots
 from penstock.errors import PlanError
 
 
@@ -18,7 +18,9 @@ def values(batch: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(seed)) * 2 + 1
 
 
-def step(module: nn.Module, parts: list[Tensor], guard: BufferGuard, quiet: Quiet, mode: object = "mode") -> None:
+def step(
+    module: nn.Module, parts: list[Tensor], guard: BufferSnapshots, quiet: BatchNormFreeze, mode: object = "mode"
+) -> None:
     """All forwards, then all again, last first: outputs are the same, and so are the buffers."""
     outputs, seen = [], []
     for part in parts:
@@ -40,7 +42,7 @@ def check(make: Callable[[], nn.Module], *shape: int) -> None:
     """Two steps with second runs leave the module as two steps of a plain loop."""
     ours = make()
     plain = copy.deepcopy(ours)
-    guard, quiet = BufferGuard(ours), Quiet(ours)
+    guard, quiet = BufferSnapshots(ours), BatchNormFreeze(ours)
     for n in range(2):
         parts = [values(3, *shape, seed=10 * n + k) for k in range(3)]
         step(ours, parts, guard, quiet)
@@ -116,7 +118,7 @@ SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
 @pytest.mark.parametrize(("dtype", "of_layer"), [(SINGLE, SINGLE), (DOUBLE, DOUBLE), (HALF, HALF), (HALF, SINGLE)])
 def test_a_quiet_batchnorm_computes_the_same(dtype: torch.dtype, of_layer: torch.dtype, affine: bool) -> None:
     layer = nn.BatchNorm1d(3, affine=affine, dtype=of_layer)
-    quiet = Quiet(layer)
+    quiet = BatchNormFreeze(layer)
     x = values(64, 3).to(dtype)
     output = layer(x)
     state = copy.deepcopy(layer.state_dict())
@@ -129,7 +131,7 @@ def test_a_quiet_batchnorm_computes_the_same(dtype: torch.dtype, of_layer: torch
 
 def test_quiet_leaves_layers_in_evaluation_mode_their_statistics() -> None:
     layer = nn.BatchNorm1d(3)
-    quiet = Quiet(layer)
+    quiet = BatchNormFreeze(layer)
     with quiet:
         layer(values(8, 3))
     layer(values(8, 3, seed=1))
@@ -141,14 +143,14 @@ def test_quiet_leaves_layers_in_evaluation_mode_their_statistics() -> None:
 def test_quiet_ends_with_an_error() -> None:
     layer = nn.BatchNorm1d(3)
     buffers = dict(layer._buffers)
-    with pytest.raises(ValueError, match="more than 1 value"), Quiet(layer):
+    with pytest.raises(ValueError, match="more than 1 value"), BatchNormFreeze(layer):
         layer(values(1, 3))
     assert all(layer._buffers[name] is tensor for name, tensor in buffers.items())
 
 
 def test_a_second_run_that_fails_puts_the_buffers_back() -> None:
     module = Counts("in place")
-    guard = BufferGuard(module)
+    guard = BufferSnapshots(module)
     guard.before(0)
     module(values(2, 2))
     seen = guard.after()
@@ -179,7 +181,7 @@ def test_a_mode_in_which_buffers_change_is_learnt_anew() -> None:
             return output
 
     module = Sometimes(3).eval()
-    guard, quiet = BufferGuard(module), Quiet(module)
+    guard, quiet = BufferSnapshots(module), BatchNormFreeze(module)
     parts = [values(2, 3, seed=k) for k in range(3)]
     step(module, parts, guard, quiet, "eval")
     module.train()
@@ -192,7 +194,7 @@ def test_a_mode_in_which_buffers_change_is_learnt_anew() -> None:
 def test_a_layer_that_is_thawed_later_on() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Norm(3))
     model[1].eval()  # frozen, while the model trains
-    guard, quiet = BufferGuard(model), Quiet(model)
+    guard, quiet = BufferSnapshots(model), BatchNormFreeze(model)
     parts = [values(2, 3, seed=k) for k in range(3)]
     step(model, parts, guard, quiet)
     model[1].train()
@@ -218,7 +220,7 @@ class Rarely(nn.Module):
 
 def test_a_small_buffer_may_change_later_on() -> None:
     module = Rarely(3)
-    guard, quiet = BufferGuard(module), Quiet(module)
+    guard, quiet = BufferSnapshots(module), BatchNormFreeze(module)
     parts = [values(2, 3, seed=k) for k in range(3)]
     step(module, parts, guard, quiet)
     module.table.fill_(7)  # somebody else's doing, between steps
@@ -230,7 +232,7 @@ def test_a_small_buffer_may_change_later_on() -> None:
 
 def test_a_large_buffer_that_begins_to_change_is_an_error_once() -> None:
     module = Rarely(1 << 19)
-    guard, quiet = BufferGuard(module), Quiet(module)
+    guard, quiet = BufferSnapshots(module), BatchNormFreeze(module)
     parts = [values(2, 1, seed=k) for k in range(3)]
     step(module, parts, guard, quiet)
     module.now = True
@@ -247,9 +249,9 @@ def test_what_does_not_change_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> 
         copied.append(tensor)
         return clone(tensor)
 
-    monkeypatch.setattr("penstock.engine.buffers.copy_of", counting)
+    monkeypatch.setattr("penstock.engine.recompute.buffers.clone_buffer", counting)
     module = nn.Sequential(Counts("in place"), Rarely(1 << 19))
-    guard = BufferGuard(module)
+    guard = BufferSnapshots(module)
     sizes = []
     for _ in range(3):
         copied.clear()
@@ -263,7 +265,7 @@ def test_what_does_not_change_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context: Callable[[], torch.no_grad]) -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), Norm(3), Counts("in place"))
-    guard, quiet = BufferGuard(module), Quiet(module)
+    guard, quiet = BufferSnapshots(module), BatchNormFreeze(module)
     parts = [values(3, 3, seed=k).requires_grad_() for k in range(2)]
     with context():
         step(module, parts, guard, quiet)

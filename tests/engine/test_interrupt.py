@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from penstock.engine.failure import Cause
-from penstock.engine.watch import Stopped, Watch
+from penstock.engine.failure.cause import Cause
+from penstock.engine.failure.watch import PipelineStopped, Watch
 
 CAUSE = Cause(3, "Boom", "on purpose")
 
@@ -50,7 +50,7 @@ def interrupt(watch: Watch, after: float) -> threading.Thread:
 def test_a_sleep_in_a_call_ends(watch: Watch) -> None:
     thread = interrupt(watch, 0.1)
     start = time.monotonic()
-    with pytest.raises(Stopped) as caught, watch:
+    with pytest.raises(PipelineStopped) as caught, watch:
         time.sleep(60)
     thread.join()
     assert caught.value.cause is CAUSE
@@ -72,7 +72,7 @@ def test_who_has_a_handler_of_his_own_is_not_interrupted(watch: Watch) -> None:
     signal.signal(signal.SIGINT, lambda *args: seen.append(args))
     try:
         thread = interrupt(watch, 0.0)
-        with pytest.raises(Stopped), watch:  # by the cause that is known by now
+        with pytest.raises(PipelineStopped), watch:  # by the cause that is known by now
             time.sleep(0.3)
         thread.join()
     finally:
@@ -83,7 +83,7 @@ def test_who_has_a_handler_of_his_own_is_not_interrupted(watch: Watch) -> None:
 
 def test_a_call_that_begins_after_the_failure_ends_at_once(watch: Watch) -> None:
     watch.cause = CAUSE
-    with pytest.raises(Stopped), watch:
+    with pytest.raises(PipelineStopped), watch:
         raise AssertionError("not reached")
 
 
@@ -104,7 +104,7 @@ def test_an_interrupt_never_comes_after_the_call(watch: Watch) -> None:
             with watch:
                 while time.perf_counter() < end:
                     time.sleep(0)
-        except Stopped:
+        except PipelineStopped:
             stopped += 1
         except KeyboardInterrupt:  # as it may come when the call is being left
             assert watch.interrupt.sent

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.microbatch import batch_size, join, scatter, sizes_of
+from penstock.engine.microbatch import batch_size, join, microbatch_sizes, scatter
 from penstock.errors import PlanError
 from tests.support.models import assert_same
 
@@ -17,7 +17,7 @@ from tests.support.models import assert_same
 @settings(deadline=None)
 @given(st.integers(1, 100), st.integers(1, 20))
 def test_sizes_are_even_larger_first_and_none_is_empty(batch: int, microbatches: int) -> None:
-    sizes = sizes_of(batch, microbatches)
+    sizes = microbatch_sizes(batch, microbatches)
     assert sum(sizes) == batch
     assert len(sizes) == min(batch, microbatches)
     assert min(sizes) >= max(1, max(sizes) - 1)
@@ -25,7 +25,7 @@ def test_sizes_are_even_larger_first_and_none_is_empty(batch: int, microbatches:
 
 
 def test_ten_samples_in_four() -> None:
-    assert sizes_of(10, 4) == (3, 3, 2, 2)
+    assert microbatch_sizes(10, 4) == (3, 3, 2, 2)
 
 
 values = st.recursive(
@@ -53,7 +53,7 @@ def fill(template: Any, samples: int) -> Any:
 @given(values, st.integers(1, 9), st.integers(1, 5))
 def test_joining_what_was_cut_gives_it_back(template: Any, samples: int, microbatches: int) -> None:
     value = fill(template, samples)
-    sizes = sizes_of(samples, microbatches)
+    sizes = microbatch_sizes(samples, microbatches)
     parts = scatter(value, sizes)
     assert len(parts) == len(sizes)
     for size, part in zip(sizes, parts, strict=True):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from penstock.engine.hostcopy import Buffer, HostPool
-from penstock.engine.offload import ActivationOffload, activation_offload, returns
-from penstock.engine.weightgrad import Recorder, WeightGradQueue
+from penstock.engine.offload.activations import ActivationOffload, activation_offload, prefetch_points
+from penstock.engine.offload.copies import HostBuffer, HostBufferPool
+from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder
 from penstock.errors import PipelineError
-from penstock.schedule.program import Instruction
+from penstock.schedule.lower import Instruction
 from tests.support.copies import LateCopies
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def offload_for(
 ) -> tuple[ActivationOffload, LateCopies]:
     copies = LateCopies()
     resident = [] if module is None else [*module.parameters(), *module.buffers()]
-    return ActivationOffload(CPU, copies, HostPool(budget), resident, smallest=smallest, window=window), copies
+    return ActivationOffload(CPU, copies, HostBufferPool(budget), resident, smallest=smallest, window=window), copies
 
 
 def inputs(count: int = 4, rows: int = 4) -> list[Tensor]:
@@ -322,9 +322,9 @@ def test_buffers_of_sizes_that_are_gone_make_room() -> None:
 
 
 def test_room_is_made_only_where_it_is_enough() -> None:
-    pool = HostPool(1024)
+    pool = HostBufferPool(1024)
 
-    def take(size: int) -> Buffer | None:
+    def take(size: int) -> HostBuffer | None:
         return pool.take(size, lambda n: torch.empty(n, dtype=torch.uint8))
 
     a, b = take(300), take(512)
@@ -396,7 +396,7 @@ def test_a_buffer_that_another_device_used_is_written_after_it() -> None:
 
 
 def test_a_failed_allocation_is_not_counted() -> None:
-    pool = HostPool(1 << 20)
+    pool = HostBufferPool(1 << 20)
 
     def fail(size: int) -> Tensor:
         raise RuntimeError("no pinned memory")
@@ -482,7 +482,7 @@ def test_weight_gradients_are_still_put_off() -> None:
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8))
     plain = copy.deepcopy(module)
     offload, copies = offload_for(module)
-    queue = WeightGradQueue(Recorder(module))
+    queue = WeightGradQueue(WeightGradRecorder(module))
     for _ in range(3):
         x = torch.randn(4, 8, requires_grad=True)
         with offload.saving(0, [x]), queue.recording():
@@ -523,17 +523,17 @@ def program(text: str) -> list[Instruction]:
     ],
 )
 def test_which_micro_batches_go(order: str, expected: dict[int, list[tuple[int, int]]]) -> None:
-    assert returns(program(order)) == expected
+    assert prefetch_points(program(order)) == expected
 
 
 def test_communication_does_not_count() -> None:
     order = [Instruction("F", 0, 0), Instruction("SEND_F", 0, 0, 1), Instruction("F", 0, 1), Instruction("F", 0, 2)]
     order += [Instruction("RECV_B", 0, 0, 1), Instruction("B", 0, 0), Instruction("B", 0, 1)]
-    assert returns(order) == {3: [(0, 0)], 5: [(0, 1)]}
+    assert prefetch_points(order) == {3: [(0, 0)], 5: [(0, 1)]}
 
 
 def test_nothing_is_made_on_the_cpu() -> None:
-    assert activation_offload(CPU, HostPool(), nn.Linear(2, 2)) is None
+    assert activation_offload(CPU, HostBufferPool(), nn.Linear(2, 2)) is None
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -551,7 +551,7 @@ def test_on_a_gpu(window: int) -> None:
     module = nn.Sequential(*layers).to(device)
     plain = copy.deepcopy(module)
     xs = [torch.randn(512, 512, device=device) for _ in range(8)]
-    offload = activation_offload(device, HostPool(), module)
+    offload = activation_offload(device, HostBufferPool(), module)
     assert offload is not None
     offload.window = window
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.context import ambient, surround
+from penstock.engine.context import begin_run, caller_context
+from penstock.engine.forward_context import current_microbatch
 from penstock.engine.message import Message
-from penstock.engine.moment import current_microbatch
-from penstock.engine.slot import Slot
-from penstock.engine.stage import StageEngine
+from penstock.engine.stage import Slot, StageEngine
 
 CPU = torch.device("cpu")
 
@@ -35,7 +34,7 @@ class Told(nn.Module):
 
 def stage_of(module: nn.Module, microbatches: int = 4) -> StageEngine:
     engine = StageEngine(0, module, CPU)
-    surround([engine], ambient(), microbatches, "step 1")
+    begin_run([engine], caller_context(), microbatches, "step 1")
     return engine
 
 
@@ -100,10 +99,10 @@ def test_another_mode_is_looked_at_anew(change: str) -> None:
     assert module.is_leaf
     if change == "eval":
         module.eval()
-        surround([engine], ambient(), 4, "step 2")
+        begin_run([engine], caller_context(), 4, "step 2")
     else:
         with torch.autocast("cpu", torch.bfloat16):
-            surround([engine], ambient(), 4, "step 2")
+            begin_run([engine], caller_context(), 4, "step 2")
     for k in range(2):
         output, _ = pair(engine, slot, x)
         assert output.dtype is (torch.float32 if change == "eval" else torch.bfloat16)

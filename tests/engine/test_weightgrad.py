@@ -17,13 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.engine.weightgrad import Recorder, WeightGradQueue, defer_weight_grad, norm
+from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder, defer_weight_grad, norm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)][: 1 + torch.cuda.is_available()]
 
 
 def queue_of(module: nn.Module, shared: list[Tensor] | None = None) -> WeightGradQueue:
-    return WeightGradQueue(Recorder(module, shared or []))
+    return WeightGradQueue(WeightGradRecorder(module, shared or []))
 
 
 def split_step(module: nn.Module, queue: WeightGradQueue, x: Tensor, grad: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.microbatch import sizes_of
+from penstock.engine.microbatch import microbatch_sizes
 from tests.equivalence.fronts import FrontCase
 from tests.equivalence.models import Case, stages_per_rank
 from tests.equivalence.ragged import RaggedCase
@@ -45,7 +45,7 @@ def plain_step(model: nn.Module, case: AnyCase) -> tuple[Tensor, Tensor]:
 
 def _plain_loss(model: nn.Module, case: AnyCase) -> tuple[Tensor, Tensor]:
     x, y = case.data()
-    outputs = torch.cat([model(part) for part in x.split(list(sizes_of(case.batch, case.microbatches)))])
+    outputs = torch.cat([model(part) for part in x.split(list(microbatch_sizes(case.batch, case.microbatches)))])
     return F.cross_entropy(outputs, y) if case.loss == "pair" else LOSSES[case.loss](outputs, y), outputs
 
 
@@ -106,7 +106,7 @@ def check_call(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None:
     """A plain call of the pipeline: outputs, parameter and input gradients."""
     x, _ = case.data()
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    parts = theirs.split(list(sizes_of(case.batch, case.microbatches)))
+    parts = theirs.split(list(microbatch_sizes(case.batch, case.microbatches)))
     output = pipe(ours)
     expected = torch.cat([plain(part) for part in parts])
     _equal(output.detach(), expected.detach(), "outputs of a call")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.engine.microbatch import sizes_of
+from penstock.engine.microbatch import microbatch_sizes
 from tests.support.ranks import Ranks
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zbv"]
@@ -78,7 +78,7 @@ def make(net: nn.Sequential, schedule: str, **options: Any) -> ps.Pipeline:
 
 def loop(net: nn.Module, x: Tensor, y: Tensor, microbatches: int) -> Tensor:
     """The plain loop that accumulates gradients over micro-batches."""
-    sizes = list(sizes_of(len(x), microbatches))
+    sizes = list(microbatch_sizes(len(x), microbatches))
     losses = []
     for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
         loss = F.cross_entropy(net(part), target) * len(part) / len(x)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.hostcopy import HostPool
-from penstock.engine.offload import ActivationOffload
-from penstock.train.hoststate import HostState
+from penstock.engine.offload.activations import ActivationOffload
+from penstock.engine.offload.copies import HostBufferPool
+from penstock.train.optimizer_offload import OffloadedOptimizer
 from tests.equivalence.models import Case, stages_for
 from tests.support.copies import LateCopies
 from tests.support.ranks import Ranks
@@ -102,17 +102,17 @@ class StandIn:
     """Puts copies that are as late as may be into the stages and the optimizer."""
 
     def __init__(self, budget: int | None = None) -> None:
-        self.pool = HostPool(budget)
+        self.pool = HostBufferPool(budget)
         self.copies: list[LateCopies] = []
 
     def __call__(self, pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        for stage in pipe._crew.stages.values():
+        for stage in pipe._executor.stages.values():
             copies, module = LateCopies(), stage.module
             resident = [*module.parameters(), *module.buffers()]
             stage.offload = ActivationOffload(torch.device("cpu"), copies, self.pool, resident, smallest=1, window=500)
             self.copies.append(copies)
         of_state = LateCopies()
-        HostState(optimizer, 3000, lambda tensor: of_state if tensor.dim() else None, smallest=1)
+        OffloadedOptimizer(optimizer, 3000, lambda tensor: of_state if tensor.dim() else None, smallest=1)
         return optimizer
 
 

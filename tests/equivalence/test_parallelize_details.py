@@ -290,7 +290,7 @@ def put_off(rank: int, how: Callable[..., Any], sizes: dict[str, int], expected:
     options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "schedule": "zb_h1", "parallelize": how}
     with ps.Pipeline(ps.split(blocks(), stages=2), F.cross_entropy, **options) as pipe:
         pipe.step(*batch(0, 4))
-        (stage,) = pipe._crew.stages.values()
+        (stage,) = pipe._executor.stages.values()
         assert stage._recorder is not None
         assert bool(stage._recorder._bindings) is expected
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.accumulate import Wide
-from penstock.engine.ties import LocalTies
+from penstock.engine.replicas.fp32_accumulate import Fp32GradAccumulator
+from penstock.engine.replicas.ties import LocalTies
 from tests.equivalence.check import LOSSES
 
 WIDTH, BATCH, PARTS = 8, 16, 8
@@ -437,7 +437,7 @@ def test_a_tie_that_a_rank_has_no_gradient_for(everywhere: Any) -> None:
 def test_copies_of_a_tie_in_one_process_are_summed_before_the_rounding() -> None:
     copies = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
     ties = LocalTies([copies])
-    with Wide(copies), ties.reducing():
+    with Fp32GradAccumulator(copies), ties.reducing():
         for which, part in ((0, 1.0), (0, 2.0**-9), (1, 2.0**-9), (1, 2.0**-9)):
             (copies[which] * part).sum().backward()
     for parameter in copies:

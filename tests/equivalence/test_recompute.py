@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.schedule import Schedule
-from penstock.schedule.auto import auto
 from penstock.schedule.costs import Costs
-from penstock.schedule.placement import loop, vee
+from penstock.schedule.schedule import loop, vee
+from penstock.schedule.search import auto
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING
 from tests.equivalence.ranks import Ranks

@@ -170,7 +170,7 @@ def test_buckets_of_any_size(four: Ranks, bucket: int) -> None:
 
 
 def with_buckets(rank: int, bucket: int) -> None:
-    import penstock.engine.reduce as reduce
+    import penstock.engine.replicas.reduce as reduce
 
     before, reduce.BUCKET = reduce.BUCKET, bucket
     try:

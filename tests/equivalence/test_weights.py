@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.hostcopy import HostPool
-from penstock.engine.offload import ActivationOffload
+from penstock.engine.offload.activations import ActivationOffload
+from penstock.engine.offload.copies import HostBufferPool
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, Case
 from tests.equivalence.test_offload import case_for, check_same, offload_optimizer, plain_optimizer, train
@@ -79,7 +79,7 @@ def as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         made = late_weights(patch)
-        patch.setattr("penstock.engine.reduce.BUCKET", bucket)
+        patch.setattr("penstock.engine.replicas.reduce.BUCKET", bucket)
         for offload in (ALL, None):
             plan, mesh = ps.split(model(), stages=stages), ps.Mesh(data=2, pipe=1)
             options: dict[str, Any] = {"schedule": schedule, "microbatches": 2, "mesh": mesh, "offload": offload}
@@ -125,10 +125,10 @@ def test_every_schedule(made: list[LateWeights], schedule: str, recompute: str) 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
 def test_with_activations(made: list[LateWeights], schedule: str) -> None:
-    pool, all_copies = HostPool(), []
+    pool, all_copies = HostBufferPool(), []
 
     def prepare(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        for stage in pipe._crew.stages.values():
+        for stage in pipe._executor.stages.values():
             module, copies = stage.module, LateCopies()
             resident = [*module.parameters(), *module.buffers()]
             stage.offload = ActivationOffload(torch.device("cpu"), copies, pool, resident, smallest=1, window=500)
@@ -256,7 +256,7 @@ def evaluated(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def called(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     """``pipe(x)`` with gradients: backward at once, after other runs, and not at all."""
-    target = Y.to(pipe._crew.stages[7].device)
+    target = Y.to(pipe._executor.stages[7].device)
     found = clipped(pipe, optimizer)
     loss = F.mse_loss(pipe(X), target)
     found += [loss, *torch.autograd.grad(loss, list(pipe.parameters()), retain_graph=True)]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.split import Edge
-from penstock.split.line import Groups, Line
-from penstock.split.planning import plan_of
+from penstock.split.chain import Groups, LayerChain, build_plan
 
 WIDTH = 6
 
@@ -52,7 +51,7 @@ class Web(nn.Module):
         return out
 
 
-class WebLine(Line):
+class WebLine(LayerChain):
     """Cut between any two layers; what a later stage needs of an earlier one is an edge."""
 
     def __init__(self, model: Web) -> None:
@@ -141,7 +140,7 @@ class WebCase:
         assert isinstance(model, Web)
         line = WebLine(model)
         ends = [sum(self.balance[: i + 1]) for i in range(len(self.balance))]
-        return plan_of(line, [line.layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)])
+        return build_plan(line, [line.layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)])
 
     @property
     def stages(self) -> int:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Overhead, SharedParameters
-from penstock.profile.sizes import Profile
+from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Overhead, Profile, SharedParameters
 
 
 def layer(name: str, **changed: Any) -> LayerCosts:

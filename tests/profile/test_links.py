@@ -15,8 +15,7 @@ import torch
 import penstock as ps
 from penstock.profile import links
 from penstock.profile.costs import Link
-from penstock.profile.hosttime import ROUNDS, host_time
-from penstock.profile.links import Links, link_between, local_link, measure_links
+from penstock.profile.links import ROUNDS, Links, fit_link, host_time_per_message, local_link, measure_links
 from tests.support.models import penstock_threads
 from tests.support.ranks import Gone, Ranks, crew, run_ranks
 
@@ -28,10 +27,10 @@ def three() -> Iterator[Ranks]:
 
 
 def test_latency_is_what_a_small_value_takes_and_bandwidth_what_the_large_one_adds() -> None:
-    assert link_between(0.5, 2.5, 1000) == Link(0.5, 500.0)
-    assert link_between(0.5, 0.4, 1000) == Link(0.5, math.inf)  # noise
+    assert fit_link(0.5, 2.5, 1000) == Link(0.5, 500.0)
+    assert fit_link(0.5, 0.4, 1000) == Link(0.5, math.inf)  # noise
     assert Link(0.5, 500.0).seconds(1000) == 2.5
-    assert link_between(0.5, 2.5, 1000, (0.25, 100.0)) == Link(0.5, 500.0, 0.25, 100.0)
+    assert fit_link(0.5, 2.5, 1000, (0.25, 100.0)) == Link(0.5, 500.0, 0.25, 100.0)
     assert Link(0.5, 500.0, 0.25, 100.0).host_seconds(1000) == 10.25
     assert links._line(2.0, 3.0, 500, 1000) == (1.0, 500.0)  # through both, not through the smaller one
     assert links._line(0.1, 3.1, 500, 1500) == (0.0, pytest.approx(1000 / 3))  # and never below zero
@@ -70,7 +69,7 @@ class Costly:
 def test_a_value_takes_the_time_on_the_cores_that_it_adds(turn: int) -> None:
     wire: Any = Costly(1e-5)
     threads = torch.get_num_threads()
-    found = host_time(wire, wire, 200, 0.0, turn)
+    found = host_time_per_message(wire, wire, 200, 0.0, turn)
     assert wire.sent.count(200) == wire.sent.count(0) == ROUNDS
     assert 0.7 * 200e-5 / 2 < found < 1.8 * 200e-5 / 2  # of two ends, each has half; other threads here are few
     assert torch.get_num_threads() == threads

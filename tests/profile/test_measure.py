@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.profile import clock as clock_module
 from penstock.profile import measure as measure_module
 from penstock.profile import timing
+from penstock.profile import timing as clock_module
 from penstock.profile.costs import Crossing, ModelCosts, Overhead, SharedParameters
 from penstock.profile.measure import _kept_together, measure_costs
-from penstock.split.trunk.line import trunk_line
+from penstock.split.trunk.line import trunk_chain
 from tests.split.trunk_models import Usual
 from tests.support.models import assert_same, batch, everything, labels, mlp, snapshot
 
@@ -94,7 +94,7 @@ def test_half_precision_may_be_summed_in_float32() -> None:
 def test_a_value_that_several_layers_need_is_known_as_one() -> None:
     """The mask goes from the first block, where the embedding is, to all others."""
     x, mask = 4 * 6 * 8 * FLOAT, 4 * 6 * 6 * FLOAT
-    costs = measured(trunk_line(Usual(), "blocks"), (torch.randint(16, (4, 6)), torch.ones(4, 6, 6)))
+    costs = measured(trunk_chain(Usual(), "blocks"), (torch.randint(16, (4, 6)), torch.ones(4, 6, 6)))
     direct = [crossing for crossing in costs.crossings if crossing.src == 0]
     assert [crossing.dst for crossing in direct] == [1, 2, 3]
     assert all(mask in dict(crossing.values).values() for crossing in direct)
@@ -285,7 +285,7 @@ def test_what_the_first_layer_takes_longer_is_the_stages_and_no_layers(monkeypat
 
 @pytest.mark.parametrize(("layer", "does"), [(nn.BatchNorm1d(4), True), (nn.BatchNorm1d(4).eval(), False)])
 def test_who_changes_buffers_is_known(layer: nn.Module, does: bool) -> None:
-    turn = timing.Turn(0, "it", layer, [], set(), [], [batch(2, 4)])
+    turn = timing.LayerRun(0, "it", layer, [], set(), [], [batch(2, 4)])
     assert timing._changes_buffers(turn) is does
 
 

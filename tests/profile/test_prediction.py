@@ -15,11 +15,10 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli import main
-from penstock.profile.costs import Crossing, LayerCosts, ModelCosts
-from penstock.profile.report.replay import replay
-from penstock.profile.sizes import Profile
+from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Profile
+from penstock.profile.report.findings import simulated_trace
 from penstock.schedule import Costs, build, simulate
-from penstock.schedule.prediction import Prediction
+from penstock.schedule.simulate import Prediction
 from tests.support.models import batch, labels, mlp
 from tests.support.ranks import Ranks
 from tests.train.test_bubble import UNIT, Sleeper
@@ -34,7 +33,7 @@ def sleepers(stages: int = 2) -> tuple[nn.Sequential, Profile]:
     return nn.Sequential(*(Sleeper() for _ in range(stages))), Profile((ModelCosts(layers, crossings, samples=1),))
 
 
-def planned(stages: int = 2, **options: Any) -> ps.Planned:
+def planned(stages: int = 2, **options: Any) -> ps.PlanResult:
     model, costs = sleepers(stages)
     given = {"devices": stages, "batch": 4, "microbatches": 4, "costs": costs, "seconds": 0.3, **options}
     return ps.plan(model, torch.ones(4, 1), **given)
@@ -136,7 +135,7 @@ def test_who_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_in_words() -> None:
-    trace = replay(simulate(build("1f1b", 2, 2), Costs(f=1.0, b=2.0, activation=1024.0)))
+    trace = simulated_trace(simulate(build("1f1b", 2, 2), Costs(f=1.0, b=2.0, activation=1024.0)))
     assert trace.seconds == 9.0
     for seconds, words in ((9.0, "the same"), (4.5, "50.0% less"), (18.0, "100.0% more")):
         trace.prediction = Prediction(seconds, "plan", (1.0, 1.0), (3072.0, 1024.0))
@@ -154,7 +153,7 @@ def test_in_words() -> None:
 
 
 def test_files_of_before_and_files_that_are_none(tmp_path: Path) -> None:
-    trace = replay(simulate(build("1f1b", 2, 2), Costs()))
+    trace = simulated_trace(simulate(build("1f1b", 2, 2), Costs()))
     trace.prediction = Prediction(1.0, "costs")
     data = trace.to_data()
     assert ps.Trace.from_data(json.loads(json.dumps(data))).prediction == trace.prediction

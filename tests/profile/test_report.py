@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.errors import ScheduleError
-from penstock.profile.report.causes import CAUSES, idle_times
-from penstock.profile.report.contents import peak
-from penstock.profile.report.findings import look
-from penstock.profile.report.replay import replay
-from penstock.profile.trace.steps import Done, Part, Step, Wait
+from penstock.profile.report.advice import CAUSES, idle_times
+from penstock.profile.report.findings import analyze, memory_peak, simulated_trace
+from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, WaitRecord
 from penstock.schedule import SCHEDULES, Costs, build, simulate
 from penstock.schedule.recompute import with_recompute
 from tests.profile.test_trace import pipeline
@@ -32,10 +30,10 @@ def plan(*stages: list[str], parameters: list[int] | None = None) -> dict[str, A
 
 
 def traced(name: str, p: int, m: int, costs: Costs, **plans: Any) -> ps.Trace:
-    return replace(replay(simulate(build(name, p, m), costs)), **plans)
+    return replace(simulated_trace(simulate(build(name, p, m), costs)), **plans)
 
 
-def uncovered(actions: tuple[Done, ...], first: float, last: float) -> float:
+def uncovered(actions: tuple[ActionRecord, ...], first: float, last: float) -> float:
     """Idle time counted another way: at the middles between all begins and ends."""
     marks = sorted({first, last, *(d.start for d in actions), *(d.end for d in actions)})
     pieces = [(a, b) for a, b in pairwise(marks) if b > a]
@@ -63,7 +61,7 @@ def test_even_stages_have_no_imbalance() -> None:
             assert idle.imbalance == idle.communication == idle.host == 0.0
             assert idle.fill + idle.drain == pytest.approx(idle.idle)
     for modes in (["always"] * 4, ["never"] * 3 + ["always"]):
-        again = replay(simulate(with_recompute(build("gpipe", 4, 8), modes), Costs()))
+        again = simulated_trace(simulate(with_recompute(build("gpipe", 4, 8), modes), Costs()))
         assert all(idle.imbalance == 0.0 for idle in idle_times(again, again.steps[0]))
     gpipe = traced("gpipe", 3, 4, Costs())
     first, _, last = idle_times(gpipe, gpipe.steps[0])
@@ -87,18 +85,18 @@ def test_a_slow_stage_is_imbalance_and_a_slow_edge_communication() -> None:
 @pytest.mark.parametrize(
     ("waits", "imbalance", "communication", "host"),
     [
-        ([Wait(1, 1.5, 4.5), Wait(1, 1.5, 4.0, "sent")], 0.0, 0.5, 0.5),  # at the same time
-        ([Wait(1, 1.0, 1.5, "sent"), Wait(1, 1.5, 4.5)], 0.0, 1.0, 0.0),  # the first until a send is over
-        ([Wait(1, 0.5, 4.5)], 0.5, 0.5, 0.0),  # from before the end of 0F0
+        ([WaitRecord(1, 1.5, 4.5), WaitRecord(1, 1.5, 4.0, "sent")], 0.0, 0.5, 0.5),  # at the same time
+        ([WaitRecord(1, 1.0, 1.5, "sent"), WaitRecord(1, 1.5, 4.5)], 0.0, 1.0, 0.0),  # the first until a send is over
+        ([WaitRecord(1, 0.5, 4.5)], 0.5, 0.5, 0.0),  # from before the end of 0F0
         ([], 0.0, 0.0, 3.5),
     ],
 )
-def test_waits_of_all_sorts(waits: list[Wait], imbalance: float, communication: float, host: float) -> None:
+def test_waits_of_all_sorts(waits: list[WaitRecord], imbalance: float, communication: float, host: float) -> None:
     """Before 0B0, from 1 to 4.5, for 1B0, which ends at 4."""
     trace = example()
     first, second = trace.steps[0].parts
     other = replace(first, actions=(first.actions[0], replace(first.actions[1], waits=tuple(waits))))
-    step = Step(0, "step", (other, second))
+    step = StepRecord(0, "step", (other, second))
     idle = idle_times(replace(trace, steps=(step,)), step)[0]
     assert (idle.imbalance, idle.communication, idle.host) == (imbalance, communication, host)
     assert (idle.fill, idle.idle) == (3.5 - imbalance - communication - host, 3.5)
@@ -120,7 +118,7 @@ def test_causes_add_up(data: st.DataObject) -> None:
     stages = schedule.num_stages
     per_stage = [tuple(data.draw(st.lists(COST, min_size=stages, max_size=stages))) for _ in range(3)]
     costs = Costs(*per_stage, latency=data.draw(st.floats(0, 3)))
-    trace = replay(simulate(schedule, costs))
+    trace = simulated_trace(simulate(schedule, costs))
     step = trace.steps[0]
     late = data.draw(st.floats(0, 2))
     parts = [
@@ -145,11 +143,11 @@ def test_causes_add_up(data: st.DataObject) -> None:
 
 def test_one_ranks_part_alone() -> None:
     trace = example()
-    step = Step(0, "step", trace.steps[0].parts[:1])
+    step = StepRecord(0, "step", trace.steps[0].parts[:1])
     alone = replace(trace, steps=(step,), missing="the others are gone")
     (idle,) = idle_times(alone, step)
     assert idle.causes == {"fill": 0.0, "drain": 0.0, "imbalance": 3.0, "communication": 0.0, "host": 0.5}
-    findings = look(alone)
+    findings = analyze(alone)
     assert findings.simulation is None
     assert findings.cut is None
     assert [advice.what for advice in findings.advice] == ["host"]
@@ -160,10 +158,10 @@ def test_one_ranks_part_alone() -> None:
 
 def test_peaks_and_edges_by_hand() -> None:
     trace = example()
-    one = peak(trace.steps[0].parts[0], trace.saved)
+    one = memory_peak(trace.steps[0].parts[0], trace.saved)
     assert one is not None
     assert (one.bytes, one.after, one.at, one.flight, one.saved, one.rest) == (100, "0F0", 1.0, {0: [0]}, 100, 0)
-    findings = look(trace)
+    findings = analyze(trace)
     (edge,) = findings.edges
     assert (edge.messages, edge.forward, edge.backward, edge.seconds) == (2, 64, 32, 0.5)
     assert edge.bandwidth == 128
@@ -173,23 +171,25 @@ def test_peaks_and_edges_by_hand() -> None:
 
 def test_what_a_peak_holds_of_each_schedule() -> None:
     trace = traced("1f1b", 3, 6, Costs(activation=7.0))
-    peaks = [peak(part, trace.saved) for part in trace.steps[0].parts]
+    peaks = [memory_peak(part, trace.saved) for part in trace.steps[0].parts]
     assert [(one.bytes, one.flight) for one in peaks if one] == [(21, {0: [0, 1, 2]}), (14, {1: [0, 1]}), (7, {2: [0]})]
     for name in ("zb_h1", "zbv", "interleaved"):
         trace = traced(name, 3, 6, Costs(activation=7.0))
-        assert all(one and one.saved == one.bytes for part in trace.steps[0].parts for one in [peak(part, trace.saved)])
-    again = replay(simulate(with_recompute(build("gpipe", 2, 3), ["always"] * 2), Costs(activation=5.0)))
-    assert [one.bytes for part in again.steps[0].parts for one in [peak(part, again.saved)] if one] == [5, 5]
+        assert all(
+            one and one.saved == one.bytes for part in trace.steps[0].parts for one in [memory_peak(part, trace.saved)]
+        )
+    again = simulated_trace(simulate(with_recompute(build("gpipe", 2, 3), ["always"] * 2), Costs(activation=5.0)))
+    assert [one.bytes for part in again.steps[0].parts for one in [memory_peak(part, again.saved)] if one] == [5, 5]
     turns = zip(("0F0", "0I0", "0W0", "0F1"), (10, 9, 3, 20), strict=True)
-    split = tuple(Done(ps.Action.parse(name), 0.0, 1.0, memory=memory) for name, memory in turns)
-    late = peak(Part(0, 0.0, 1.0, split), {0: 7})
+    split = tuple(ActionRecord(ps.Action.parse(name), 0.0, 1.0, memory=memory) for name, memory in turns)
+    late = memory_peak(RankRecord(0, 0.0, 1.0, split), {0: 7})
     assert late is not None
     assert (late.flight, late.rest) == ({0: [1]}, 13)
     device = replace(trace.steps[0].parts[0], actions=(replace(trace.steps[0].parts[0].actions[0], memory=100),))
-    one = peak(device, trace.saved)
+    one = memory_peak(device, trace.saved)
     assert one is not None
     assert (one.saved, one.rest) == (7, 93)
-    assert peak(Part(0, 0.0, 1.0, (Done(ps.Action(0, "F", 0), 0.0, 1.0),)), {}) is None
+    assert memory_peak(RankRecord(0, 0.0, 1.0, (ActionRecord(ps.Action(0, "F", 0), 0.0, 1.0),)), {}) is None
 
 
 # ── of what ran ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -200,7 +200,7 @@ def test_a_real_run(schedule: str) -> None:
     with pipeline(4, schedule=schedule) as pipe, pipe.trace() as trace:
         for _ in range(3):
             pipe.step(batch(), labels())
-    findings = look(trace)
+    findings = analyze(trace)
     assert sorted(step.seconds for step in trace.steps)[1] == findings.step.seconds
     assert len(findings.idle) == len(trace.tracks) == len(findings.peaks)
     for idle in findings.idle:
@@ -212,4 +212,4 @@ def test_a_real_run(schedule: str) -> None:
 
 def test_a_trace_without_steps() -> None:
     with pytest.raises(ps.PlanError, match="no whole step to report on"):
-        look(ps.Trace(build("gpipe", 2, 2), ((0, 1),)))
+        analyze(ps.Trace(build("gpipe", 2, 2), ((0, 1),)))

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.profile.report.advice import LEAST, Advice, advise
-from penstock.profile.report.balance import better_cut, moves, recut
-from penstock.profile.report.findings import look
-from penstock.profile.report.replay import replay
-from penstock.profile.trace.steps import Step, Track
+from penstock.profile.report.advice import LEAST, Advice, advise, better_cut, moves, recut
+from penstock.profile.report.findings import analyze, simulated_trace
+from penstock.profile.trace.records import StepRecord, Track
 from penstock.schedule import Costs, auto, build, simulate
 from penstock.schedule.recompute import with_recompute
 from tests.profile.test_report import plan, traced
@@ -56,7 +54,7 @@ def test_memory_that_is_not_known_is_counted_in_micro_batches() -> None:
 def test_recomputes_stay_in_other_schedules() -> None:
     modes = ["always", "except_last", "never"]
     schedule = with_recompute(build("gpipe", 3, 6), modes)
-    trace = replay(simulate(schedule, Costs(activation=10.0)))
+    trace = simulated_trace(simulate(schedule, Costs(activation=10.0)))
     base = trace.simulation()
     texts = {advice.text.split()[1]: advice.saved for advice in found(trace, "schedule")}
     for name, saved in texts.items():
@@ -129,11 +127,13 @@ def test_a_slow_rank_of_the_same_work() -> None:
 
 
 def test_a_slow_rank_of_a_replica() -> None:
-    fast, slow = (replay(simulate(build("1f1b", 2, 4), Costs(f=(1.0, f), i=(1.0, f), w=(1.0, f)))) for f in (1.0, 2.0))
+    fast, slow = (
+        simulated_trace(simulate(build("1f1b", 2, 4), Costs(f=(1.0, f), i=(1.0, f), w=(1.0, f)))) for f in (1.0, 2.0)
+    )
     parts = [*fast.steps[0].parts]
     parts += [replace(part, track=part.track + 2) for part in slow.steps[0].parts]
     tracks = tuple(Track(2 * replica + rank, replica, rank, "cpu") for replica in (0, 1) for rank in (0, 1))
-    trace = replace(fast, tracks=tracks, steps=(Step(0, "step", tuple(parts)),))
+    trace = replace(fast, tracks=tracks, steps=(StepRecord(0, "step", tuple(parts)),))
     (advice,) = found(trace, "slow rank")
     assert advice.text.startswith("rank 3 takes 2.00 times as long")
     wanted = 1 - fast.simulation().makespan / slow.simulation().makespan
@@ -159,20 +159,20 @@ def test_edges_and_hosts_are_bounds() -> None:
     without = simulate(build("gpipe", 3, 2), Costs()).makespan
     assert advice.saved == pytest.approx(1 - without / trace.simulation().makespan)
     assert advice.text.startswith("messages from stage 0 to stage 1 and back take 4.00 s each")
-    host = [one for one in look(example()).advice if one.what == "host"]
+    host = [one for one in analyze(example()).advice if one.what == "host"]
     assert [(one.saved, one.bound) for one in host] == [(pytest.approx(0.5 / 6), True)]
-    assert [one.bound for one in look(example()).advice] == sorted(one.bound for one in look(example()).advice)
+    assert [one.bound for one in analyze(example()).advice] == sorted(one.bound for one in analyze(example()).advice)
 
 
 def test_nothing_to_say() -> None:
     trace = traced("1f1b", 1, 4, Costs())
     assert advise(trace) == []
-    assert look(trace).best == f"no change was found that saves {LEAST:.0%} or more"
+    assert analyze(trace).best == f"no change was found that saves {LEAST:.0%} or more"
 
 
 def test_a_forward_has_no_schedule_to_change() -> None:
     with pipeline(3) as pipe, pipe.trace() as trace, torch.no_grad():
         pipe(batch())
-    findings = look(trace)
+    findings = analyze(trace)
     assert findings.step.kind == "evaluate"
     assert not [advice for advice in findings.advice if advice.what in ("schedule", "micro-batches")]

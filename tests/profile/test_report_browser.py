@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.profile.report.findings import look
+from penstock.profile.report.findings import analyze
 from penstock.profile.report.page import page
-from penstock.profile.trace.steps import Span
+from penstock.profile.trace.records import Span
 from penstock.schedule import Costs
 from tests.profile.test_report import plan, traced
 from tests.profile.test_report_page import HOSTILE, several, uneven
@@ -43,7 +43,7 @@ def _content(browser: Browser) -> Iterator[None]:
 
 def show(browser: Browser, trace: ps.Trace, folder: Path, **options: Any) -> None:
     path = folder / "page.html"
-    path.write_text(page(look(trace)), "utf-8")
+    path.write_text(page(analyze(trace)), "utf-8")
     browser.open(path, **options)
     browser.frame()
     assert span(browser) > 0
@@ -91,7 +91,7 @@ def test_content(browser: Browser, tmp_path: Path) -> None:
     ]  # fmt: skip
     advice = browser.run("[...document.querySelectorAll('#advice li')].map((li) => li.innerText)")
     assert [text.split(maxsplit=1)[1] for text in advice if "≤" not in text] == [
-        one.text for one in look(trace).advice if not one.bound
+        one.text for one in analyze(trace).advice if not one.bound
     ]
     bars = browser.run("[...document.querySelectorAll('#bubble .stack')].map((b) => b.getBoundingClientRect().width)")
     assert len(bars) == 6

@@ -15,10 +15,9 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.profile.report.choice import MOST_ACTIONS, chosen
-from penstock.profile.report.findings import look
-from penstock.profile.report.page import page
-from penstock.profile.trace.steps import Done, Part, Span, Step, Track
+from penstock.profile.report.findings import analyze
+from penstock.profile.report.page import MOST_ACTIONS, page, steps_shown
+from penstock.profile.trace.records import ActionRecord, RankRecord, Span, StepRecord, Track
 from penstock.schedule import Costs
 from tests.profile.test_report import plan, traced
 from tests.profile.test_trace import pipeline
@@ -76,23 +75,24 @@ def several() -> ps.Trace:
     return replace(trace, steps=(step, *later))
 
 
-def _again(step: Step, number: int, begin: float, factor: float) -> Step:
+def _again(step: StepRecord, number: int, begin: float, factor: float) -> StepRecord:
     """The same step, at another time, so many times as long."""
 
     def then(thing: Any) -> Any:
         return replace(thing, start=begin + factor * thing.start, end=begin + factor * thing.end)
 
-    def done(one: Done) -> Done:
+    def done(one: ActionRecord) -> ActionRecord:
         return replace(then(one), waits=tuple(map(then, one.waits)), sends=tuple(map(then, one.sends)))
 
     parts = [
-        Part(p.track, begin + factor * p.begin, begin + factor * p.end, tuple(map(done, p.actions))) for p in step.parts
+        RankRecord(p.track, begin + factor * p.begin, begin + factor * p.end, tuple(map(done, p.actions)))
+        for p in step.parts
     ]
-    return Step(number, step.kind, tuple(parts))
+    return StepRecord(number, step.kind, tuple(parts))
 
 
 def test_well_formed_and_alone() -> None:
-    text = page(look(uneven()))
+    text = page(analyze(uneven()))
     reader = read(text)
     ids = [attrs["id"] for _, attrs in reader.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -109,7 +109,7 @@ def test_well_formed_and_alone() -> None:
 
 
 def test_what_it_says() -> None:
-    findings = look(uneven())
+    findings = analyze(uneven())
     text = page(findings)
     assert all(f"{advice.saved:.0%}</b>" in text for advice in findings.advice)
     cells = "".join(read(text).texts["li"])
@@ -123,7 +123,7 @@ def test_what_it_says() -> None:
 
 def test_the_data_of_the_charts() -> None:
     trace = example()
-    data = json.loads("".join(read(page(look(trace))).texts["script"][:1]))
+    data = json.loads("".join(read(page(analyze(trace))).texts["script"][:1]))
     (step,) = data["steps"]
     assert step["seconds"] == 6.0
     assert [row["name"] for row in step["rows"]] == ["rank 0", "rank 1"]
@@ -135,7 +135,7 @@ def test_the_data_of_the_charts() -> None:
 
 
 def test_steps_to_choose_from() -> None:
-    text = page(look(several()))
+    text = page(analyze(several()))
     reader = read(text)
     data = json.loads("".join(reader.texts["script"][:1]))
     assert [(step["name"], round(step["seconds"], 6), step["paper"]) for step in data["steps"]] == [
@@ -146,7 +146,7 @@ def test_steps_to_choose_from() -> None:
     ]
     assert data["step"] == 0
     assert "Each bar is a step: 4 steps of 3.25 s to 13.00 s. The rest of this page is of step 0." in text
-    assert 'id="step"' not in page(look(example()))
+    assert 'id="step"' not in page(analyze(example()))
 
 
 def test_of_many_steps_some_have_timelines() -> None:
@@ -155,8 +155,8 @@ def test_of_many_steps_some_have_timelines() -> None:
     (step,) = trace.steps
     steps = [_again(step, n, 10.0 * n, 3.0 if n == 777 else 0.1 if n == 20 else 1 + n / 1e4) for n in range(1500)]
     steps[333] = replace(steps[333], failed=True)
-    found = look(replace(trace, steps=tuple(steps)))
-    shown = chosen(found)
+    found = analyze(replace(trace, steps=tuple(steps)))
+    shown = steps_shown(found)
     size = sum(len(part.actions) for part in step.parts)
     assert len(shown) == MOST_ACTIONS // size == 208
     assert {step.number for step in shown} >= {20, 333, 777, found.step.number, 0, 1024, 512, 256, 1280}
@@ -169,15 +169,15 @@ def test_of_many_steps_some_have_timelines() -> None:
     assert f"{len(shown)} of them, in colour, have a timeline here" in text
     assert text.count("<rect ") == 375
     assert "Each bar is the slowest of 4 steps: 1500 steps of" in text
-    assert "failed" in page(look(replace(trace, steps=(*steps[:5], replace(steps[5], failed=True)))))
+    assert "failed" in page(analyze(replace(trace, steps=(*steps[:5], replace(steps[5], failed=True)))))
 
 
 def test_a_step_of_very_many_actions_is_shown_anyway() -> None:
     trace = traced("1f1b", 16, 400, Costs(f=1e-3, i=1e-3, w=1e-3))
     (step,) = trace.steps
     both = replace(trace, steps=(step, _again(step, 1, 10.0, 1.1)))
-    assert [step.number for step in chosen(look(both))] == [0]
-    assert "1 of them, in colour, have a timeline here" in page(look(both))
+    assert [step.number for step in steps_shown(analyze(both))] == [0]
+    assert "1 of them, in colour, have a timeline here" in page(analyze(both))
 
 
 def test_texts_can_be_read_on_what_is_behind_them() -> None:
@@ -212,9 +212,9 @@ def test_names_are_texts_and_nothing_else() -> None:
     parts = [replace(part, spans=(Span(HOSTILE, 0.0, 0.1),)) for part in trace.steps[0].parts]
     steps = (replace(trace.steps[0], parts=tuple(parts)),)
     hostile = replace(trace, plan=names, tracks=tracks, schedule=schedule, steps=steps, missing=HOSTILE)
-    text = page(look(hostile))
+    text = page(analyze(hostile))
     reader = read(text)
-    plain = read(page(look(replace(trace, missing="")))).tags
+    plain = read(page(analyze(replace(trace, missing="")))).tags
     assert [tag for tag, _ in reader.tags if tag in ("img", "script")] == ["script", "script"]
     assert {tag for tag, _ in reader.tags} == {tag for tag, _ in plain}
     assert any(HOSTILE in data for data in reader.texts["td"])
@@ -225,7 +225,7 @@ def test_names_are_texts_and_nothing_else() -> None:
 def test_names_in_advice_are_texts() -> None:
     costs = Costs(*[(5.0, 3.0)] * 3, activation=(50.0, 30.0))
     trace = traced("1f1b", 2, 8, costs, plan=plan([*"abcd", HOSTILE], list("fgh")))
-    reader = read(page(look(trace)))
+    reader = read(page(analyze(trace)))
     assert any(f"moving layer {HOSTILE} from stage 0" in text for text in reader.texts["li"])
     assert any(f"Moving layer {HOSTILE} from stage 0" in text for text in reader.texts["p"])
     data = json.loads("".join(reader.texts["script"][:1]))
@@ -248,13 +248,13 @@ def test_replicas_have_rows_of_their_own(tmp_path: Path) -> None:
     both.report(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text("utf-8")
     assert '"name":"rank 3 (1)"' in text
-    assert both.bubble == pytest.approx(look(both).bubble)
+    assert both.bubble == pytest.approx(analyze(both).bubble)
 
 
 def test_a_part_alone_has_a_page() -> None:
     trace = example()
     alone = replace(trace, steps=(replace(trace.steps[0], parts=trace.steps[0].parts[:1]),), missing="rank 1 is gone")
-    text = page(look(alone))
+    text = page(analyze(alone))
     read(text)
     assert "One rank&#x27;s part only: rank 1 is gone." in text
     assert "Not known: the trace has not all stages" in text

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.engine import runner, script
+from penstock.engine import recorder, runner
 from penstock.profile.trace import recording
-from penstock.profile.trace.measure import bubble
+from penstock.profile.trace.analysis import bubble
 from penstock.schedule import build, simulate
 from penstock.schedule.registry import SCHEDULES
 from tests.support.models import batch, gradients, labels, mlp
@@ -148,7 +148,7 @@ def test_looking_at_a_graph_is_no_part_of_an_action(monkeypatch: pytest.MonkeyPa
         later[0] += 10**12
         return 1
 
-    monkeypatch.setattr(script, "saved_bytes", slow)
+    monkeypatch.setattr(recorder, "saved_bytes", slow)
     monkeypatch.setattr(recording, "clock", lambda: time.perf_counter_ns() + later[0])
     with pipeline(1) as pipe, pipe.trace() as trace:
         pipe.step(batch(), labels())

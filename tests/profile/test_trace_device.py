@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.engine.runner import Mark, Runner
-from penstock.engine.tape import Tape
-from penstock.profile.trace.parts import parts_of
-from penstock.schedule.program import Instruction
+from penstock.engine.recorder import StepRecorder
+from penstock.engine.runner import CallInfo, Runner
+from penstock.profile.trace.recording import rank_records
+from penstock.schedule.lower import Instruction
 from tests.profile.test_trace import orders
 from tests.support.models import batch, gradients, labels, mlp
 from tests.support.ranks import run_ranks
@@ -85,17 +85,17 @@ def program(world: World) -> Runner:
     """A forward that is launched at once and takes a millisecond of the device's; a message that the device waits for,
     for another three; and a backward of two."""
     engine: Any = SimpleNamespace(index=1, device=GPU)
-    work = Mark("work", engine, SimpleNamespace(roots=()))  # type: ignore[arg-type]
+    work = CallInfo("work", engine, SimpleNamespace(roots=()))  # type: ignore[arg-type]
     calls = [
         (lambda: world.launch(1.0), Instruction("F", 1, 0), work),
-        (lambda: world.launch(3.0), Instruction("RECV_B", 1, 0, 2), Mark("wait", peer=2)),
+        (lambda: world.launch(3.0), Instruction("RECV_B", 1, 0, 2), CallInfo("wait", peer=2)),
         (lambda: world.launch(2.0), Instruction("B", 1, 0), work),
     ]
     return Runner(*([piece[part] for piece in calls] for part in range(3)))  # type: ignore[arg-type]
 
 
 def test_actions_are_timed_where_they_run(world: World) -> None:
-    tape = Tape([GPU], None, 0, world.clock)
+    tape = StepRecorder([GPU], None, 0, world.clock)
     runner = program(world)
     for _ in range(3):
         with tape.run("step"):
@@ -103,7 +103,7 @@ def test_actions_are_timed_where_they_run(world: World) -> None:
     assert all(walk.events for run in tape.runs[1:] for walk in run.walks), "nothing was waited for in a step"
     tape.finish()
     for number, run in enumerate(tape.runs):
-        (part,) = parts_of(tape, run, lambda at: (at - tape.begin) / 1e6, (0, 0, 0), {0: 0})
+        (part,) = rank_records(tape, run, lambda at: (at - tape.begin) / 1e6, (0, 0, 0), {0: 0})
         forward, backward = part.actions
         first = number * 3.0  # 6 of the device's milliseconds are 3 of the host's
         assert (forward.start, forward.end) == pytest.approx((first, first + 0.5), abs=0.01)
@@ -116,7 +116,7 @@ def test_actions_are_timed_where_they_run(world: World) -> None:
 
 
 def test_events_are_let_go_of_when_they_have_happened(world: World) -> None:
-    tape = Tape([GPU], None, 0, world.clock)
+    tape = StepRecorder([GPU], None, 0, world.clock)
     runner = program(world)
     with tape.run("step"):
         tape.walk(runner)
@@ -128,7 +128,7 @@ def test_events_are_let_go_of_when_they_have_happened(world: World) -> None:
 
 
 def test_of_a_device_that_has_failed_the_hosts_times_are_left(world: World) -> None:
-    tape = Tape([GPU], None, 0, world.clock)
+    tape = StepRecorder([GPU], None, 0, world.clock)
     runner = program(world)
     for _ in range(2):
         with tape.run("step"):
@@ -136,26 +136,26 @@ def test_of_a_device_that_has_failed_the_hosts_times_are_left(world: World) -> N
         world.synchronize()
     tape.forget_devices()
     for run in tape.runs:
-        (part,) = parts_of(tape, run, lambda at: at / 1e6, (0, 0, 0), {0: 0})
+        (part,) = rank_records(tape, run, lambda at: at / 1e6, (0, 0, 0), {0: 0})
         assert [done.launched for done in part.actions] == [None, None]
         assert [done.seconds for done in part.actions] == pytest.approx([0.001, 0.001])
     tape.finish()
 
 
 def test_a_host_that_is_late_is_not_a_wait(world: World) -> None:
-    tape = Tape([GPU], None, 0, world.clock)
+    tape = StepRecorder([GPU], None, 0, world.clock)
     engine: Any = SimpleNamespace(index=0, device=GPU)
-    work = Mark("work", engine, SimpleNamespace(roots=()))  # type: ignore[arg-type]
+    work = CallInfo("work", engine, SimpleNamespace(roots=()))  # type: ignore[arg-type]
     calls = [
         (lambda: world.launch(1.0), Instruction("F", 0, 0), work),
-        (lambda: world.launch(0.0, host=5_000_000), Instruction("RECV_F", 0, 1, 2), Mark("wait", peer=2)),
+        (lambda: world.launch(0.0, host=5_000_000), Instruction("RECV_F", 0, 1, 2), CallInfo("wait", peer=2)),
         (lambda: world.launch(1.0), Instruction("F", 0, 1), work),
     ]
     runner = Runner(*([piece[part] for piece in calls] for part in range(3)))  # type: ignore[arg-type]
     with tape.run("step"):
         tape.walk(runner)
     tape.finish()
-    (part,) = parts_of(tape, tape.runs[0], lambda at: (at - tape.begin) / 1e6, (0,), {0: 0})
+    (part,) = rank_records(tape, tape.runs[0], lambda at: (at - tape.begin) / 1e6, (0,), {0: 0})
     assert part.actions[1].start == pytest.approx(5.0, abs=0.01)
     assert part.actions[1].waited == pytest.approx(0.0, abs=0.01), "the device had nothing to wait for but the host"
 

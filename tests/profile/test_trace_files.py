@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.profile.trace.steps import Done, Part, Sent, Step, Track, Wait
+from penstock.profile.trace.records import ActionRecord, RankRecord, SendRecord, StepRecord, Track, WaitRecord
 from penstock.schedule import build
 from tests.profile.test_trace import pipeline
 from tests.support.models import batch, labels
@@ -37,14 +37,14 @@ def example() -> ps.Trace:
     rank 1   ·w· ▕1F0▏▕1B0▏               1F0 1.5…3, 1B0 3…4, sent until 4.5
     """
     first = (
-        Done(ps.Action(0, "F", 0), 0.0, 1.0, memory=100, sends=(Sent(1, 1.0, 1.25, 64),)),
-        Done(ps.Action(0, "B", 0), 4.5, 6.0, memory=0, waits=(Wait(1, 1.5, 4.5),)),
+        ActionRecord(ps.Action(0, "F", 0), 0.0, 1.0, memory=100, sends=(SendRecord(1, 1.0, 1.25, 64),)),
+        ActionRecord(ps.Action(0, "B", 0), 4.5, 6.0, memory=0, waits=(WaitRecord(1, 1.5, 4.5),)),
     )
     second = (
-        Done(ps.Action(1, "F", 0), 1.5, 3.0, memory=200, waits=(Wait(0, 0.0, 1.5),)),
-        Done(ps.Action(1, "B", 0), 3.0, 4.0, memory=0, sends=(Sent(0, 4.0, 4.25, 32),)),
+        ActionRecord(ps.Action(1, "F", 0), 1.5, 3.0, memory=200, waits=(WaitRecord(0, 0.0, 1.5),)),
+        ActionRecord(ps.Action(1, "B", 0), 3.0, 4.0, memory=0, sends=(SendRecord(0, 4.0, 4.25, 32),)),
     )
-    step = Step(0, "step", (Part(0, 0.0, 6.5, first), Part(1, 0.0, 5.0, second)))
+    step = StepRecord(0, "step", (RankRecord(0, 0.0, 6.5, first), RankRecord(1, 0.0, 5.0, second)))
     tracks = (Track(0, 0, 0, "cpu"), Track(1, 0, 1, "cpu"))
     return ps.Trace(build("gpipe", 2, 1), ((0, 1),), tracks=tracks, steps=(step,), saved={0: 100, 1: 200})
 

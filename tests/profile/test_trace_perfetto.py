@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.profile.trace.measure import crossings
-from penstock.profile.trace.steps import Done, Part, Step, Track, Wait
+from penstock.profile.trace.analysis import traced_messages
+from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, Track, WaitRecord
 from penstock.schedule import build
 from tests.profile.test_trace import pipeline
 from tests.profile.test_trace_files import example
@@ -60,7 +60,7 @@ def arrows(trace: ps.Trace) -> Counter[tuple[object, ...]]:
     """The messages of all steps, as ``ARROWS`` has them."""
     found: Counter[tuple[object, ...]] = Counter()
     for step in trace.steps:
-        for one in crossings(trace, step):
+        for one in traced_messages(trace, step):
             made, taken = (1 + len(trace.replicas) + track for track in (one.made_on, one.taken_on))
             ends = str(one.maker.action), made, str(one.taker.action), taken
             found[1 + trace.tracks[one.made_on].replica, *ends, 1] += 1
@@ -113,9 +113,9 @@ def test_no_gap_between_slices(viewer: Perfetto, tmp_path: Path) -> None:
     actions, now = [], 3_600_000_000_001
     for number, action in enumerate(schedule.orders[0]):
         start, end = now + 3 * number + 1, now + 10 * number + 7
-        waits = Wait(0, now / 1e9, start / 1e9), Wait(0, (now + number) / 1e9, start / 1e9)
-        actions.append(Done(action, start / 1e9, end / 1e9, waits=waits))
+        waits = WaitRecord(0, now / 1e9, start / 1e9), WaitRecord(0, (now + number) / 1e9, start / 1e9)
+        actions.append(ActionRecord(action, start / 1e9, end / 1e9, waits=waits))
         now = end
-    step = Step(0, "step", (Part(0, 3600.0, now / 1e9, tuple(actions)),))
+    step = StepRecord(0, "step", (RankRecord(0, 3600.0, now / 1e9, tuple(actions)),))
     trace = ps.Trace(schedule, (), tracks=(Track(0, 0, 0, "cpu"),), steps=(step,))
     assert [count for *_, count in opened(viewer, trace, tmp_path)] == [3 * 800, 1]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.profile.trace import recording
-from penstock.profile.trace.align import Aligned, Offset
-from penstock.profile.trace.measure import bubble, crossings
+from penstock.profile.trace.analysis import bubble, traced_messages
+from penstock.profile.trace.recording import AlignedClock, ClockOffset
 from tests.profile.test_trace import check_consistent, orders
 from tests.profile.test_trace_files import check_chrome, events_of
 from tests.support.models import batch, gradients, labels, mlp
@@ -119,7 +119,7 @@ def test_clocks_are_aligned(two: Ranks, shift: float) -> None:
 def check_causal(trace: ps.Trace) -> None:
     """Nothing is taken before it is sent, as far as the clocks can tell."""
     error = 2 * sum(track.clock_error for track in trace.tracks) + 1e-6
-    found = [crossing for step in trace.steps for crossing in crossings(trace, step)]
+    found = [crossing for step in trace.steps for crossing in traced_messages(trace, step)]
     assert found
     for crossing in found:
         assert crossing.taker.start >= crossing.maker.end - error
@@ -128,9 +128,9 @@ def check_causal(trace: ps.Trace) -> None:
 
 
 def test_a_clock_that_drifts() -> None:
-    aligned = Aligned(1_000, Offset(500.0, 10.0))
+    aligned = AlignedClock(1_000, ClockOffset(500.0, 10.0))
     assert aligned(2_000) == 2_500 / 1e9
-    aligned.again(3_000, Offset(700.0, 30.0))
+    aligned.again(3_000, ClockOffset(700.0, 30.0))
     assert [aligned(at) for at in (1_000, 2_000, 3_000)] == [1_500 / 1e9, 2_600 / 1e9, 3_700 / 1e9]
     assert aligned.error == 30 / 1e9
 
@@ -257,7 +257,7 @@ def one_is_gone(rank: int) -> Any:
         pipe.step(batch(), labels())
         if rank == 1:
             os._exit(3)
-    return pipe._crew.ended, trace
+    return pipe._executor.ended, trace
 
 
 def test_a_rank_that_dies_in_it() -> None:

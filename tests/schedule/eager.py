@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.schedule.action import Action
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule
 
 __all__ = ["UNIT", "Run", "bubble", "drawing", "peak_activations", "run"]
 

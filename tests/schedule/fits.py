@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.schedule.auto.problem import SLACK, Problem, Words
+from penstock.schedule.search.problem import TOLERANCE, Orders, Problem
 
 
 def _fits(problem: Problem, rank: int, word: list[int]) -> bool:
@@ -10,7 +10,7 @@ def _fits(problem: Problem, rank: int, word: list[int]) -> bool:
     of those that F has dropped.
     """
     count = problem.num_stages
-    room = problem.cap[rank] * (1 + SLACK)
+    room = problem.cap[rank] * (1 + TOLERANCE)
     kept = 0.0
     forwards: list[list[bool]] = [[] for _ in range(count)]  # without a backward yet: whether it is there
     inputs = [0] * count  # without a W yet
@@ -40,6 +40,6 @@ def _fits(problem: Problem, rank: int, word: list[int]) -> bool:
     return True
 
 
-def fits_all(problem: Problem, words: Words) -> bool:
+def fits_all(problem: Problem, words: Orders) -> bool:
     """Whether each rank keeps its cap, and does what belongs together in the right order."""
     return all(_fits(problem, rank, word) for rank, word in enumerate(words))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.schedule.auto.problem import Problem
+from penstock.schedule.search.problem import Problem
 
 __all__ = ["optimum"]
 

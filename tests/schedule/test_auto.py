@@ -12,18 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.auto import Found, auto
-from penstock.schedule.auto.drops import choices
-from penstock.schedule.auto.fill import evaluate
-from penstock.schedule.auto.floor import lower_bound, memory_pace, stays
-from penstock.schedule.auto.lists import list_schedule
-from penstock.schedule.auto.policies import plain
-from penstock.schedule.auto.problem import Problem, make_problem
-from penstock.schedule.auto.seeds import fixed_schedules, one_at_a_time
 from penstock.schedule.costs import Costs
-from penstock.schedule.looped_bfs import looped_bfs
-from penstock.schedule.placement import loop, vee
+from penstock.schedule.fill_drain import looped_bfs
 from penstock.schedule.recompute import with_recompute
+from penstock.schedule.schedule import loop, vee
+from penstock.schedule.search import SearchResult, auto
+from penstock.schedule.search.list_scheduler import default_policy, list_schedule
+from penstock.schedule.search.lower_bound import lower_bound, memory_bound_period, memory_time
+from penstock.schedule.search.orders import fixed_schedules, sequential_orders
+from penstock.schedule.search.place_weight_grads import evaluate
+from penstock.schedule.search.problem import Problem, make_problem
+from penstock.schedule.search.recompute_choice import recompute_choices
 from penstock.schedule.simulate import simulate
 from penstock.schedule.verify import verify
 from tests.schedule.fits import fits_all
@@ -74,7 +73,9 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     recompute = draw(st.sampled_from([False, False, None, True, "some"]))
     if recompute == "some":
         recompute = draw(st.sets(st.integers(0, count - 1)))
-    plenty = make_problem(costs, placement, 1, math.inf, edges, True if recompute is None else recompute)[0].as_fused()
+    plenty = make_problem(costs, placement, 1, math.inf, edges, True if recompute is None else recompute)[
+        0
+    ].with_full_backwards()
     factor = draw(st.sampled_from([None, 1.0, 1.5, 2.5, math.inf]))
     cap = None if factor is None else [math.inf if factor == math.inf else factor * kept for kept in plenty.least]
     return {
@@ -129,8 +130,8 @@ def test_every_answer_keeps_its_promises(case: dict[str, Any]) -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases())
 def test_one_micro_batch_at_a_time_always_fits(case: dict[str, Any]) -> None:
-    problem = choices(problem_of(case).with_room())[0]
-    words = one_at_a_time(problem)
+    problem = recompute_choices(problem_of(case).relaxed_to_fit())[0]
+    words = sequential_orders(problem)
     assert fits_all(problem, words)
     assert evaluate(problem, words) < math.inf
 
@@ -140,7 +141,7 @@ def test_a_policy_does_not_run_into_a_deadlock_for_lack_of_memory(placement: tup
     for factor in (1.0, 1.5, 2.0, 3.0):
         caps = [factor * placement.count(rank) for rank in range(4)]
         problem, _ = make_problem(Costs(latency=0.1), placement, 9, caps, None)
-        makespan, words = list_schedule(problem, plain(problem))
+        makespan, words = list_schedule(problem, default_policy(problem))
         assert makespan < math.inf
         assert fits_all(problem, words)
         assert evaluate(problem, words) <= makespan
@@ -235,7 +236,7 @@ def test_a_cap_that_nothing_keeps() -> None:
 # Recompute -------------------------------------------------------------------------------------------------------
 
 
-def replayed(found: Found) -> int:
+def replayed(found: SearchResult) -> int:
     return sum(a.kind == "R" for order in found.schedule.orders for a in order)
 
 
@@ -292,12 +293,12 @@ def test_the_floor_weighs_memory_against_recomputes() -> None:
     """Stage 0 keeps its activation for 5, or for 4 and half of it for 1 more where that is recomputed."""
     costs = Costs(checkpoint=0.5)
     problem, _ = make_problem(costs, loop(2), 8, 1.25, None, None)
-    assert stays(problem) == [(5.0, 4.5), (3.0, 3.0)]
+    assert memory_time(problem) == [(5.0, 4.5), (3.0, 3.0)]
     # With x of all micro-batches recomputed, rank 0 takes 3 + x for each, and keeps 5 - x / 2 in 1.25.
     x = (5 - 1.25 * 3) / (0.5 + 1.25)
-    assert memory_pace(problem) == pytest.approx([3 + x, 3 / 1.25])
-    forced = problem.with_again([0])
-    assert memory_pace(forced) == pytest.approx([4.5 / 1.25, 3.0])  # rank 1 has room for one, not for more
+    assert memory_bound_period(problem) == pytest.approx([3 + x, 3 / 1.25])
+    forced = problem.with_recomputed([0])
+    assert memory_bound_period(forced) == pytest.approx([4.5 / 1.25, 3.0])  # rank 1 has room for one, not for more
 
 
 def test_many_micro_batches_with_recomputes() -> None:
@@ -374,7 +375,7 @@ def test_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that never runs out, an answer is a matter of the arguments alone."""
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)
 
-    def found(seed: int) -> Found:
+    def found(seed: int) -> SearchResult:
         return auto(Costs.per_rank(v=2, comm=0.1), vee(4), 6, cap=2.5, seconds=0.1, seed=seed)
 
     assert found(0) == found(0)

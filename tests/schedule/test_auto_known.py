@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from penstock.schedule.auto import auto
-from penstock.schedule.auto.floor import lower_bound
-from penstock.schedule.auto.problem import make_problem
 from penstock.schedule.costs import Costs
-from penstock.schedule.placement import loop, vee
+from penstock.schedule.schedule import loop, vee
+from penstock.schedule.search import auto
+from penstock.schedule.search.lower_bound import lower_bound
+from penstock.schedule.search.problem import make_problem
 from tests.schedule.oracle import optimum
 
 SCENARIOS = Path(__file__).parents[3] / "shared" / "peers" / "scenarios.json"

@@ -12,20 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.auto.drops import choices
-from penstock.schedule.auto.fill import evaluate, fill
-from penstock.schedule.auto.graph import Graph
-from penstock.schedule.auto.lists import Policy, list_schedule
-from penstock.schedule.auto.periodic import in_turn, pack
-from penstock.schedule.auto.pieces import Pieces
-from penstock.schedule.auto.policies import draw, plain
-from penstock.schedule.auto.problem import Problem, Words, make_problem
-from penstock.schedule.auto.repeat import repeat
-from penstock.schedule.auto.seeds import one_at_a_time
-from penstock.schedule.auto.squeeze import Squeeze, squeezed
-from penstock.schedule.auto.tabu import improve
 from penstock.schedule.costs import Costs
-from penstock.schedule.placement import loop, vee
+from penstock.schedule.schedule import loop, vee
+from penstock.schedule.search.extend import extend
+from penstock.schedule.search.justify import Justification, justify
+from penstock.schedule.search.list_scheduler import Policy, default_policy, list_schedule, random_policy
+from penstock.schedule.search.op_graph import OpGraph, OpTable
+from penstock.schedule.search.orders import sequential_orders
+from penstock.schedule.search.periodic import in_turn, pack
+from penstock.schedule.search.place_weight_grads import evaluate, place_weight_grads
+from penstock.schedule.search.problem import Orders, Problem, make_problem
+from penstock.schedule.search.recompute_choice import recompute_choices
+from penstock.schedule.search.tabu import tabu_search
 from tests.schedule.fits import fits_all
 from tests.schedule.test_auto import cases
 from tests.schedule.test_auto import problem_of as of_case
@@ -35,13 +33,13 @@ def problem_of(costs: Costs, placement: tuple[int, ...], m: int, cap: float | No
     return make_problem(costs, placement, m, cap, None)[0]
 
 
-def some_order(problem: Problem) -> Words:
-    problem = choices(problem)[0]
-    makespan, words = list_schedule(problem, plain(problem))
-    return words if makespan < math.inf else one_at_a_time(problem)
+def some_order(problem: Problem) -> Orders:
+    problem = recompute_choices(problem)[0]
+    makespan, words = list_schedule(problem, default_policy(problem))
+    return words if makespan < math.inf else sequential_orders(problem)
 
 
-def check(graph: Graph) -> None:
+def check(graph: OpGraph) -> None:
     """The graph says what the words say."""
     words = graph.words
     assert fits_all(graph.problem, words)
@@ -60,9 +58,9 @@ def check(graph: Graph) -> None:
 @settings(deadline=None, max_examples=80)
 @given(cases(), st.integers(0, 2**16))
 def test_moves_keep_the_graph_right(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case).with_room()
+    problem = of_case(case).relaxed_to_fit()
     random = Random(seed)
-    graph = Graph(Pieces(problem), some_order(problem))
+    graph = OpGraph(OpTable(problem), some_order(problem))
     check(graph)
     for _ in range(25):
         rank = random.randrange(problem.num_ranks)
@@ -85,8 +83,8 @@ def test_moves_keep_the_graph_right(case: dict[str, Any], seed: int) -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(0, 2**16))
 def test_a_backward_is_fused_and_split_again(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case).with_room()
-    graph = Graph(Pieces(problem), some_order(problem))
+    problem = of_case(case).relaxed_to_fit()
+    graph = OpGraph(OpTable(problem), some_order(problem))
     random, half = Random(seed), problem.num_stages * problem.m
     for _ in range(10):
         backward = half + random.randrange(half)
@@ -109,8 +107,8 @@ def test_a_backward_is_fused_and_split_again(case: dict[str, Any], seed: int) ->
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(0, 2**16))
 def test_a_micro_batch_is_recomputed_and_kept_again(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case).with_room()
-    graph = Graph(Pieces(problem), some_order(problem))
+    problem = of_case(case).relaxed_to_fit()
+    graph = OpGraph(OpTable(problem), some_order(problem))
     random, half = Random(seed), problem.num_stages * problem.m
     for _ in range(10):
         forward = random.randrange(half)
@@ -141,7 +139,7 @@ def test_a_micro_batch_is_recomputed_and_kept_again(case: dict[str, Any], seed: 
 def test_what_has_its_order_keeps_it() -> None:
     """Of rank 0 of a V, F F of two micro-batches, F and I, I and W, and F of the two stages of the turn."""
     problem = problem_of(Costs(), vee(1), 2)
-    graph = Graph(Pieces(problem), one_at_a_time(problem))
+    graph = OpGraph(OpTable(problem), sequential_orders(problem))
     kinds = [[work // 2 for work in order] for order in graph.orders]
     assert kinds == [[0, 1, 3, 5, 2, 4, 0, 1, 3, 5, 2, 4]]  # F0 F1 I1 W1 I0 W0, twice
     for origin, to in ((1, 0), (2, 1), (3, 2), (0, 6), (4, 2), (5, 4), (10, 8)):
@@ -151,16 +149,16 @@ def test_what_has_its_order_keeps_it() -> None:
 
 def test_no_move_breaks_the_cap() -> None:
     problem = problem_of(Costs(), loop(1), 3, cap=1)
-    graph = Graph(Pieces(problem), one_at_a_time(problem))
+    graph = OpGraph(OpTable(problem), sequential_orders(problem))
     assert graph.moved(0, 3, 2) is None  # the second F before the W of the first
     roomy = problem_of(Costs(), loop(1), 3, cap=2)
-    assert Graph(Pieces(roomy), one_at_a_time(roomy)).moved(0, 3, 2) is not None
+    assert OpGraph(OpTable(roomy), sequential_orders(roomy)).moved(0, 3, 2) is not None
 
 
 def test_an_estimate_is_what_comes_of_it() -> None:
     """The W of rank 1 goes behind its second I, and off the longest path."""
     problem = problem_of(Costs(), loop(2), 2, cap=4)
-    graph = Graph(Pieces(problem), [[0, 0, 2, 6, 2, 6], [1, 3, 7, 1, 3, 7]])
+    graph = OpGraph(OpTable(problem), [[0, 0, 2, 6, 2, 6], [1, 3, 7, 1, 3, 7]])
     assert graph.makespan == 8
     part = graph.moved(1, 2, 4)
     assert part is not None
@@ -177,9 +175,9 @@ def test_an_estimate_is_what_comes_of_it() -> None:
 @given(cases(), st.integers(0, 2**16))
 def test_squeezing_is_never_worse(case: dict[str, Any], seed: int) -> None:
     """Whatever the order: here one after so many moves at random."""
-    problem = of_case(case).with_room()
-    random, pieces = Random(seed), Pieces(problem)
-    graph = Graph(pieces, some_order(problem))
+    problem = of_case(case).relaxed_to_fit()
+    random, pieces = Random(seed), OpTable(problem)
+    graph = OpGraph(pieces, some_order(problem))
     for _ in range(20):
         rank = random.randrange(problem.num_ranks)
         origin, to = (random.randrange(len(graph.orders[rank])) for _ in range(2))
@@ -187,7 +185,7 @@ def test_squeezing_is_never_worse(case: dict[str, Any], seed: int) -> None:
         if part is not None:
             graph.move(rank, origin, to, part)
     words = graph.words
-    order = Squeeze(pieces, words)
+    order = Justification(pieces, words)
     assert order.early() == words
     makespan = order.makespan
     assert makespan == pytest.approx(evaluate(problem, words))
@@ -204,7 +202,7 @@ def test_squeezing_is_never_worse(case: dict[str, Any], seed: int) -> None:
 def test_work_goes_into_gaps_both_ways() -> None:
     """F F I . I W W of rank 0: a W goes where it waited. Late, the second F of rank 1 leaves the first I alone."""
     problem = problem_of(Costs(), loop(2), 2, cap=4)
-    makespan, words = squeezed(Pieces(problem), [[0, 0, 2, 2, 6, 6], [1, 3, 7, 1, 3, 7]], 4, lambda: False)
+    makespan, words = justify(OpTable(problem), [[0, 0, 2, 2, 6, 6], [1, 3, 7, 1, 3, 7]], 4, lambda: False)
     assert makespan == 7
     assert words == [[0, 0, 2, 6, 2, 6], [1, 3, 1, 3, 7, 7]]
 
@@ -212,9 +210,9 @@ def test_work_goes_into_gaps_both_ways() -> None:
 def test_squeezing_keeps_the_cap() -> None:
     """With room for one micro-batch nothing is passed; with room for two the second F is done while rank 0 waits."""
     tight, roomy = (problem_of(Costs(), loop(2), 2, cap=cap) for cap in (1, 2))
-    words = one_at_a_time(tight)
-    assert squeezed(Pieces(tight), words, 8, lambda: False) == (evaluate(tight, words), words)
-    assert squeezed(Pieces(roomy), words, 8, lambda: False)[0] < evaluate(roomy, words)
+    words = sequential_orders(tight)
+    assert justify(OpTable(tight), words, 8, lambda: False) == (evaluate(tight, words), words)
+    assert justify(OpTable(roomy), words, 8, lambda: False)[0] < evaluate(roomy, words)
 
 
 # Tabu search -----------------------------------------------------------------------------------------------------
@@ -223,10 +221,10 @@ def test_squeezing_keeps_the_cap() -> None:
 @settings(deadline=None, max_examples=40)
 @given(cases(), st.integers(0, 2**16))
 def test_tabu_search_is_never_worse(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case).with_room()
+    problem = of_case(case).relaxed_to_fit()
     words = some_order(problem)
     begin = evaluate(problem, words)
-    makespan, better = improve(Pieces(problem), words, 40, Random(seed), 0.0, lambda: False)
+    makespan, better = tabu_search(OpTable(problem), words, 40, Random(seed), 0.0, lambda: False)
     assert fits_all(problem, better)
     assert makespan == pytest.approx(evaluate(problem, better))
     assert makespan <= begin * (1 + 1e-9)
@@ -235,20 +233,20 @@ def test_tabu_search_is_never_worse(case: dict[str, Any], seed: int) -> None:
 def test_tabu_search_finds_the_best_order_from_a_bad_one() -> None:
     """From one micro-batch at a time to no wait but for the first input."""
     problem = problem_of(Costs(), loop(2), 4, cap=3)
-    makespan, _ = improve(Pieces(problem), one_at_a_time(problem), 400, Random(0), 13.0, lambda: False)
+    makespan, _ = tabu_search(OpTable(problem), sequential_orders(problem), 400, Random(0), 13.0, lambda: False)
     assert makespan == 13
 
 
 def test_tabu_search_ends_when_time_is_up() -> None:
     problem = problem_of(Costs(), loop(2), 4, cap=3)
-    words = one_at_a_time(problem)
-    assert improve(Pieces(problem), words, 400, Random(0), 0.0, lambda: True) == (evaluate(problem, words), words)
+    words = sequential_orders(problem)
+    assert tabu_search(OpTable(problem), words, 400, Random(0), 0.0, lambda: True) == (evaluate(problem, words), words)
 
 
 def test_backwards_are_fused_where_that_is_faster() -> None:
     problem = problem_of(Costs(f=1, i=1, w=1, b=1), loop(1), 6, cap=2)
-    split: Words = [[0, 1, 3] * 6]
-    makespan, words = improve(Pieces(problem), split, 400, Random(0), 0.0, lambda: False)
+    split: Orders = [[0, 1, 3] * 6]
+    makespan, words = tabu_search(OpTable(problem), split, 400, Random(0), 0.0, lambda: False)
     assert makespan == 12
     assert Counter(words[0]) == {0: 6, 2: 6}
 
@@ -256,10 +254,10 @@ def test_backwards_are_fused_where_that_is_faster() -> None:
 def test_what_there_is_room_for_is_kept_where_that_may_be_chosen() -> None:
     """Two micro-batches at a time, all recomputed: where it may be chosen, none is."""
     every, chosen = (make_problem(Costs(), loop(1), 4, 2.0, None, how)[0] for how in (True, None))
-    words: Words = [[5, 5, 4, 1, 3, 4, 1, 3] * 2]
+    words: Orders = [[5, 5, 4, 1, 3, 4, 1, 3] * 2]
     assert evaluate(every, words) == 16
-    assert improve(Pieces(every), words, 0, Random(0), 0.0, lambda: False) == (16, words)
-    assert improve(Pieces(chosen), words, 0, Random(0), 0.0, lambda: False) == (12, [[0, 0, 1, 3, 1, 3] * 2])
+    assert tabu_search(OpTable(every), words, 0, Random(0), 0.0, lambda: False) == (16, words)
+    assert tabu_search(OpTable(chosen), words, 0, Random(0), 0.0, lambda: False) == (12, [[0, 0, 1, 3, 1, 3] * 2])
 
 
 def test_an_order_in_which_a_recompute_comes_too_late() -> None:
@@ -275,9 +273,9 @@ def test_an_order_in_which_a_recompute_comes_too_late() -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(0, 2**16))
 def test_in_turn_is_the_order_of_the_wishes(case: dict[str, Any], seed: int) -> None:
-    problem = of_case(case).with_room()
+    problem = of_case(case).relaxed_to_fit()
     random = Random(seed)
-    policy = draw(problem, random)
+    policy = random_policy(problem, random)
     if not policy.period:
         return
     count, m = problem.num_stages, problem.m
@@ -332,7 +330,9 @@ def test_a_period_leads_where_memory_is_short() -> None:
     problem = problem_of(costs, loop(4, 2), 16, cap=2)
     random = Random(0)
     packed = (pack(problem, random) for _ in range(300))
-    best = min(fill(problem, in_turn(problem, policy), policy.overrun) for policy in packed if policy is not None)
+    best = min(
+        place_weight_grads(problem, in_turn(problem, policy), policy.overrun) for policy in packed if policy is not None
+    )
     assert best < 1.06 * problem.m * max(problem.work) + 3
 
 
@@ -341,9 +341,9 @@ def test_a_period_leads_where_memory_is_short() -> None:
 
 def test_a_complete_order_is_repeated_with_its_weight_gradients() -> None:
     few, many = (problem_of(Costs(), loop(2), m, cap=2) for m in (8, 20))
-    _, words = list_schedule(few, plain(few))
-    makespan, words = improve(Pieces(few), words, 300, Random(0), 25.0, lambda: False)
-    found = repeat(many, words, 8, None, makespan)
+    _, words = list_schedule(few, default_policy(few))
+    makespan, words = tabu_search(OpTable(few), words, 300, Random(0), 25.0, lambda: False)
+    found = extend(many, words, 8, None, makespan)
     assert found is not None
     takes, longer = found
     assert fits_all(many, longer)
@@ -353,8 +353,8 @@ def test_a_complete_order_is_repeated_with_its_weight_gradients() -> None:
 
 def test_a_kernel_of_a_complete_order_has_its_weight_gradients() -> None:
     """The third micro-batch, in the middle, has none: another is repeated."""
-    words: Words = [[0, 1, 3, 0, 1, 3, 0, 1, 0, 1, 3, 3]]
-    found = repeat(problem_of(Costs(), loop(1), 9, cap=9), words, 4, None, 12.0)
+    words: Orders = [[0, 1, 3, 0, 1, 3, 0, 1, 0, 1, 3, 3]]
+    found = extend(problem_of(Costs(), loop(1), 9, cap=9), words, 4, None, 12.0)
     assert found is not None
     assert Counter(found[1][0]) == {0: 9, 1: 9, 3: 9}
 

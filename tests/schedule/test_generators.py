@@ -14,9 +14,8 @@ import pytest
 import penstock.schedule
 from penstock.schedule.interleaved import interleaved
 from penstock.schedule.one_f_one_b import one_f_one_b
-from penstock.schedule.placement import loop, vee
 from penstock.schedule.registry import SCHEDULES, build
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, loop, vee
 from tests.schedule.eager import drawing, run
 
 # A column is the time of one forward, I or W; a full backward takes two.

@@ -15,8 +15,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.fill_drain import fill_drain
-from penstock.schedule.lower import lower
-from penstock.schedule.program import Instruction, Program
+from penstock.schedule.lower import Instruction, Program, lower
 from penstock.schedule.registry import build
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.verify import verify

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.registry import SCHEDULES, build, find
+from penstock.schedule.registry import SCHEDULES, build, canonical_name
 
 NAMES = ["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zbv", "dualpipev", "v_half", "v_min"]
 NAMES += ["sharded", "forward_only"]
@@ -32,7 +32,7 @@ def test_the_names() -> None:
     ],
 )
 def test_any_spelling_of_a_name_will_do(spelling: str, name: str) -> None:
-    assert find(spelling) == name
+    assert canonical_name(spelling) == name
     assert build(spelling, 2, 3) == build(name, 2, 3)
 
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action
 from penstock.schedule.registry import build
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.simulate import Costs, Simulation, simulate
 from tests.schedule.zoo import VARIANTS, placed, staircase
 

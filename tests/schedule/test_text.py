@@ -7,9 +7,8 @@ import inspect
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action
 from penstock.schedule.registry import build
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.text import from_text, to_text
 from tests.schedule.zoo import SMALL, VARIANTS
 

@@ -10,10 +10,9 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _Action
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action
 from penstock.schedule.registry import build
-from penstock.schedule.schedule import Schedule
-from penstock.schedule.torch_csv import from_csv, to_csv
+from penstock.schedule.schedule import Action, Schedule
+from penstock.schedule.text import from_csv, to_csv
 from tests.schedule.eager import run
 from tests.schedule.test_generators import check_complete
 from tests.schedule.zoo import SMALL, VARIANTS

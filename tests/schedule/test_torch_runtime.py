@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from penstock.schedule.registry import build
-from penstock.schedule.torch_csv import to_csv
-from tests.support.snake import snake
+from penstock.schedule.text import to_csv
+from tests.support.fork_python import fork_python
 
 NAMES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "v_min"]
 RANKS, MICROBATCHES = 2, 4
@@ -23,7 +23,7 @@ def test_torch_runs_what_we_write(tmp_path: Path) -> None:
         path.write_text(to_csv(build(name, RANKS, MICROBATCHES)))
 
     # A store in a file: no port to find, none to lose to another process.
-    command = [snake(), "-m", "tests.schedule.torch_worker"]
+    command = [fork_python(), "-m", "tests.schedule.torch_worker"]
     arguments = [str(RANKS), str(tmp_path / "store"), str(MICROBATCHES), *map(str, paths)]
     loopback = "lo" if sys.platform == "linux" else "lo0"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}

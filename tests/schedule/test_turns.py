@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.schedule.action import Action
+from penstock.schedule.provider import ScheduleProvider, merge_ranks
 from penstock.schedule.registry import SCHEDULES, build
-from penstock.schedule.schedule import Schedule
-from penstock.schedule.source import ScheduleSource
-from penstock.schedule.turns import take_turns
+from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.verify import verify
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
@@ -22,7 +20,7 @@ def chain(stages: int) -> list[tuple[int, int]]:
 
 def joined(name: str, ranks: int, m: int, groups: Sequence[int]) -> Schedule:
     schedule = build(name, ranks, m)
-    return take_turns(schedule, chain(schedule.num_stages), groups)
+    return merge_ranks(schedule, chain(schedule.num_stages), groups)
 
 
 def words(order: Sequence[Action]) -> str:
@@ -49,7 +47,7 @@ def test_two_devices() -> None:
 @pytest.mark.parametrize("name", TRAINING)
 def test_every_schedule_stays_one(name: str, groups: list[int]) -> None:
     before = build(name, 4, 6)
-    after = take_turns(before, chain(before.num_stages), groups)
+    after = merge_ranks(before, chain(before.num_stages), groups)
     verify(after, chain(before.num_stages))
     for rank, order in enumerate(before.orders):  # each has its own order, so its own memory
         mine = set(before.stages_of(rank))
@@ -57,8 +55,8 @@ def test_every_schedule_stays_one(name: str, groups: list[int]) -> None:
 
 
 def test_a_source_of_them() -> None:
-    source = ScheduleSource("1f1b", 4, chain(4), 3, recompute="always")
-    turns = source.taking_turns([0, 0, 0, 0])
+    source = ScheduleProvider("1f1b", 4, chain(4), 3, recompute="always")
+    turns = source.with_merged_ranks([0, 0, 0, 0])
     assert (turns.ranks, turns.placement) == (1, (0, 0, 0, 0))
     assert (source.ranks, source.placement) == (4, (0, 1, 2, 3))
     (order,) = turns.training(2).orders
@@ -70,6 +68,6 @@ def test_a_source_of_them() -> None:
 
 
 def test_a_source_of_a_given_schedule() -> None:
-    source = ScheduleSource(build("gpipe", 2, 3), 2, chain(2), 3)
-    (order,) = source.taking_turns([0, 0]).training(1).orders
+    source = ScheduleProvider(build("gpipe", 2, 3), 2, chain(2), 3)
+    (order,) = source.with_merged_ranks([0, 0]).training(1).orders
     assert words(order) == "0F0 1F0 1B0 0B0"

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action
 from penstock.schedule.registry import build
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.verify import verify
 from tests.schedule.zoo import SMALL, VARIANTS, label, placed, staircase
 

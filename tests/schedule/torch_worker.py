@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from penstock.schedule.torch_csv import from_csv
+from penstock.schedule.text import from_csv
 
 WIDTH, BATCH = 4, 12
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.schedule.action import Action
 from penstock.schedule.registry import SCHEDULES
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule
 
 __all__ = ["SMALL", "VARIANTS", "label", "placed", "staircase"]
 

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.split import balance
-from penstock.split.balance import balance_by_size, balance_by_time, divide
-from penstock.split.fronts import line_of
-from penstock.split.sequential import SequentialLine
-from penstock.split.weights import TRAINED, LayerCost, Measurement, bytes_of
+from penstock.split import balance, chain_of
+from penstock.split.balance import balance_by_size, balance_by_time, balance_stages
+from penstock.split.measure import TRAINING_FACTOR, LayerCost, Measurement, parse_bytes
+from penstock.split.sequential import SequentialChain
 from tests.support.models import assert_same, batch, mlp, snapshot
 
 FLOAT = 4
 
 
 def sizes(model: nn.Module, **how: Any) -> list[int]:
-    return [len(layers) for layers in divide(line_of(model), **{"balance": None, "stages": None, **how})]
+    return [len(layers) for layers in balance_stages(chain_of(model), **{"balance": None, "stages": None, **how})]
 
 
 def linears(*widths: int) -> nn.Sequential:
@@ -70,20 +69,20 @@ def test_lists_are_taken_as_they_are() -> None:
 
 
 def test_of_two_cuts_as_good_the_cheaper_one_is_taken() -> None:
-    class Costly(SequentialLine):
+    class Costly(SequentialChain):
         def crossing(self, cut: int) -> float:
             return 5.0 if cut == 1 else 1.0
 
     model = linears(4, 4, 4, 4, 4, 4)
-    groups = divide(Costly(model), balance="uniform", stages=3)
+    groups = balance_stages(Costly(model), balance="uniform", stages=3)
     assert [len(layers) for layers in groups] == [2, 2, 1]
     free = linears(10, 10, 1, 1, 1)  # the first layer is the heaviest stage wherever the second cut lies
 
-    class Late(SequentialLine):
+    class Late(SequentialChain):
         def crossing(self, cut: int) -> float:
             return 0.0 if cut == 3 else 9.0
 
-    assert [len(layers) for layers in divide(Late(free), balance=None, stages=3)] == [1, 2, 1]
+    assert [len(layers) for layers in balance_stages(Late(free), balance=None, stages=3)] == [1, 2, 1]
 
 
 # ── a sample with its targets ────────────────────────────────────────────────────────────────────────────────────
@@ -167,7 +166,7 @@ def test_a_real_measurement_finds_the_slow_layer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Slow(), nn.Linear(4, 4))
     before = snapshot(model)
     assert balance_by_time(model, batch(), 3, timeout=0.0) == [2, 1, 1]
-    assert balance_by_time(line_of(model), (batch(),), 3, timeout=0.0) == [2, 1, 1]
+    assert balance_by_time(chain_of(model), (batch(),), 3, timeout=0.0) == [2, 1, 1]
     assert_same(snapshot(model), before)
 
 
@@ -203,7 +202,7 @@ def test_frozen_parameters_have_no_gradients_and_no_optimizer() -> None:
 def test_balance_memory_is_balance_by_size_with_an_optimizer() -> None:
     model = mlp(layers=6, width=4)
     found = sizes(model, balance="memory", stages=3, sample=batch())
-    assert found == balance_by_size(model, batch(), 3, param_scale=TRAINED)
+    assert found == balance_by_size(model, batch(), 3, param_scale=TRAINING_FACTOR)
 
 
 def test_by_size_works_on_a_model_that_is_on_the_cpu_and_leaves_it_alone() -> None:
@@ -272,13 +271,13 @@ def test_a_list_of_layers_must_keep_the_limit_too() -> None:
     [("16GiB", 2**34), ("500MB", 5 * 10**8), ("1.5 kib", 1536), ("7", 7), ("2tb ", 2 * 10**12), (5.9, 5), (12, 12)],
 )
 def test_sizes_as_people_write_them(text: Any, size: int) -> None:
-    assert bytes_of(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("size", ["", "GiB", "16 gigs", "-1GB", "1e3", 0, -5, True, None, float("nan"), float("inf")])
 def test_what_is_no_size_is_refused(size: Any) -> None:
     with pytest.raises(ps.PlanError, match="is not a size"):
-        bytes_of(size)
+        parse_bytes(size)
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.block import BeginBlock, Block, BlockFunction, Stage
-from penstock.split.named_stages import devices_of_stages, groups_by_device, groups_by_name
-from penstock.split.planning import plan_of
-from penstock.split.relay import relay
-from penstock.split.trace.line import TraceLine, marked_line, trace_line
+from penstock.split.chain import build_plan
+from penstock.split.marks import (
+    BeginBlock,
+    Block,
+    BlockFunction,
+    Stage,
+    devices_of_stages,
+    groups_by_device,
+    groups_by_name,
+)
+from penstock.split.plan import run_stages
+from penstock.split.trace.line import TraceChain, marked_chain, trace_chain
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, every_cut, untouched
 from tests.split.trace_models import BegunDigits, ConvLayer, DecoratedDigits, ScopedDigits, WithLoss
 
@@ -25,8 +32,8 @@ X = torch.linspace(-1, 2, 24).reshape(4, 6)
 STYLES = {"scopes": ScopedDigits, "decorators": DecoratedDigits, "beginnings": BegunDigits}
 
 
-def line_of(model: nn.Module) -> TraceLine:
-    return trace_line(model, stages=None, cuts=None)
+def line_of(model: nn.Module) -> TraceChain:
+    return trace_chain(model, stages=None, cuts=None)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -42,8 +49,8 @@ def test_each_style_of_annotation_gives_the_same_blocks(style: str) -> None:
         ["layer4.bias", "layer4.weight"],
     ]
     for groups in every_cut(line):
-        assert_owned(plan_of(line, groups))
-        assert_runs_as_plain(plan_of(line, groups), IMAGES)
+        assert_owned(build_plan(line, groups))
+        assert_runs_as_plain(build_plan(line, groups), IMAGES)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -51,7 +58,7 @@ def test_the_loss_is_computed_in_the_last_block_when_labels_are_given(style: str
     model = WithLoss(STYLES[style]())
     line = line_of(model)
     for stages in (["B1", "B2", "B3", "B4"], [["B1", "B2"], ["B3", "B4"]], [Stage("B1", "B2", "B3"), Stage("B4")]):
-        plan = plan_of(line, groups_by_name(line, stages))
+        plan = build_plan(line, groups_by_name(line, stages))
         assert_owned(plan)
         assert_runs_as_plain(plan, IMAGES)
         assert_runs_as_plain(plan, IMAGES, LABELS)
@@ -67,7 +74,7 @@ def test_modules_within_one_block_stay_whole() -> None:
     model = DecoratedDigits()
     seen: list[str] = []
     model.layer2.register_forward_hook(lambda *_: seen.append("layer2"))
-    plan = plan_of(line_of(model), [("B1",), ("B2",), ("B3",), ("B4",)])
+    plan = build_plan(line_of(model), [("B1",), ("B2",), ("B3",), ("B4",)])
     assert plan.stage_module(1).get_submodule("layer2") is model.layer2
     assert_runs_as_plain(plan, IMAGES)
     assert seen
@@ -91,7 +98,7 @@ def test_a_module_that_is_one_block_need_not_be_traceable() -> None:
 
     assert held(Chosen()) == {"one": {"a"}, "two": {"b"}, "three": {"c", "d"}}
     line = line_of(Chosen())
-    assert_runs_as_plain(plan_of(line, [("one",), ("two",), ("three",)]), X)
+    assert_runs_as_plain(build_plan(line, [("one",), ("two",), ("three",)]), X)
 
 
 def test_a_model_that_begins_a_block_itself() -> None:
@@ -109,9 +116,9 @@ def test_a_block_that_the_plan_did_not_know_of_is_refused_when_it_is_reached() -
                 return self.b(x)
 
     line = line_of(Named())
-    plan = plan_of(line, [("one",), ("two",)])
+    plan = build_plan(line, [("one",), ("two",)])
     with pytest.raises(PlanError, match=r"test_block.py:\d+: called as Named\(x, name='three'\).*reaches 'three'"):
-        relay(plan, (X,), {"name": "three"})
+        run_stages(plan, (X,), {"name": "three"})
 
 
 def test_begin_block_gives_the_module_itself_and_changes_no_names() -> None:
@@ -160,7 +167,7 @@ def test_blocks_without_a_name_are_numbered_as_they_are_met() -> None:
         model = Numbered()
         assert held(model) == {"0": {"a"}, "1": {"b"}, "named": {"c"}, "2": {"d"}}  # the method is one block
         line = line_of(model)
-        assert_runs_as_plain(plan_of(line, groups_by_name(line, [["0", "1", "named"], ["2"]])), X)
+        assert_runs_as_plain(build_plan(line, groups_by_name(line, [["0", "1", "named"], ["2"]])), X)
 
 
 # ── which block an operation belongs to ──────────────────────────────────────────────────────────────────────────
@@ -237,11 +244,11 @@ def test_what_is_in_no_block_belongs_to_the_first_or_to_the_last_one_entered() -
 
 
 def test_what_is_before_any_block_can_be_one_of_its_own() -> None:
-    line = marked_line(Loose(), lead=Block("lead", "cpu"))
+    line = marked_chain(Loose(), lead=Block("lead", "cpu"))
     assert line is not None
     assert line.layers == ("lead", "one", "two")
     assert {name.split(".")[0] for name, _ in line.members("lead")} == {"a"}
-    plan = plan_of(line, [("lead",), ("one",), ("two",)])
+    plan = build_plan(line, [("lead",), ("one",), ("two",)])
     assert_runs_as_plain(plan, X)
     assert copy.deepcopy(plan).groups == plan.groups
 
@@ -254,14 +261,14 @@ def test_the_inner_block_counts() -> None:
 def test_blocks_run_as_the_plain_model_in_any_stages(model: nn.Module) -> None:
     line = line_of(model)
     for groups in every_cut(line):
-        plan = plan_of(line, groups_by_name(line, groups))
+        plan = build_plan(line, groups_by_name(line, groups))
         assert_owned(plan)
         assert_runs_as_plain(plan, X)
 
 
 def test_stages_may_have_another_order_than_the_blocks_where_no_value_flows_back() -> None:
     line = line_of(Within())
-    plan = plan_of(line, groups_by_name(line, [["outer"], ["last", "inner"]]))
+    plan = build_plan(line, groups_by_name(line, [["outer"], ["last", "inner"]]))
     assert_runs_as_plain(plan, X)
 
 
@@ -271,7 +278,7 @@ def test_stages_may_have_another_order_than_the_blocks_where_no_value_flows_back
 def test_a_value_that_would_flow_back_is_named() -> None:
     model = Back()
     line = line_of(model)
-    assert_runs_as_plain(plan_of(line, groups_by_name(line, [["one", "two"], ["three"]])), X)
+    assert_runs_as_plain(build_plan(line, groups_by_name(line, [["one", "two"], ["three"]])), X)
     message = r"'one' \(.*test_block.py:\d+\) is in stage 0 but needs the value 'b' of 'two' \(.*:\d+\).* stage 1"
     with untouched(model), pytest.raises(PlanError, match=message):
         groups_by_name(line, ["one", "two", "three"])
@@ -310,7 +317,7 @@ def test_a_stage_says_where_it_goes() -> None:
 def test_blocks_that_all_have_devices_make_the_stages() -> None:
     line = line_of(ScopedDigits("cpu", "cpu", "cuda:1", "cpu"))
     assert groups_by_device(line) == [("B1", "B2"), ("B3",), ("B4",)]
-    assert plan_of(line, groups_by_device(line)).devices == ("cpu", "cuda:1", "cpu")
+    assert build_plan(line, groups_by_device(line)).devices == ("cpu", "cuda:1", "cpu")
     with pytest.raises(PlanError, match="but B3, B4 has none"):
         groups_by_device(line_of(ScopedDigits("cpu", "cpu")))
 
@@ -346,6 +353,6 @@ def test_a_block_that_only_some_calls_enter_is_a_layer_all_the_same() -> None:
 
     line = line_of(Lossy())
     assert line.layers == ("one", "loss")
-    plan = plan_of(line, [("one",), ("loss",)])
+    plan = build_plan(line, [("one",), ("loss",)])
     assert_runs_as_plain(plan, X)
     assert_runs_as_plain(plan, X, X)

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.split.chain import CountedOutput, Groups, LayerChain, build_plan
 from penstock.split.check import check_plan
-from penstock.split.counted import Counted
-from penstock.split.line import Groups, Line
 from penstock.split.plan import Edge
-from penstock.split.planning import plan_of
-from penstock.split.sequential import SequentialLine
+from penstock.split.sequential import SequentialChain
 from tests.support.models import assert_same, batch, mlp, snapshot
 
 
@@ -55,7 +53,7 @@ class Changed(nn.Module):
         return self._forward(self._stage[0], x)
 
 
-class Broken(SequentialLine):
+class Broken(SequentialChain):
     """A line whose stage 1 is not what it should be."""
 
     def __init__(self, model: nn.Module, change: Callable[[nn.Module], nn.Module]) -> None:
@@ -71,7 +69,7 @@ GROUPS = [("0",), ("1", "2"), ("3", "4")]
 
 
 def broken(change: Callable[[nn.Module, Any], Any], model: nn.Module | None = None) -> ps.Plan:
-    return plan_of(Broken(model or net(), lambda stage: Changed(stage, change)), GROUPS)
+    return build_plan(Broken(model or net(), lambda stage: Changed(stage, change)), GROUPS)
 
 
 # ── what is right ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,12 +121,12 @@ def test_the_loss_is_where_backward_starts_and_a_count_is_not_compared() -> None
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), Loss())
     assert check_plan(ps.split(model, stages=3), batch()).outputs == 3
 
-    class Counts(SequentialLine):
+    class Counts(SequentialChain):
         def stage(self, groups: Groups, index: int) -> nn.Module:
             stage = super().stage(groups, index)
-            return Changed(stage, lambda stage, x: Counted(stage(x), torch.tensor(8.0))) if index == 2 else stage
+            return Changed(stage, lambda stage, x: CountedOutput(stage(x), torch.tensor(8.0))) if index == 2 else stage
 
-    assert check_plan(plan_of(Counts(model), GROUPS), batch())
+    assert check_plan(build_plan(Counts(model), GROUPS), batch())
 
 
 def test_arguments_that_stages_fix_are_fixed_for_the_whole_model_too() -> None:
@@ -141,7 +139,7 @@ def test_arguments_that_stages_fix_are_fixed_for_the_whole_model_too() -> None:
             x = self.linear(x)
             return (x, x) if cache else x
 
-    class Fixes(Line):
+    class Fixes(LayerChain):
         def __init__(self, fixed: dict[str, Any]) -> None:
             self.model, self.layers, self.recipe, self.fixed = Cached(), ("linear",), {}, fixed
 
@@ -155,9 +153,9 @@ def test_arguments_that_stages_fix_are_fixed_for_the_whole_model_too() -> None:
             parts = nn.Sequential(self.model)
             return Changed(parts, lambda stage, arguments: stage[0](**arguments, cache=False))
 
-    assert check_plan(plan_of(Fixes({"cache": False}), [("linear",)]), batch())
+    assert check_plan(build_plan(Fixes({"cache": False}), [("linear",)]), batch())
     with pytest.raises(ps.PlanError, match=r"output\[0\] .* is missing"):
-        check_plan(plan_of(Fixes({}), [("linear",)]), batch())
+        check_plan(build_plan(Fixes({}), [("linear",)]), batch())
 
 
 def test_nothing_in_the_model_or_the_generators_changes() -> None:
@@ -204,16 +202,16 @@ def test_a_stage_that_changes_its_output_is_found_at_the_next_layer() -> None:
 
 
 def test_the_last_stage_has_only_the_output() -> None:
-    line = SequentialLine(net())
+    line = SequentialChain(net())
     groups = [("0", "1", "2"), ("3", "4")]
-    plan = plan_of(Broken(line.model, lambda stage: Changed(stage, lambda stage, x: stage(x) + 1)), groups)
+    plan = build_plan(Broken(line.model, lambda stage: Changed(stage, lambda stage, x: stage(x) + 1)), groups)
     with pytest.raises(ps.PlanError, match=r": output \(stage 1\) differs by up to 1"):
         check_plan(plan, batch())
 
 
 def test_another_kind_of_output_is_told_in_words() -> None:
     def last(change: Callable[[Any], Any]) -> ps.Plan:
-        return plan_of(Broken(mlp(), lambda s: Changed(s, lambda s, x: change(s(x)))), [("0",), tuple("123456")])
+        return build_plan(Broken(mlp(), lambda s: Changed(s, lambda s, x: change(s(x)))), [("0",), tuple("123456")])
 
     with pytest.raises(ps.PlanError, match=r"output .* is torch.float64 \[8, 4\], in the whole model torch.float32"):
         check_plan(last(lambda x: x.double()), batch())
@@ -271,7 +269,7 @@ def test_a_stage_that_loses_a_parameter_is_found() -> None:
             return torch.func.functional_call(stage, values, (x,))  # type: ignore[no-any-return]
 
     with pytest.raises(ps.PlanError, match=r"parameter 2\.bias is in no stage: it would be lost"):
-        check_plan(plan_of(Broken(net(), Lost), GROUPS), batch())
+        check_plan(build_plan(Broken(net(), Lost), GROUPS), batch())
 
 
 def test_a_parameter_that_nobody_uses_is_lost_all_the_same() -> None:
@@ -280,7 +278,7 @@ def test_a_parameter_that_nobody_uses_is_lost_all_the_same() -> None:
     assert check_plan(ps.split(model, stages=3), batch())
 
     with pytest.raises(ps.PlanError, match=r"parameter 1\.spare is in no stage"):
-        check_plan(plan_of(Broken(model, _spareless), GROUPS), batch())
+        check_plan(build_plan(Broken(model, _spareless), GROUPS), batch())
 
 
 def _spareless(stage: nn.Module) -> nn.Module:

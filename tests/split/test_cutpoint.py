@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.block import Block
-from penstock.split.cutpoint import CutPoint, cut, cut_points
-from penstock.split.planning import plan_of
-from penstock.split.relay import relay
-from penstock.split.trace.line import trace_line
+from penstock.split.chain import build_plan
+from penstock.split.marks import Block, CutPoint, cut, cut_points
+from penstock.split.plan import run_stages
+from penstock.split.trace.line import trace_chain
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, every_cut, untouched
 from tests.split.trace_models import Nested, Odd, Residual, Sample, UNet
 
@@ -22,7 +21,7 @@ X = torch.linspace(-1, 2, 24).reshape(4, 6)
 
 
 def layers(model: nn.Module) -> tuple[str, ...]:
-    return trace_line(model, stages=None, cuts=None).layers
+    return trace_chain(model, stages=None, cuts=None).layers
 
 
 def test_outside_a_split_a_mark_is_the_value_itself() -> None:
@@ -46,16 +45,16 @@ def test_cut_points_are_found_in_every_form_and_have_names() -> None:
 def test_of_n_marks_any_subset_is_a_boundary() -> None:
     model = Sample().eval()
     ids = torch.arange(10).reshape(2, 5)
-    line = trace_line(model, stages=None, cuts=None)
+    line = trace_chain(model, stages=None, cuts=None)
     for groups in every_cut(line):
-        plan = plan_of(line, groups)
+        plan = build_plan(line, groups)
         assert_owned(plan)
-        torch.testing.assert_close(relay(plan, (ids,), {}), model(ids), rtol=0, atol=0)
-        torch.testing.assert_close(relay(plan, (ids, ids), {}), model(ids, ids), rtol=0, atol=0)
+        torch.testing.assert_close(run_stages(plan, (ids,), {}), model(ids), rtol=0, atol=0)
+        torch.testing.assert_close(run_stages(plan, (ids, ids), {}), model(ids, ids), rtol=0, atol=0)
 
 
 def test_crossing_counts_the_values() -> None:
-    line = trace_line(UNet(depth=2), stages=None, cuts=None)
+    line = trace_chain(UNet(depth=2), stages=None, cuts=None)
     assert [line.crossing(number) for number in range(1, 6)] == [1, 2, 3, 2, 1]
 
 
@@ -71,9 +70,9 @@ def test_marks_may_pass_any_value() -> None:
             named = cut({"x": self.b(x), "y": y})
             return named["x"] + named["y"]
 
-    line = trace_line(Pairs(), stages=None, cuts=None)
+    line = trace_chain(Pairs(), stages=None, cuts=None)
     for groups in every_cut(line):
-        assert_runs_as_plain(plan_of(line, groups), X)
+        assert_runs_as_plain(build_plan(line, groups), X)
 
 
 def test_a_mark_that_only_training_reaches_is_found_in_eval() -> None:
@@ -92,11 +91,11 @@ def test_a_mark_that_only_training_reaches_is_found_in_eval() -> None:
             return self.b(x)
 
     model = Auxiliary().eval()
-    line = trace_line(model, stages=None, cuts=None)
+    line = trace_chain(model, stages=None, cuts=None)
     assert line.layers == ("a", "b", "aux")
     for groups in every_cut(line):
-        assert_owned(plan_of(line, groups))
-        assert_runs_as_plain(plan_of(line, groups), X)
+        assert_owned(build_plan(line, groups))
+        assert_runs_as_plain(build_plan(line, groups), X)
 
 
 # ── misuse ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,7 +211,7 @@ def test_other_threads_run_models_while_one_is_traced() -> None:
     thread.start()
     try:
         for _ in range(10):
-            trace_line(model, stages=None, cuts=None)
+            trace_chain(model, stages=None, cuts=None)
     finally:
         stop.set()
         thread.join()

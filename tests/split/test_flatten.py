@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.split.flatten import Flat, flatten
+from penstock.split.flatten import FlatSequential, flatten
 from penstock.split.lazy import Lazy
-from penstock.split.relay import relay
+from penstock.split.plan import run_stages
 from penstock.split.skip import pop, skippable, stash
 from tests.support.models import assert_same, batch, gradients, plain_step, snapshot
 
@@ -191,7 +191,7 @@ def test_stages_have_the_models_names_over_every_balance() -> None:
         copied = copy.deepcopy(model)
         plan = ps.split(flatten(copied, LIST), balance=sizes)
         modules = [plan.stage_module(s) for s in range(plan.num_stages)]
-        output = relay(plan, (picture(),), {}, modules)
+        output = run_stages(plan, (picture(),), {}, modules)
         F.cross_entropy(output, target()).backward()
         assert_same(output, expected.output)
         assert_same(gradients(copied), expected.gradients)
@@ -246,7 +246,7 @@ def test_a_stage_can_be_copied_with_other_tensors() -> None:
 # ── entries ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def names(flat: Flat) -> list[str]:
+def names(flat: FlatSequential) -> list[str]:
     return [layer for group in ps.split(flat, stages=1).groups for layer in group]
 
 
@@ -301,7 +301,7 @@ def test_names_of_functions_and_strangers_keep_clear_of_the_models() -> None:
     flat.load_state_dict(model.state_dict())
     x = batch()
     assert_same(flat(x), model.pop(torch.tanh(model.tanh(torch.tanh(x)))))
-    assert_same(relay(ps.split(flat, stages=4), (x,), {}), flat(x))
+    assert_same(run_stages(ps.split(flat, stages=4), (x,), {}), flat(x))
 
 
 def test_a_module_listed_twice_is_shared_and_a_tie_between_stages() -> None:
@@ -313,7 +313,7 @@ def test_a_module_listed_twice_is_shared_and_a_tie_between_stages() -> None:
     assert [(tie.names, tie.stages) for tie in plan.ties] == [(("a.weight",), (0, 2)), (("a.bias",), (0, 2))]
     assert plan.stages[2].parameters == 20
     assert list(plan.stage_module(2)) == [model.a, model.a]
-    assert_same(relay(plan, (batch(),), {}), model.a(model.a(model.seq(model.a(batch())))))
+    assert_same(run_stages(plan, (batch(),), {}), model.a(model.a(model.seq(model.a(batch())))))
     expected = plain_step(flat, batch(), batch(seed=3), nn.functional.mse_loss)
     with ps.Pipeline(plan, nn.MSELoss(), microbatches=2) as pipe:
         pipe.step(batch(), batch(seed=3))
@@ -328,7 +328,7 @@ def test_a_module_and_a_part_of_it_may_both_be_listed() -> None:
     plan = ps.split(flat, stages=3)
     assert plan.stage_module(0).state_dict().keys() == {"seq.1.weight", "seq.1.bias"}
     assert {tie.names for tie in plan.ties} == {("seq.1.weight",), ("seq.1.bias",)}
-    assert_same(relay(plan, (batch(),), {}), model.a(model.seq(model.seq[1](batch()))))
+    assert_same(run_stages(plan, (batch(),), {}), model.a(model.seq(model.seq[1](batch()))))
     assert list(model.seq._modules) == ["0", "1"]
 
 
@@ -341,7 +341,7 @@ def test_a_module_that_the_model_has_under_two_names_keeps_both() -> None:
     plan = ps.split(flat, balance=[1, 2])
     stage = plan.stage_module(1)
     assert {"shared.weight", "seq.0.0.weight"} < stage.state_dict().keys()
-    assert_same(relay(plan, (batch(),), {}), model.seq(model.a(batch())))
+    assert_same(run_stages(plan, (batch(),), {}), model.seq(model.a(batch())))
 
 
 def test_skips_cross_between_the_layers_of_a_flat_model() -> None:
@@ -368,7 +368,7 @@ def test_skips_cross_between_the_layers_of_a_flat_model() -> None:
         (2, 3, ()),
     ]
     assert plan.stage_module(3).state_dict().keys() == {"decoder.1.weight", "decoder.1.bias"}
-    assert_same(relay(plan, (batch(),), {}), flat(batch()))
+    assert_same(run_stages(plan, (batch(),), {}), flat(batch()))
 
 
 def test_lazy_parts_stay_lazy_until_their_stage_is_made() -> None:
@@ -475,5 +475,5 @@ def test_hooks_on_layers_are_kept() -> None:
     model.layer1.register_forward_hook(lambda *args: seen.append("layer1"))
     model.fc.register_forward_hook(lambda *args: seen.append("fc"))
     flat = flatten(model, [*LIST[:3], model.layer1, *LIST[4:]])
-    relay(ps.split(flat, stages=4), (picture(),), {})
+    run_stages(ps.split(flat, stages=4), (picture(),), {})
     assert seen == ["layer1", "fc"]

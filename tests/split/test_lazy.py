@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.split.lazy import Lazy
-from penstock.split.relay import relay
+from penstock.split.plan import run_stages
 from tests.support.models import assert_same, batch, gradients, plain_step
 from tests.support.ranks import run_ranks
 
@@ -93,7 +93,7 @@ def test_what_was_built_by_a_call_is_what_a_stage_has() -> None:
     model, fns = four()
     model(batch())
     plan = ps.split(model, stages=4)
-    assert_same(relay(plan, (batch(),), {}), model(batch()))
+    assert_same(run_stages(plan, (batch(),), {}), model(batch()))
     assert built(fns) == [1, 1, 1, 1]
 
 
@@ -323,7 +323,7 @@ def test_a_layer_that_fn_only_hands_out_is_shared_and_unharmed() -> None:
     plan = ps.split(model, stages=3)
     assert not linear.weight.is_meta
     assert plan.stage_module(0)[0].weight is linear.weight
-    assert_same(relay(plan, (batch(),), {}), linear(torch.tanh(linear(batch()))))
+    assert_same(run_stages(plan, (batch(),), {}), linear(torch.tanh(linear(batch()))))
 
 
 # ── what it refuses, and what it cannot know ─────────────────────────────────────────────────────────────────────

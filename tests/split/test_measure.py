@@ -11,19 +11,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.split.fronts import line_of
+from penstock.split import chain_of
+from penstock.split.chain import Groups, LayerChain
 from penstock.split.lazy import Lazy
-from penstock.split.line import Groups, Line
-from penstock.split.measure import measure
+from penstock.split.measure import LayerCost, Measurement, measure
 from penstock.split.plan import Edge
-from penstock.split.weights import LayerCost, Measurement
 from tests.support.models import assert_same, batch, everything, mlp, snapshot
 
 FLOAT = 4
 
 
 def measured(model: nn.Module, sample: Any, **options: Any) -> Measurement:
-    return measure(line_of(model), sample, timeout=0.0, **options)
+    return measure(chain_of(model), sample, timeout=0.0, **options)
 
 
 def costs(model: nn.Module, sample: Any, **options: Any) -> dict[str, LayerCost]:
@@ -134,7 +133,7 @@ def test_a_larger_budget_is_spent_on_repeats() -> None:
         runs.append(1)
         return x
 
-    line = line_of(nn.Sequential(nn.Linear(4, 4), Fn(count)))
+    line = chain_of(nn.Sequential(nn.Linear(4, 4), Fn(count)))
     measure(line, batch(), timeout=0.0)
     few = len(runs)
     measure(line, batch(), timeout=0.5)
@@ -157,7 +156,7 @@ def test_integers_tuples_none_and_plain_values_cross() -> None:
     assert found.crossing == (0, x, x + ids, x + ids)
 
 
-class Skips(Line):
+class Skips(LayerChain):
     """h = a(x); y = b(h); out = c(y) + h + x: a skip over one layer, and one over two."""
 
     def __init__(self) -> None:

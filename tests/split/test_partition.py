@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.split.partition import Bag, OverLimit, partition
+from penstock.split.partition import MemoryLimitError, WeightPieces, partition
 
 
 def parts_of(items: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
@@ -21,7 +21,7 @@ def parts_of(items: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
     return [items[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-def total(items: Sequence[float] | Sequence[Bag]) -> Fraction:
+def total(items: Sequence[float] | Sequence[WeightPieces]) -> Fraction:
     """What a part weighs: pieces that several of its items have count once."""
     bags = [item if isinstance(item, Mapping) else {(i,): item} for i, item in enumerate(items)]
     pieces = {key: weight for bag in bags for key, weight in bag.items()}
@@ -148,7 +148,7 @@ def test_limits_are_kept_by_the_best_that_keeps_them_and_refused_if_none_does(
     allowed = [way for way in ways(len(weights), parts) if keeps(way)]
     given_limits = each if isinstance(limits, list) else limits
     if not allowed:
-        with pytest.raises(OverLimit) as caught:
+        with pytest.raises(MemoryLimitError) as caught:
             partition(weights, parts, memory=memory, limits=given_limits)
         more = caught.value.short  # and that is the least that would do, to the byte
         assert any(keeps(way, more) for way in ways(len(weights), parts))
@@ -166,12 +166,14 @@ def test_limits_are_kept_by_the_best_that_keeps_them_and_refused_if_none_does(
 def test_an_item_that_fits_in_only_one_of_the_parts_goes_there() -> None:
     assert partition([1, 1, 1, 1], 2, memory=[1, 1, 1, 9], limits=[9, 9]) == [3, 1]
     assert partition([1, 1, 1, 1], 2, memory=[9, 1, 1, 1], limits=[9, 9]) == [1, 3]
-    with pytest.raises(OverLimit, match="6 more would do"):
+    with pytest.raises(MemoryLimitError, match="6 more would do"):
         partition([1, 1, 1, 1], 2, memory=[9, 1, 1, 1], limits=[3, 9])
 
 
 def test_a_limit_that_cannot_be_kept_says_what_can_and_which_item_is_too_big() -> None:
-    with pytest.raises(OverLimit, match=r"3 items .* 2 parts within a limit of 5 each: 3 more would do; item 1 .* 7"):
+    with pytest.raises(
+        MemoryLimitError, match=r"3 items .* 2 parts within a limit of 5 each: 3 more would do; item 1 .* 7"
+    ):
         partition([1, 1, 1], 2, memory=[1, 7, 1], limits=5)
 
 

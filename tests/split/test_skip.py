@@ -18,10 +18,18 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.split.lazy import Lazy
-from penstock.split.relay import relay
-from penstock.split.sequential import SequentialLine
-from penstock.split.skip import Namespace, SkipUseError, _here, pop, skippable, stash
-from penstock.split.skip_verify import SkipError, verify_skippables
+from penstock.split.plan import run_stages
+from penstock.split.sequential import SequentialChain
+from penstock.split.skip import (
+    Namespace,
+    SkipError,
+    SkipUseError,
+    _thread_stash,
+    pop,
+    skippable,
+    stash,
+    verify_skippables,
+)
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step, snapshot
 from tests.support.ranks import run_ranks
 
@@ -235,7 +243,7 @@ def test_in_a_plan_nothing_but_the_edge_holds_a_skip(sizes: list[int]) -> None:
     model, alive = _watched()
     plan = ps.split(model, balance=sizes)
     with torch.no_grad():
-        relay(plan, (torch.ones(2),), {})
+        run_stages(plan, (torch.ones(2),), {})
     made, used, watched = (next(s for s, group in enumerate(plan.groups) if name in group) for name in "024")
     inside = made == used  # else its stage's caller holds it, as every argument, until the stage is through
     assert alive[0] == [True]
@@ -245,7 +253,7 @@ def test_in_a_plan_nothing_but_the_edge_holds_a_skip(sizes: list[int]) -> None:
 
 def held() -> dict[Any, Any]:
     """What this thread holds for layers that have not popped it."""
-    return _here.values
+    return _thread_stash.values
 
 
 def test_a_call_that_fails_leaves_no_values_to_the_next() -> None:
@@ -299,7 +307,7 @@ def test_a_unet_equals_itself_over_every_balance(sizes: list[int]) -> None:
     plan = ps.split(model, balance=sizes)
     modules = [plan.stage_module(s) for s in range(plan.num_stages)]
     assert_same(snapshot(model), before)
-    output = relay(plan, (picture(),), {}, modules)
+    output = run_stages(plan, (picture(),), {}, modules)
     nn.functional.mse_loss(output, picture(2)).backward()
     assert_same(output, expected.output)
     assert_same(gradients(model), expected.gradients)
@@ -400,9 +408,9 @@ def test_an_edge_of_one_value_carries_it_itself_and_one_of_several_a_tuple() -> 
 
 def test_none_and_things_that_are_no_tensors_may_cross() -> None:
     model = nn.Sequential(_stashed("a", value=None), nn.Tanh(), _Popped("a"))
-    assert relay(ps.split(model, stages=3), (batch(),), {}) is None
+    assert run_stages(ps.split(model, stages=3), (batch(),), {}) is None
     sizes = nn.Sequential(_stashed("a", value=(3, "nearest")), nn.Tanh(), _Popped("a"))
-    assert relay(ps.split(sizes, stages=3), (batch(),), {}) == (3, "nearest")
+    assert run_stages(ps.split(sizes, stages=3), (batch(),), {}) == (3, "nearest")
 
 
 def test_stages_without_skips_in_or_out_are_plain_sequentials() -> None:
@@ -414,7 +422,7 @@ def test_stages_without_skips_in_or_out_are_plain_sequentials() -> None:
 
 
 def test_a_cut_costs_what_crosses_it() -> None:
-    line = SequentialLine(unet())
+    line = SequentialChain(unet())
     assert [line.crossing(cut) for cut in range(1, 7)] == [2, 3, 4, 4, 3, 2]
 
 
@@ -426,14 +434,14 @@ def test_a_plan_with_skips_prints_and_is_read_again(tmp_path: Any) -> None:
     again = ps.Plan.load(tmp_path / "plan.json", model)
     assert again == plan
     model.eval()
-    assert_same(relay(again, (picture(),), {}), model(picture()))
+    assert_same(run_stages(again, (picture(),), {}), model(picture()))
 
 
 def test_a_stage_can_be_copied() -> None:
     model = unet().eval()
     plan = ps.split(model, balance=[2, 2, 3])
     copied = [copy.deepcopy(plan.stage_module(s)) for s in range(3)]
-    assert_same(relay(plan, (picture(),), {}, copied), model(picture()))
+    assert_same(run_stages(plan, (picture(),), {}, copied), model(picture()))
     assert not {id(p) for p in model.parameters()} & {id(p) for stage in copied for p in stage.parameters()}
 
 
@@ -459,7 +467,7 @@ def test_copies_of_a_module_are_kept_apart_by_namespaces() -> None:
     assert_same(model(x), torch.tanh(x))
     for sizes in balances(len(model)):
         plan = ps.split(model, balance=sizes)
-        assert_same(relay(plan, (x,), {}), torch.tanh(x))
+        assert_same(run_stages(plan, (x,), {}), torch.tanh(x))
     with pytest.raises(SkipError, match="and again by 1"):
         ps.split(nn.Sequential(_stashed("a"), _stashed("a"), _Popped("a"), _Popped("a")), stages=2)
 
@@ -567,14 +575,14 @@ def test_skippables_inside_layers_are_seen() -> None:
     )
     plan = ps.split(across, stages=3)
     assert edges(plan) == [(0, 1, ()), (0, 2, ("a",)), (1, 2, ())]
-    assert_same(relay(plan, (x,), {}), across(x))
+    assert_same(run_stages(plan, (x,), {}), across(x))
 
 
 def test_skippables_inside_lazy_layers_are_seen() -> None:
     model = nn.Sequential(Lazy(lambda: _stashed("a")), nn.Tanh(), Lazy(lambda: _Popped("a")))
     plan = ps.split(model, stages=3)
     assert edges(plan) == [(0, 1, ()), (0, 2, ("a",)), (1, 2, ())]
-    assert_same(relay(plan, (batch(),), {}), batch())
+    assert_same(run_stages(plan, (batch(),), {}), batch())
 
 
 # ── what goes wrong while running ────────────────────────────────────────────────────────────────────────────────
@@ -661,7 +669,7 @@ def test_a_layer_that_is_not_run_has_stashed_nothing() -> None:
 
     plan = ps.split(nn.Sequential(Sometimes(), nn.Tanh(), _Popped("a")), stages=3)
     with pytest.raises(SkipUseError, match="'a' goes to a later stage, but the layer that stashes it did not run"):
-        relay(plan, (batch(),), {})
+        run_stages(plan, (batch(),), {})
 
 
 @pytest.mark.parametrize("wrong", ["a", [1], ["a", "a"]], ids=repr)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.plan import Edge, Plan
-from penstock.split.planning import plan_of
-from penstock.split.relay import relay
-from penstock.split.trace.line import TraceLine
+from penstock.split.chain import build_plan
+from penstock.split.plan import Edge, Plan, run_stages
+from penstock.split.trace.line import TraceChain
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, line_of, untouched
 from tests.split.trace_models import (
     Arguments,
@@ -55,7 +54,7 @@ def test_every_subset_of_the_cuts_runs_as_the_plain_model(name: str) -> None:
         line = line_of(model)
     for groups in every_cut(line):
         with untouched(model):
-            plan = plan_of(line, groups)
+            plan = build_plan(line, groups)
             assert_owned(plan)
         assert_runs_as_plain(plan, *args)
 
@@ -72,7 +71,7 @@ def test_a_copy_of_a_stage_runs_by_itself(name: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    output = relay(plan, args, {}, stages)
+    output = run_stages(plan, args, {}, stages)
     if isinstance(expected, Tensor):
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
@@ -104,7 +103,7 @@ def test_kinds_of_call_share_a_plan() -> None:
     line = line_of(model)
     mask = (X > 0).float()
     for groups in every_cut(line):
-        plan = plan_of(line, groups)
+        plan = build_plan(line, groups)
         assert_runs_as_plain(plan, X, [X])
         assert_runs_as_plain(plan, X, extra=[X, X, X], mask=mask)
         assert_runs_as_plain(plan, X, [], power=3, twice=True)
@@ -121,7 +120,7 @@ def test_a_targets_argument_goes_from_the_first_stage_to_the_loss() -> None:
 
 def assert_runs_as_plain_eval(plan: Plan, *args: Any, **kwargs: Any) -> None:
     expected = plan.attached().model(*args, **kwargs)
-    torch.testing.assert_close(relay(plan, args, kwargs), expected, rtol=0, atol=0)
+    torch.testing.assert_close(run_stages(plan, args, kwargs), expected, rtol=0, atol=0)
 
 
 def test_a_tied_weight_is_a_tie() -> None:
@@ -143,7 +142,7 @@ def test_a_mode_set_on_the_model_is_the_stages_mode_too() -> None:
     torch.manual_seed(1)
     expected = model(X)
     torch.manual_seed(1)
-    torch.testing.assert_close(relay(plan, (X,), {}, stages), expected, rtol=0, atol=0)
+    torch.testing.assert_close(run_stages(plan, (X,), {}, stages), expected, rtol=0, atol=0)
     assert not any(stage.training for stage in stages)
 
 
@@ -155,7 +154,7 @@ def test_hooks_of_modules_that_stay_whole_run_and_no_hook_runs_at_the_split() ->
     model.head.register_full_backward_hook(lambda *_: seen.append("back"))
     plan = cut_everywhere(model)
     assert seen == []
-    relay(plan, (X,), {}).sum().backward()
+    run_stages(plan, (X,), {}).sum().backward()
     assert seen == ["linear", "odd", "back"]
 
 
@@ -170,14 +169,14 @@ def test_stages_hold_the_models_own_modules() -> None:
 def test_a_plan_is_found_again_from_its_recipe() -> None:
     for model, how in ((Residual(), {}), (UNet(), {"cuts": ["middle", "up.1"]}), (Bare(), {"stages": 3})):
         line = line_of(model, **how)
-        again = TraceLine.from_recipe(copy.deepcopy(model), line.recipe)
+        again = TraceChain.from_recipe(copy.deepcopy(model), line.recipe)
         assert again.layers == line.layers
         groups = [(layer,) for layer in line.layers]
         assert again.edges(groups) == line.edges(groups)
     with pytest.raises(PlanError, match="has none"):
-        TraceLine.from_recipe(Bare(), {"front": "trace", "how": "marks"})
+        TraceChain.from_recipe(Bare(), {"front": "trace", "how": "marks"})
     with pytest.raises(PlanError, match="not known here"):
-        TraceLine.from_recipe(Bare(), {"front": "trace"})
+        TraceChain.from_recipe(Bare(), {"front": "trace"})
 
 
 # ── cuts by name ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -237,8 +236,8 @@ def test_an_unmarked_model_is_cut_between_modules(stages: int) -> None:
         line = line_of(model, stages=stages)
     assert len(line.layers) >= stages
     for groups in list(every_cut(line))[:: max(1, 2 ** len(line.layers) // 64)]:
-        assert_owned(plan_of(line, groups))
-        assert_runs_as_plain(plan_of(line, groups), X)
+        assert_owned(build_plan(line, groups))
+        assert_runs_as_plain(build_plan(line, groups), X)
 
 
 def test_modules_stay_whole_while_they_fit_a_stage() -> None:
@@ -268,7 +267,7 @@ def test_layers_are_those_of_all_kinds_of_call() -> None:
     line = line_of(Optional(), stages=2)
     assert line.layers == ("a", "b", "c", "c#2")
     for groups in every_cut(line):
-        plan = plan_of(line, groups)
+        plan = build_plan(line, groups)
         assert_owned(plan)
         for kwargs in ({}, {"mask": X}, {"twice": True}, {"times": 3}, {"times": 2, "mask": X}):
             assert_runs_as_plain(plan, X, **kwargs)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.cutpoint import cut
-from penstock.split.planning import plan_of
-from penstock.split.relay import relay
+from penstock.split.chain import build_plan
+from penstock.split.marks import cut
+from penstock.split.plan import run_stages
 from tests.split.trace_checks import assert_runs_as_plain, cut_everywhere, line_of, untouched
 from tests.split.trace_models import Nested, UNet
 
@@ -166,9 +166,9 @@ def test_a_value_changed_in_place_is_not_used_unchanged_elsewhere() -> None:
     assert_runs_as_plain(cut_everywhere(InPlace(late=False)), X)
     model = InPlace(late=True)
     line = line_of(model)
-    assert_runs_as_plain(plan_of(line, [line.layers[:1], line.layers[1:]]), X)
+    assert_runs_as_plain(build_plan(line, [line.layers[:1], line.layers[1:]]), X)
     with untouched(model), pytest.raises(PlanError, match=r"changed in place in stage 1, but stage 2 uses it"):
-        plan_of(line, [(layer,) for layer in line.layers])
+        build_plan(line, [(layer,) for layer in line.layers])
 
 
 class SharedNorm(nn.Module):
@@ -182,9 +182,9 @@ class SharedNorm(nn.Module):
 
 def test_running_statistics_are_not_duplicated() -> None:
     line = line_of(SharedNorm())
-    assert_runs_as_plain(plan_of(line, [line.layers]), X)
+    assert_runs_as_plain(build_plan(line, [line.layers]), X)
     with pytest.raises(PlanError, match=r"norm \(BatchNorm1d\).*stage 0 .*stage 1"):
-        plan_of(line, [(layer,) for layer in line.layers])
+        build_plan(line, [(layer,) for layer in line.layers])
 
 
 class OnlyWhenAsked(nn.Module):
@@ -208,13 +208,13 @@ def test_a_kind_of_call_that_the_plan_did_not_know_of() -> None:
     assert_runs_as_plain(plan, X, how="plain")
     assert_runs_as_plain(plan, X, how="skip")
     with pytest.raises(PlanError, match=r"how='other'.*uses b in stage 2"):
-        relay(plan, (X,), {"how": "other"})
+        run_stages(plan, (X,), {"how": "other"})
 
 
 def test_an_error_of_the_forward_names_the_users_line() -> None:
     plan = cut_everywhere(UNet())
     with pytest.raises(RuntimeError) as caught:
-        relay(plan, (torch.ones(2, 3),), {})
+        run_stages(plan, (torch.ones(2, 3),), {})
     assert any("trace_models.py" in note for note in caught.value.__notes__)
 
 
@@ -250,7 +250,7 @@ def test_what_crosses_is_a_tree_of_tensors() -> None:
     assert_runs_as_plain(cut_everywhere(Crossing(read_early=True)), X)
     plan = cut_everywhere(Crossing(read_early=False))
     with pytest.raises(PlanError, match=r"refused.py:\d+: 'a' crosses to another stage, but it holds a Strange"):
-        relay(plan, (X,), {})
+        run_stages(plan, (X,), {})
 
 
 def test_a_buffer_that_two_stages_use_is_not_changed_in_one_of_them() -> None:
@@ -265,9 +265,9 @@ def test_a_buffer_that_two_stages_use_is_not_changed_in_one_of_them() -> None:
             return cut(self.a(x)) * self.count
 
     line = line_of(Counting())
-    assert_runs_as_plain(plan_of(line, [line.layers]), X)
+    assert_runs_as_plain(build_plan(line, [line.layers]), X)
     with pytest.raises(PlanError, match="'count' is changed in place in stage 0, but stage 1 uses it too"):
-        plan_of(line, [(layer,) for layer in line.layers])
+        build_plan(line, [(layer,) for layer in line.layers])
 
 
 def test_a_layer_that_does_not_know_its_size_is_refused() -> None:
@@ -278,4 +278,4 @@ def test_a_layer_that_does_not_know_its_size_is_refused() -> None:
 def test_arguments_that_do_not_fit_are_named() -> None:
     plan = cut_everywhere(UNet())
     with pytest.raises(PlanError, match=r"UNet takes \(x.*missing a required argument"):
-        relay(plan, (), {})
+        run_stages(plan, (), {})

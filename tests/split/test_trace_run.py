@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 import penstock as ps
-from penstock.split.cutpoint import cut
+from penstock.split.chain import build_plan
 from penstock.split.lazy import Lazy
-from penstock.split.named_stages import groups_by_name
-from penstock.split.planning import plan_of
-from penstock.split.relay import relay
+from penstock.split.marks import cut, groups_by_name
+from penstock.split.plan import run_stages
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, line_of
 from tests.split.trace_models import (
     Bare,
@@ -74,7 +73,7 @@ def test_a_wrapper_that_computes_its_loss_runs_with_and_without_labels() -> None
     model = WithLoss(ScopedDigits())
     labels = torch.arange(4)
     line = line_of(model)
-    plan = plan_of(line, groups_by_name(line, [["B1", "B2"], ["B3"], ["B4"]]))
+    plan = build_plan(line, groups_by_name(line, [["B1", "B2"], ["B3"], ["B4"]]))
     with ps.Pipeline(plan, loss_fn=lambda output, _: output[1], microbatches=2) as pipe, torch.no_grad():
         torch.testing.assert_close(pipe(IMAGES), model(IMAGES))
         with torch.enable_grad():
@@ -200,7 +199,7 @@ def test_a_traced_forward_may(body: Callable[..., Any]) -> None:
     model = Body(body)
     line = line_of(model, sample=((X,), {}))
     for groups in every_cut(line):
-        plan = plan_of(line, groups)
+        plan = build_plan(line, groups)
         assert_owned(plan)
         assert_runs_as_plain(plan, X)
     if body is branches_on_kinds:
@@ -217,7 +216,7 @@ def test_methods_that_are_not_forward_are_traced_with_their_modules_mode() -> No
 
 def test_reading_a_dtype_ties_nothing() -> None:
     line = line_of(Body(asks_parameters), sample=((X,), {}))
-    plan = plan_of(line, [(layer,) for layer in line.layers])
+    plan = build_plan(line, [(layer,) for layer in line.layers])
     assert plan.ties == ()
 
 
@@ -258,7 +257,7 @@ def test_a_lazy_layer_is_built_in_the_stage_that_has_it() -> None:
     second = plan.stage_module(1)
     assert isinstance(model.a, Lazy)
     assert list(second.state_dict()) == ["inner.b.0.weight", "inner.b.0.bias"]
-    output = relay(plan, (X,), {})
+    output = run_stages(plan, (X,), {})
     torch.testing.assert_close(output, model(X), rtol=0, atol=0)
     assert_owned(plan)
     assert_runs_as_plain(plan, X)
@@ -275,7 +274,7 @@ def test_parameters_that_are_replaced_after_the_split_are_those_of_the_stage() -
 def test_a_cut_stage_keeps_no_values_between_calls() -> None:
     plan = cut_everywhere(UNet())
     stages = [plan.stage_module(index) for index in range(plan.num_stages)]
-    first = relay(plan, (X,), {}, stages)
-    second = relay(plan, (X + 1,), {}, stages)
+    first = run_stages(plan, (X,), {}, stages)
+    second = run_stages(plan, (X + 1,), {}, stages)
     assert not torch.equal(first, second)
-    torch.testing.assert_close(relay(plan, (X,), {}, stages), first, rtol=0, atol=0)
+    torch.testing.assert_close(run_stages(plan, (X,), {}, stages), first, rtol=0, atol=0)

@@ -11,15 +11,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from penstock.engine.infer import FakeStage
+from penstock.engine.shapes import FakeStage
 from penstock.errors import PlanError
-from penstock.split.balance import divide
+from penstock.split.balance import balance_stages
+from penstock.split.chain import CountedOutput, build_plan
 from penstock.split.check import check_plan
-from penstock.split.counted import Counted
-from penstock.split.plan import Plan
-from penstock.split.planning import plan_of
-from penstock.split.relay import relay
-from penstock.split.trunk.line import find_trunk, trunk_line
+from penstock.split.plan import Plan, run_stages
+from penstock.split.trunk.line import find_trunk, trunk_chain
 from tests.split.trunk_models import assert_staged
 
 hf = pytest.importorskip("transformers")
@@ -109,8 +107,8 @@ def inputs(build: Callable[..., nn.Module], seed: int = 3) -> dict[str, Tensor]:
 
 
 def cut(model: nn.Module, stages: int) -> Plan:
-    line = trunk_line(model, None)
-    return plan_of(line, divide(line, balance=None, stages=stages))
+    line = trunk_chain(model, None)
+    return build_plan(line, balance_stages(line, balance=None, stages=stages))
 
 
 def seeded(build: Callable[..., nn.Module], **more: Any) -> nn.Module:
@@ -231,12 +229,12 @@ def test_images_that_go_in_among_the_words() -> None:
     vision, text = hf.CLIPVisionConfig(**sight, num_attention_heads=4), hf.LlamaConfig(**DECODER)
     config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=63)
     model = seeded(lambda: hf.LlavaForConditionalGeneration(config))
-    line = trunk_line(model, "model.language_model.layers")
-    plan = plan_of(line, divide(line, balance=None, stages=3))
+    line = trunk_chain(model, "model.language_model.layers")
+    plan = build_plan(line, balance_stages(line, balance=None, stages=3))
     ids = torch.randint(3, 60, (2, 9)).index_fill(1, torch.arange(1, 5), 63)
     batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids.masked_fill(ids == 63, -100)}
     whole = copy.deepcopy(model)
-    want, got = whole(**batch), relay(plan, (), batch).output
+    want, got = whole(**batch), run_stages(plan, (), batch).output
     assert torch.equal(got.logits, want.logits)
     assert got.image_hidden_states is None  # the last stage has not seen them
     want.loss.backward(), got.loss.backward()
@@ -256,8 +254,8 @@ def test_the_count_of_a_loss_weighs_micro_batches_into_the_mini_batch(build: Cal
     plan = cut(model, 2)
     batch = inputs(build)
     parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
-    outputs = [relay(plan, (), part) for part in parts]
-    assert all(isinstance(output, Counted) and output.count.shape == () for output in outputs)
+    outputs = [run_stages(plan, (), part) for part in parts]
+    assert all(isinstance(output, CountedOutput) and output.count.shape == () for output in outputs)
     total = sum(output.count for output in outputs)
     loss = sum(output.output.loss * output.count / total for output in outputs)
     torch.testing.assert_close(loss, model(**batch).loss)
@@ -265,7 +263,7 @@ def test_the_count_of_a_loss_weighs_micro_batches_into_the_mini_batch(build: Cal
 
 def test_causal_labels_are_counted_as_they_are_shifted() -> None:
     batch = inputs(llama)
-    output = relay(cut(seeded(llama), 2), (), batch)
+    output = run_stages(cut(seeded(llama), 2), (), batch)
     assert output.count == (batch["labels"][:, 1:] != -100).sum()
 
 
@@ -273,7 +271,7 @@ def test_labels_that_are_no_classes_are_not_counted() -> None:
     model = seeded(bert_classifier, problem_type="multi_label_classification")
     batch = {**inputs(bert_classifier), "labels": torch.rand(3, CLASSES)}
     output = assert_staged(model, cut(model, 2), **batch, use_cache=False)
-    assert not isinstance(output, Counted)
+    assert not isinstance(output, CountedOutput)
 
 
 def test_a_count_of_the_mini_batch_given_by_the_user_makes_losses_that_add_up() -> None:
@@ -283,7 +281,7 @@ def test_a_count_of_the_mini_batch_given_by_the_user_makes_losses_that_add_up() 
     number = (batch["labels"][:, 1:] != -100).sum()
     whole = model(**batch).loss
     parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
-    outputs = [relay(plan, (), {**part, "num_items_in_batch": number}) for part in parts]
+    outputs = [run_stages(plan, (), {**part, "num_items_in_batch": number}) for part in parts]
     assert [output.count for output in outputs] == [None, None]
     torch.testing.assert_close(sum(output.output.loss for output in outputs), whole)
 
@@ -322,7 +320,7 @@ def test_splitting_and_running_leave_the_model_as_it_was(build: Callable[..., nn
     model = seeded(build)
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
     state = copy.deepcopy(model.state_dict())
-    relay(cut(model, 3), (), inputs(build))
+    run_stages(cut(model, 3), (), inputs(build))
     assert {name: module.__dict__ for name, module in model.named_modules()} == attributes
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
@@ -339,7 +337,7 @@ def test_a_model_on_the_meta_device_runs_stage_by_stage(build: Callable[..., nn.
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             source = real.get_parameter(name) if isinstance(tensor, nn.Parameter) else real.get_buffer(name)
             tensor.data.copy_(source)
-    got = relay(plan, (), inputs(build), modules)
+    got = run_stages(plan, (), inputs(build), modules)
     assert torch.equal(got.output.loss, real(**inputs(build)).loss)
 
 
@@ -360,7 +358,7 @@ def test_shapes_can_be_inferred_on_fake_tensors(build: Callable[..., nn.Module])
 
 
 def _leaves(output: Any) -> list[Any]:
-    return pytree.tree_leaves(dict(output.output if isinstance(output, Counted) else output))
+    return pytree.tree_leaves(dict(output.output if isinstance(output, CountedOutput) else output))
 
 
 def test_rotary_tables_are_each_stages_own_and_in_no_state_dict() -> None:
@@ -387,29 +385,29 @@ def test_an_encoder_and_a_decoder_are_two_trunks() -> None:
     model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes))
     for blocks in (None, "encoder.block"):
         with pytest.raises(PlanError, match=r"two trunks \(encoder.block and decoder.block\).*T5EncoderModel"):
-            trunk_line(model, blocks)
+            trunk_chain(model, blocks)
 
 
 @pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
 def test_something_of_every_block_cannot_be_returned(flag: str) -> None:
     model = seeded(llama, attn_implementation="eager")
     with pytest.raises(PlanError, match=f"{flag} asks for something of every block, and the last of 2 stages"):
-        relay(cut(model, 2), (), {**inputs(llama), flag: True})
+        run_stages(cut(model, 2), (), {**inputs(llama), flag: True})
     setattr(model.config, flag, True)
     with pytest.raises(PlanError, match=flag):
-        relay(cut(model, 2), (), inputs(llama))
-    assert relay(cut(model, 1), (), inputs(llama)).output[flag.removeprefix("output_")] is not None
+        run_stages(cut(model, 2), (), inputs(llama))
+    assert run_stages(cut(model, 1), (), inputs(llama)).output[flag.removeprefix("output_")] is not None
 
 
 def test_the_routers_loss_needs_every_block() -> None:
     model = seeded(mixtral, output_router_logits=True)
     with pytest.raises(PlanError, match="output_router_logits"):
-        relay(cut(model, 2), (), inputs(mixtral))
+        run_stages(cut(model, 2), (), inputs(mixtral))
 
 
 def test_a_cache_makes_no_sense_in_training() -> None:
     model = seeded(llama)
-    output = relay(cut(model, 2), (), {**inputs(llama), "use_cache": True})
+    output = run_stages(cut(model, 2), (), {**inputs(llama), "use_cache": True})
     assert output.output.past_key_values is None
     with pytest.raises(PlanError, match="past_key_values"):
-        relay(cut(model, 2), (), {**inputs(llama), "past_key_values": hf.DynamicCache()})
+        run_stages(cut(model, 2), (), {**inputs(llama), "past_key_values": hf.DynamicCache()})

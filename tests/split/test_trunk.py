@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from penstock.split.counted import Counted
-from penstock.split.relay import relay
+from penstock.split.chain import CountedOutput
+from penstock.split.plan import run_stages
 from tests.split.trunk_models import WIDTH, Block, Trunked, Usual, assert_staged, cut, hidden, tokens, tril
 
 SIZES = [(4,), (2, 2), (1, 3), (3, 1), (1, 2, 1), (1, 1, 1, 1)]
@@ -112,7 +112,7 @@ def test_compiled_blocks(sizes: tuple[int, ...]) -> None:
         block.compile(backend="eager")
     plan = cut(model, sizes)
     with torch.no_grad():
-        assert torch.equal(relay(plan, (tokens(), tril()), {}), model(tokens(), tril()))
+        assert torch.equal(run_stages(plan, (tokens(), tril()), {}), model(tokens(), tril()))
 
 
 @each_cut
@@ -438,10 +438,10 @@ def test_a_loss_comes_with_what_it_is_a_mean_over(sizes: tuple[int, ...]) -> Non
 
     model = Own()
     plan = cut(model, sizes)
-    assert isinstance(relay(plan, (tokens(),), {}), dict)
+    assert isinstance(run_stages(plan, (tokens(),), {}), dict)
     output = assert_staged(model, plan, tokens(), tokens(2))
-    assert isinstance(output, Counted)
+    assert isinstance(output, CountedOutput)
     assert output.count == (tokens(2) != 0).sum()
     model.weights = torch.arange(16.0)
-    output = relay(plan, (tokens(), tokens(2)), {})
+    output = run_stages(plan, (tokens(), tokens(2)), {})
     assert output.count == tokens(2).sum()

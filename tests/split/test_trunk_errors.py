@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PlanError
-from penstock.split.planning import plan_of
-from penstock.split.relay import relay
-from penstock.split.trunk.line import find_trunk, trunk_line
+from penstock.split.chain import build_plan
+from penstock.split.plan import run_stages
+from penstock.split.trunk.line import find_trunk, trunk_chain
 from tests.split.trunk_models import Block, Trunked, Usual, assert_staged, cut, hidden, tokens
 
 # ── where the trunk is ───────────────────────────────────────────────────────────────────────────────────────────
@@ -21,7 +21,7 @@ from tests.split.trunk_models import Block, Trunked, Usual, assert_staged, cut, 
 
 def test_the_list_that_holds_most_of_the_parameters_is_the_trunk() -> None:
     assert find_trunk(Usual()) == "blocks"
-    assert trunk_line(Usual(), None).layers[0] == "blocks.0"
+    assert trunk_chain(Usual(), None).layers[0] == "blocks.0"
 
 
 def test_a_model_that_does_not_say() -> None:
@@ -29,30 +29,30 @@ def test_a_model_that_does_not_say() -> None:
     model.more = nn.ModuleList(Block() for _ in range(4))
     assert find_trunk(model) is None
     with pytest.raises(PlanError, match=r"does not say where its trunk is.*blocks='blocks' \(or more\)"):
-        trunk_line(model, None)
+        trunk_chain(model, None)
     with pytest.raises(PlanError, match="no list of blocks"):
-        trunk_line(nn.Linear(2, 2), None)
+        trunk_chain(nn.Linear(2, 2), None)
 
 
 def test_an_unknown_name_comes_with_near_ones() -> None:
     with pytest.raises(PlanError, match="there is no 'block' in Usual: did you mean 'blocks'"):
-        trunk_line(Usual(), "block")
+        trunk_chain(Usual(), "block")
 
 
 @pytest.mark.parametrize("name", ["embed", ""])
 def test_a_name_of_something_else_than_a_list(name: str) -> None:
     with pytest.raises(PlanError, match=r"is a (Embedding|Usual), not an nn.ModuleList"):
-        trunk_line(Usual(), name)
+        trunk_chain(Usual(), name)
 
 
 def test_lists_with_nothing_in_them_or_one_block_twice() -> None:
     model = Usual()
     model.blocks = nn.ModuleList()
     with pytest.raises(PlanError, match="nothing to split"):
-        trunk_line(model, "blocks")
+        trunk_chain(model, "blocks")
     model.blocks = nn.ModuleList([block := Block(), block])
     with pytest.raises(PlanError, match="more than once"):
-        trunk_line(model, "blocks")
+        trunk_chain(model, "blocks")
 
 
 # ── forwards that stages cannot follow ───────────────────────────────────────────────────────────────────────────
@@ -61,7 +61,7 @@ def test_lists_with_nothing_in_them_or_one_block_twice() -> None:
 def refused(model: nn.Module, sizes: tuple[int, ...], *args: Any, match: str) -> None:
     plan = cut(model, sizes)
     with pytest.raises(PlanError, match=match):
-        relay(plan, args, {})
+        run_stages(plan, args, {})
 
 
 class Ordered(Trunked):
@@ -234,7 +234,7 @@ def test_hooks_on_containers_would_run_once_per_stage() -> None:
     with pytest.raises(PlanError, match="Usual itself has hooks"):
         cut(model, [2, 2])
     with pytest.raises(PlanError, match="Usual itself has hooks"):
-        relay(plan, (tokens(),), {}, modules)
+        run_stages(plan, (tokens(),), {}, modules)
 
 
 def test_a_forward_put_on_the_object() -> None:
@@ -270,11 +270,11 @@ def test_an_error_on_the_way_to_the_first_block_says_where_the_numbers_come_from
             return self.head(x)
 
     with pytest.raises(RuntimeError, match="size of tensor") as raised:
-        relay(cut(Narrows(), [2, 1, 1]), (tokens(),), {})
+        run_stages(cut(Narrows(), [2, 1, 1]), (tokens(),), {})
     assert "In stage 2, on the way to blocks.3" in raised.value.__notes__[0]
 
 
 def test_stages_must_follow_the_order_of_the_blocks() -> None:
-    line = trunk_line(Usual(), "blocks")
+    line = trunk_chain(Usual(), "blocks")
     with pytest.raises(PlanError, match="blocks that follow each other"):
-        plan_of(line, [("blocks.1", "blocks.0"), ("blocks.2", "blocks.3")])
+        build_plan(line, [("blocks.1", "blocks.0"), ("blocks.2", "blocks.3")])

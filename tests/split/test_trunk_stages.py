@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.engine.infer import FakeStage
-from penstock.split.balance import divide
-from penstock.split.relay import relay
-from penstock.split.trunk.line import TrunkLine, trunk_line
+from penstock.engine.shapes import FakeStage
+from penstock.split.balance import balance_stages
+from penstock.split.plan import run_stages
+from penstock.split.trunk.line import TrunkChain, trunk_chain
 from tests.split.trunk_models import WIDTH, Trunked, Usual, assert_staged, cut, hidden, tokens, tril
 
 # ── the plan and its stages ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_layers_are_the_blocks_and_the_ends_carry_the_rest() -> None:
-    line = trunk_line(Usual(), "blocks")
+    line = trunk_chain(Usual(), "blocks")
     assert line.layers == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
     names = [{name for name, _ in line.members(layer)} for layer in line.layers]
     assert {"embed.weight", "pos"} <= names[0]
@@ -37,8 +37,8 @@ def test_layers_are_the_blocks_and_the_ends_carry_the_rest() -> None:
 def test_a_big_embedding_weighs_in_the_balance() -> None:
     model = Usual(6)
     model.embed = nn.Embedding(1000, WIDTH)
-    line = trunk_line(model, "blocks")
-    assert len(divide(line, balance=None, stages=3)[0]) == 1
+    line = trunk_chain(model, "blocks")
+    assert len(balance_stages(line, balance=None, stages=3)[0]) == 1
 
 
 def test_arguments_go_from_the_first_stage_straight_to_each_other() -> None:
@@ -91,7 +91,7 @@ def test_splitting_leaves_the_model_alone() -> None:
 
 
 def test_a_saved_plan_finds_its_trunk_again() -> None:
-    line = TrunkLine.from_recipe(Usual(), {"front": "trunk", "blocks": "blocks"})
+    line = TrunkChain.from_recipe(Usual(), {"front": "trunk", "blocks": "blocks"})
     assert line.recipe == {"front": "trunk", "blocks": "blocks"}
 
 
@@ -155,7 +155,7 @@ def test_hooks_on_blocks_and_parts_run_once_on_the_models_own() -> None:
     seen: list[nn.Module] = []
     for part in (*model.blocks, model.embed, model.norm, model.head):
         part.register_forward_hook(lambda module, args, output: seen.append(module))
-    relay(cut(model, [1, 1, 2]), (tokens(),), {})
+    run_stages(cut(model, [1, 1, 2]), (tokens(),), {})
     assert seen == [model.embed, *model.blocks, model.norm, model.head]
 
 
@@ -168,7 +168,7 @@ def test_stages_run_at_the_same_time_in_threads() -> None:
     def work() -> None:
         modules = [plan.stage_module(s) for s in range(4)]
         for _ in range(5):
-            got = relay(plan, (tokens(),), {}, modules)
+            got = run_stages(plan, (tokens(),), {}, modules)
             if not torch.equal(got, want):
                 wrong.append(got)
 
@@ -216,7 +216,7 @@ def test_a_copied_stage_is_apart_from_the_model() -> None:
     plan = cut(model, [2, 2])
     copied = [copy.deepcopy(plan.stage_module(s)).eval() for s in range(2)]
     assert model.training
-    relay(plan, (tokens(),), {}, copied).sum().backward()
+    run_stages(plan, (tokens(),), {}, copied).sum().backward()
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -242,7 +242,7 @@ def test_a_call_leaves_nothing_for_the_garbage_collector() -> None:
 def test_stages_leave_no_mode_behind() -> None:
     model = Usual()
     plan = cut(model, [2, 2])
-    relay(plan, (tokens(),), {})
+    run_stages(plan, (tokens(),), {})
     with pytest.raises(IndexError):
-        relay(plan, (tokens() + 100,), {})
+        run_stages(plan, (tokens() + 100,), {})
     assert torch.overrides._get_current_function_mode() is None

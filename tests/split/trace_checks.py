@@ -12,25 +12,23 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from penstock.split.line import Line
-from penstock.split.plan import Plan
-from penstock.split.planning import plan_of
-from penstock.split.relay import relay
-from penstock.split.trace.line import TraceLine, trace_line
+from penstock.split.chain import LayerChain, build_plan
+from penstock.split.plan import Plan, run_stages
+from penstock.split.trace.line import TraceChain, trace_chain
 from tests.split.trace_models import Output
 
 
-def line_of(model: nn.Module, **how: Any) -> TraceLine:
-    return trace_line(model, **{"stages": None, "cuts": None, **how})
+def line_of(model: nn.Module, **how: Any) -> TraceChain:
+    return trace_chain(model, **{"stages": None, "cuts": None, **how})
 
 
 def cut_everywhere(model: nn.Module, **how: Any) -> Plan:
     """A stage for each layer."""
     line = line_of(model, **how)
-    return plan_of(line, [(layer,) for layer in line.layers])
+    return build_plan(line, [(layer,) for layer in line.layers])
 
 
-def every_cut(line: Line) -> Iterator[list[tuple[str, ...]]]:
+def every_cut(line: LayerChain) -> Iterator[list[tuple[str, ...]]]:
     """The layers in stages, for every subset of the cuts."""
     places = range(1, len(line.layers))
     for count in range(len(line.layers)):
@@ -78,7 +76,7 @@ def assert_runs_as_plain(plan: Plan, *args: Any, **kwargs: Any) -> Any:
         backward(expected)
         drawn = torch.get_rng_state()
         torch.manual_seed(3)
-        output = relay(plan, args, kwargs, modules)
+        output = run_stages(plan, args, kwargs, modules)
         assert_equal(output, expected)
         backward(output)
         assert torch.equal(torch.get_rng_state(), drawn)

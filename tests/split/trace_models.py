@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.split.block import BeginBlock, Block, BlockFunction
-from penstock.split.cutpoint import CutPoint, cut
+from penstock.split.marks import BeginBlock, Block, BlockFunction, CutPoint, cut
 
 Pair = namedtuple("Pair", "hidden total")
 

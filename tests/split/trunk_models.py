@@ -11,11 +11,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.split.counted import Counted
-from penstock.split.plan import Plan
-from penstock.split.planning import plan_of
-from penstock.split.relay import relay
-from penstock.split.trunk.line import trunk_line
+from penstock.split.chain import CountedOutput, build_plan
+from penstock.split.plan import Plan, run_stages
+from penstock.split.trunk.line import trunk_chain
 
 WIDTH, TOKENS = 8, 16
 
@@ -74,9 +72,9 @@ def tril() -> Tensor:
 
 def cut(model: nn.Module, sizes: Sequence[int], blocks: str | None = "blocks") -> Plan:
     """A plan with ``sizes[i]`` blocks in stage ``i``."""
-    line = trunk_line(model, blocks)
+    line = trunk_chain(model, blocks)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return plan_of(line, [line.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+    return build_plan(line, [line.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)])
 
 
 def answer(model: nn.Module, output: Any) -> dict[str, Any]:
@@ -101,8 +99,8 @@ def assert_staged(
     torch.manual_seed(seed)
     want = answer(whole, whole(*args, **kwargs))
     torch.manual_seed(seed)
-    output = relay(plan, args, kwargs, modules)
-    got = answer(model, output.output if isinstance(output, Counted) else output)
+    output = run_stages(plan, args, kwargs, modules)
+    got = answer(model, output.output if isinstance(output, CountedOutput) else output)
     assert list(got) == list(want)
     for name, value in want.items():
         assert (value is None) == (got[name] is None), name

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.fork_python import fork_python
 from tests.support.ranks import forks
-from tests.support.snake import snake
 
 __all__ = ["Ended", "run_processes", "run_programs", "said"]
 
@@ -44,7 +44,7 @@ def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> lis
         running = []
         for rank, environment in enumerate(_environments(n)):
             with open(folder / str(rank), "w") as log:
-                command = [snake(), "-c", source, *args]
+                command = [fork_python(), "-c", source, *args]
                 running.append(subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log))
         end = time.monotonic() + timeout
         codes: list[int | None] = []

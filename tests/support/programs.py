@@ -17,8 +17,8 @@ from typing import Any
 
 from penstock.cli import main
 from tests.support.endings import said
+from tests.support.fork_python import fork_python
 from tests.support.ranks import forks
-from tests.support.snake import snake
 
 __all__ = [
     "DEADLINE",
@@ -53,7 +53,7 @@ def python(*arguments: object) -> list[str]:
 
 def warm(*arguments: object) -> list[str]:
     """The same, and the same for what it starts, where torch is imported already."""
-    return [snake(), *map(str, arguments)]
+    return [fork_python(), *map(str, arguments)]
 
 
 def torchrun(*arguments: object) -> list[str]:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 __all__ = ["Gone", "Ranks", "RanksHung", "crew", "forks", "run_ranks"]
 
 _ROOT = Path(__file__).parents[2]
-_IMPORTS = ["torch", "torch.distributed", "penstock", "pytest", "tests.support.snake", "tests.support.warm"]
+_IMPORTS = ["torch", "torch.distributed", "penstock", "pytest", "tests.support.fork_python", "tests.support.warm"]
 
 
 def forks() -> Any:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.engine.hostweights import HostWeights
-from penstock.engine.visits import Stop
+from penstock.engine.offload.weights import HostWeights, PrefetchStep
 from tests.support.copies import LateCopies
 
 __all__ = ["LateWeights", "late_weights", "weights_everywhere"]
@@ -25,7 +24,7 @@ class LateWeights(HostWeights):
         self.most = 0
         super().__init__(modules, devices, lambda device: self.late)
 
-    def _stop(self, own: Sequence[object], stop: Stop) -> None:
+    def _stop(self, own: Sequence[object], stop: PrefetchStep) -> None:
         super()._stop(own, stop)  # type: ignore[arg-type]
         self.most = max(self.most, self.bytes_there())
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.channel.single import Berth, Line
-from penstock.engine.channel.wire import Wire
+from penstock.engine.channel.base import Endpoint
+from penstock.engine.channel.process import InFlight, TensorFormat
 from tests.support.models import Plain, assert_same, batch, gradients, labels, mlp, plain_step
 from tests.support.ranks import Ranks
 
@@ -45,22 +45,22 @@ def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: Plain) -> N
 
 
 @contextmanager
-def sends() -> Iterator[list[Wire]]:
+def sends() -> Iterator[list[Endpoint]]:
     """The wire of every tensor that this rank sends meanwhile."""
-    sent: list[Wire] = []
-    several, one = Wire.send, Berth.send_tensor
+    sent: list[Endpoint] = []
+    several, one = Endpoint.send, InFlight.send_tensor
 
-    def count_one(berth: Berth, tensor: Tensor, line: Line) -> None:
+    def count_one(berth: InFlight, tensor: Tensor, line: TensorFormat) -> None:
         sent.append(line.wire)
         one(berth, tensor, line)
 
-    def count_several(wire: Wire, tensors: Sequence[Tensor]) -> list[Any]:
+    def count_several(wire: Endpoint, tensors: Sequence[Tensor]) -> list[Any]:
         sent.extend([wire] * len(tensors))
         return several(wire, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Wire, "send", count_several)
-        patch.setattr(Berth, "send_tensor", count_one)
+        patch.setattr(Endpoint, "send", count_several)
+        patch.setattr(InFlight, "send_tensor", count_one)
         yield sent
 
 
@@ -68,7 +68,7 @@ def first_step_apart(rank: int, schedule: str) -> None:
     """As with NCCL, where the first step of each kind of mini-batch goes over channels of its own."""
     used: list[set[bool]] = []
     with pytest.MonkeyPatch.context() as patch, sends() as sent:
-        patch.setattr("penstock.engine.process.speaks_nccl", lambda device: True)
+        patch.setattr("penstock.engine.distributed.uses_nccl", lambda device: True)
         model = mlp()
         with pipeline(model, stages=4, schedule=schedule) as pipe:
             for samples in (8, 8, 5, 8, 5):
@@ -76,7 +76,7 @@ def first_step_apart(rank: int, schedule: str) -> None:
                 expected = plain_step(model, x, y, F.mse_loss)
                 assert_plain(pipe, pipe.step(x, y), expected)
                 pipe.zero_grad()
-                quiet = set(map(id, pipe._crew.jobs.quiet.values()))
+                quiet = set(map(id, pipe._executor.jobs.quiet.values()))
                 used.append({id(wire) in quiet for wire in sent})
                 sent.clear()
     assert used == [{True}, {False}, {True}, {False}, {False}]
@@ -596,7 +596,7 @@ def by_size(rank: int) -> None:
     expected = F.mse_loss(net(batch(10), mask), batch(10, seed=5))
     options: dict[str, Any] = {"mesh": ps.Mesh(), "microbatch_size": 3}
     with ps.Pipeline(ps.split(net, cuts=["layers.1"]), F.mse_loss, **options) as pipe:
-        given = {"x": batch(10), "mask": ps.Repeated(mask)} if rank else None
+        given = {"x": batch(10), "mask": ps.Broadcast(mask)} if rank else None
         result = pipe.step(given, batch(10, seed=5) if rank else None)
         assert_same(result.loss, expected.detach())
         assert result.microbatches == 4

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine import meeting
+from penstock.engine.failure import rendezvous
 from tests.support.faults import hit_in_backward
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import Gone, Ranks, run_ranks
@@ -485,7 +485,7 @@ def differ(rank: int, what: str, patch: pytest.MonkeyPatch) -> str:
     if what == "seed" and rank == 1:
         options["seed"] = 3
     if what in ("penstock", "torch"):
-        module = meeting if what == "penstock" else torch
+        module = rendezvous if what == "penstock" else torch
         patch.setattr(module, "__version__", f"2.{rank == 1}")
     try:
         pipeline(model, **options)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.channel import dynamic
-from penstock.engine.channel.wire import Wire
+from penstock.engine.channel.base import Endpoint
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import Gone, Ranks, run_ranks
 from tests.train.test_distributed_failures import DEAD, HOLD, SOON, Fault, Told, failing_step, faulty
@@ -46,14 +46,14 @@ def assert_plain(pipe: ps.Pipeline, model: nn.Module, x: Tensor, y: Tensor, loss
 def headers() -> Iterator[Counter[str]]:
     """How many of the messages that this rank sends meanwhile are described, and how."""
     counts: Counter[str] = Counter()
-    send = dynamic.DynamicChannel.send
+    send = dynamic.DynamicEndpoint.send
 
-    def count(channel: dynamic.DynamicChannel, tensors: Sequence[Tensor], header: bytes | None) -> list[Any]:
+    def count(channel: dynamic.DynamicEndpoint, tensors: Sequence[Tensor], header: bytes | None) -> list[Any]:
         counts["same" if header is None else "row" if len(header) <= dynamic.ROOM else "long"] += 1
         return send(channel, tensors, header)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic.DynamicChannel, "send", count)
+        patch.setattr(dynamic.DynamicEndpoint, "send", count)
         yield counts
 
 
@@ -143,14 +143,14 @@ class Slow(nn.Module):
 def ahead(rank: int) -> list[bool]:
     """For each output that lands: whether its header had been read by then."""
     found: list[bool] = []
-    land = dynamic.DynamicLane.land
+    land = dynamic.DynamicForwardChannel.land
 
-    def note(lane: dynamic.DynamicLane, microbatch: int) -> None:
+    def note(lane: dynamic.DynamicForwardChannel, microbatch: int) -> None:
         found.append(microbatch in lane.under_way)
         land(lane, microbatch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic.DynamicLane, "land", note)
+        patch.setattr(dynamic.DynamicForwardChannel, "land", note)
         with pipeline(nn.Sequential(nn.Linear(4, 4), Slow())) as pipe:
             pipe.evaluate(batch())
     return found
@@ -451,19 +451,19 @@ def test_precision_may_change_between_steps(two: Ranks) -> None:
 def first_step_apart(rank: int, schedule: str) -> None:
     """As with NCCL: the first step of each number of micro-batches goes over the quiet wires, and headers always do."""
     sent: list[tuple[int, int]] = []
-    send = Wire.send
+    send = Endpoint.send
 
-    def note(wire: Wire, tensors: Sequence[Tensor], tag: int = 0) -> list[Any]:
+    def note(wire: Endpoint, tensors: Sequence[Tensor], tag: int = 0) -> list[Any]:
         sent.append((id(wire), tag))
         return send(wire, tensors, tag)
 
     used: list[tuple[set[bool], set[bool]]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.engine.process.speaks_nccl", lambda device: True)
-        patch.setattr(Wire, "send", note)
+        patch.setattr("penstock.engine.distributed.uses_nccl", lambda device: True)
+        patch.setattr(Endpoint, "send", note)
         model = mlp()
         with pipeline(model, stages=4, schedule=schedule) as pipe:
-            quiet = set(map(id, pipe._crew.jobs.quiet.values()))
+            quiet = set(map(id, pipe._executor.jobs.quiet.values()))
             for samples in (8, 8, 3, 12, 3):
                 assert_plain(pipe, model, batch(samples), batch(samples, seed=1))
                 tensors = {wire in quiet for wire, tag in sent if tag == 0}

@@ -14,9 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as ps
-from penstock.train import cores
-from penstock.train.cores import set_by_user, threads_for, usable_cores
-from penstock.train.slurm import hosts, is_slurm, tasks_per_node, variables
+from penstock.train import launch
+from penstock.train.launch import (
+    is_slurm,
+    omp_threads_set_by_user,
+    slurm_hosts,
+    slurm_tasks_per_node,
+    slurm_variables,
+    threads_per_process,
+    usable_cores,
+)
 from tests.support.programs import all_of, environment, free_port, python, run, torchrun, warm
 
 WHO = """
@@ -176,21 +183,21 @@ def test_slurm(script: Path) -> None:
     ],
 )
 def test_lists_of_nodes(nodelist: str, expected: str) -> None:
-    assert hosts(nodelist) == expected.split()
+    assert slurm_hosts(nodelist) == expected.split()
 
 
 @pytest.mark.parametrize("nodelist", ["", ",", "n[1", "n1]", "n[[1]]", "n[]", "n[a]", "n[5-3]", "n[1-2-3]", "n[1,]"])
 def test_lists_of_nodes_that_are_none(nodelist: str) -> None:
     with pytest.raises(ps.PlanError, match="SLURM's list of nodes"):
-        hosts(nodelist)
+        slurm_hosts(nodelist)
 
 
 def test_tasks_of_each_node() -> None:
-    assert tasks_per_node("4") == [4]
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert slurm_tasks_per_node("4") == [4]
+    assert slurm_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     for text in ("", "x", "2(3)", "0", "1,"):
         with pytest.raises(ps.PlanError, match=r"tasks per node.*'2\(x3\),1'"):
-            tasks_per_node(text)
+            slurm_tasks_per_node(text)
 
 
 SLURM = {
@@ -209,7 +216,7 @@ SLURM = {
 
 def test_variables_of_a_step() -> None:
     assert is_slurm(SLURM)
-    assert variables(SLURM) == {
+    assert slurm_variables(SLURM) == {
         "RANK": "5",
         "WORLD_SIZE": "7",
         "LOCAL_RANK": "1",
@@ -217,44 +224,46 @@ def test_variables_of_a_step() -> None:
         "MASTER_ADDR": "node07",
         "MASTER_PORT": str(12_000 + (123_456 + 3) % 20_000),
     }
-    last = variables({**SLURM, "SLURM_PROCID": "6", "SLURM_NODEID": "3", "SLURM_LOCALID": "0"})
+    last = slurm_variables({**SLURM, "SLURM_PROCID": "6", "SLURM_NODEID": "3", "SLURM_LOCALID": "0"})
     assert (last["RANK"], last["LOCAL_WORLD_SIZE"]) == ("6", "1")
-    assert variables({**SLURM, "SLURM_STEP_ID": "4"})["MASTER_PORT"] != variables(SLURM)["MASTER_PORT"]
+    assert slurm_variables({**SLURM, "SLURM_STEP_ID": "4"})["MASTER_PORT"] != slurm_variables(SLURM)["MASTER_PORT"]
 
 
 def test_the_least_that_slurm_may_say() -> None:
     least = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
-    assert variables(least)["LOCAL_WORLD_SIZE"] == "4"
-    assert variables(least)["LOCAL_RANK"] == "3"
-    assert variables(least)["MASTER_ADDR"] == "127.0.0.1"
-    spread = variables({**least, "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "n[1-2]"})
+    assert slurm_variables(least)["LOCAL_WORLD_SIZE"] == "4"
+    assert slurm_variables(least)["LOCAL_RANK"] == "3"
+    assert slurm_variables(least)["MASTER_ADDR"] == "127.0.0.1"
+    spread = slurm_variables({**least, "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "n[1-2]"})
     assert (spread["LOCAL_RANK"], spread["LOCAL_WORLD_SIZE"], spread["MASTER_ADDR"]) == ("1", "2", "n1")
     assert not is_slurm({})
     assert not is_slurm({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"})  # a shell of salloc
     with pytest.raises(ps.PlanError, match=r"SLURM_PROCID is 4, but.*4 tasks"):
-        variables({**least, "SLURM_PROCID": "4"})
+        slurm_variables({**least, "SLURM_PROCID": "4"})
     with pytest.raises(ps.PlanError, match=r"SLURM_PROCID must be a whole number, got 'x'.*srun"):
-        variables({**least, "SLURM_PROCID": "x"})
+        slurm_variables({**least, "SLURM_PROCID": "x"})
 
 
 # Threads ----------------------------------------------------------------------------------------------------
 
 
 def test_threads_of_a_process() -> None:
-    assert [threads_for(n, 8, {}) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+    assert [threads_per_process(n, 8, {}) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
     task = {"SLURM_PROCID": "0", "SLURM_CPUS_PER_TASK": "3"}
-    assert threads_for(4, 8, task) == 3  # set aside for this task alone
-    assert threads_for(4, 2, task) == 2
-    assert threads_for(4, 8, {**task, "TORCHELASTIC_RUN_ID": "x"}) == 2  # set aside for torchrun, which starts four
+    assert threads_per_process(4, 8, task) == 3  # set aside for this task alone
+    assert threads_per_process(4, 2, task) == 2
+    assert (
+        threads_per_process(4, 8, {**task, "TORCHELASTIC_RUN_ID": "x"}) == 2
+    )  # set aside for torchrun, which starts four
 
 
 def test_who_has_set_the_threads() -> None:
     under_torchrun = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
-    assert not set_by_user({})
-    assert set_by_user({"OMP_NUM_THREADS": "1"})
-    assert set_by_user({**under_torchrun, "OMP_NUM_THREADS": "2"})
+    assert not omp_threads_set_by_user({})
+    assert omp_threads_set_by_user({"OMP_NUM_THREADS": "1"})
+    assert omp_threads_set_by_user({**under_torchrun, "OMP_NUM_THREADS": "2"})
     parent = "import sys, subprocess; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)"
-    child = f"import runpy, sys; sys.exit(runpy.run_path({cores.__file__!r})['set_by_user']({under_torchrun}))"
+    child = f"import runpy, sys; sys.exit(runpy.run_path({launch.__file__!r})['set_by_user']({under_torchrun}))"
     for before, expected in (({}, 0), ({"OMP_NUM_THREADS": "1"}, 1), ({"NOT_OMP_NUM_THREADS": "1"}, 0)):
         assert run(python("-c", parent, "-c", child), environment(**before)).returncode == expected
 
@@ -347,7 +356,7 @@ ALONE = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
 import penstock as ps
-from penstock.train.launch import speaks
+from penstock.train.launch import is_rank0
 
 assert speaks() == (os.environ["RANK"] == "0")
 torch.set_num_threads(3)  # somebody has chosen
@@ -373,11 +382,11 @@ def test_one_process_again_and_again() -> None:
 
 
 def test_say_without_a_process_group(capsys: pytest.CaptureFixture[str], bare: pytest.MonkeyPatch) -> None:
-    ps.say("loss", 0.5)
+    ps.print0("loss", 0.5)
     bare.setenv("SLURM_PROCID", "1")
-    ps.say("nothing")
+    ps.print0("nothing")
     bare.setenv("RANK", "0")
-    ps.say("again")
+    ps.print0("again")
     assert capsys.readouterr().out == "loss 0.5\nagain\n"
 
 

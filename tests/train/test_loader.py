@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 import penstock as ps
-from penstock.train.prefetch import delivered
-from penstock.train.share import Share, emptied
+from penstock.train.prefetch import ReplicaShare, copy_batch, without_samples
 from tests.support.loading import Grid, Numbers, Pipe, Stream, numbers, parts_of, whole
 from tests.support.models import assert_same, gradients, mlp
 from tests.support.ranks import Ranks
@@ -29,11 +28,11 @@ from tests.support.ranks import Ranks
 
 
 def test_ten_samples_for_four_replicas() -> None:
-    assert [Share(4, rank).of("0123456789") for rank in range(4)] == ["012", "345", "67", "89"]
+    assert [ReplicaShare(4, rank).of("0123456789") for rank in range(4)] == ["012", "345", "67", "89"]
 
 
 def test_two_samples_for_three_replicas() -> None:
-    assert [Share(3, rank).of("01") for rank in range(3)] == ["0", "1", ""]
+    assert [ReplicaShare(3, rank).of("01") for rank in range(3)] == ["0", "1", ""]
 
 
 @settings(deadline=None, max_examples=60)
@@ -133,7 +132,7 @@ NOTHING = {"name": "train", "none": None}
 
 def test_emptying_leaves_the_batch_alone() -> None:
     batch = UserDict(x=torch.ones(2))
-    assert len(emptied(batch)["x"]) == 0
+    assert len(without_samples(batch)["x"]) == 0
     assert len(batch["x"]) == 2
 
 
@@ -354,14 +353,14 @@ def test_of_a_pair_inputs_and_targets_go_to_their_own_devices() -> None:
         return tensor + 100
 
     x, y = torch.zeros(1), torch.ones(1)
-    assert_same(delivered([x, y], there, None, copy), [x + 100, y])
-    assert_same(delivered((x, y), None, here, copy), (x, y + 100))
+    assert_same(copy_batch([x, y], there, None, copy), [x + 100, y])
+    assert_same(copy_batch((x, y), None, here, copy), (x, y + 100))
     assert went == [0, 1]
-    assert_same(delivered(({"a": x, "b": y}, "text"), there, here, copy), ({"a": x + 100, "b": y + 100}, "text"))
-    moved = delivered(Pair(x, y), there, here, copy)
+    assert_same(copy_batch(({"a": x, "b": y}, "text"), there, here, copy), ({"a": x + 100, "b": y + 100}, "text"))
+    moved = copy_batch(Pair(x, y), there, here, copy)
     assert type(moved) is Pair
     assert went == [0, 1, 0, 0, 0, 1]
-    assert_same(delivered({"x": x, "y": y}, None, here, copy), {"x": x + 100, "y": y + 100})
+    assert_same(copy_batch({"x": x, "y": y}, None, here, copy), {"x": x + 100, "y": y + 100})
     assert went[6:] == [1, 1]
 
 
@@ -508,7 +507,7 @@ def test_one_line_steps_on_every_rank(
     expected = gradients(model)
     for rank, (labels, seen, grads) in enumerate((two, four)[data - 1].check(stepping, schedule, stages, data)):
         replica, pipe_rank = divmod(rank, 2)
-        mine = [Share(data, replica).of(y.tolist()) for _, y in plain]
+        mine = [ReplicaShare(data, replica).of(y.tolist()) for _, y in plain]
         assert labels == (mine if pipe_rank in loading else [None] * 3)
         assert seen == pytest.approx([loss.item() for loss in losses])
         assert_same(grads, {name: expected[name] for name in grads})

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import PlanError
-from penstock.train.hoststate import HostState
-from penstock.train.offload import Offload, offload_optimizer, require_offloaded
+from penstock.train.optimizer_offload import Offload, OffloadedOptimizer, offload_optimizer, require_offloaded
 from tests.support.copies import LateCopies
 from tests.support.weights import LateWeights
 
@@ -42,7 +41,7 @@ def backward(module: nn.Module, step: int) -> None:
 def offloaded(optimizer: Optimizer, bucket: int = 3 * 600) -> tuple[Optimizer, LateCopies]:
     """With the CPU in the part of both sides: the counters of steps are the host's own, all else is the device's."""
     copies = LateCopies()
-    HostState(optimizer, bucket, lambda tensor: copies if tensor.dim() else None, smallest=1)
+    OffloadedOptimizer(optimizer, bucket, lambda tensor: copies if tensor.dim() else None, smallest=1)
     return optimizer, copies
 
 
@@ -250,7 +249,7 @@ def test_a_group_of_several_sorts_is_not_divided() -> None:
     def updates(sparse: bool) -> int:
         table, linear = nn.Embedding(4, 4, sparse=sparse), nn.Linear(4, 4)
         optimizer = torch.optim.SGD([*table.parameters(), *linear.parameters()])
-        host = HostState(optimizer, 1, lambda tensor: None)
+        host = OffloadedOptimizer(optimizer, 1, lambda tensor: None)
         calls, raw = [], host._raw
         host._raw = lambda optimizer: calls.append(raw(optimizer))
         linear(table(torch.tensor([1, 2]))).sum().backward()
@@ -411,7 +410,7 @@ def test_with_a_scaler() -> None:
 def test_a_step_that_fails_puts_everything_back() -> None:
     module, copies = model(), LateCopies()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    host = HostState(optimizer, 1, lambda tensor: copies, smallest=1)
+    host = OffloadedOptimizer(optimizer, 1, lambda tensor: copies, smallest=1)
     backward(module, 0)
     optimizer.step()
     params = list(module.parameters())
@@ -456,7 +455,7 @@ def at_home(module: nn.Module) -> LateWeights:
 
 def homed(optimizer: Optimizer, weights: LateWeights, bucket: int = 3 * 600, state: bool = True) -> Optimizer:
     copies = LateCopies()
-    HostState(optimizer, bucket, lambda t: copies if state and t.dim() else None, smallest=1, weights=weights)
+    OffloadedOptimizer(optimizer, bucket, lambda t: copies if state and t.dim() else None, smallest=1, weights=weights)
     return optimizer
 
 
@@ -604,7 +603,7 @@ def test_an_update_that_fails_leaves_the_weights_at_home() -> None:
     module = model()
     weights = at_home(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    host = HostState(optimizer, 1, lambda tensor: None, weights=weights)
+    host = OffloadedOptimizer(optimizer, 1, lambda tensor: None, weights=weights)
     backward(module, 0)
     before = [p.detach().clone() for p in module.parameters()]
     raw, calls = host._raw, []

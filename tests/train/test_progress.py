@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.train import progress as module
-from penstock.train.tally import Tally
+from penstock.train.progress import StepTotals
 from tests.support.ranks import Ranks
 
 LINE = re.compile(r"(?:(\S+)  )?step (\d+)(?:/(\d+))?  loss (\S+)  (\S+) samples/s  bubble (\S+)%")
@@ -78,7 +78,7 @@ def test_steps_per_second_without_a_pipeline(capsys: pytest.CaptureFixture[str])
 def test_several_steps_of_the_pipeline_in_a_step_of_the_loop() -> None:
     """As where gradients of several mini-batches are added up: all samples count."""
     with pipeline() as pipe:
-        loop = module._Loop(pipe, None, "")
+        loop = module._LoopStats(pipe, None, "")
         for _ in range(3):
             for x, y in data(2):
                 pipe.step(x, y)
@@ -133,7 +133,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         for x, y in ps.progress(data(3), pipe, label="epoch"):
             pipe.step(x, y)
             for _ in ps.progress([1], label="inner"):  # a second bar would spoil the first
-                ps.say("something")
+                ps.print0("something")
     text = screen.getvalue()
     assert "━" in text
     assert "something" in text
@@ -144,14 +144,14 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tally() -> None:
     result = ps.StepResult(None, None, samples=3, microbatches=1, seconds=2.0, bubble=0.25)
-    tally = Tally()
+    tally = StepTotals()
     assert tally.bubble is None
     tally.add(result)
-    before = Tally(tally.steps, tally.samples, tally.watched, tally.idle)
+    before = StepTotals(tally.steps, tally.samples, tally.watched, tally.idle)
     tally.add(ps.StepResult(None, None, samples=3, microbatches=1, seconds=6.0, bubble=0.75))
     tally.add(ps.StepResult(None, None, samples=3, microbatches=1, seconds=9.0))  # of which nothing is known
     assert (tally.steps, tally.samples, tally.bubble) == (3, 9, (0.5 + 4.5) / 8)
-    assert tally.since(before) == Tally(2, 6, 6.0, 4.5)
+    assert tally.since(before) == StepTotals(2, 6, 6.0, 4.5)
 
 
 # Under a mesh -----------------------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ def shown_by(rank: int, how: str) -> tuple[list[str], float]:
         for number, (x, y) in enumerate(ps.progress(data(6), pipe, every=3) if shows else data(6)):
             pipe.step(x, y)
             if number == 0:
-                warm = Tally(**vars(pipe.tally))
+                warm = StepTotals(**vars(pipe.tally))
             if how == "left" and number == 4:
                 break
-        ps.say("done")
+        ps.print0("done")
     bubble = pipe.tally.since(warm).bubble
     assert bubble is not None
     return out.getvalue().splitlines(), bubble

@@ -212,7 +212,7 @@ def test_a_repeated_tensor_goes_whole_to_every_micro_batch(run: str, microbatche
     loss = F.mse_loss(plain((batch(), plain_mask)), batch(seed=5))
     loss.backward()
     with pipeline(model, microbatches=microbatches) as pipe:
-        value = (batch(), ps.Repeated(mask))
+        value = (batch(), ps.Broadcast(mask))
         if run == "step":
             assert_same(pipe.step((value,), batch(seed=5)).loss, loss.detach())
         else:
@@ -226,10 +226,10 @@ def test_targets_may_be_repeated() -> None:
     far = nn.MSELoss()
     expected = plain_step(model, batch(), mean.expand(8, 4), far)
     with pipeline(model, lambda output, target: far(output, target.expand_as(output)), reduction="mean") as pipe:
-        assert_same(pipe.step(batch(), ps.Repeated(mean)).loss, expected.loss)
+        assert_same(pipe.step(batch(), ps.Broadcast(mean)).loss, expected.loss)
     assert_same(gradients(model), expected.gradients)
-    with pytest.raises(ps.PlanError, match="Repeated takes a tensor, got a int"):
-        ps.Repeated(3)  # type: ignore[arg-type]
+    with pytest.raises(ps.PlanError, match="Broadcast takes a tensor, got a int"):
+        ps.Broadcast(3)  # type: ignore[arg-type]
 
 
 class Fan(nn.Module):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.ties import place_ties
+from penstock.engine.replicas.ties import place_tied_parameters
 from tests.support.ranks import Ranks
 
 WORDS, WIDTH = 11, 6
@@ -74,9 +74,9 @@ def every_stage_its_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every stage were on a device of its own."""
 
     def apart(ties: Any, modules: Any, places: Any) -> Any:
-        return place_ties(ties, modules, {stage: stage for stage in places})
+        return place_tied_parameters(ties, modules, {stage: stage for stage in places})
 
-    monkeypatch.setattr("penstock.train.build.place_ties", apart)
+    monkeypatch.setattr("penstock.train.build.place_tied_parameters", apart)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])

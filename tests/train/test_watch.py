@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine import connections, process
+from penstock.engine import connections, distributed
 from tests.support.models import batch, mlp, penstock_threads, threads_end
 from tests.support.ranks import Gone, Ranks, run_ranks
 from tests.support.traces import Belongings
@@ -382,7 +382,7 @@ def dies_building(rank: int, at: int, when: int) -> tuple[str, float]:
     if rank == at and when:
         connections.open_group = open_group
     elif rank == at:
-        process.Meeting.compare = lambda *args: die()
+        distributed.Rendezvous.compare = lambda *args: die()
 
     def build_and_run() -> None:
         pipe = pipeline(mlp())

@@ -1,6 +1,6 @@
 """Other systems' names on Penstock: their modules, which translate to it, and a way to put these under their old names.
 
-    from penstock.compat.torchgpipe import GPipe    # with the import lines changed
+    from penstock.compat.torchgpipe import GPipe# with the import lines changed
 
     penstock.compat.install("torchgpipe")           # or with none changed: from here on,
     from torchgpipe import GPipe                    # this is the same class
@@ -16,7 +16,7 @@ import sys
 from types import ModuleType
 
 from penstock.errors import PlanError
-from penstock.near import did_you_mean
+from penstock.suggest import did_you_mean
 
 __all__ = ["SYSTEMS", "install"]
 

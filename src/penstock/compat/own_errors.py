@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from penstock.engine.channel.wire import ChannelError
+from penstock.engine.channel.base import ChannelError
 from penstock.errors import PenstockError, PipelineError
 
 __all__ = ["own_errors"]

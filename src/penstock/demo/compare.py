@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.demo.runs import Step
 from penstock.errors import PenstockError
-from penstock.screen import Screen
+from penstock.progress_ui import ProgressUI
 
 __all__ = ["TOLERANCE", "Comparison", "compare"]
 
@@ -74,7 +74,7 @@ def compare(
     plain: Iterable[Step],
     epochs: int,
     steps_per_epoch: int,
-    shown: Screen,
+    shown: ProgressUI,
     told_every: int | None = None,
 ) -> Comparison:
     """Take a step of each in turn, to the end, and show how it goes: each epoch, and every so many steps if told to.

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from penstock.data.mnist import Digits
 from penstock.demo.network import network
-from penstock.schedule.source import ScheduleSource
+from penstock.schedule.provider import ScheduleProvider
 from penstock.split import split
 from penstock.split.plan import Plan
 from penstock.train.mesh import Mesh
-from penstock.train.offload import Offload
+from penstock.train.optimizer_offload import Offload
 from penstock.train.pipeline import Pipeline
 from penstock.train.result import StepResult
 
@@ -94,11 +94,11 @@ def plan_of(model: nn.Sequential, stages: int = 4) -> Plan:
     return split(model, balance=_BALANCES[stages])
 
 
-def schedules_of(settings: Settings) -> ScheduleSource:
+def schedules_of(settings: Settings) -> ScheduleProvider:
     """The schedules of the pipeline: how many ranks it has, and which stages are where."""
     plan = plan_of(network(), settings.stages)
     edges = [(edge.src, edge.dst) for edge in plan.edges]
-    return ScheduleSource(settings.schedule, plan.num_stages, edges, settings.microbatches)
+    return ScheduleProvider(settings.schedule, plan.num_stages, edges, settings.microbatches)
 
 
 class PlainRun:

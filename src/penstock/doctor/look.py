@@ -20,8 +20,7 @@ import torch.distributed as dist
 from penstock.doctor.exchange import between_ranks, between_two
 from penstock.doctor.facts import Exchange, Facts, Gpu, Launch, Machine, Network, Versions
 from penstock.errors import PlanError
-from penstock.train.cores import usable_cores
-from penstock.train.slurm import is_slurm, variables
+from penstock.train.launch import is_slurm, slurm_variables, usable_cores
 from penstock.version import __version__
 
 __all__ = ["look"]
@@ -124,7 +123,7 @@ def _launch(environ: Mapping[str, str]) -> Launch:
     told = {k: v for k, v in environ.items() if k in _NAMES or k.startswith(_PREFIXES)}
     if "RANK" not in told and is_slurm(told):
         try:
-            told = {**variables(told), **told}
+            told = {**slurm_variables(told), **told}
         except PlanError as problem:
             return Launch(told, error=str(problem))
     if "MASTER_ADDR" not in told:

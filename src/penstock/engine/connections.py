@@ -7,19 +7,18 @@ from typing import Protocol
 
 import torch
 
-from penstock.engine.channel.group import Group, open_group, speaks_nccl
-from penstock.engine.channel.sever import abort
-from penstock.engine.channel.wire import Wire
-from penstock.engine.idle import Waited
-from penstock.engine.jobs import Wires
-from penstock.engine.replicas import Replicas
-from penstock.engine.watch import Watch
-from penstock.schedule.flow import Edge
+from penstock.engine.channel.base import Endpoint, WaitTimer
+from penstock.engine.channel.groups import Group, open_group, uses_nccl
+from penstock.engine.failure.sockets import abort_nccl
+from penstock.engine.failure.watch import Watch
+from penstock.engine.rank_programs import Endpoints
+from penstock.engine.replicas import ReplicaGroup
+from penstock.schedule.schedule import Edge
 
-__all__ = ["Connections", "Place"]
+__all__ = ["Connections", "MeshCoordinates"]
 
 
-class Place(Protocol):
+class MeshCoordinates(Protocol):
     """Where this process stands: what the engine needs to know of a mesh."""
 
     rank: int  # in the world
@@ -34,7 +33,7 @@ class Place(Protocol):
 class Connections:
     """The groups of one rank. Ranks must open those that they share in the same order."""
 
-    def __init__(self, place: Place, watch: Watch, waited: Waited) -> None:
+    def __init__(self, place: MeshCoordinates, watch: Watch, waited: WaitTimer) -> None:
         self.place = place
         self.rank, self.ranks = place.pipe_rank, place.ranks("pipe")
         self.lines, self.doing = watch.lines, watch.doing
@@ -49,7 +48,7 @@ class Connections:
         self.groups.append(group)
         return group
 
-    def twins(self, dimension: str) -> Replicas | None:
+    def twins(self, dimension: str) -> ReplicaGroup | None:
         """This rank's twins along a dimension of the mesh, if it has any."""
         place = self.place
         ranks = place.ranks(dimension)
@@ -61,14 +60,14 @@ class Connections:
         with self.doing.waiting([r for r in ranks if r != place.rank], "to connect with"):
             numbers = open_group(self.lines, name, ranks, place.rank, torch.device("cpu"))
             groups = [numbers]
-            if speaks_nccl(place.device):
+            if uses_nccl(place.device):
                 groups.append(open_group(self.lines, f"{name} on GPUs", ranks, place.rank, place.device))
         self.groups += groups
-        met = Replicas(ranks, place.rank, numbers, groups[-1], self.doing)
+        met = ReplicaGroup(ranks, place.rank, numbers, groups[-1], self.doing)
         met.control.waited = self.waited
         return met
 
-    def wires(self, edges: Sequence[Edge], placement: Sequence[int], prefix: str, device: torch.device) -> Wires:
+    def wires(self, edges: Sequence[Edge], placement: Sequence[int], prefix: str, device: torch.device) -> Endpoints:
         """A group of two for every direction and lane in which this rank sends or receives."""
         wanted = set()
         for src, dst in edges:
@@ -80,7 +79,7 @@ class Connections:
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self.group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Wire(group, peer, self.place.device, self.waited)
+                wires[a, b, lane] = Endpoint(group, peer, self.place.device, self.waited)
                 with self.doing.waiting([peer], "to connect with"):
                     wires[a, b, lane].connect(sender=self.rank == a)
         return wires
@@ -91,5 +90,5 @@ class Connections:
 
     def close(self) -> None:
         """Leave all groups; whoever else refers to one has let go of it before."""
-        abort([group for group in self.groups if group.name() == "nccl"])
+        abort_nccl([group for group in self.groups if group.name() == "nccl"])
         self.groups.clear()  # gloo closes its connections with its last reference

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from penstock.engine.moment import MicroBatch
+from penstock.engine.forward_context import MicroBatch
 from penstock.engine.stage import StageEngine
 
-__all__ = ["Ambient", "Occasions", "ambient", "surround"]
+__all__ = ["CallerContext", "RunNames", "begin_run", "caller_context"]
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class Ambient:
+class CallerContext:
     """What the caller had switched on when it called the pipeline.
 
     It is entered around forwards alone: a backward runs outside autocast, as in a plain training loop.
@@ -35,10 +35,10 @@ class Ambient:
         return [*autocasts, *([] if self.device is None else [self.device])]
 
 
-class Around:
+class ReentrantContext:
     """An ambient state that a stage enters again for each forward."""
 
-    def __init__(self, ambient: Ambient) -> None:
+    def __init__(self, ambient: CallerContext) -> None:
         self.ambient = ambient
         self.open: list[ExitStack] = []
 
@@ -52,20 +52,22 @@ class Around:
         self.open.pop().__exit__(*error)
 
 
-def surround(stages: Iterable[StageEngine], state: Ambient, microbatches: int, occasion: str) -> Sequence[MicroBatch]:
-    """Let the stages' forwards run in the caller's state, on so many micro-batches; ``occasion`` names the run."""
+def begin_run(
+    stages: Iterable[StageEngine], state: CallerContext, microbatches: int, run_name: str
+) -> Sequence[MicroBatch]:
+    """Let the stages' forwards run in the caller's state, on so many micro-batches; ``run_name`` names the run."""
     moments = [MicroBatch(k) for k in range(microbatches)]
     for stage in stages:
         stage.moments = moments
         if stage.randomness is not None:
-            stage.randomness.moment = occasion
-        stage.around = Around(state) if state else None
+            stage.randomness.moment = run_name
+        stage.around = ReentrantContext(state) if state else None
         mode = (state, *[part.training for part in stage.parts])
         stage.mode = stage.modes.setdefault(mode, mode)  # one object for each: it is compared by identity
     return moments
 
 
-class Occasions:
+class RunNames:
     """Names for the runs of a pipeline: steps and other calls are counted apart."""
 
     def __init__(self) -> None:
@@ -77,11 +79,11 @@ class Occasions:
         return f"{kind} {self.counts[kind]}"
 
 
-def ambient() -> Ambient:
+def caller_context() -> CallerContext:
     """The calling thread's state."""
     cache = torch.is_autocast_cache_enabled()
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind), cache) for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)
     )
     default = torch.get_default_device()
-    return Ambient(autocast, None if default == torch.device("cpu") else default)
+    return CallerContext(autocast, None if default == torch.device("cpu") else default)

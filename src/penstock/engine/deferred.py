@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.engine.ddp import Bucket, Wrapping
+from penstock.engine.replicas.ddp import DdpSettings, HookBucket
 from penstock.errors import PlanError
 
 __all__ = ["deferring", "reduce_gradients"]
@@ -66,7 +66,7 @@ def _after_ddp(wrapper: DistributedDataParallel) -> None:
     wrapper.require_forward_param_sync = True  # buffers are made equal in the next forward, as after any reduction
     named = wrapper.module.named_parameters()
     parameters = [p for name, p in named if name not in wrapper.parameters_to_ignore]
-    hook = Wrapping(wrapper._comm_hooks, wrapper.bucket_bytes_cap) if wrapper._comm_hooks else None
+    hook = DdpSettings(wrapper._comm_hooks, wrapper.bucket_bytes_cap) if wrapper._comm_hooks else None
     reduce_gradients(parameters, wrapper.process_group, wrapping=hook)
 
 
@@ -76,7 +76,7 @@ def reduce_gradients(
     group: dist.ProcessGroup,
     *,
     mean: bool = True,
-    wrapping: Wrapping | None = None,
+    wrapping: DdpSettings | None = None,
 ) -> None:
     """Make gradients their mean, or sum, over a group. One that no replica has there is none afterwards.
 
@@ -95,7 +95,7 @@ def reduce_gradients(
         if wrapping is None:
             work: Any = dist.all_reduce(flat, group=group, async_op=True)
         else:
-            work = wrapping.start(Bucket(number, flat, bucket, number == len(buckets) - 1))
+            work = wrapping.start(HookBucket(number, flat, bucket, number == len(buckets) - 1))
         flights.append((work, flat, bucket))
     for work, flat, bucket in flights:
         came = work.wait()

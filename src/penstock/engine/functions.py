@@ -17,25 +17,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.agree import Announcement, Refused
-from penstock.engine.channel.control import Control
-from penstock.engine.channel.group import speaks_nccl
-from penstock.engine.connections import Connections, Place
-from penstock.engine.context import ambient
-from penstock.engine.doing import NEXT, SUMS
-from penstock.engine.guard import Guarded
-from penstock.engine.head import Head
-from penstock.engine.idle import Waited
-from penstock.engine.jobs import Jobs
-from penstock.engine.loss import loss_rule
-from penstock.engine.meeting import Meeting, versions
-from penstock.engine.message import Message
-from penstock.engine.microbatch import batch_size, scatter, sizes_of
-from penstock.engine.slot import Slot
-from penstock.engine.stage import StageEngine
-from penstock.engine.tree import detached, flatten, unflatten
+from penstock.engine.channel.base import WaitTimer
+from penstock.engine.channel.control import ControlChannel
+from penstock.engine.channel.groups import uses_nccl
+from penstock.engine.connections import Connections, MeshCoordinates
+from penstock.engine.context import caller_context
+from penstock.engine.distributed import FailureGuard
+from penstock.engine.failure.rendezvous import Rendezvous, versions
+from penstock.engine.failure.status import NEXT_BATCH, REDUCE_GRADS
+from penstock.engine.loss import LossAndOutputs, loss_rule
+from penstock.engine.message import Message, detach_tensors, flatten, unflatten
+from penstock.engine.microbatch import batch_size, microbatch_sizes, scatter
+from penstock.engine.rank_programs import ProgramCache
+from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.step_protocol import StepHeader, StepRejected
 from penstock.errors import PlanError
-from penstock.schedule.source import ScheduleSource
+from penstock.schedule.provider import ScheduleProvider
 
 __all__ = ["FunctionCrew"]
 
@@ -45,12 +42,12 @@ Backward = Callable[[Any, Any], Any]
 _unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 
-class FunctionCrew(Guarded):
+class FunctionCrew(FailureGuard):
     """This rank's functions, and its channels to the ranks before and after it. All ranks make it, and run it."""
 
     def __init__(
         self,
-        place: Place,
+        place: MeshCoordinates,
         schedule: str = "1f1b",
         *,
         stuck_after: float | None = 60.0,
@@ -59,30 +56,32 @@ class FunctionCrew(Guarded):
         self.rank, self.ranks = place.pipe_rank, place.ranks("pipe")
         stages = len(self.ranks)
         edges = [(s, s + 1) for s in range(stages - 1)]
-        source = ScheduleSource(schedule, stages, edges, 1, ranks=stages)
-        meeting = Meeting(self.ranks, place.rank)
-        self.watch = meeting.watch
+        source = ScheduleProvider(schedule, stages, edges, 1, ranks=stages)
+        rendezvous = Rendezvous(self.ranks, place.rank)
+        self.watch = rendezvous.watch
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         try:
             self.watch.doing.homes = self.ranks
-            meeting.compare({**versions(), "schedule": source.name, "device": place.device.type})
+            rendezvous.compare({**versions(), "schedule": source.name, "device": place.device.type})
             self.watch.limit(stuck_after, timeout)
             self._connect(place, source, edges)
         except BaseException as error:
-            meeting.cancel(error)
+            rendezvous.cancel(error)
             raise
 
-    def _connect(self, place: Place, source: ScheduleSource, edges: list[tuple[int, int]]) -> None:
+    def _connect(self, place: MeshCoordinates, source: ScheduleProvider, edges: list[tuple[int, int]]) -> None:
         host, device, doing = torch.device("cpu"), place.device, self.watch.doing
-        self.connections = Connections(place, self.watch, Waited())
-        self.control = Control(self.connections.group("control", range(len(self.ranks)), host), self.ranks, doing)
+        self.connections = Connections(place, self.watch, WaitTimer())
+        self.control = ControlChannel(
+            self.connections.group("control", range(len(self.ranks)), host), self.ranks, doing
+        )
         quiet = wires = self.connections.wires(edges, source.placement, "", device)
-        if speaks_nccl(device):
+        if uses_nccl(device):
             quiet = self.connections.wires(edges, source.placement, "quiet ", host)
         self.stage = _FunctionStage(self.rank, device, last=self.rank == len(self.ranks) - 1)
         stages = {self.rank: self.stage}
-        self.jobs = Jobs(edges, source.placement, self.rank, device, stages, source, wires, quiet, dynamic=True)
-        doing.phase = NEXT
+        self.jobs = ProgramCache(edges, source.placement, self.rank, device, stages, source, wires, quiet, dynamic=True)
+        doing.phase = NEXT_BATCH
 
     def run(
         self, forward: Forward, backward: Backward | None, own: Sequence[Any], microbatches: int, *, training: bool
@@ -98,14 +97,14 @@ class FunctionCrew(Guarded):
         self, forward: Forward, backward: Backward | None, own: Sequence[Any], microbatches: int, training: bool
     ) -> Any:
         doing, stage = self.watch.doing, self.stage
-        doing.phase = NEXT
+        doing.phase = NEXT_BATCH
         share, rows = _cut(own, microbatches, training)
         count = _agree(self.ranks, self.control.gather(share))
-        job = self.jobs.of(Announcement(-1, training, ambient(), (1,) * count, ()))
+        job = self.jobs.of(StepHeader(-1, training, caller_context(), (1,) * count, ()))
         leaves, spec = flatten(())
         job.ends.inputs = [Message([*leaves], spec, ()) for _ in range(count)]
         stage.begin(forward, backward, rows[:count] or [[]] * count)
-        doing.runner, doing.phase = job.runner, SUMS
+        doing.runner, doing.phase = job.runner, REDUCE_GRADS
         try:
             with torch.set_grad_enabled(training):
                 job.runner.run()
@@ -150,7 +149,7 @@ class _FunctionStage(StageEngine):
         if torch.is_grad_enabled() and (backward is not None or self.head is not None):
             self.kept[slot] = output
         if microbatch == len(self.own) - 1:
-            self.last = detached(output)
+            self.last = detach_tensors(output)
         return output
 
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
@@ -184,7 +183,7 @@ class _FunctionStage(StageEngine):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-class _Turn(Head):
+class _Turn(LossAndOutputs):
     """Where backwards begin: by the functions, with no gradient from outside."""
 
     def seed(self, microbatch: int) -> list[Tensor]:
@@ -214,7 +213,7 @@ def _cut(own: Sequence[Any], microbatches: int, training: bool) -> tuple[_Share,
             if batch == 0:
                 raise PlanError(f"input {number} is empty: its tensors have no entries along dimension 0")
             if batch is not None:
-                sizes.append(sizes_of(batch, microbatches))
+                sizes.append(microbatch_sizes(batch, microbatches))
     except PlanError as error:
         return _Share(training, microbatches, [], str(error)), []
     count = len(sizes[0]) if sizes else microbatches
@@ -230,12 +229,12 @@ def _agree(ranks: Sequence[int], shares: Sequence[_Share]) -> int:
     """How many micro-batches there are, by what all ranks bring; the same words on all of them if that cannot be."""
     for rank, share in zip(ranks, shares, strict=True):
         if share.problem is not None:
-            raise Refused(f"rank {rank}: {share.problem}")
+            raise StepRejected(f"rank {rank}: {share.problem}")
     for name in ("training", "microbatches"):
         found = {rank: getattr(share, name) for rank, share in zip(ranks, shares, strict=True)}
         if len(set(found.values())) > 1:
             told = ", ".join(f"{value} on rank {rank}" for rank, value in found.items())
-            raise Refused(f"the ranks were called differently: {name} is {told}")
+            raise StepRejected(f"the ranks were called differently: {name} is {told}")
     rows = {row for share in shares for row in share.sizes}
     even = all(len(set(row)) == 1 for row in rows)
     if len({len(row) for row in rows}) > 1 or (len(rows) > 1 and not even):
@@ -244,7 +243,7 @@ def _agree(ranks: Sequence[int], shares: Sequence[_Share]) -> int:
             for rank, share in zip(ranks, shares, strict=True)
             if share.sizes
         )
-        raise Refused(
+        raise StepRejected(
             f"the inputs cannot be cut into {shares[0].microbatches} micro-batches alike: {told}. Give all ranks the "
             "same number of samples, or multiples of the number of micro-batches"
         )

@@ -17,17 +17,43 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
+from penstock.engine.channel.control import ControlChannel
+from penstock.engine.channel.groups import uses_nccl
+from penstock.engine.failure.status import LOSS
+from penstock.engine.forward_context import forward_state
+from penstock.engine.message import Message, detach_tensors, flatten, gradient_edge, unflatten
+from penstock.engine.microbatch import can_join, join, split_targets
+from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
+from penstock.split.chain import CountedOutput
 
-__all__ = ["LossRule", "find_loss", "loss_rule", "takes_output_alone"]
+__all__ = [
+    "LossAndOutputs",
+    "LossRule",
+    "ModelLoss",
+    "OutputCollector",
+    "Outputs",
+    "StepOutcome",
+    "backward_inputs",
+    "broadcast_loss",
+    "check_joinable",
+    "check_outputs",
+    "find_loss",
+    "input_edges",
+    "loss_rule",
+    "output_collector",
+    "takes_output_alone",
+]
 
 _COUNTED: dict[Any, type[nn.Module]] = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}
 
@@ -67,7 +93,7 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
         raise PlanError(f"loss_fn must be a function of (output, target), got {type(loss_fn).__name__}")
     if reduction not in (None, "mean", "sum"):
         raise PlanError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    options, function = _options(loss_fn)
+    options, function = _loss_options(loss_fn)
     found = reduction or str(options.get("reduction", "mean"))
     found = "mean" if found == "batchmean" else found  # of ``nn.KLDivLoss``: a mean over samples
     if found not in ("mean", "sum"):
@@ -76,7 +102,7 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
         return LossRule(lambda output, _: loss_fn(output), found, alone=True)
     if loss_fn is None or found == "sum" or function not in _COUNTED:
         return LossRule(loss_fn, found)
-    return _counted(function, options)
+    return _counted_rule(function, options)
 
 
 def takes_output_alone(loss_fn: Callable[..., Any]) -> bool:
@@ -89,10 +115,10 @@ def takes_output_alone(loss_fn: Callable[..., Any]) -> bool:
     return kinds in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
 
 
-def _options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
+def _loss_options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
     """The options of a loss function that says them, and the functional it stands for, if it is a known one."""
     if isinstance(loss_fn, functools.partial):
-        options, function = _options(loss_fn.func)
+        options, function = _loss_options(loss_fn.func)
         return {**options, **loss_fn.keywords}, function if not loss_fn.args else None
     for function, module in _COUNTED.items():
         if isinstance(loss_fn, module) and type(loss_fn).forward is module.forward:
@@ -101,7 +127,7 @@ def _options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
     return {"reduction": getattr(loss_fn, "reduction", "mean")}, loss_fn
 
 
-def _counted(function: Callable[..., Any], options: Mapping[str, Any]) -> LossRule:
+def _counted_rule(function: Callable[..., Any], options: Mapping[str, Any]) -> LossRule:
     ignored = options.get("ignore_index", -100)
     weight: Tensor | None = options.get("weight")
     call = functools.partial(function, **{**options, "reduction": "sum"})
@@ -128,3 +154,413 @@ def find_loss(output: Any) -> Any:
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
     return getattr(output, "loss", None)
+
+
+# Which of the micro-batches' outputs are kept, and what becomes of them.
+#
+# "all"       0 1 2 3 4 5    joined along the first dimension
+# "final"               5
+# "every:2"     1   3   5    joined
+# "sum"       0+1+2+3+4+5    added up as they come: no more than one is kept
+# a function                 called as f(so_far, output) on each in order, with None at first
+
+Outputs = str | Callable[[Any, Any], Any] | None
+
+OutputReducer = Callable[[Any, Any], Any]
+
+
+class OutputCollector:
+    """Takes the outputs of a mini-batch's micro-batches, in any order."""
+
+    def wants(self, microbatch: int) -> bool:
+        return True
+
+    def add(self, microbatch: int, output: Any) -> None:
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        raise NotImplementedError
+
+
+class _SelectedOutputs(OutputCollector):
+    def __init__(self, picked: list[int], sizes: Sequence[int]) -> None:
+        self.picked = picked
+        self.sizes = sizes
+        self.outputs: dict[int, Any] = {}
+
+    def wants(self, microbatch: int) -> bool:
+        return microbatch in self.picked
+
+    def add(self, microbatch: int, output: Any) -> None:
+        self.outputs[microbatch] = output
+
+    def result(self) -> Any:
+        if not self.picked:
+            return None
+        outputs = [self.outputs[k] for k in self.picked]
+        if len(outputs) > 1:
+            check_joinable([flatten(output)[0] for output in outputs], [self.sizes[k] for k in self.picked])
+        return join(outputs)
+
+
+class _ReducedOutputs(OutputCollector):
+    def __init__(self, reducer: OutputReducer) -> None:
+        self.reducer = reducer
+        self.so_far: Any = None
+        self.next = 0
+        self.early: dict[int, Any] = {}
+
+    def add(self, microbatch: int, output: Any) -> None:
+        self.early[microbatch] = output
+        while self.next in self.early:
+            self.so_far = self.reducer(self.so_far, self.early.pop(self.next))
+            self.next += 1
+
+    def result(self) -> Any:
+        return self.so_far
+
+
+def output_collector(outputs: Outputs, sizes: Sequence[int]) -> OutputCollector | None:
+    """What keeps the outputs of micro-batches of these sizes; None where none are to be kept."""
+    count = len(sizes)
+    if outputs is None:
+        return None
+    if callable(outputs):
+        return _ReducedOutputs(outputs)
+    if outputs == "sum":
+        return _ReducedOutputs(_add_outputs)
+    every = check_outputs(outputs)
+    if outputs == "final":
+        return _SelectedOutputs([count - 1], sizes)
+    return _SelectedOutputs([k for k in range(count) if (k + 1) % every == 0], sizes)
+
+
+def check_outputs(outputs: Outputs) -> int:
+    """The ``N`` of ``"every:N"``, 1 for other words; an error for what outputs cannot be."""
+    if outputs is None or callable(outputs) or outputs in ("all", "final", "sum"):
+        return 1
+    word, _, number = outputs.partition(":") if isinstance(outputs, str) else ("", "", "")
+    if word == "every" and number.isdigit() and int(number) > 0:
+        return int(number)
+    raise PlanError(
+        f"outputs must be 'all', 'final', 'sum', 'every:N', a function of (so_far, output), or None: got {outputs!r}"
+    )
+
+
+def check_joinable(outputs: Sequence[Sequence[Any]], sizes: Sequence[int]) -> None:
+    """Outputs are joined along the first dimension, so it must hold samples: one entry for each, or as many for all.
+
+    How many samples are left may also depend on them: then micro-batches of the same size differ.
+    """
+    for column in zip(*outputs, strict=False):
+        if len(column) < 2 or not all(isinstance(x, Tensor) and x.dim() for x in column):
+            continue
+        lengths = [len(x) for x in column]
+        if set(lengths) == {1} or len(set(zip(sizes, lengths, strict=True))) > len(set(sizes)):
+            continue  # what has one entry is a micro-batch's own, such as a loss
+        per_sample = {Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)}
+        if len(per_sample) > 1 or lengths[0] % sizes[0]:
+            raise PlanError(
+                f"outputs of micro-batches of {list(sizes)} samples have {lengths} entries along their first "
+                "dimension, and cannot be joined there: return outputs with the samples first, or, for a step, say "
+                "outputs='final' or None"
+            )
+
+
+def _add_outputs(so_far: Any, output: Any) -> Any:
+    if so_far is None:
+        return output
+    (before, spec), (now, other) = flatten(so_far), flatten(output)
+    shapes = [[tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves] for leaves in (before, now)]
+    if spec != other or shapes[0] != shapes[1]:
+        raise PlanError(
+            f"outputs='sum' adds outputs of one shape, but micro-batches gave {shapes[0]} and {shapes[1]}: choose a "
+            "batch that divides into the micro-batches, or a function of (so_far, output)"
+        )
+    return unflatten([a + b if isinstance(a, Tensor) else a for a, b in zip(before, now, strict=True)], spec)
+
+
+# The loss in the outputs of a model that computes it itself: the mini-batch's, from its micro-batches'.
+
+
+class ModelLoss:
+    """What is noted of each micro-batch, to put the loss of joined outputs right.
+
+    ``shares`` are the micro-batches' parts in a mean; () where a function of the user's makes the loss, and outputs are
+    none of our business.
+    """
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self.shares = shares
+        self.own: dict[int, CountedOutput] = {}  # what the model's losses were averaged over, where that is known
+        self.scalar = False  # whether the output is the loss
+
+    def note(self, microbatch: int, output: Any) -> Any:
+        """The output of a micro-batch, without the count that may come with it."""
+        if isinstance(output, CountedOutput):
+            self.own[microbatch] = CountedOutput(None, output.count)
+            output = output.output
+        self.scalar = isinstance(output, Tensor) and output.dim() == 0
+        return output
+
+    def settle(self, joined: Any) -> Any:
+        """Joined outputs, with one loss in the place of as many as there were micro-batches."""
+        if not self.shares and not self.own:
+            return joined
+        if self.scalar and isinstance(joined, Tensor) and joined.shape == (len(self.shares),):
+            return self._mean(joined)
+        losses = joined.get("loss") if isinstance(joined, MutableMapping) else None
+        count = max(len(self.shares), len(self.own))
+        if count > 1 and isinstance(losses, Tensor) and losses.shape == (count,):
+            joined["loss"] = self._mean(losses)
+        return joined
+
+    def _mean(self, losses: Tensor) -> Tensor:
+        counts = [self.own[k].count for k in sorted(self.own)]
+        if not counts:
+            return (losses * losses.new_tensor(self.shares)).sum()
+        if any(count is None for count in counts):
+            return losses.sum()
+        count = torch.stack([torch.as_tensor(n).to(losses) for n in counts])
+        return torch.where(count > 0, losses * count, 0.0).sum() / count.sum()
+
+
+# The end of the pipeline: the loss of each micro-batch, and the outputs that are kept.
+
+
+class LossAndOutputs:
+    """Called with every output of the last stage, in training and in evaluation."""
+
+    def __init__(self, rule: LossRule) -> None:
+        self.rule = rule
+        self.scale = 1.0  # of the gradients, not of the loss
+        self.collector: OutputCollector | None = None
+        self.training = False
+        self.wants_loss = False
+        self.batch = 0
+        self.targets: Sequence[Any] = ()
+        self.sizes: Sequence[int] = ()
+        self.weights: Sequence[float | Tensor] = ()
+        self.replicas: ReplicaGroup | None = None  # where the mini-batch is theirs all together
+        self.pending: PendingSum | None = None  # what all replicas have, while it is on its way
+        self.losses: list[Tensor | None] = []
+        self.counts: list[Any] = []  # what the losses, as sums, are to be divided by, all together
+        self.model_loss = ModelLoss(())
+
+    def begin(
+        self, sizes: Sequence[int], targets: Sequence[Any] | None, outputs: Outputs, *, training: bool = False
+    ) -> None:
+        """Get ready for one mini-batch, of which ``outputs`` are kept; with ``targets`` None there is no loss."""
+        self.training = training
+        self.wants_loss = targets is not None
+        self.batch, self.sizes = sum(sizes), sizes
+        self.targets = targets or ()
+        self.pending = None
+        if targets is not None:
+            whole = self.rule.whole(sizes, self.targets)
+            if self.replicas is None:
+                self.weights = self.rule.weights(sizes, whole)
+            else:  # not waited for before the first backward
+                self.pending = self.replicas.start([float(self.batch), float(whole)])
+        self.collector = output_collector(outputs, sizes) if sizes else None
+        self.losses = [None] * len(sizes)
+        self.counts = []
+        alone = self.rule.call is None
+        shares = self.rule.weights(sizes, self.rule.whole(sizes, ())) if alone else ()
+        self.model_loss = ModelLoss([float(share) for share in shares])
+
+    def targets_of(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
+        """The targets of an evaluation's micro-batches; None where there is no loss to compute."""
+        if targets is None and self.rule.wants_targets:
+            return None
+        return split_targets(targets, sizes, device)
+
+    def __call__(self, microbatch: int, output: Any) -> Any:
+        """Keep the output; return the loss, or the output itself where there is no loss to compute.
+
+        In a forward that runs for the second time, all there is to keep has been kept.
+        """
+        if isinstance(output, CountedOutput) and self.rule.call is not None:
+            output = output.output  # what the model's own loss was averaged over does not matter to another one
+        counted = output if isinstance(output, CountedOutput) else None
+        output = self.model_loss.note(microbatch, output)
+        kept = self.collector
+        if kept is not None and not forward_state.recomputing and kept.wants(microbatch):
+            # In a step, an output of a kind that cannot be joined is there for its loss alone.
+            kept.add(microbatch, detach_tensors(output) if not self.training or can_join(output) else None)
+        if not self.wants_loss:
+            return output
+        if self.rule.call is None:
+            loss = find_loss(output) if counted is None else self._own_loss(find_loss(output), counted)
+            what = "the model computes its own loss (no loss_fn was given), but its output"
+        else:
+            loss = self.rule.call(output, self.targets[microbatch])
+            what = "loss_fn"
+        if self.rule.call is None and not self.training and (isinstance(output, Tensor) or loss is None):
+            return output  # a model that computes its loss computes it where it is given labels, and not always
+        if self.rule.call is not None and isinstance(loss, tuple):
+            loss = self._pair(loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise PlanError(f"{what} gave {found} where the loss, one number in a tensor, was expected")
+        if self.training and not loss.requires_grad:
+            raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
+        if not forward_state.recomputing:
+            self.losses[microbatch] = loss.detach().clone()  # its memory may be as large as the output's
+        return loss
+
+    def _own_loss(self, loss: Any, counted: CountedOutput) -> Any:
+        """A loss that the model averaged, as a sum: over nothing it is not a number, but nothing to the whole."""
+        if not isinstance(loss, Tensor) or counted.count is None:
+            return loss
+        if not forward_state.recomputing:
+            self.counts.append(counted.count)
+        return torch.where(counted.count > 0, loss * counted.count, torch.zeros_like(loss))
+
+    def _pair(self, pair: tuple[Any, ...]) -> Any:
+        if len(pair) != 2:
+            raise PlanError(f"loss_fn returned {len(pair)} values: return the loss, or (sum, count)")
+        loss, count = pair
+        if not forward_state.recomputing:
+            self.counts.append(count)
+        return loss
+
+    def seed(self, microbatch: int) -> list[Tensor]:
+        """The gradient of the mini-batch's loss by this micro-batch's."""
+        loss = self.losses[microbatch]
+        assert loss is not None
+        if self.pending is not None:
+            self._weigh(self.pending)
+        weight = 1 / self.batch if self.counts else 1.0 if self.model_loss.own else self.weights[microbatch]
+        if isinstance(weight, Tensor):
+            return [(weight * self.scale).to(loss.device, loss.dtype).reshape(loss.shape)]
+        return [torch.full_like(loss, weight * self.scale)]
+
+    def _weigh(self, pending: PendingSum) -> None:
+        """Weights and the size of the mini-batch, by what all replicas have."""
+        batch, whole = pending()
+        self.batch, self.pending = int(batch), None
+        self.weights = self.rule.weights(self.sizes, 1.0 if self.rule.reduction == "sum" else whole)
+
+    def finish(self) -> tuple[Tensor | None, float | None]:
+        """The loss of the mini-batch, and the factor that puts all gradients right, if counts ask for one."""
+        if self.pending is not None:
+            self._weigh(self.pending)
+        losses = [_at_least_fp32(loss) for loss in self.losses if loss is not None]
+        if self.replicas is None:
+            return self._total(losses) if losses else (None, None)
+        if not self.wants_loss:
+            return None, None
+        return self._total_of_all(losses, self.replicas)
+
+    def _total(self, losses: Sequence[Tensor]) -> tuple[Tensor, float | None]:
+        total = self._sum(losses)
+        if not self.counts:
+            return total, None
+        count = sum(float(count) for count in self.counts)
+        factor = self.batch / count if count else math.nan  # as the plain mean over nothing
+        return total * (factor / self.batch), factor
+
+    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
+        """The micro-batches' losses added up, each by its weight."""
+        if self.counts and len(self.counts) != len(losses):
+            raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
+        stacked = torch.stack(list(losses))
+        if self.counts or self.model_loss.own:
+            return stacked.sum()
+        weights = [w.to(stacked) if isinstance(w, Tensor) else stacked.new_tensor(w) for w in self.weights]
+        return (stacked * torch.stack(weights)).sum()
+
+    def _total_of_all(self, losses: Sequence[Tensor], replicas: ReplicaGroup) -> tuple[Tensor | None, float | None]:
+        """The same over all replicas, of which one may have no samples."""
+        total = self._sum(losses) if losses else torch.zeros(())
+        counts = sum(float(count) for count in self.counts)
+        there, wide = float(bool(losses)), float(total.dtype == torch.float64)
+        loss, count, counted, anyone, wide = replicas.sum([float(total), counts, float(bool(self.counts)), there, wide])
+        if not anyone:
+            return None, None
+        factor = None
+        if counted:
+            factor = self.batch / count if count else math.nan
+            loss *= factor / self.batch
+        return torch.tensor(loss, dtype=torch.float64 if wide else torch.float32, device=total.device), factor
+
+    def take_outputs(self) -> Any:
+        """The outputs of the mini-batch that were to be kept; nothing of it is kept here any longer."""
+        kept = self.collector
+        whole = None if kept is None else self.model_loss.settle(kept.result())
+        self.clear()
+        return whole
+
+    def clear(self) -> None:
+        self.collector = self.pending = None
+        self.losses, self.counts, self.targets = [], [], ()
+
+
+def _at_least_fp32(loss: Tensor) -> Tensor:
+    """Losses of half precision are added up in single."""
+    return loss.reshape(()).float() if loss.dtype.itemsize < 4 else loss.reshape(())
+
+
+# What a step leaves behind, and gradients for inputs that want them.
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The mini-batch's loss, the factor that puts its gradients right, its outputs, its samples and micro-batches.
+
+    Where a pipeline has replicas, loss and samples are those of all; the rest is this one's.
+    """
+
+    loss: Tensor | None  # None: an evaluation without one
+    factor: float | None  # None: they are right
+    outputs: Any
+    samples: int
+    microbatches: int
+
+
+def input_edges(messages: Sequence[Message]) -> list[list[GradientEdge]]:
+    """Where in the caller's graph the inputs come from that want a gradient.
+
+    To be asked before a stage changes them in place: a part of a tensor cannot tell afterwards.
+    """
+    return [[gradient_edge(message.leaves[i]) for i in message.wants] for message in messages]
+
+
+def backward_inputs(
+    origins: Sequence[Sequence[GradientEdge]], grads: Sequence[Sequence[Tensor | None]], factor: float | None
+) -> None:
+    """Give the gradients of the micro-batches to the tensors of the mini-batch that they were cut from."""
+    pairs = [
+        (origin, grad if factor is None else grad * factor)
+        for edges, row in zip(origins, grads, strict=True)
+        for origin, grad in zip(edges, row, strict=True)
+        if grad is not None
+    ]
+    if pairs:
+        torch.autograd.backward([origin for origin, _ in pairs], [grad for _, grad in pairs])
+
+
+def broadcast_loss(
+    head: LossAndOutputs | None, control: ControlChannel, last: int, device: torch.device
+) -> tuple[Tensor | None, float | None, int]:
+    """The loss, the factor and the samples that the ``last`` rank, which has the head, knows of, on all ranks."""
+    control.doing.phase = LOSS
+    if head is None:
+        there, loss, factor, wide, samples = control.take_row(last, 5)
+        dtype = torch.float64 if wide else torch.float32
+        value = torch.tensor(loss, dtype=dtype, device=device) if there else None
+        return value, factor or None, int(samples)
+    if uses_nccl(device):  # the host did not wait for what was received: now it does
+        others = [rank for place, rank in enumerate(control.ranks) if place != last]
+        with control.doing.waiting(others, "for its GPU, and that for what comes from"):
+            torch.cuda.current_stream(device).synchronize()
+    value, factor_here = head.finish()
+    if value is None:
+        row = [0.0, 0.0, 0.0, 0.0, head.batch]
+    else:
+        row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), head.batch]
+    for rank in range(len(control.ranks)):
+        if rank != last:
+            control.send_row(rank, row)
+    return value, factor_here, head.batch

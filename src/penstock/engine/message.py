@@ -4,38 +4,94 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.engine.tree import LEAF, Row, Spec, flatten
 from penstock.errors import PlanError
 
 __all__ = [
-    "Lent",
+    "LEAF",
+    "BorrowedInputs",
     "Message",
-    "counting",
-    "depart",
-    "depart_apart",
-    "edge_of",
-    "merge",
-    "overlapping",
-    "passed_on",
-    "share_out",
+    "MessageMeta",
+    "Spec",
+    "TensorMeta",
+    "TupleSpec",
+    "detach_outputs",
+    "detach_outputs_per_edge",
+    "detach_tensors",
+    "flatten",
+    "gradient_edge",
+    "mark_shared",
+    "memory_order",
+    "merge_messages",
+    "meta_of",
+    "overlapping_leaves",
+    "require_dense",
+    "split_grads",
     "tensor_message",
+    "unflatten",
+    "version_counted",
 ]
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+# Values that cross edges: tensors, and tuples, lists and dicts of tensors, None and plain Python values.
+
+
+@dataclass(frozen=True)
+class TupleSpec:
+    """The shapes of several values side by side, each with its number of leaves."""
+
+    specs: tuple[Spec, ...]
+    sizes: tuple[int, ...]
+
+    def cut(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """The leaves of each value."""
+        ends = list(accumulate(self.sizes, initial=0))
+        return [list(leaves[a:b]) for a, b in pairwise(ends)]
+
+
+Spec: TypeAlias = "pytree.TreeSpec | TupleSpec | None"
+
+LEAF: Spec = None
+"""The shape of a value that is one tensor: by far the most common one, so it takes no walk."""
+
+
+def flatten(value: Any) -> tuple[list[Any], Spec]:
+    """The leaves of a value, and what is needed to put it together again."""
+    if isinstance(value, Tensor):
+        return [value], LEAF
+    leaves, spec = pytree.tree_flatten(value)
+    return leaves, spec
+
+
+def unflatten(leaves: list[Any], spec: Spec) -> Any:
+    """The inverse of ``flatten``; of a ``Row``, the tuple of its values."""
+    if isinstance(spec, TupleSpec):
+        return tuple(unflatten(part, own) for part, own in zip(spec.cut(leaves), spec.specs, strict=True))
+    return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+
+
+def detach_tensors(value: Any) -> Any:
+    """The value with its tensors apart from any graph."""
+    leaves, spec = flatten(value)
+    return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 _unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _PythonNode = torch._C._FunctionBase
 _FIRST = (0,)
-_new: Callable[..., Any] = tuple.__new__
+_new_tuple: Callable[..., Any] = tuple.__new__
 
 
 class Message(NamedTuple):
@@ -65,7 +121,7 @@ class Message(NamedTuple):
         return self._replace(leaves=leaves)
 
 
-class Lent:
+class BorrowedInputs:
     """The caller's messages, each alone, for stages to run on. Their tensors' memory is the caller's.
 
     So whoever has saved a tensor must learn that it was changed in place: the caller's graph, when a stage did it, as
@@ -98,7 +154,7 @@ class Lent:
                 increment_version(ours)
 
 
-def counting(leaf: Tensor) -> Tensor:
+def version_counted(leaf: Tensor) -> Tensor:
     """The same memory in a tensor that counts its changes, which one of inference mode does not."""
     with torch.inference_mode(False):
         if leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
@@ -107,7 +163,7 @@ def counting(leaf: Tensor) -> Tensor:
         return whole.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
 
 
-def merge(messages: Sequence[Message]) -> tuple[Message, list[int]]:
+def merge_messages(messages: Sequence[Message]) -> tuple[Message, list[int]]:
     """The messages of several edges as one, and how many of the wanted gradients belong to each."""
     leaves: list[Any] = []
     wants: list[int] = []
@@ -116,40 +172,40 @@ def merge(messages: Sequence[Message]) -> tuple[Message, list[int]]:
         wants.extend(len(leaves) + i for i in message.wants)
         shared.extend(len(leaves) + i for i in message.shared)
         leaves.extend(message.leaves)
-    row = Row(tuple(message.spec for message in messages), tuple(len(message.leaves) for message in messages))
+    row = TupleSpec(tuple(message.spec for message in messages), tuple(len(message.leaves) for message in messages))
     return Message(leaves, row, wants, shared), [len(message.wants) for message in messages]
 
 
-def share_out(grads: Sequence[Tensor | None], shares: Sequence[int]) -> list[Sequence[Tensor | None]]:
+def split_grads(grads: Sequence[Tensor | None], shares: Sequence[int]) -> list[Sequence[Tensor | None]]:
     """The gradients that go back over each edge."""
     return [grads[a:b] for a, b in pairwise(accumulate(shares, initial=0))]
 
 
 def tensor_message(tensor: Tensor, wants: Sequence[int], shared: Sequence[int] = ()) -> Message:
     """The message that is a tensor, as most are; made as a plain tuple is, which takes half the time."""
-    message: Message = _new(Message, ([tensor], LEAF, wants, shared))
+    message: Message = _new_tuple(Message, ([tensor], LEAF, wants, shared))
     return message
 
 
-def edge_of(tensor: Tensor) -> GradientEdge:
+def gradient_edge(tensor: Tensor) -> GradientEdge:
     """``get_gradient_edge``, without its checks."""
     node = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
     if isinstance(node, _PythonNode):  # a C++ node that points to it keeps it alive
         return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn)
-    edge: GradientEdge = _new(GradientEdge, (node, tensor.output_nr, None))
+    edge: GradientEdge = _new_tuple(GradientEdge, (node, tensor.output_nr, None))
     return edge
 
 
-def depart(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[GradientEdge]]:
+def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[GradientEdge]]:
     """An output as a message, its data apart from its graph: what is sent can be freed while the graph stays.
 
     ``stage`` is where it comes from, if it goes to another one: then no tensors may be hidden in it.
     """
     if isinstance(output, Tensor):
         if output.requires_grad:
-            return tensor_message(output.detach(), _FIRST), (edge_of(output),)
+            return tensor_message(output.detach(), _FIRST), (gradient_edge(output),)
         return tensor_message(output.detach(), ()), ()
     leaves, spec = flatten(output)
     wants: list[int] = []
@@ -158,14 +214,14 @@ def depart(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 wants.append(i)
-                roots.append(edge_of(leaf))
+                roots.append(gradient_edge(leaf))
             leaves[i] = leaf.detach()
-        elif stage is not None and type(leaf) not in PLAIN:
-            _refuse_hidden_tensors(leaf, stage)
-    return Message(leaves, spec, wants, overlapping(leaves)), roots
+        elif stage is not None and type(leaf) not in PLAIN_TYPES:
+            _check_no_hidden_tensors(leaf, stage)
+    return Message(leaves, spec, wants, overlapping_leaves(leaves)), roots
 
 
-def _refuse_hidden_tensors(leaf: Any, stage: int) -> None:
+def _check_no_hidden_tensors(leaf: Any, stage: int) -> None:
     """An object that nobody can take apart would take its tensors' graph along, or lose their gradients."""
     members = {**getattr(leaf, "__dict__", {})}
     members |= {name: getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())}
@@ -177,59 +233,65 @@ def _refuse_hidden_tensors(leaf: Any, stage: int) -> None:
         )
 
 
-def depart_apart(outputs: Any, count: int, stage: int | None = None) -> tuple[list[Message | None], list[GradientEdge]]:
+def detach_outputs_per_edge(
+    outputs: Any, count: int, stage: int | None = None
+) -> tuple[list[Message | None], list[GradientEdge]]:
     """One message for each edge out of the stage, and the ends of the graph of all of them."""
     if not isinstance(outputs, tuple) or len(outputs) != count:
         found = f"{len(outputs)} values" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
         raise PlanError(f"a stage with {count} edges to later stages gave {found}: give a tuple with a value for each")
-    parts = [depart(output, stage=stage) for output in outputs]
+    parts = [detach_outputs(output, stage=stage) for output in outputs]
     tensors = [[x for x in message.leaves if isinstance(x, Tensor)] for message, _ in parts]
-    uses = Counter(storage for row in tensors for storage in {_storage(x) for x in row})
+    uses = Counter(storage for row in tensors for storage in {_storage_key(x) for x in row})
     messages: list[Message | None] = []
     for message, _ in parts:
-        elsewhere = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and uses[_storage(x)] > 1]
+        elsewhere = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and uses[_storage_key(x)] > 1]
         shared = sorted({*elsewhere, *message.shared})
         messages.append(message._replace(shared=shared) if elsewhere else message)
     return messages, [root for _, roots in parts for root in roots]
 
 
-def passed_on(messages: Iterable[Message | None], shared: Iterable[Tensor]) -> list[Message | None]:
+def mark_shared(messages: Iterable[Message | None], shared: Iterable[Tensor]) -> list[Message | None]:
     """The messages of a stage's output, in which what it passes on of its inputs that are ``shared`` is so, too."""
-    memory = {_storage(x) for x in shared}
+    memory = {_storage_key(x) for x in shared}
     if not memory:
         return list(messages)
     marked: list[Message | None] = []
     for message in messages:
         if message is not None:
-            on = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and _storage(x) in memory]
+            on = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and _storage_key(x) in memory]
             message = message._replace(shared=sorted({*on, *message.shared})) if on else message
         marked.append(message)
     return marked
 
 
-def overlapping(leaves: Sequence[Any]) -> Sequence[int]:
+def overlapping_leaves(leaves: Sequence[Any]) -> Sequence[int]:
     """The leaves that have memory in common with another one."""
     dense = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided]
-    if len(dense) < 2 or len({_storage(x) for _, x in dense}) == len(dense):
+    if len(dense) < 2 or len({_storage_key(x) for _, x in dense}) == len(dense):
         return ()
-    pairs = [(i, j) for (i, a), (j, b) in combinations(dense, 2) if _storage(a) == _storage(b) and _overlap(a, b)]
+    pairs = [
+        (i, j)
+        for (i, a), (j, b) in combinations(dense, 2)
+        if _storage_key(a) == _storage_key(b) and _shares_elements(a, b)
+    ]
     return sorted({i for pair in pairs for i in pair})
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
+def _shares_elements(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors in one storage have an element in common."""
     if a.dtype != b.dtype or not a.numel() or not b.numel():
         return a.numel() > 0 and b.numel() > 0
     first = min(a.storage_offset(), b.storage_offset())
     places = [(tuple(x.shape), x.stride(), x.storage_offset() - first) for x in (a, b)]
-    return places[0] == places[1] or _meet(*places)
+    return places[0] == places[1] or _strides_intersect(*places)
 
 
-_Place = tuple[tuple[int, ...], tuple[int, ...], int]
+_StridedLayout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 @lru_cache(maxsize=256)
-def _meet(a: _Place, b: _Place) -> bool:
+def _strides_intersect(a: _StridedLayout, b: _StridedLayout) -> bool:
     ends = [at + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) for shape, strides, at in (a, b)]
     with _disable_current_modes(), torch.device("cpu"):
         seen = torch.zeros(max(ends) + 1, dtype=torch.bool)
@@ -237,6 +299,107 @@ def _meet(a: _Place, b: _Place) -> bool:
         return bool(seen.as_strided(*b).any())
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     """What tells memory apart; a sparse tensor's is its own."""
     return id(tensor) if tensor.layout is not torch.strided else int(tensor.untyped_storage()._cdata)
+
+
+# What a message looks like without its data: shapes, dtypes, structure. Known before anything is sent.
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor's shape and dtype. Only dense ones travel.
+
+    ``order`` is that of its dimensions in memory, where it is another one: tensors arrive as they were laid out, for
+    what a layer draws, and how fast it is, may depend on that.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: torch.layout = torch.strided
+    order: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        kind = "" if self.layout is torch.strided else f" {str(self.layout).removeprefix('torch.')}"
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]{kind}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.layout is torch.strided and self.order is None:
+            return TensorMeta, (self.shape, self.dtype)
+        return TensorMeta, (self.shape, self.dtype, self.layout, self.order)
+
+    def in_memory(self) -> TensorMeta:
+        """What is sent: the tensor with its dimensions as they are in memory."""
+        return self if self.order is None else TensorMeta(tuple(self.shape[d] for d in self.order), self.dtype)
+
+    def to_memory(self, tensor: Tensor) -> Tensor:
+        return tensor if self.order is None else tensor.permute(self.order)
+
+    def from_memory(self, tensor: Tensor) -> Tensor:
+        """The tensor from what was sent of it."""
+        if self.order is None:
+            return tensor
+        return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+
+@dataclass(frozen=True)
+class MessageMeta:
+    """A message without its tensors' data; other leaves are themselves. The rest is as in ``Message``."""
+
+    leaves: tuple[Any, ...]
+    spec: Spec
+    wants: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A structure travels as an example of itself: torch's own pickles of structures are deprecated.
+        example = None if self.spec is None else unflatten(list(range(len(self.leaves))), self.spec)
+        return _unpickle_meta, (self.leaves, self.spec is None, example, self.wants, self.shared)
+
+    def tensors(self) -> list[TensorMeta]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
+
+    def __str__(self) -> str:
+        return "(" + ", ".join(map(str, self.leaves)) + ")"
+
+
+def _unpickle_meta(
+    leaves: tuple[Any, ...], single: bool, example: Any, wants: tuple[int, ...], shared: tuple[int, ...]
+) -> MessageMeta:
+    return MessageMeta(leaves, None if single else flatten(example)[1], wants, shared)
+
+
+def meta_of(message: Message) -> MessageMeta:
+    """The meta of a message."""
+    leaves, spec, wants, shared = message
+    metas = tuple(_tensor_meta(x) if isinstance(x, Tensor) else x for x in leaves)
+    return MessageMeta(metas, spec, tuple(wants), tuple(shared))
+
+
+def _tensor_meta(tensor: Tensor) -> TensorMeta:
+    if tensor.is_nested:
+        return TensorMeta((), tensor.dtype, torch.jagged)
+    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.layout, memory_order(tensor))
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the widest strides to the narrowest; None where they are in order, or not told apart."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    strides = [step if size > 1 else None for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    wide = sorted((d for d, step in enumerate(strides) if step is not None), key=lambda d: -tensor.stride()[d])
+    if wide == sorted(wide) or len({strides[d] for d in wide}) < len(wide):
+        return None
+    places = iter(wide)
+    return tuple(d if step is None else next(places) for d, step in enumerate(strides))
+
+
+def require_dense(meta: MessageMeta, stage: str) -> None:
+    """Refuse what a buffer of some shape and dtype cannot receive."""
+    for leaf in meta.tensors():
+        if leaf.layout is not torch.strided:
+            raise PlanError(
+                f"{stage} gives a {leaf} tensor to one in another process: give it the dense tensors that this one "
+                "consists of, or cut elsewhere"
+            )

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.engine.tree import flatten, unflatten
+from penstock.engine.message import Message, flatten, overlapping_leaves, unflatten
 from penstock.errors import PlanError
 
-__all__ = ["Repeated", "batch_size", "can_join", "join", "moved", "scatter", "sizes_of"]
+__all__ = [
+    "Broadcast",
+    "batch_size",
+    "can_join",
+    "join",
+    "leaf_to_device",
+    "microbatch_sizes",
+    "scatter",
+    "split_inputs",
+    "split_targets",
+]
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
-class Repeated:
-    """``ps.Repeated(mask)`` among the inputs or targets: a tensor that is not cut, every micro-batch gets all of it."""
+class Broadcast:
+    """``ps.Broadcast(mask)`` among the inputs or targets: a tensor that every micro-batch gets whole."""
 
     tensor: Tensor
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor):
             raise PlanError(
-                f"Repeated takes a tensor, got a {type(self.tensor).__name__}: what is none goes to every "
+                f"Broadcast takes a tensor, got a {type(self.tensor).__name__}: what is none goes to every "
                 "micro-batch as it is"
             )
 
 
-def moved(leaf: Any, device: torch.device) -> Any:
+def leaf_to_device(leaf: Any, device: torch.device) -> Any:
     """A leaf of the inputs or targets on a device, if it is a tensor."""
-    if isinstance(leaf, Repeated):
-        return Repeated(leaf.tensor.to(device, non_blocking=True))
+    if isinstance(leaf, Broadcast):
+        return Broadcast(leaf.tensor.to(device, non_blocking=True))
     return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
 
@@ -52,7 +62,7 @@ def batch_size(value: Any, what: str) -> int | None:
     return sizes[0] if sizes else None
 
 
-def sizes_of(batch: int, microbatches: int) -> tuple[int, ...]:
+def microbatch_sizes(batch: int, microbatches: int) -> tuple[int, ...]:
     """The sizes of the micro-batches: as even as can be, larger ones first, none empty."""
     count = max(1, min(batch, microbatches))
     small, larger = divmod(batch, count)
@@ -62,7 +72,7 @@ def sizes_of(batch: int, microbatches: int) -> tuple[int, ...]:
 def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
     """One value per micro-batch. Numbers, None, and tensors that are repeated or have no dimensions go to each."""
     leaves, spec = flatten(value)
-    if not leaves or (len(sizes) == 1 and not any(isinstance(leaf, Repeated) for leaf in leaves)):
+    if not leaves or (len(sizes) == 1 and not any(isinstance(leaf, Broadcast) for leaf in leaves)):
         return [value] * len(sizes)
     columns = [_column(leaf, sizes) for leaf in leaves]
     return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
@@ -71,12 +81,12 @@ def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
 def _column(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
     if isinstance(leaf, Tensor) and leaf.dim():
         return torch.split(leaf, list(sizes))
-    return [leaf.tensor if isinstance(leaf, Repeated) else leaf] * len(sizes)
+    return [leaf.tensor if isinstance(leaf, Broadcast) else leaf] * len(sizes)
 
 
 def can_join(value: Any) -> bool:
     """Whether ``join`` knows what to do with values like this one."""
-    return all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in flatten(value)[0])
+    return all(isinstance(leaf, (Tensor, *_PLAIN_TYPES)) for leaf in flatten(value)[0])
 
 
 def join(values: Sequence[Any]) -> Any:
@@ -85,7 +95,7 @@ def join(values: Sequence[Any]) -> Any:
         return values[0]
     for value in values:
         if not can_join(value):
-            kinds = {type(leaf).__name__ for leaf in flatten(value)[0] if not isinstance(leaf, (Tensor, *_PLAIN))}
+            kinds = {type(leaf).__name__ for leaf in flatten(value)[0] if not isinstance(leaf, (Tensor, *_PLAIN_TYPES))}
             raise PlanError(
                 f"outputs with a {' and a '.join(sorted(kinds))} in them cannot be joined over micro-batches: return "
                 "tensors, or tuples, lists and dicts of tensors"
@@ -102,3 +112,43 @@ def _join_leaf(column: Sequence[Any]) -> Any:
     if all(isinstance(leaf, Tensor) for leaf in column):
         return torch.cat(list(column)) if column[0].dim() else torch.stack(list(column))
     return column[0] if all(leaf == column[0] for leaf in column) else list(column)
+
+
+# A mini-batch as the user gives it, as the micro-batches that enter the first stage.
+
+
+def split_inputs(
+    value: Any, count: Callable[[int], int], device: torch.device, *, empty: bool = False
+) -> tuple[tuple[int, ...], list[Message]]:
+    """The sizes of the micro-batches, and their messages on ``device``; tensors stay in the caller's graph.
+
+    ``count`` says how many there are of so many samples. ``empty``: a mini-batch may have no samples, and then no
+    micro-batches.
+    """
+    if value is None:
+        raise PlanError("there are no inputs: pass what the model takes")
+    size = batch_size(value, "inputs")
+    if size == 0 and empty:
+        return (), []
+    if size == 0:
+        raise PlanError("the mini-batch is empty: its tensors have no entries along dimension 0")
+    sizes = microbatch_sizes(size or 1, count(size or 1))
+    return sizes, [_input_message(part, device) for part in scatter(value, sizes)]
+
+
+def _input_message(value: Any, device: torch.device) -> Message:
+    leaves, spec = flatten(value)
+    leaves = [leaf_to_device(leaf, device) for leaf in leaves]
+    wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return Message(leaves, spec, wants, overlapping_leaves(leaves) if len(leaves) > 1 else ())
+
+
+def split_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any]:
+    """The targets of each micro-batch, on the last stage's device."""
+    size = batch_size(targets, "targets")
+    if size is not None and size != sum(sizes):
+        raise PlanError(f"the inputs have {sum(sizes)} samples, but the targets have {size}")
+    if not sizes:
+        return []
+    leaves, spec = flatten(targets)
+    return scatter(unflatten([leaf_to_device(leaf, device) for leaf in leaves], spec), sizes)

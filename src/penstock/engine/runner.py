@@ -11,26 +11,125 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from penstock.engine import calls as do
-from penstock.engine.channel.lane import Lane
-from penstock.engine.doing import Progress
-from penstock.engine.message import Message
-from penstock.engine.offload import returns
-from penstock.engine.slot import Slot
-from penstock.engine.stage import StageEngine
-from penstock.schedule.action import BACKWARD, COMPUTE
-from penstock.schedule.program import Instruction
+from penstock.engine.channel.base import Channel
+from penstock.engine.failure.status import Progress
+from penstock.engine.message import Message, merge_messages
+from penstock.engine.offload.activations import prefetch_points
+from penstock.engine.stage import Slot, StageEngine
+from penstock.schedule.lower import Instruction
+from penstock.schedule.schedule import BACKWARD, COMPUTE
 
-__all__ = ["Ends", "Mark", "Runner", "Wiring", "compile_program"]
+__all__ = [
+    "Bindings",
+    "CallInfo",
+    "PipelineIO",
+    "Runner",
+    "backward",
+    "backward_join",
+    "begin_backward",
+    "compile_program",
+    "forward",
+    "forward_first",
+    "forward_join",
+    "offload_next_forward",
+    "payload_of_edge",
+    "prefetch_activations",
+    "send_grads",
+    "send_grads_of_edge",
+    "send_output",
+    "send_output_of_edge",
+    "store_input_grads",
+    "store_output",
+]
+
+
+# What the calls of a compiled program do.
+
+ReceiveFn = Callable[[], Any]  # of a message, or of gradients, that have come
+Send = Callable[[Any], None]
+BackwardFn = Callable[[Sequence[Tensor | None], Slot], None]  # a backward
+
+
+def prefetch_activations(engine: StageEngine, k: int) -> None:
+    assert engine.offload is not None
+    engine.offload.prefetch(k)
+
+
+def offload_next_forward(slot: Slot) -> None:
+    slot.away, slot.bare = True, False
+
+
+def forward_first(engine: StageEngine, k: int, slot: Slot, ends: PipelineIO) -> None:
+    engine.forward(k, ends.inputs[k], slot)
+
+
+def forward(engine: StageEngine, k: int, slot: Slot, take: ReceiveFn) -> None:
+    engine.forward(k, take(), slot)
+
+
+def forward_join(engine: StageEngine, k: int, slot: Slot, takes: Sequence[ReceiveFn]) -> None:
+    message, slot.shares = merge_messages([take() for take in takes])
+    engine.forward(k, message, slot)
+
+
+def begin_backward(work: BackwardFn, k: int, slot: Slot, ends: PipelineIO) -> None:
+    assert ends.seed is not None
+    work(ends.seed(k), slot)
+
+
+def backward(work: BackwardFn, slot: Slot, take: ReceiveFn) -> None:
+    work(take(), slot)
+
+
+def backward_join(work: BackwardFn, slot: Slot, takes: Sequence[ReceiveFn]) -> None:
+    work([grad for take in takes for grad in take()], slot)
+
+
+def send_output(send: Send, slot: Slot) -> None:
+    send(slot.message)
+    slot.message = None
+
+
+def send_grads(send: Send, slot: Slot) -> None:
+    send(slot.grads)
+    slot.grads = ()
+
+
+def send_output_of_edge(send: Send, slot: Slot, part: int) -> None:
+    send(slot.messages[part])
+    slot.messages[part] = None
+
+
+def send_grads_of_edge(send: Send, slot: Slot, part: int) -> None:
+    send(slot.rows[part])
+    slot.rows[part] = slot.grads = ()
+
+
+def store_output(ends: PipelineIO, k: int, slot: Slot) -> None:
+    if ends.outputs is not None:
+        ends.outputs[k] = slot.message
+    slot.message = None
+
+
+def store_input_grads(ends: PipelineIO, k: int, slot: Slot) -> None:
+    if ends.grads is not None:
+        ends.grads[k] = slot.grads
+    slot.grads = ()
+
+
+def payload_of_edge(slot: Slot, what: str, part: int) -> Any:
+    """What goes along one of several edges: of the slot's messages, or of its rows of gradients."""
+    return getattr(slot, what)[part]
+
 
 Call = Callable[[], None]
-Take = Callable[[], Any]
-Marked = tuple[Call, "Mark"]
-Piece = tuple[Call, Instruction, "Mark"]
+Receive = Callable[[], Any]
+BoundCall = tuple[Call, "CallInfo"]
+ProgramCall = tuple[Call, Instruction, "CallInfo"]
 
 
 @dataclass
-class Ends:
+class PipelineIO:
     """Where the pipeline meets the outside: what goes in, what comes out, and their gradients."""
 
     inputs: list[Message] = field(default_factory=list)
@@ -40,19 +139,19 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Wiring:
+class Bindings:
     """What a program's instructions are bound to. Lanes go by (sending stage, receiving stage)."""
 
     stages: Mapping[int, StageEngine]  # of this rank
     slots: Mapping[tuple[int, int], Slot]
-    forward: Mapping[tuple[int, int], Lane]
-    backward: Mapping[tuple[int, int], Lane]
-    ends: Ends
+    forward: Mapping[tuple[int, int], Channel]
+    backward: Mapping[tuple[int, int], Channel]
+    ends: PipelineIO
     reduce: Callable[[int], None] | None = None
     work: Callable[[StageEngine, Sequence[Tensor | None], Slot], None] | None = None  # None: the stage's own
 
 
-class Mark(NamedTuple):
+class CallInfo(NamedTuple):
     """What a tape has to know of a call: whether it is an action's work, a send, or a wait."""
 
     what: str = ""  # "work", "wait" (for a message), "send", "sent" (a wait until a send is over), or anything else
@@ -62,18 +161,18 @@ class Mark(NamedTuple):
     cargo: Callable[[], Any] | None = None  # what is about to be sent
 
 
-_REST = Mark()
+_OTHER = CallInfo()
 
 
 class Runner:
     """A compiled program of one rank."""
 
     def __init__(
-        self, calls: Sequence[Call], instructions: Sequence[Instruction], marks: Sequence[Mark] | None = None
+        self, calls: Sequence[Call], instructions: Sequence[Instruction], marks: Sequence[CallInfo] | None = None
     ) -> None:
         self.calls = tuple(calls)
         self.instructions = tuple(instructions)
-        self.marks = (_REST,) * len(self.calls) if marks is None else tuple(marks)
+        self.marks = (_OTHER,) * len(self.calls) if marks is None else tuple(marks)
         self.progress = Progress()
         self.script: object = None  # the same calls, as the last tape runs them
 
@@ -88,7 +187,9 @@ class Runner:
         if not profiler._is_profiler_enabled:
             return self.calls
         return [
-            partial(_range, str(instruction), call) if mark.what == "work" or instruction.kind not in COMPUTE else call
+            partial(_profiled, str(instruction), call)
+            if mark.what == "work" or instruction.kind not in COMPUTE
+            else call
             for call, instruction, mark in zip(self.calls, self.instructions, self.marks, strict=True)
         ]
 
@@ -108,131 +209,133 @@ class Runner:
         return self.instructions[self.progress.at] if self.progress.at >= 0 else None
 
 
-def compile_program(instructions: Iterable[Instruction], wiring: Wiring) -> Runner:
+def compile_program(instructions: Iterable[Instruction], wiring: Bindings) -> Runner:
     """Bind every instruction to the objects it works on.
 
     Lanes within a process need no posting and no releasing. An edge between two stages of one rank has no send in
     the program: its message is handed over right after the action that made it.
     """
-    pieces: list[Piece] = []
+    pieces: list[ProgramCall] = []
     instructions = list(instructions)
-    back = returns(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
+    back = prefetch_points(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
     away = {pair for pairs in back.values() for pair in pairs if wiring.stages[pair[0]].offload is not None}
     weights = next((stage.weights for stage in wiring.stages.values() if stage.weights is not None), None)
     stops = {} if weights is None else weights.calls(instructions, wiring.stages)
     for at, instruction in enumerate(instructions):
         if at in stops:
-            pieces.append((stops[at], instruction, _REST))
-        pieces += [(call, instruction, _REST) for call in _come_back(back.get(at, ()), away, wiring)]
-        pieces += [(call, instruction, _REST) for call in _go(instruction, away, wiring)]
-        pieces += _wait(instruction, wiring)
+            pieces.append((stops[at], instruction, _OTHER))
+        pieces += [(call, instruction, _OTHER) for call in _prefetch_calls(back.get(at, ()), away, wiring)]
+        pieces += [(call, instruction, _OTHER) for call in _offload_calls(instruction, away, wiring)]
+        pieces += _wait_calls(instruction, wiring)
         pieces += [(call, instruction, mark) for call, mark in _bind(instruction, wiring)]
-        pieces += _hold(instruction, wiring)
+        pieces += _sent_calls(instruction, wiring)
     if len(instructions) in stops:
-        pieces.append((stops[len(instructions)], instructions[-1], _REST))
+        pieces.append((stops[len(instructions)], instructions[-1], _OTHER))
     return Runner(*([piece[part] for piece in pieces] for part in range(3)))  # type: ignore[arg-type]
 
 
-def _come_back(pairs: Iterable[tuple[int, int]], away: set[tuple[int, int]], wiring: Wiring) -> list[Call]:
-    return [partial(do.prefetch, wiring.stages[pair[0]], pair[1]) for pair in pairs if pair in away]
+def _prefetch_calls(pairs: Iterable[tuple[int, int]], away: set[tuple[int, int]], wiring: Bindings) -> list[Call]:
+    return [partial(prefetch_activations, wiring.stages[pair[0]], pair[1]) for pair in pairs if pair in away]
 
 
-def _go(instruction: Instruction, away: set[tuple[int, int]], wiring: Wiring) -> list[Call]:
+def _offload_calls(instruction: Instruction, away: set[tuple[int, int]], wiring: Bindings) -> list[Call]:
     pair = instruction.stage, instruction.microbatch
-    return [partial(do.send_away, wiring.slots[pair])] if instruction.kind == "F" and pair in away else []
+    return [partial(offload_next_forward, wiring.slots[pair])] if instruction.kind == "F" and pair in away else []
 
 
-def _wait(instruction: Instruction, wiring: Wiring) -> list[Piece]:
+def _wait_calls(instruction: Instruction, wiring: Bindings) -> list[ProgramCall]:
     """The waits for what other ranks send to an action, under the names of their receives."""
     kind, stage, k, _ = instruction
     if kind not in ("F", "B", "I"):
         return []
-    lane_name, lanes = ("F", wiring.forward) if kind == "F" else ("B", wiring.backward)
+    direction, lanes = ("F", wiring.forward) if kind == "F" else ("B", wiring.backward)
     return [
-        (lane.at(k).land, Instruction(f"RECV_{lane_name}", stage, k, src), Mark("wait", peer=src))
+        (lane.at(k).land, Instruction(f"RECV_{direction}", stage, k, src), CallInfo("wait", peer=src))
         for (src, dst), lane in sorted(lanes.items(), key=lambda pair: pair[0])
         if dst == stage and src not in wiring.stages
     ]
 
 
-def _hold(instruction: Instruction, wiring: Wiring) -> list[Piece]:
+def _sent_calls(instruction: Instruction, wiring: Bindings) -> list[ProgramCall]:
     """The wait until a message is taken, where a lane asks for it."""
     kind, stage, k, peer = instruction
     taken = wiring.forward[stage, peer].at(k).taken if kind == "SEND_F" else None
-    return [] if taken is None else [(taken, instruction._replace(kind="SENT_F"), Mark("sent", peer=peer))]
+    return [] if taken is None else [(taken, instruction._replace(kind="SENT_F"), CallInfo("sent", peer=peer))]
 
 
-def _bind(instruction: Instruction, wiring: Wiring) -> list[Marked]:
+def _bind(instruction: Instruction, wiring: Bindings) -> list[BoundCall]:
     kind, stage, k, peer = instruction
     if kind in COMPUTE:
         engine, slot = wiring.stages[stage], wiring.slots[stage, k]
-        work = Mark("work", engine, slot)
+        work = CallInfo("work", engine, slot)
         if kind == "F":
-            return [(_bind_forward(stage, k, wiring), work), *_hand_over(stage, k, wiring, "F")]
+            return [(_bind_forward(stage, k, wiring), work), *_local_sends(stage, k, wiring, "F")]
         if kind in BACKWARD:
-            return [(_bind_backward(kind, stage, k, wiring), work), *_hand_over(stage, k, wiring, "B")]
+            return [(_bind_backward(kind, stage, k, wiring), work), *_local_sends(stage, k, wiring, "B")]
         return [(partial(engine.recompute, k, slot) if kind == "R" else partial(engine.weight_gradient, slot), work)]
     if kind == "REDUCE":
-        return [] if wiring.reduce is None else [(partial(wiring.reduce, stage), _REST)]
-    what, lane_name = kind.split("_")
+        return [] if wiring.reduce is None else [(partial(wiring.reduce, stage), _OTHER)]
+    what, direction = kind.split("_")
     if what == "SEND":
-        return [_bind_send(stage, peer, k, wiring, lane_name)]
-    lanes = wiring.forward if lane_name == "F" else wiring.backward
+        return [_bind_send(stage, peer, k, wiring, direction)]
+    lanes = wiring.forward if direction == "F" else wiring.backward
     if what == "RECV":
-        call, mark = lanes[peer, stage].at(k).post, _REST
+        call, mark = lanes[peer, stage].at(k).post, _OTHER
     else:
-        call, mark = lanes[stage, peer].at(k).sent, Mark("sent", peer=peer)
+        call, mark = lanes[stage, peer].at(k).sent, CallInfo("sent", peer=peer)
     return [] if call is None else [(call, mark)]
 
 
-def _bind_forward(stage: int, k: int, wiring: Wiring) -> Call:
+def _bind_forward(stage: int, k: int, wiring: Bindings) -> Call:
     engine, slot = wiring.stages[stage], wiring.slots[stage, k]
-    takes = _into(stage, k, wiring.forward)
+    takes = _receives(stage, k, wiring.forward)
     if not takes:
-        return partial(do.enter, engine, k, slot, wiring.ends)
-    return partial(do.forward, engine, k, slot, *takes) if len(takes) == 1 else partial(do.meet, engine, k, slot, takes)
+        return partial(forward_first, engine, k, slot, wiring.ends)
+    return (
+        partial(forward, engine, k, slot, *takes) if len(takes) == 1 else partial(forward_join, engine, k, slot, takes)
+    )
 
 
-def _bind_backward(kind: str, stage: int, k: int, wiring: Wiring) -> Call:
+def _bind_backward(kind: str, stage: int, k: int, wiring: Bindings) -> Call:
     engine, slot = wiring.stages[stage], wiring.slots[stage, k]
     if kind == "I":
         work = engine.input_gradient
     else:
         work = engine.backward if wiring.work is None else partial(wiring.work, engine)
-    takes = _into(stage, k, wiring.backward)
+    takes = _receives(stage, k, wiring.backward)
     if not takes:
-        return partial(do.turn, work, k, slot, wiring.ends)
-    return partial(do.backward, work, slot, *takes) if len(takes) == 1 else partial(do.meet_back, work, slot, takes)
+        return partial(begin_backward, work, k, slot, wiring.ends)
+    return partial(backward, work, slot, *takes) if len(takes) == 1 else partial(backward_join, work, slot, takes)
 
 
-def _bind_send(stage: int, peer: int, k: int, wiring: Wiring, lane_name: str) -> Marked:
+def _bind_send(stage: int, peer: int, k: int, wiring: Bindings, direction: str) -> BoundCall:
     """The message of one edge out of the stage, or the gradients of one edge into it."""
-    lanes = wiring.forward if lane_name == "F" else wiring.backward
+    lanes = wiring.forward if direction == "F" else wiring.backward
     peers = sorted(dst for src, dst in lanes if src == stage)
     send, slot = lanes[stage, peer].at(k).send, wiring.slots[stage, k]
     if len(peers) == 1:
-        call, cargo = (do.send_output, "message") if lane_name == "F" else (do.send_grads, "grads")
-        return partial(call, send, slot), Mark("send", peer=peer, cargo=partial(getattr, slot, cargo))
+        call, cargo = (send_output, "message") if direction == "F" else (send_grads, "grads")
+        return partial(call, send, slot), CallInfo("send", peer=peer, cargo=partial(getattr, slot, cargo))
     at = peers.index(peer)
-    part, cargo = (do.send_part, "messages") if lane_name == "F" else (do.send_row, "rows")
-    return partial(part, send, slot, at), Mark("send", peer=peer, cargo=partial(do.one_of, slot, cargo, at))
+    part, cargo = (send_output_of_edge, "messages") if direction == "F" else (send_grads_of_edge, "rows")
+    return partial(part, send, slot, at), CallInfo("send", peer=peer, cargo=partial(payload_of_edge, slot, cargo, at))
 
 
-def _into(stage: int, k: int, lanes: Mapping[tuple[int, int], Lane]) -> list[Take]:
+def _receives(stage: int, k: int, lanes: Mapping[tuple[int, int], Channel]) -> list[Receive]:
     """What takes the messages of a micro-batch that come into a stage."""
     return [lanes[src, dst].at(k).take for src, dst in sorted(lanes) if dst == stage]
 
 
-def _hand_over(stage: int, k: int, wiring: Wiring, lane_name: str) -> list[Marked]:
+def _local_sends(stage: int, k: int, wiring: Bindings, direction: str) -> list[BoundCall]:
     """What follows an action without an instruction of its own: edges inside this rank, and the pipeline's ends."""
-    lanes = wiring.forward if lane_name == "F" else wiring.backward
+    lanes = wiring.forward if direction == "F" else wiring.backward
     peers = sorted(dst for src, dst in lanes if src == stage)
     if not peers:
-        leave = do.leave_forward if lane_name == "F" else do.leave_backward
-        return [(partial(leave, wiring.ends, k, wiring.slots[stage, k]), _REST)]
-    return [_bind_send(stage, peer, k, wiring, lane_name) for peer in peers if peer in wiring.stages]
+        leave = store_output if direction == "F" else store_input_grads
+        return [(partial(leave, wiring.ends, k, wiring.slots[stage, k]), _OTHER)]
+    return [_bind_send(stage, peer, k, wiring, direction) for peer in peers if peer in wiring.stages]
 
 
-def _range(name: str, call: Call) -> None:
+def _profiled(name: str, call: Call) -> None:
     with record_function(name):
         call()

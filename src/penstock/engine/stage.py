@@ -14,37 +14,174 @@ are edges out of the stage. The stage does not know where messages come from or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 
-from penstock.engine.batchnorm import DeferredBatchNorm
-from penstock.engine.buffers import Unnoticed
-from penstock.engine.head import Head
-from penstock.engine.hostweights import HostWeights
-from penstock.engine.message import Message, counting, depart, depart_apart, passed_on, share_out
-from penstock.engine.moment import MicroBatch, here
-from penstock.engine.offload import ActivationOffload
-from penstock.engine.randomness import Randomness
-from penstock.engine.slot import Slot
-from penstock.engine.surroundings import surroundings
-from penstock.engine.tree import unflatten
-from penstock.engine.weightgrad import Recorder, WeightGradQueue
+from penstock.engine.forward_context import MicroBatch, forward_state
+from penstock.engine.loss import LossAndOutputs
+from penstock.engine.message import (
+    Message,
+    detach_outputs,
+    detach_outputs_per_edge,
+    mark_shared,
+    split_grads,
+    unflatten,
+    version_counted,
+)
+from penstock.engine.offload.activations import ActivationOffload
+from penstock.engine.offload.weights import HostWeights
+from penstock.engine.recompute.batchnorm import DeferredStatistics
+from penstock.engine.recompute.buffers import BufferGuard, SavedBuffers
+from penstock.engine.recompute.keep import KeptValues
+from penstock.engine.recompute.rng import RngStates, StageRng
+from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder
 from penstock.errors import PlanError
+from penstock.schedule.lower import Program
 
 if TYPE_CHECKING:
-    from penstock.engine.parallelized import Parallelized
+    from penstock.engine.parallelized import ParallelizedStage
 
-__all__ = ["StageEngine"]
+__all__ = ["SavedForward", "Slot", "StageEngine", "forward_contexts", "make_slots"]
+
+
+# What a stage keeps of a forward that will run again: its input, and what it drew.
+
+
+class SavedForward:
+    """One forward to be run again. Its output's graph is dropped at once; this is all that stays until then."""
+
+    __slots__ = ("draws", "keeper", "message", "moment", "seen", "versions")
+
+    def __init__(self) -> None:
+        self.message: Message | None = None
+        self.versions: Sequence[int | None] = ()
+        self.draws: RngStates = []
+        self.keeper = KeptValues()
+        self.seen: SavedBuffers = ()  # buffers that the forward changed, as it found them
+        self.moment: MicroBatch | None = None
+
+    def keep(self, message: Message, moment: MicroBatch | None) -> None:
+        self.message = message._replace(leaves=list(message.leaves))
+        self.versions = _leaf_versions(message)
+        self.moment = moment
+
+    def again(self, stage: int) -> Message:
+        """The input as it was; an error if somebody has changed it since."""
+        assert self.message is not None
+        if _leaf_versions(self.message) != self.versions:
+            raise PlanError(
+                f"an input of stage {stage} was changed in place after its forward, which is to be recomputed from it: "
+                "change a copy instead (x.clone()), or keep this stage's activations (recompute='never' for it)"
+            )
+        return self.message._replace(leaves=list(self.message.leaves))
+
+    def clear(self) -> None:
+        self.message = self.moment = None
+        self.seen = ()
+        self.draws.clear()
+        self.keeper.clear()
+
+
+def _leaf_versions(message: Message) -> list[int | None]:
+    return [leaf._version if isinstance(leaf, Tensor) else None for leaf in message.leaves]
+
+
+# Slots: what a stage keeps of a micro-batch, and how many of them a program needs.
+
+
+class Slot:
+    """What a stage keeps for one micro-batch in flight."""
+
+    __slots__ = ("away", "bare", "grads", "inputs", "message", "messages", "queue", "replay", "roots", "rows", "shares")
+
+    def __init__(self, queue: WeightGradQueue | None = None, replay: SavedForward | None = None) -> None:
+        self.inputs: Sequence[Tensor] = ()
+        self.roots: Sequence[GradientEdge] = ()
+        self.message: Message | None = None
+        self.grads: Sequence[Tensor | None] = ()
+        # Where several edges leave the stage, a message for each; where several enter it, how many of the inputs came
+        # over each, and their gradients.
+        self.messages: list[Message | None] = []
+        self.shares: Sequence[int] = ()
+        self.rows: list[Sequence[Tensor | None]] = []
+        self.queue = queue  # there when the backward is split into I and W
+        self.replay = replay  # there when the forward is to be run again
+        self.away = False  # what the next forward saves goes to the host
+        self.bare = queue is None and replay is None  # nothing need be done around a forward, for all the slot knows
+
+    def clear(self) -> None:
+        self.inputs = self.roots = self.grads = self.shares = ()
+        self.message = None
+        self.messages, self.rows = [], []
+        if self.queue is not None:
+            self.queue.clear()
+        if self.replay is not None:
+            self.replay.clear()
+
+
+def make_slots(program: Program, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
+    """The slots of a program's (stage, micro-batch) pairs: as few as its numbering says, shared one after the other."""
+    split = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "W"}
+    twice = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "R"}
+    made: dict[tuple[int, int, bool, bool], Slot] = {}
+    slots = {}
+    for (stage, k), number in program.slots.items():
+        key = (stage, number, (stage, k) in split, (stage, k) in twice)
+        if key not in made:
+            queue = stages[stage].new_queue() if key[2] else None
+            made[key] = Slot(queue, SavedForward() if key[3] else None)
+        slots[stage, k] = made[key]
+    return slots
+
+
+# What a stage's forward runs in, beside the caller's grad mode.
+
+
+def forward_contexts(
+    stage: StageEngine, microbatch: int, slot: Slot, leaves: Sequence[Any], again: bool
+) -> AbstractContextManager[Any]:
+    """The caller's autocast and default device, the stage's own random numbers, and those who look on.
+
+    ``again`` says that the forward has run before. Where the recording of weight gradients is all there is, it is
+    entered without a stack, which would cost more than it does.
+    """
+    plain = stage.around is None and stage.randomness is None and stage.norms is None
+    if plain and slot.replay is None and not slot.away:
+        assert slot.queue is not None
+        return slot.queue.recording()
+    stack = ExitStack()
+    if slot.away:
+        assert stage.offload is not None
+        slot.away, slot.bare = False, slot.queue is None and slot.replay is None  # another micro-batch comes next
+        stack.enter_context(stage.offload.saving(microbatch, leaves))
+    if stage.around is not None:
+        stack.enter_context(stage.around)
+    if stage.randomness is not None:
+        draws = None if slot.replay is None else slot.replay.draws
+        stack.enter_context(stage.randomness.forward(stage.mode, microbatch, draws, again))
+    if again:
+        assert stage.unnoticed is not None
+        assert slot.replay is not None
+        stack.enter_context(stage.unnoticed.quiet if stage.norms is None else stage.norms.quiet)
+        stack.enter_context(stage.unnoticed.guard.seeing(slot.replay.seen))
+    elif stage.norms is not None:
+        stack.enter_context(stage.norms.counting)
+    if slot.queue is not None:
+        stack.enter_context(slot.queue.recording())
+    if slot.replay is not None and slot.replay.keeper.used:
+        stack.enter_context(slot.replay.keeper.forward(again=again))
+    return stack
+
 
 # torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-_NEVER = object()
+_NO_MODE = object()
 
 
 class StageEngine:
@@ -58,7 +195,7 @@ class StageEngine:
         index: int,
         module: nn.Module,
         device: torch.device,
-        head: Head | None = None,
+        head: LossAndOutputs | None = None,
         *,
         takes: int = 1,
         gives: int = 1,
@@ -71,18 +208,20 @@ class StageEngine:
         self.parts = list(module.modules())
         self.mode: object = None  # what the forward may depend on: which modules are in training, autocast
         self.modes: dict[object, object] = {}  # all that there were
-        self.calm_in: object = _NEVER  # the mode in which the module was seen to leave its inputs alone
-        self.calm_again_in: object = _NEVER  # the same, for forwards that are run again
-        self.moody = False  # it has been seen to change its inputs for some micro-batches, and not for others
-        self.plain_in: object = _NEVER  # and in which a forward is a call of the module, with nothing around it
+        self.no_input_mutation_in: object = _NO_MODE  # the mode in which the module was seen to leave its inputs alone
+        self.no_input_mutation_recomputing_in: object = _NO_MODE  # the same, for forwards that are run again
+        self.mutates_sometimes = (
+            False  # it has been seen to change its inputs for some micro-batches, and not for others
+        )
+        self.fast_path_in: object = _NO_MODE  # and in which a forward is a call of the module, with nothing around it
         self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
         self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
         self.weights: HostWeights | None = None  # there on a GPU, when weights live on the host
-        self.randomness: Randomness | None = None  # there when draws are seeded, or must be repeated
-        self.unnoticed: Unnoticed | None = None  # there when forwards are run again
-        self.norms: DeferredBatchNorm | None = None  # there when statistics are those of the mini-batch
-        self.parallel: Parallelized | None = None  # there when the user has parallelized the stage
-        self._recorder: Recorder | None = None
+        self.randomness: StageRng | None = None  # there when draws are seeded, or must be repeated
+        self.unnoticed: BufferGuard | None = None  # there when forwards are run again
+        self.norms: DeferredStatistics | None = None  # there when statistics are those of the mini-batch
+        self.parallel: ParallelizedStage | None = None  # there when the user has parallelized the stage
+        self._recorder: WeightGradRecorder | None = None
 
     def new_queue(self) -> WeightGradQueue:
         """A queue for the weight gradients of one micro-batch in flight, where the backward is split."""
@@ -90,18 +229,18 @@ class StageEngine:
             sharded = None if self.parallel is None else self.parallel.sharded
             if sharded is not None:  # what the forward will use are the gathered parameters
                 sharded.arrive()
-            self._recorder = Recorder(self.module, self.shared, whole=sharded is not None and sharded.rounds)
+            self._recorder = WeightGradRecorder(self.module, self.shared, whole=sharded is not None and sharded.rounds)
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
         """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
         leaves, spec, wants, shared = message
-        if self.mode is not self.plain_in or slot.replay is not None or slot.away or spec is not None or shared:
+        if self.mode is not self.fast_path_in or slot.replay is not None or slot.away or spec is not None or shared:
             self._forward(microbatch, message, slot)
             return
         leaf, moments = leaves[0], self.moments
         slot.inputs = (leaf.requires_grad_(),) if wants else ()
-        here.microbatch = moments[microbatch] if moments else None
+        forward_state.microbatch = moments[microbatch] if moments else None
         try:
             if slot.queue is None:
                 output = self.module(leaf)
@@ -112,8 +251,8 @@ class StageEngine:
             self._explain(error)
             raise
         finally:
-            here.microbatch = None
-        slot.message, slot.roots = depart(output, stage=self.index)
+            forward_state.microbatch = None
+        slot.message, slot.roots = detach_outputs(output, stage=self.index)
 
     def _forward(self, microbatch: int, message: Message, slot: Slot) -> None:
         """The same, where more has to be done around the call of the module, or may have to be."""
@@ -122,14 +261,14 @@ class StageEngine:
             self._run(microbatch, message, slot)
             return
         replay.keep(message, self.moments[microbatch] if self.moments else None)
-        here.checkpointing, here.keeper = True, replay.keeper
+        forward_state.checkpointing, forward_state.keeper = True, replay.keeper
         assert self.unnoticed is not None
         self.unnoticed.guard.before(self.mode)
         try:
             self._run(microbatch, message, slot)
             replay.seen = self.unnoticed.guard.after()
         finally:
-            here.checkpointing, here.keeper = False, None
+            forward_state.checkpointing, forward_state.keeper = False, None
         slot.inputs = slot.roots = ()
         if slot.queue is not None:
             slot.queue.clear()
@@ -138,12 +277,12 @@ class StageEngine:
         """Run the module on the same input once more, for the backward: what it gave is known, and dropped."""
         replay = slot.replay
         assert replay is not None
-        here.recomputing, here.keeper = True, replay.keeper
+        forward_state.recomputing, forward_state.keeper = True, replay.keeper
         try:
             with torch.enable_grad():
                 self._run(microbatch, replay.again(self.index), slot, again=True)
         finally:
-            here.recomputing, here.keeper = False, None
+            forward_state.recomputing, forward_state.keeper = False, None
         slot.message = None
         slot.messages = []
 
@@ -156,24 +295,24 @@ class StageEngine:
             inputs = [leaves[i].requires_grad_() for i in wants]
         slot.inputs = inputs
         if slot.replay is not None:
-            careful = self.mode is not self.calm_again_in
+            careful = self.mode is not self.no_input_mutation_recomputing_in
             if careful:  # what is kept must not be changed
                 leaves[:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         else:
-            careful = self.mode is not self.calm_in
+            careful = self.mode is not self.no_input_mutation_in
             if careful:
                 for i, leaf in zip(wants, inputs, strict=True):
                     leaves[i] = _unsafe_view(leaf, leaf.shape)
         if shared and torch.is_inference_mode_enabled():
             for i in shared:
-                leaves[i] = counting(leaves[i])
+                leaves[i] = version_counted(leaves[i])
         versions = [leaves[i]._version for i in shared] if shared else None
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
             if slot.bare and self.around is None and self.randomness is None and self.norms is None:
                 output = self._call(microbatch, value, slot)
             else:
-                with surroundings(self, microbatch, slot, leaves, again):
+                with forward_contexts(self, microbatch, slot, leaves, again):
                     output = self._call(microbatch, value, slot)
         except RuntimeError as error:
             if not careful:
@@ -186,21 +325,21 @@ class StageEngine:
             )
         if careful and slot.replay is not None:
             changed = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
-            self.calm_again_in = _NEVER if changed or self.moody else self.mode
+            self.no_input_mutation_recomputing_in = _NO_MODE if changed or self.mutates_sometimes else self.mode
         elif careful:
             self._look_for_changes(leaves, wants, inputs)
         if self.gives > 1:
-            slot.messages, slot.roots = depart_apart(output, self.gives, self.index)
+            slot.messages, slot.roots = detach_outputs_per_edge(output, self.gives, self.index)
         else:
-            slot.message, slot.roots = depart(output, stage=self.index if self.head is None else None)
+            slot.message, slot.roots = detach_outputs(output, stage=self.index if self.head is None else None)
         if shared and self.head is None:
-            slot.message, *slot.messages = passed_on((slot.message, *slot.messages), [leaves[i] for i in shared])
+            slot.message, *slot.messages = mark_shared((slot.message, *slot.messages), [leaves[i] for i in shared])
 
     def _explain(self, error: RuntimeError) -> None:
         """Of an error in a module that was given a leaf."""
         if "leaf Variable that requires grad" in str(error):
-            self.calm_in = self.calm_again_in = self.plain_in = _NEVER
-            self.moody = True
+            self.no_input_mutation_in = self.no_input_mutation_recomputing_in = self.fast_path_in = _NO_MODE
+            self.mutates_sometimes = True
             error.add_note("the stage changes its input in place, and did not before: run the step again")
 
     def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
@@ -212,31 +351,31 @@ class StageEngine:
         changed = [leaf for i, leaf in zip(wants, inputs, strict=True) if leaves[i]._version]
         for leaf in changed:  # what the stage before saved of its output is no longer that
             increment_version(leaf)
-        if wants and not changed and not self.moody:
-            self.calm_in = self.mode
+        if wants and not changed and not self.mutates_sometimes:
+            self.no_input_mutation_in = self.mode
             around = (self.around, self.randomness, self.norms, self.head)
             if self.takes == self.gives == 1 and all(one is None for one in around):
-                self.plain_in = self.mode
+                self.fast_path_in = self.mode
         elif changed:
-            self.calm_in = self.plain_in = _NEVER
+            self.no_input_mutation_in = self.fast_path_in = _NO_MODE
 
     def _call(self, microbatch: int, value: Any, slot: Slot) -> Any:
         if slot.replay is not None:
-            here.microbatch = slot.replay.moment
+            forward_state.microbatch = slot.replay.moment
         else:
-            here.microbatch = self.moments[microbatch] if self.moments else None
+            forward_state.microbatch = self.moments[microbatch] if self.moments else None
         try:
             output = self.module(value) if self.takes == 1 else self.module(*value)
             return output if self.head is None else self.head(microbatch, output)
         finally:
-            here.microbatch = None
+            forward_state.microbatch = None
 
     def backward(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
         """Turn the gradients of the outputs into those of the inputs (``slot.grads``) and of the parameters."""
         roots, inputs = slot.roots, slot.inputs
         for grad in grads:
             if grad is None:
-                roots, grads = _present(roots, grads)
+                roots, grads = _drop_missing_grads(roots, grads)
                 break
         if roots and self.norms is None:
             _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
@@ -252,7 +391,7 @@ class StageEngine:
             for leaf in inputs:
                 leaf.grad = None
         if slot.shares:
-            slot.rows = share_out(slot.grads, slot.shares)
+            slot.rows = split_grads(slot.grads, slot.shares)
         slot.inputs = slot.roots = ()
 
     def input_gradient(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
@@ -275,7 +414,7 @@ class StageEngine:
         self, grads: Sequence[Tensor | None], slot: Slot, wanted: Sequence[Tensor], keep: bool
     ) -> Sequence[Tensor | None]:
         """Like ``backward``, but the gradients of ``wanted`` are returned, and no ``.grad`` is touched."""
-        roots, grads = _present(slot.roots, grads)
+        roots, grads = _drop_missing_grads(slot.roots, grads)
         targets = (*slot.inputs, *wanted)
         found: list[Tensor | None]
         if not roots or not targets:
@@ -285,11 +424,11 @@ class StageEngine:
                 found = list(_run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
         slot.grads = found[: len(slot.inputs)]
         if slot.shares:
-            slot.rows = share_out(slot.grads, slot.shares)
+            slot.rows = split_grads(slot.grads, slot.shares)
         return found[len(slot.inputs) :]
 
 
-def _present(
+def _drop_missing_grads(
     roots: Sequence[GradientEdge], grads: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
     """Without the outputs that no gradient came for."""

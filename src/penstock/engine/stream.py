@@ -14,16 +14,15 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from penstock.engine.batchnorm import committing, norms_of
-from penstock.engine.context import ambient, surround
-from penstock.engine.inputs import cut
-from penstock.engine.local import Job, LocalCrew
-from penstock.engine.microbatch import join
-from penstock.engine.runner import Ends
-from penstock.engine.settle import Settlement
-from penstock.engine.slot import Slot
-from penstock.engine.tree import unflatten
-from penstock.engine.workers import Report
+from penstock.engine.context import begin_run, caller_context
+from penstock.engine.loss import ModelLoss
+from penstock.engine.message import unflatten
+from penstock.engine.microbatch import join, split_inputs
+from penstock.engine.recompute.batchnorm import commit_statistics, deferred_statistics_of
+from penstock.engine.runner import PipelineIO
+from penstock.engine.stage import Slot
+from penstock.engine.threads import ThreadExecutor, ThreadProgram
+from penstock.engine.workers import RunReport
 from penstock.schedule.lower import lower
 
 __all__ = ["stream"]
@@ -33,15 +32,15 @@ AHEAD = 2
 
 
 @dataclass
-class _UnderWay:
-    job: Job
-    report: Report
-    settlement: Settlement
+class _InFlightBatch:
+    job: ThreadProgram
+    report: RunReport
+    model_loss: ModelLoss
 
 
-def stream(crew: LocalCrew, values: Iterable[Any]) -> Iterator[Any]:
+def stream(crew: ThreadExecutor, values: Iterable[Any]) -> Iterator[Any]:
     """The outputs of each value, in order. The pipeline is taken up by it until it ends or is closed."""
-    waiting: deque[_UnderWay] = deque()
+    waiting: deque[_InFlightBatch] = deque()
     crew.streaming = True
     try:
         for value in values:
@@ -61,25 +60,28 @@ def stream(crew: LocalCrew, values: Iterable[Any]) -> Iterator[Any]:
         crew.streaming = False
 
 
-def _start(crew: LocalCrew, value: Any) -> _UnderWay:
-    sizes, messages = cut(value, crew.source.count, crew.stages[0].device)
+def _start(crew: ThreadExecutor, value: Any) -> _InFlightBatch:
+    sizes, messages = split_inputs(value, crew.source.count, crew.stages[0].device)
     programs = lower(crew.source.forward_only(len(sizes)), crew.edges)
     slots = {(s, k): Slot() for program in programs for s, k in program.slots}
     inputs = [message.detached()._replace(wants=()) for message in messages]
     job = crew.compile(
-        [program.instructions for program in programs], len(sizes), slots, Ends(inputs, outputs=[None] * len(sizes))
+        [program.instructions for program in programs],
+        len(sizes),
+        slots,
+        PipelineIO(inputs, outputs=[None] * len(sizes)),
     )
-    state, occasion = ambient(), crew.occasions.next(training=False)
-    batch = _UnderWay(job, Report(SimpleQueue()), Settlement(()))
+    state, run_name = caller_context(), crew.run_names.next(training=False)
+    batch = _InFlightBatch(job, RunReport(SimpleQueue()), ModelLoss(()))
 
     def part(rank: int, task: Callable[[], None]) -> None:
         """A worker prepares its own stages: others may still be busy with the mini-batch before."""
         own = [stage for s, stage in crew.stages.items() if crew.placement[s] == rank]
-        surround(own, state, len(sizes), occasion)
+        begin_run(own, state, len(sizes), run_name)
         if crew.placement[-1] == rank:
             crew.head.begin(sizes, None, None)
-            batch.settlement = crew.head.settlement
-        with committing(norms_of({stage.index: stage for stage in own})):
+            batch.model_loss = crew.head.model_loss
+        with commit_statistics(deferred_statistics_of({stage.index: stage for stage in own})):
             task()
 
     tasks = [partial(part, rank, task) for rank, task in enumerate(crew.tasks(job, grad=False))]
@@ -87,7 +89,7 @@ def _start(crew: LocalCrew, value: Any) -> _UnderWay:
     return batch
 
 
-def _take(crew: LocalCrew, batch: _UnderWay) -> Any:
+def _take(crew: ThreadExecutor, batch: _InFlightBatch) -> Any:
     try:
         crew.workers.wait(batch.report, batch.job.cancel, crew.patience(batch.job).look)
     except BaseException:
@@ -95,4 +97,4 @@ def _take(crew: LocalCrew, batch: _UnderWay) -> Any:
         raise
     assert batch.job.ends.outputs is not None
     messages = [message for message in batch.job.ends.outputs if message is not None]
-    return batch.settlement.settle(join([unflatten(message.leaves, message.spec) for message in messages]))
+    return batch.model_loss.settle(join([unflatten(message.leaves, message.spec) for message in messages]))

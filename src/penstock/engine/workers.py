@@ -14,51 +14,53 @@ import torch
 from penstock.engine.channel.local import Cancelled
 from penstock.errors import PipelineError
 
-__all__ = ["Report", "Workers"]
+__all__ = ["RunReport", "WorkerThreads"]
 
-Job = Callable[[], None]
-Inbox: TypeAlias = "SimpleQueue[tuple[Job, Report] | None]"
+Task = Callable[[], None]
+Inbox: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
 _threads_lock = threading.Lock()
 
-LOOK = 0.2  # seconds of silence after which the one who waits looks around
+POLL_SECONDS = 0.2  # seconds of silence after which the one who waits looks around
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """How the jobs of one run ended, in that order; ``news`` wakes whoever waits for the next one."""
 
     news: SimpleQueue[None]
     outcomes: list[BaseException | None] = field(default_factory=list)
 
 
-class Workers:
+class WorkerThreads:
     """Runs one job per rank at a time, all at once, and waits for them all."""
 
     def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
         """One worker per device; ``cpu_threads`` is how many threads an operator may use on the CPU in each of them."""
         self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
         self._threads = [
-            threading.Thread(target=_work, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True)
+            threading.Thread(
+                target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
+            )
             for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
         ]
         for thread in self._threads:
             thread.start()
         self._end = weakref.finalize(self, _stop, self.inboxes)
 
-    def run(self, jobs: Sequence[Job], cancel: Callable[[], None], look: Callable[[], None]) -> None:
+    def run(self, jobs: Sequence[Task], cancel: Callable[[], None], look: Callable[[], None]) -> None:
         """Run ``jobs[r]`` on worker ``r``. The first failure cancels the others and is raised here."""
         self.wait(self.start(jobs), cancel, look)
 
-    def start(self, jobs: Sequence[Job]) -> Report:
+    def start(self, jobs: Sequence[Task]) -> RunReport:
         """Give ``jobs[r]`` to worker ``r``, which does it when it is done with those it was given before."""
         if self.closed:
             raise PipelineError("this pipeline was closed: build a new one from its plan")
-        report = Report(SimpleQueue())
+        report = RunReport(SimpleQueue())
         for inbox, job in zip(self.inboxes, jobs, strict=True):
             inbox.put((job, report))
         return report
 
-    def wait(self, report: Report, cancel: Callable[[], None], look: Callable[[], None]) -> None:
+    def wait(self, report: RunReport, cancel: Callable[[], None], look: Callable[[], None]) -> None:
         """Wait for jobs that were started. The first failure cancels the others and is raised here.
 
         Meanwhile ``look`` is called from time to time. If it raises a ``PipelineError``, the waiting is over: the
@@ -67,7 +69,7 @@ class Workers:
         failure: BaseException | None = None
         while len(report.outcomes) < len(self.inboxes):
             try:
-                if not _got_news(report):
+                if not _wait_for_outcome(report):
                     look()
                 errors = [error for error in report.outcomes if error is not None]
             except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
@@ -101,9 +103,9 @@ class Workers:
         return not self._end.alive
 
 
-def _got_news(report: Report) -> bool:
+def _wait_for_outcome(report: RunReport) -> bool:
     try:
-        report.news.get(timeout=LOOK)
+        report.news.get(timeout=POLL_SECONDS)
     except Empty:
         return False
     return True
@@ -114,7 +116,7 @@ def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:
         inbox.put(None)
 
 
-def _work(inbox: Inbox, device: torch.device, cpu_threads: int | None) -> None:
+def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int | None) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # gives this thread the device's context, which cuBLAS complains to be without

@@ -1,14 +1,9 @@
-"""What a model costs on this machine: every layer measured as a stage, at one or more sizes of micro-batches.
-
-    profile = measure_costs(model, sample)             # sample: what the model is called with
-    profile.save("costs.json")
-    profile.at(16).layers[0].forward                   # seconds
-
-Bytes are exact; times are medians of means. The model is left as it was.
-"""
+"""How much an optimizer keeps for the parameters that it trains."""
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -19,32 +14,89 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from penstock.engine.inputs import cut_targets
-from penstock.engine.microbatch import batch_size, scatter
+from penstock.engine.microbatch import batch_size, scatter, split_targets
 from penstock.errors import PlanError
-from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, SharedParameters
-from penstock.profile.counted import clock_of
-from penstock.profile.hardware import Hardware, hardware_of
-from penstock.profile.sizes import Profile
-from penstock.profile.states import OptimizerLike, states_per_byte
+from penstock.profile.analytic import Hardware, get_hardware
+from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, Profile, SharedParameters
+from penstock.profile.flop_counter import analytic_clock
 from penstock.profile.timing import Runs, Times, medians_of, overhead_of, runs_of
-from penstock.screen import Screen, screen
-from penstock.split.fronts import line_of
-from penstock.split.line import Line
-from penstock.split.measure import Turn, measure
+from penstock.progress_ui import ProgressUI, progress_ui
+from penstock.split import chain_of
+from penstock.split.chain import LayerChain
+from penstock.split.measure import LayerRun, Measurement, measure, tensor_bytes
+from penstock.split.module_state import ModuleState
 from penstock.split.plan import Plan
-from penstock.split.trial import call_of, devices_of
-from penstock.split.untouched import Untouched
-from penstock.split.weights import Measurement, tensor_bytes
+from penstock.split.sample import accelerators_of, sample_arguments
+from penstock.suggest import did_you_mean
 
-__all__ = ["measure_costs"]
+__all__ = ["OptimizerLike", "measure_costs", "optimizer_state_ratio"]
+
+OptimizerLike = str | float | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
+"""A name, how many times the parameters' bytes, an optimizer, or what makes one from parameters, such as its class."""
+
+STATES = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0, "adamw": 2.0, "adagrad": 1.0, "rmsprop": 1.0, "lion": 1.0}
+"""Values of an optimizer's state for each value of a parameter, of the same type."""
+
+
+def optimizer_state_ratio(optimizer: OptimizerLike, dtype: torch.dtype) -> float:
+    """The bytes of state for each byte of a parameter of this type.
+
+    An optimizer is asked by a step with a small parameter. What does not grow with the parameter (a count of steps, a
+    row and a column of it) is left out.
+    """
+    if optimizer is None:
+        return 0.0
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in STATES:
+            hint = did_you_mean(optimizer.lower(), STATES, otherwise=f": known are {', '.join(STATES)}")
+            raise PlanError(f"optimizer {optimizer!r} is not known by name{hint}. Its class would do as well")
+        return STATES[optimizer.lower()]
+    if isinstance(optimizer, bool) or (isinstance(optimizer, int | float) and not 0 <= optimizer < float("inf")):
+        raise PlanError(f"optimizer={optimizer!r} must be how many times the bytes of parameters its states take")
+    if isinstance(optimizer, int | float):
+        return float(optimizer)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
+            trial = _trial(optimizer, parameter)
+            parameter.grad = torch.ones_like(parameter)
+            trial.step()
+            state: dict[str, Any] = trial.state[parameter]
+    except Exception as error:
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise PlanError(
+            f"{name} cannot be asked what it keeps ({type(error).__name__}: {error}): say optimizer=2.0, how many "
+            "times the bytes of the parameters its states take"
+        ) from error
+    grown = [value for value in state.values() if isinstance(value, Tensor) and value.numel() == parameter.numel()]
+    return sum(value.numel() * value.element_size() for value in grown) / (parameter.numel() * dtype.itemsize)
+
+
+def _trial(optimizer: Any, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    """An optimizer like this one, for another parameter."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        made: torch.optim.Optimizer = optimizer([parameter])
+        return made
+    other = copy.copy(optimizer)
+    other.state = defaultdict(dict)
+    other.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
+    return other
+
+
+# What a model costs on this machine: every layer measured as a stage, at one or more sizes of micro-batches.
+#
+#     profile = measure_costs(model, sample)             # sample: what the model is called with
+#     profile.save("costs.json")
+#     profile.at(16).layers[0].forward                   # seconds
+#
+# Bytes are exact; times are medians of means. The model is left as it was.
 
 TURNS = 4  # of each layer, where there is time
 _NARROW = (torch.bfloat16, torch.float16)
 
 
 def measure_costs(
-    model: nn.Module | Line | Plan,
+    model: nn.Module | LayerChain | Plan,
     sample: Any,
     *,
     device: str | torch.device | None = None,
@@ -56,7 +108,7 @@ def measure_costs(
     accumulate: str | None = None,
     threads: int | None = None,
     hardware: str | Hardware | None = None,
-    progress: Screen | None = None,
+    progress: ProgressUI | None = None,
 ) -> Profile:
     """Measure every layer of a model for about ``seconds`` altogether, and longer where few runs take that long.
 
@@ -72,25 +124,25 @@ def measure_costs(
     line = _line(model)
     if not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf"):
         raise PlanError(f"seconds={seconds!r} must be a number from 0 up")
-    there_not_here = None if hardware is None else hardware_of(hardware)
-    clock = None if there_not_here is None else clock_of(there_not_here)
+    there_not_here = None if hardware is None else get_hardware(hardware)
+    clock = None if there_not_here is None else analytic_clock(there_not_here)
     if accumulate not in (None, "fp32"):
         raise PlanError(f"accumulate={accumulate!r} must be None or 'fp32', as the pipeline's")
-    call_of(sample)  # or an error, and so is what has no values yet:
-    devices_of(line.model, sample)
+    sample_arguments(sample)  # or an error, and so is what has no values yet:
+    accelerators_of(line.model, sample)
     there, spread = _device(line, sample, device)
     parts = _parts(sample, targets, loss_fn, sizes)
     dtypes = {parameter.dtype for parameter in line.model.parameters()}
     count = len(line.layers)
     others = 2 * sum(map(tensor_bytes, line.model.parameters()))
     found = []
-    with _threads(threads), _as_before(), screen() if progress is None else nullcontext(progress) as shown:
-        states = {dtype: states_per_byte(optimizer, dtype) for dtype in dtypes}
+    with _threads(threads), _as_before(), progress_ui() if progress is None else nullcontext(progress) as shown:
+        states = {dtype: optimizer_state_ratio(optimizer, dtype) for dtype in dtypes}
         nothing = overhead_of(there, min(0.2, seconds / 20)) if clock is None else Times(0.0, 0.0, 0.0, 0.0, 0.0)
         for samples, part, wanted in parts:
             runs: list[list[Runs]] = [[] for _ in range(count)]
 
-            def timer(turn: Turn, shown: Screen = shown, runs: list[list[Runs]] = runs) -> tuple[float, float]:
+            def timer(turn: LayerRun, shown: ProgressUI = shown, runs: list[list[Runs]] = runs) -> tuple[float, float]:
                 runs[turn.index].append(runs_of(turn, there, seconds / len(parts) / count / TURNS, others, clock))
                 shown.advance(f"{turn.name} ({turn.index + 1} of {count})")
                 return 0.0, 0.0  # what else is measured are bytes
@@ -109,13 +161,13 @@ def measure_costs(
     return Profile(tuple(found))
 
 
-def _line(model: nn.Module | Line | Plan) -> Line:
+def _line(model: nn.Module | LayerChain | Plan) -> LayerChain:
     if isinstance(model, Plan):
         return model.attached()
-    return model if isinstance(model, Line) else line_of(model)
+    return model if isinstance(model, LayerChain) else chain_of(model)
 
 
-def _device(line: Line, sample: Any, device: str | torch.device | None) -> tuple[torch.device, bool]:
+def _device(line: LayerChain, sample: Any, device: str | torch.device | None) -> tuple[torch.device, bool]:
     """Where the layers run, with its number, and whether that is on other devices as well."""
     if device is None:
         members = (*line.model.parameters(), *line.model.buffers())
@@ -129,14 +181,14 @@ def _device(line: Line, sample: Any, device: str | torch.device | None) -> tuple
 
 
 def _finish(loss_fn: Callable[[Any, Any], Any], targets: Any, device: torch.device) -> Callable[[Any], Any]:
-    (there,) = cut_targets(targets, (batch_size(targets, "targets") or 1,), device)
+    (there,) = split_targets(targets, (batch_size(targets, "targets") or 1,), device)
     return lambda output: loss_fn(output, there)
 
 
 @contextmanager
 def _as_before() -> Iterator[None]:
     """Leave the random generators as they were: what torch imports on its way draws numbers, too."""
-    before = Untouched(())
+    before = ModuleState(())
     try:
         yield
     finally:
@@ -181,7 +233,7 @@ def _first(value: Any, samples: int, whole: int) -> Any:
 
 
 def _costs(
-    line: Line,
+    line: LayerChain,
     samples: int,
     measured: Measurement,
     timed: Sequence[Times],
@@ -228,7 +280,7 @@ def _gradient_bytes(parameter: nn.Parameter, accumulate: str | None) -> int:
     return parameter.numel() * (4 if wide else parameter.element_size())
 
 
-def _crossings(line: Line, measured: Measurement) -> tuple[Crossing, ...]:
+def _crossings(line: LayerChain, measured: Measurement) -> tuple[Crossing, ...]:
     """What crosses from layer to layer; values are listed where one goes to several layers."""
     edges = line.edges([(layer,) for layer in line.layers])
     found = []
@@ -242,7 +294,7 @@ def _crossings(line: Line, measured: Measurement) -> tuple[Crossing, ...]:
     return tuple(found)
 
 
-def _shared(line: Line) -> tuple[SharedParameters, ...]:
+def _shared(line: LayerChain) -> tuple[SharedParameters, ...]:
     """Parameters that several layers have, by which layers."""
     users: dict[int, tuple[Tensor, list[int]]] = {}
     for i, layer in enumerate(line.layers):

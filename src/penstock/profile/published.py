@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import PlanError
+from penstock.profile.analytic import HARDWARE, MODELS, analytic_costs
 from penstock.profile.costs import ModelCosts
-from penstock.profile.described import MODELS
-from penstock.profile.hardware import HARDWARE
-from penstock.profile.paper import costs_on_paper
 
 __all__ = ["LEFT_OPEN", "PUBLISHED", "Published", "step_on_paper"]
 
@@ -47,7 +45,7 @@ class Published:
 
     def costs(self, *, half_layers: bool = False) -> ModelCosts:
         """What the layers should cost."""
-        return costs_on_paper(
+        return analytic_costs(
             self.model,
             self.hardware,
             samples=self.microbatch,

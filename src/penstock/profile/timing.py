@@ -1,25 +1,4 @@
-"""How long a layer takes as a stage: F, B, I, W and R, by the engine itself.
-
-A backward that is split leaves for W what the engine can put off (linear, convolution, embedding, norm) and does the
-rest in I. What that is in a given layer is the engine's to know, so it is the engine that runs here, on one
-micro-batch over and over:
-
-    as a stage that keeps its activations     F B   F I W   F B   F I W   …
-    as a stage that is recomputed             F R B   F R B   …
-
-Gradients are summed from one run to the next, as they are from the second micro-batch of a step on. Each action takes
-some microseconds beside its layers: these are known from a stage that does nothing, and taken off.
-
-Layers take turns several times, and the medians are those of all turns: a machine that is slower for a while is so for
-all layers alike, and they are weighed against each other as they are.
-
-A layer that runs over and over finds its weights in the caches of a CPU. In a step others run between, so as much is
-read before each action as these have; but not what comes to the layer, which has just been made.
-
-A GPU works while the next work is launched, and waits where launching takes longer. So it is not waited for, and an
-action runs on some micro-batches in a row: the first is launched by a host that comes from something else, which takes
-it longer, as it does with the first layer of a stage; the others tell what a layer takes after a layer.
-"""
+"""How long some work takes on a device: by the host's clock, or by a GPU's own."""
 
 from __future__ import annotations
 
@@ -33,20 +12,74 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.buffers import Unnoticed, version_of
-from penstock.engine.context import ambient, surround
-from penstock.engine.message import Message, merge
-from penstock.engine.randomness import Randomness
-from penstock.engine.replay import Replay
-from penstock.engine.saved import deferred_bytes
-from penstock.engine.slot import Slot
-from penstock.engine.stage import StageEngine
-from penstock.engine.tree import flatten
-from penstock.profile.clock import Clock, alone, span
-from penstock.split.measure import LONG, REPEATS, Turn
-from penstock.split.trial import roots_of
+from penstock.engine.context import begin_run, caller_context
+from penstock.engine.message import Message, flatten, merge_messages
+from penstock.engine.recompute.buffers import BufferGuard, version_of
+from penstock.engine.recompute.rng import StageRng
+from penstock.engine.recorder import deferred_bytes
+from penstock.engine.stage import SavedForward, Slot, StageEngine
+from penstock.split.measure import LONG_LAYER, REPEATS, LayerRun
+from penstock.split.sample import backward_roots
 
-__all__ = ["Runs", "Times", "medians_of", "overhead_of", "runs_of"]
+__all__ = ["Clock", "Runs", "Span", "Times", "measure_time", "medians_of", "overhead_of", "runs_of", "single_gpu"]
+
+Span = Callable[[], float]
+"""The seconds of some work; a GPU is waited for when they are asked for."""
+
+Clock = Callable[[Callable[[], object], set[torch.device]], Span]
+"""Does some work, on some devices, and has the seconds that it takes."""
+
+
+def measure_time(work: Callable[[], object], devices: set[torch.device]) -> Span:
+    """Do some work, and take the time that it takes: on the device, if all of it is on one GPU."""
+    if (device := single_gpu(devices)) is not None:
+        with torch.cuda.device(device):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began.record()
+            work()
+            ended.record()
+
+        def on_device() -> float:
+            ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1000
+
+        return on_device
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    start = perf_counter()
+    work()
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    took = perf_counter() - start
+    return lambda: took
+
+
+def single_gpu(devices: set[torch.device]) -> torch.device | None:
+    """The GPU that does all the work."""
+    return next((device for device in devices if len(devices) == 1 and device.type == "cuda"), None)
+
+
+# How long a layer takes as a stage: F, B, I, W and R, by the engine itself.
+#
+# A backward that is split leaves for W what the engine can put off (linear, convolution, embedding, norm) and does the
+# rest in I. What that is in a given layer is the engine's to know, so it is the engine that runs here, on one
+# micro-batch over and over:
+#
+#     as a stage that keeps its activations     F B   F I W   F B   F I W   …
+#     as a stage that is recomputed             F R B   F R B   …
+#
+# Gradients are summed from one run to the next, as they are from the second micro-batch of a step on. Each action takes
+# some microseconds beside its layers: these are known from a stage that does nothing, and taken off.
+#
+# Layers take turns several times, and the medians are those of all turns: a machine that is slower for a while is so
+# for all layers alike, and they are weighed against each other as they are.
+#
+# A layer that runs over and over finds its weights in the caches of a CPU. In a step others run between, so as much is
+# read before each action as these have; but not what comes to the layer, which has just been made.
+#
+# A GPU works while the next work is launched, and waits where launching takes longer. So it is not waited for, and an
+# action runs on some micro-batches in a row: the first is launched by a host that comes from something else, which
+# takes it longer, as it does with the first layer of a stage; the others tell what a layer takes after a layer.
 
 ENOUGH = 1000  # runs, for any median
 DISTURBED = 3  # times as long as the median, or longer: it was not the layer that took it
@@ -86,7 +119,9 @@ def overhead_of(device: torch.device, budget: float) -> Times:
     devices = set() if device.type == "cpu" else {device}
     with torch.inference_mode(False), torch.enable_grad():
         value = torch.ones(1, device=device, requires_grad=True)
-        return medians_of([runs_of(Turn(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)])[1]
+        return medians_of([runs_of(LayerRun(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)])[
+            1
+        ]
 
 
 @dataclass(frozen=True)
@@ -121,7 +156,7 @@ def _mean(seconds: Sequence[float]) -> float:
     return fmean(one for one in seconds if one <= most)
 
 
-def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0, clock: Clock | None = None) -> Runs:
+def runs_of(turn: LayerRun, device: torch.device, budget: float, others: int = 0, clock: Clock | None = None) -> Runs:
     """Run a layer's actions for about ``budget`` seconds; they have run before what is counted.
 
     ``others`` are the bytes that the other layers have, of parameters and gradients. With a ``clock`` that tells the
@@ -130,16 +165,18 @@ def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0, cl
     module = turn.stage if turn.targets else _Roots(turn.stage)
     takes, gives = len(turn.values), max(1, len(turn.targets))
     forget = _forgetting(min(others, FORGOTTEN)) if device.type == "cpu" and clock is None else None
-    in_a_row = clock is None and alone(turn.devices) is not None and not _changes_buffers(turn)
+    in_a_row = clock is None and single_gpu(turn.devices) is not None and not _changes_buffers(turn)
     numbers = list(range(IN_A_ROW if in_a_row else 1))
 
     def timed(action: Callable[..., object], *arguments: Sequence[Any], hot: Iterable[Tensor | None] = ()) -> _Timed:
         if forget is not None:
             forget(hot)
-        return _Timed(action, list(zip(*arguments, strict=True)), turn.devices, clock or span)
+        return _Timed(action, list(zip(*arguments, strict=True)), turn.devices, clock or measure_time)
 
     def fresh() -> Message:
-        return merge([_message(value) for value in turn.inputs()])[0] if takes > 1 else _message(turn.inputs()[0])
+        return (
+            merge_messages([_message(value) for value in turn.inputs()])[0] if takes > 1 else _message(turn.inputs()[0])
+        )
 
     def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[_Timed, list[list[Tensor | None]]]:
         """And gradients for what they give."""
@@ -162,8 +199,8 @@ def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0, cl
         return [forward, backward, input_gradient, timed(keeping.weight_gradient, splits)]
 
     again = StageEngine(turn.index, module, device, takes=takes, gives=gives)
-    again.randomness, again.unnoticed = Randomness(module, device, None), Unnoticed(module)
-    dropped = [Slot(replay=Replay()) for _ in numbers]
+    again.randomness, again.unnoticed = StageRng(module, device, None), BufferGuard(module)
+    dropped = [Slot(replay=SavedForward()) for _ in numbers]
 
     def recomputed() -> list[_Timed]:
         _, grads = forwards(again, dropped)
@@ -173,9 +210,9 @@ def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0, cl
             slot.clear()
         return [recompute]
 
-    surround((keeping, again), ambient(), len(numbers), "measuring")
+    begin_run((keeping, again), caller_context(), len(numbers), "measuring")
     with ExitStack() as stack:
-        for kind, *_ in ambient().autocast:  # forwards enter it by themselves; a backward runs outside of it
+        for kind, *_ in caller_context().autocast:  # forwards enter it by themselves; a backward runs outside of it
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(again.close)
         if clock is not None:
@@ -183,7 +220,7 @@ def runs_of(turn: Turn, device: torch.device, budget: float, others: int = 0, cl
         return Runs(_repeated(kept, budget * 0.8), _repeated(recomputed, budget * 0.2), waiting[0])
 
 
-def _changes_buffers(turn: Turn) -> bool:
+def _changes_buffers(turn: LayerRun) -> bool:
     """Whether a forward does, so that the backward of the one before it might miss what it saw."""
     buffers = list(turn.stage.buffers())
     before = [version_of(buffer) for buffer in buffers]
@@ -197,7 +234,7 @@ class _Timed:
     """An action on micro-batches in a row, done, and what it took."""
 
     def __init__(
-        self, action: Callable[..., object], calls: list[Any], devices: set[torch.device], clock: Clock = span
+        self, action: Callable[..., object], calls: list[Any], devices: set[torch.device], clock: Clock = measure_time
     ) -> None:
         self.others = len(calls) - 1
         self.first = clock(lambda: action(*calls[0]), devices)
@@ -216,7 +253,7 @@ class _Roots(nn.Module):
         self.stage = stage
 
     def forward(self, *values: Any) -> Any:
-        return roots_of(self.stage(*values))
+        return backward_roots(self.stage(*values))
 
 
 def _forgetting(size: int) -> Callable[[Iterable[Tensor | None]], None] | None:
@@ -268,5 +305,5 @@ def _took(run: list[_Timed]) -> tuple[Took, ...]:
 
 
 def _settled(runs: list[tuple[Took, ...]]) -> bool:
-    enough = len(runs) >= 2 and min(sum(first for first, _ in took) for took in runs) > LONG
+    enough = len(runs) >= 2 and min(sum(first for first, _ in took) for took in runs) > LONG_LAYER
     return len(runs) >= REPEATS or enough

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action
-from penstock.schedule.auto import Found, auto
-from penstock.schedule.dualpipev import dualpipev
-from penstock.schedule.forward_only import forward_only
-from penstock.schedule.gpipe import gpipe
+from penstock.schedule.dualpipe_v import dualpipev
+from penstock.schedule.fill_drain import forward_only, gpipe, looped_bfs, sharded
 from penstock.schedule.interleaved import interleaved
-from penstock.schedule.looped_bfs import looped_bfs
 from penstock.schedule.one_f_one_b import one_f_one_b
-from penstock.schedule.registry import SCHEDULES, ScheduleKind, build, find
-from penstock.schedule.schedule import Schedule
-from penstock.schedule.sharded import sharded
+from penstock.schedule.registry import SCHEDULES, ScheduleKind, build, canonical_name
+from penstock.schedule.schedule import Action, Schedule
+from penstock.schedule.search import SearchResult, auto
 from penstock.schedule.simulate import Costs, Simulation, simulate
-from penstock.schedule.text import from_text, to_text
-from penstock.schedule.torch_csv import from_csv, to_csv
-from penstock.schedule.verify import Report, verify
-from penstock.schedule.vshape import v_half, v_min, zbv
+from penstock.schedule.text import from_csv, from_text, to_csv, to_text
+from penstock.schedule.v_shape import v_half, v_min, zbv
+from penstock.schedule.verify import MemoryReport, verify
 from penstock.schedule.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
-    "Found",
-    "Report",
+    "MemoryReport",
     "Schedule",
     "ScheduleKind",
+    "SearchResult",
     "Simulation",
     "auto",
     "build",
+    "canonical_name",
     "dualpipev",
-    "find",
     "forward_only",
     "from_csv",
     "from_text",

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import COMPUTE
-from penstock.schedule.flow import Edge
+from penstock.schedule.schedule import COMPUTE, Edge
 
 __all__ = ["Costs", "PerEdge", "PerStage"]
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from penstock.schedule.action import Action
 from penstock.schedule.one_f_one_b import alternate, one_f_one_b
-from penstock.schedule.placement import loop
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule, loop
 
-__all__ = ["deal", "interleaved"]
+__all__ = ["even_groups", "interleaved"]
 
 
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
@@ -31,7 +29,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     full, rest = divmod(m, p)
     if 2 * rest > p:
         return interleaved(p, m - rest + p, v).first(m)
-    groups = deal(m, max(1, full))
+    groups = even_groups(m, max(1, full))
 
     def order(r: int) -> list[Action]:
         stages = range(r, p * v, p)
@@ -43,6 +41,6 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     return Schedule.of("interleaved", loop(p, v), map(order, range(p)), m)
 
 
-def deal(m: int, num_groups: int) -> list[range]:
+def even_groups(m: int, num_groups: int) -> list[range]:
     """Micro-batches in groups, as even as can be, the larger ones first."""
     return [range(*pair) for pair in pairwise(-(-m * g // num_groups) for g in range(num_groups + 1))]

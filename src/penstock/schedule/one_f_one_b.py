@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 
-from penstock.schedule.action import Action
-from penstock.schedule.placement import loop
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule, loop
 
 __all__ = ["alternate", "one_f_one_b"]
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import BACKWARD, Action
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import BACKWARD, Action, Schedule
 
 __all__ = ["MODES", "Recompute", "recompute_modes", "with_recompute"]
 

@@ -8,18 +8,15 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from penstock.errors import ScheduleError
-from penstock.schedule.dualpipev import dualpipev
-from penstock.schedule.forward_only import forward_only
-from penstock.schedule.gpipe import gpipe
+from penstock.schedule.dualpipe_v import dualpipev
+from penstock.schedule.fill_drain import forward_only, gpipe, looped_bfs, sharded
 from penstock.schedule.interleaved import interleaved
-from penstock.schedule.looped_bfs import looped_bfs
 from penstock.schedule.one_f_one_b import one_f_one_b
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.sharded import sharded
-from penstock.schedule.vshape import v_half, v_min, zbv
+from penstock.schedule.v_shape import v_half, v_min, zbv
 from penstock.schedule.zero_bubble import zb_h1, zb_h2
 
-__all__ = ["SCHEDULES", "ScheduleKind", "build", "find"]
+__all__ = ["SCHEDULES", "ScheduleKind", "build", "canonical_name"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Schedule:
 
     Only the letters and digits of the name count, in any case: ``"ZB-H1"`` is ``"zb_h1"``.
     """
-    name = find(name)
+    name = canonical_name(name)
     kind = SCHEDULES[name]
     for what, number in (("rank (p)", p), ("micro-batch (m)", m), ("stage per rank (v)", v)):
         if number is not None and number < 1:
@@ -76,7 +73,7 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Schedule:
     return kind.make(p, m)
 
 
-def find(name: str) -> str:
+def canonical_name(name: str) -> str:
     """The name as it stands in ``SCHEDULES``, from any spelling of it."""
 
     def plain(text: str) -> str:

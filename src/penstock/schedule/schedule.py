@@ -1,15 +1,61 @@
-"""A schedule: for each rank, the order in which it does its stages' work. Plain data."""
+"""One unit of work, and its text form: ``2F0`` is the forward of stage 2 on micro-batch 0."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action
 
-__all__ = ["Schedule"]
+__all__ = [
+    "BACKWARD",
+    "COMPUTE",
+    "Action",
+    "Edge",
+    "Schedule",
+    "TopologicalRuns",
+    "edges_of",
+    "loop",
+    "neighbours",
+    "topological_runs",
+    "vee",
+]
+
+COMPUTE = ("F", "R", "B", "I", "W")
+"""Kinds of work: forward, recompute, full backward, input gradient, weight gradient."""
+
+BACKWARD = ("B", "I")
+"""Kinds that turn the gradient of a stage's outputs into the gradient of its inputs."""
+
+_TEXT = re.compile(r"(\d+)([FRBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """Work of one kind, of one stage, on one micro-batch."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of ``str``."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(
+                f"{text!r} is not an action: expected stage, kind ({', '.join(COMPUTE)}) and micro-batch, as in '2F0'"
+            )
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), kind, int(microbatch))
+
+
+# A schedule: for each rank, the order in which it does its stages' work. Plain data.
 
 
 @dataclass(frozen=True)
@@ -77,11 +123,122 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from penstock.notebook import schedule_html
+        from penstock.viz import schedule_html
 
         return schedule_html(self)
 
     def _repr_svg_(self) -> str | None:
-        from penstock.notebook import schedule_svg
+        from penstock.viz import schedule_svg
 
         return schedule_svg(self)
+
+
+# Where stages live: which rank holds which stage.
+#
+# loop, 2 ranks x 2        V, 2 ranks x 2
+#
+# rank 0: stages 0 2       rank 0: stages 0 3
+# rank 1: stages 1 3       rank 1: stages 1 2
+
+
+def loop(p: int, v: int = 1) -> tuple[int, ...]:
+    """``v`` stages on each of ``p`` ranks, going round: stage ``s`` is on rank ``s mod p``."""
+    return tuple(s % p for s in range(p * v))
+
+
+def vee(p: int) -> tuple[int, ...]:
+    """Two stages on each of ``p`` ranks, there and back: the first rank holds the first and the last."""
+    return (*range(p), *reversed(range(p)))
+
+
+# How work flows between ranks: who waits for whom, and an order in which everything can be done.
+
+Edge = tuple[int, int]
+"""A value that crosses from one stage to a later one: (source stage, destination stage)."""
+
+
+def edges_of(schedule: Schedule, edges: Iterable[Edge] | None = None) -> tuple[Edge, ...]:
+    """The given edges, checked, or the chain: every stage feeds the next."""
+    num_stages = schedule.num_stages
+    if edges is None:
+        return tuple((s, s + 1) for s in range(num_stages - 1))
+    unique = tuple(dict.fromkeys(edges))
+    for src, dst in unique:
+        if not 0 <= src < dst < num_stages:
+            raise ScheduleError(
+                f"edge {src}->{dst} is not possible: an edge goes from a stage to a later one, "
+                f"and there are {num_stages} stages (0..{num_stages - 1})"
+            )
+    return unique
+
+
+def neighbours(num_stages: int, edges: Iterable[Edge]) -> tuple[list[list[int]], list[list[int]]]:
+    """For each stage, the stages that feed it, and the stages it feeds."""
+    sources: list[list[int]] = [[] for _ in range(num_stages)]
+    targets: list[list[int]] = [[] for _ in range(num_stages)]
+    for src, dst in edges:
+        sources[dst].append(src)
+        targets[src].append(dst)
+    return sources, targets
+
+
+@dataclass(frozen=True)
+class TopologicalRuns:
+    """The outcome of letting every rank run as far as it can.
+
+    ``runs`` holds (rank, begin, end): the rank did ``orders[rank][begin:end]`` without waiting. Taken one
+    after the other, they respect every dependency. ``stuck`` maps each rank that could not finish to the
+    position where it waits and the stage whose work, on the same micro-batch, it waits for.
+    """
+
+    runs: tuple[tuple[int, int, int], ...]
+    stuck: dict[int, tuple[int, int]]
+
+
+def topological_runs(schedule: Schedule, edges: Iterable[Edge]) -> TopologicalRuns:
+    """Let every rank run as far as it can, in time linear in the number of actions.
+
+    A forward waits for the forwards of the stages that feed it, a backward for the backwards of the stages
+    it feeds. Sends do not block and receives are posted in the sender's order, so nothing else can wait.
+    What a stage needs of itself is taken as given: it is a matter of one rank's order (see ``verify``).
+    """
+    m, size = schedule.num_microbatches, schedule.num_stages * schedule.num_microbatches
+    sources, targets = neighbours(schedule.num_stages, edges)
+    done = bytearray(2 * size)  # forward of stage s on micro-batch k at s*m + k, backward at size + s*m + k
+    position = [0] * schedule.num_ranks
+    waiting: dict[int, list[int]] = {}  # index in done -> ranks that wait for it
+    stuck: dict[int, tuple[int, int]] = {}
+    runs = []
+    ready = list(reversed(range(schedule.num_ranks)))
+    while ready:
+        rank = ready.pop()
+        order = schedule.orders[rank]
+        begin = at = position[rank]
+        while at < len(order):
+            stage, kind, microbatch = order[at]
+            if kind == "F":
+                needed, half = sources[stage], 0
+            elif kind in BACKWARD:
+                needed, half = targets[stage], size
+            else:
+                at += 1
+                continue
+            for other in needed:
+                if not done[half + other * m + microbatch]:
+                    waiting.setdefault(half + other * m + microbatch, []).append(rank)
+                    stuck[rank] = (at, other)
+                    break
+            else:
+                key = half + stage * m + microbatch
+                done[key] = 1
+                if key in waiting:
+                    for other in waiting.pop(key):
+                        del stuck[other]
+                        ready.append(other)
+                at += 1
+                continue
+            break
+        position[rank] = at
+        if at > begin:
+            runs.append((rank, begin, at))
+    return TopologicalRuns(tuple(runs), stuck)

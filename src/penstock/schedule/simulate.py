@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.schedule.costs import Costs
-from penstock.schedule.flow import Edge, edges_of, flow
-from penstock.schedule.schedule import Schedule
-from penstock.schedule.verify import Report, verify
+from penstock.schedule.schedule import Edge, Schedule, edges_of, topological_runs
+from penstock.schedule.verify import MemoryReport, verify
 
-__all__ = ["Costs", "Simulation", "simulate"]
+__all__ = ["Costs", "Prediction", "Simulation", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Simulation:
 
     schedule: Schedule
     costs: Costs
-    report: Report
+    report: MemoryReport
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
 
@@ -71,12 +70,12 @@ class Simulation:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from penstock.notebook import simulation_html
+        from penstock.viz import simulation_html
 
         return simulation_html(self)
 
     def _repr_svg_(self) -> str | None:
-        from penstock.notebook import simulation_svg
+        from penstock.viz import simulation_svg
 
         return simulation_svg(self)
 
@@ -108,7 +107,7 @@ class Simulation:
         return tuple(curve)
 
 
-class _Wire:
+class _Link:
     """One edge, in one direction: when the value of each micro-batch arrives at its other end."""
 
     __slots__ = ("arrival", "channel", "latency", "transfer")
@@ -126,17 +125,17 @@ class _Wire:
         self.arrival[microbatch] = now + self.latency
 
 
-_Wires = dict[str, list[list[_Wire]]]
+_Links = dict[str, list[list[_Link]]]
 """By kind of work and stage."""
 
 
-def _wires(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_Wires, _Wires]:
+def _links(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_Links, _Links]:
     """The wires that each stage's work waits for, and those it sends on.
 
     Forward and backward traffic have channels of their own: one per direction between two ranks.
     """
     stages, m = range(schedule.num_stages), schedule.num_microbatches
-    forward_in, forward_out, backward_in, backward_out = ([list[_Wire]() for _ in stages] for _ in range(4))
+    forward_in, forward_out, backward_in, backward_out = ([list[_Link]() for _ in stages] for _ in range(4))
     channels: dict[tuple[str, int, int], list[float]] = {}
     for src, dst in edges:
         here, there = schedule.placement[src], schedule.placement[dst]
@@ -144,13 +143,13 @@ def _wires(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_Wi
         if here != there:
             latency = costs.of_edge("latency", (src, dst))
             transfer = costs.of_edge("bytes", (src, dst)) / costs.of_edge("bandwidth", (src, dst))
-        forth = _Wire(m, latency, transfer, channels.setdefault(("F", here, there), [0.0]))
+        forth = _Link(m, latency, transfer, channels.setdefault(("F", here, there), [0.0]))
         forward_out[src].append(forth)
         forward_in[dst].append(forth)
-        back = _Wire(m, latency, transfer, channels.setdefault(("B", there, here), [0.0]))
+        back = _Link(m, latency, transfer, channels.setdefault(("B", there, here), [0.0]))
         backward_out[dst].append(back)
         backward_in[src].append(back)
-    none: list[list[_Wire]] = [[] for _ in stages]
+    none: list[list[_Link]] = [[] for _ in stages]
     incoming = {"F": forward_in, "B": backward_in, "I": backward_in, "R": none, "W": none}
     outgoing = {"F": forward_out, "B": backward_out, "I": backward_out, "R": none, "W": none}
     return incoming, outgoing
@@ -166,10 +165,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edg
     edges = edges_of(schedule, edges)
     report = verify(schedule, edges)
     times = costs.durations(schedule.num_stages)
-    incoming, outgoing = _wires(schedule, costs, edges)
+    incoming, outgoing = _links(schedule, costs, edges)
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
-    for rank, begin, stop in flow(schedule, edges).runs:
+    for rank, begin, stop in topological_runs(schedule, edges).runs:
         now = ends[rank][-1] if begin else 0.0
         for stage, kind, microbatch in schedule.orders[rank][begin:stop]:
             for wire in incoming[kind][stage]:
@@ -186,3 +185,29 @@ def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edg
 def _idle(busy: float, total: float) -> float:
     """The fraction of ``total`` that is not ``busy``; nothing is idle where nothing takes time."""
     return max(0.0, 1 - busy / total) if total else 0.0
+
+
+# What a step should take, said before it is run.
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The time of a step, and for each rank of the pipeline the bytes at its peak, as far as they are known.
+
+    ``by`` says whose it is: ``"plan"`` is what a planner found, ``"costs"`` what the ``costs`` of a pipeline come to,
+    ``"replan"`` those of ``pipe.replan``; ``"trace"`` is no prediction in the strict sense, but the simulation of a run
+    with the times that were measured in it.
+    """
+
+    seconds: float
+    by: str
+    memory: tuple[float, ...] | None = None  # all of it: parameters, gradients, states of the optimizer, activations
+    saved: tuple[float, ...] | None = None  # for backwards to come
+    samples: int | None = None  # of a micro-batch, for which it holds; None: of any
+
+    @classmethod
+    def simulated(cls, by: str, schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> Prediction:
+        """Of costs in seconds; and in bytes, where activations are not just counted."""
+        found = simulate(schedule, costs, edges)
+        known = costs.activation != Costs.activation and any(found.peak_memory)
+        return cls(found.makespan, by, saved=tuple(found.peak_memory) if known else None)

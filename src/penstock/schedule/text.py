@@ -9,16 +9,17 @@ Blank lines and other comments are free. A rank without work is a line with a si
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Iterable, Sequence
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule
 
-__all__ = ["Located", "assemble", "from_text", "parse", "to_text"]
+__all__ = ["LocatedAction", "from_csv", "from_rows", "from_text", "parse_action", "to_csv", "to_text"]
 
-Located = tuple[str, Action]
+LocatedAction = tuple[str, Action]
 """Where in a file an action stands ("line 2, column 5"), and the action."""
 
 _NAME = re.compile(r"#\s*name:\s*(.*\S)")
@@ -34,18 +35,18 @@ def to_text(schedule: Schedule) -> str:
 def from_text(text: str) -> Schedule:
     """The inverse of ``to_text``; without a ``# name:`` the schedule's name is "custom"."""
     name = "custom"
-    rows: list[list[Located]] = []
+    rows: list[list[LocatedAction]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if match := _NAME.match(line.strip()):
             name = match[1]
         code = line.partition("#")[0]
         cells = [(f"line {number}, column {cell.start() + 1}", cell[0]) for cell in re.finditer(r"\S+", code)]
         if cells:
-            rows.append([(place, parse(place, cell)) for place, cell in cells if code.strip() != _IDLE])
-    return assemble(name, rows)
+            rows.append([(place, parse_action(place, cell)) for place, cell in cells if code.strip() != _IDLE])
+    return from_rows(name, rows)
 
 
-def parse(place: str, cell: str) -> Action:
+def parse_action(place: str, cell: str) -> Action:
     """One action; an error says where."""
     try:
         return Action.parse(cell)
@@ -53,7 +54,7 @@ def parse(place: str, cell: str) -> Action:
         raise ScheduleError(f"{place}: {error}") from None
 
 
-def assemble(name: str, rows: Sequence[Iterable[Located]]) -> Schedule:
+def from_rows(name: str, rows: Sequence[Iterable[LocatedAction]]) -> Schedule:
     """A schedule from its rows. A stage is placed on the rank in whose row it occurs."""
     orders: list[list[Action]] = [[] for _ in rows]
     rank_of: dict[int, int] = {}
@@ -82,3 +83,39 @@ def assemble(name: str, rows: Sequence[Iterable[Located]]) -> Schedule:
             )
     placement = [rank_of[s] for s in range(len(rank_of))]
     return Schedule.of(name, placement, orders, len(microbatches))
+
+
+# The CSV of torch.distributed.pipelining: a row for each rank, a cell for each action, empty cells for idle time.
+
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)")
+"""What torch adds to a schedule before it runs it. Our own lowering adds its own."""
+
+
+def to_csv(schedule: Schedule) -> str:
+    """What torch's runtime loads as a "compute_only" schedule."""
+    if "R" in schedule.kinds:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has recompute actions (R), which torch.distributed.pipelining does not know; "
+            "write it with to_text instead"
+        )
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(map(str, order) for order in schedule.orders)
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str = "custom") -> Schedule:
+    """A schedule that torch wrote, "compute_only" or "compute_comms". Overlapped actions come one after the other."""
+    rows: list[list[LocatedAction]] = []
+    for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+        row: list[LocatedAction] = []
+        for column, cell in enumerate(map(str.strip, cells), start=1):
+            overlap = _OVERLAP.fullmatch(cell)
+            for part in overlap[1].split(";") if overlap else [cell]:
+                if part and not _LOWERED.fullmatch(part):
+                    place = f"row {number}, column {column}"
+                    row.append((place, parse_action(place, part)))
+        rows.append(row)
+    while rows and not rows[-1]:
+        rows.pop()
+    return from_rows(name, rows)

@@ -7,16 +7,68 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import BACKWARD, COMPUTE, Action
-from penstock.schedule.flow import Edge, Flow, edges_of, flow
-from penstock.schedule.grid import grid
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import (
+    BACKWARD,
+    COMPUTE,
+    Action,
+    Edge,
+    Schedule,
+    TopologicalRuns,
+    edges_of,
+    topological_runs,
+)
 
-__all__ = ["Report", "verify"]
+__all__ = ["MemoryReport", "_grid", "verify"]
+
+
+# The part of a schedule around a fault, drawn as text: one row per rank, an arrow at the wrong cell.
+#
+#           5    6     7    8
+# rank 0:  0F5  0B0   0F6  0B1
+# rank 1:  1B0  1F3  [1F3] 1B1  <-- here
+
+_BEFORE, _AFTER = 5, 3
+"""Columns shown to the left and to the right of the marked one: a fault is mostly explained by its past."""
+
+
+def _grid(schedule: Schedule, marks: Mapping[int, tuple[int, str]]) -> str:
+    """The orders around ``marks``: rank -> (position in its order, what to write beside the arrow).
+
+    Where several ranks are marked, their marked cells are lined up in one column; the position in each
+    rank's order is then written beside the row.
+    """
+    centres = {position for position, _ in marks.values()}
+    common = min(centres, default=0)  # the column that ranks without a mark are shown around
+    aligned = len(centres) <= 1
+    rows: list[list[str]] = []
+    for rank, order in enumerate(schedule.orders):
+        position, _ = marks.get(rank, (common, ""))
+        cells = []
+        for column in range(position - _BEFORE, position + _AFTER + 1):
+            text = str(order[column]) if 0 <= column < len(order) else ""
+            marked = rank in marks and column == position
+            cells.append(f"[{text or '-'}]" if marked else f" {text} ")
+        rows.append(cells)
+    header = [f" {c} " if c >= 0 else "" for c in range(common - _BEFORE, common + _AFTER + 1)]
+    shown = [i for i in range(_BEFORE + _AFTER + 1) if any(row[i].strip() for row in rows)]
+    widths = {i: max(len(row[i]) for row in [*rows, header]) for i in shown}
+    label = max(len(f"rank {rank}: ") for rank in range(max(1, schedule.num_ranks)))
+
+    lines = []
+    if aligned:
+        lines.append(" " * label + "".join(header[i].center(widths[i]) for i in shown).rstrip())
+    for rank, cells in enumerate(rows):
+        line = f"rank {rank}: ".ljust(label) + "".join(cells[i].center(widths[i]) for i in shown)
+        if rank in marks:
+            position, remark = marks[rank]
+            place = "" if aligned else f" (position {position})"
+            line = f"{line} <-- here{place}{': ' if remark else ''}{remark}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class Report:
+class MemoryReport:
     """What each rank keeps at its peak, one entry per rank.
 
     ``peak_in_flight`` counts (stage, micro-batch) pairs between the forward and the end of their last
@@ -46,7 +98,7 @@ _IN_FLIGHT = {"F": 1, "R": 0, "B": -1, "I": 0, "W": -1}
 _DEFERRED = {"F": 0, "R": 0, "B": 0, "I": 1, "W": -1}
 
 
-def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Report:
+def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> MemoryReport:
     """Check that ``schedule`` can run, and say what each rank keeps at its peak.
 
     ``edges`` are the (source stage, destination stage) pairs between which values flow; by default each
@@ -57,7 +109,7 @@ def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Report:
     _check_shape(schedule)
     edges = edges_of(schedule, edges)
     report = _check_orders(schedule)
-    outcome = flow(schedule, edges)
+    outcome = topological_runs(schedule, edges)
     if outcome.stuck:
         _deadlock(schedule, outcome)
     return report
@@ -81,7 +133,7 @@ def _check_shape(schedule: Schedule) -> None:
         _fail(schedule, why, {rank: (0, "")})
 
 
-def _check_orders(schedule: Schedule) -> Report:
+def _check_orders(schedule: Schedule) -> MemoryReport:
     """Every stage does everything once, in its order, where it lives. Counts what is kept on the way."""
     m, num_stages, placement = schedule.num_microbatches, schedule.num_stages, schedule.placement
     if num_stages * m > sum(map(len, schedule.orders)):  # too few to be complete, and perhaps a huge m
@@ -116,7 +168,7 @@ def _check_orders(schedule: Schedule) -> Report:
         flights = [0] * schedule.num_ranks
     counts = [placement.count(rank) for rank in range(schedule.num_ranks)]
     shares = tuple(flight / count for flight, count in zip(flights, counts, strict=True))
-    return Report(tuple(flights), shares, tuple(deferreds))
+    return MemoryReport(tuple(flights), shares, tuple(deferreds))
 
 
 def _misplaced(schedule: Schedule, rank: int, position: int) -> NoReturn:
@@ -175,7 +227,7 @@ def _incomplete(schedule: Schedule, stage: int, microbatch: int, state: int) -> 
     _fail(schedule, f"{missing} of rank {rank} is missing: {rest}", {rank: mark})
 
 
-def _deadlock(schedule: Schedule, outcome: Flow) -> NoReturn:
+def _deadlock(schedule: Schedule, outcome: TopologicalRuns) -> NoReturn:
     """Follow who waits for whom until a rank comes up again: that is the cycle."""
     trail: list[int] = []
     rank = min(outcome.stuck)
@@ -207,5 +259,5 @@ def _place(schedule: Schedule, rank: int, position: int) -> str:
 
 
 def _fail(schedule: Schedule, why: str, marks: Mapping[int, tuple[int, str]] | None = None) -> NoReturn:
-    picture = grid(schedule, marks or {})
+    picture = _grid(schedule, marks or {})
     raise ScheduleError(f"schedule {schedule.name!r}: {why}" + (f"\n\n{picture}" if picture else ""))

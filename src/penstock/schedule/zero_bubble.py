@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action
-from penstock.schedule.placement import loop
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule, loop
 
 __all__ = ["zb_h1", "zb_h2"]
 

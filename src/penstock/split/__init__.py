@@ -2,27 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.split.balance import check_limits, divide
-from penstock.split.block import Stage
-from penstock.split.fronts import line_of
-from penstock.split.line import Groups, Line
-from penstock.split.named_stages import devices_of_stages, groups_by_device, groups_by_name
+from penstock.split.balance import balance_stages, check_limits
+from penstock.split.chain import Groups, LayerChain, SharedWeights, WholeModelChain, build_plan
+from penstock.split.flatten import is_plain_sequential
+from penstock.split.marks import Stage, begin_block_of, cut_points, devices_of_stages, groups_by_device, groups_by_name
 from penstock.split.plan import Edge as Edge
 from penstock.split.plan import Plan as Plan
 from penstock.split.plan import StageSpec as StageSpec
 from penstock.split.plan import Tie as Tie
-from penstock.split.planning import plan_of
-from penstock.split.ties import Shared
-from penstock.split.trial import inputs_of
+from penstock.split.sample import sample_arguments, sample_inputs
+from penstock.split.sequential import SequentialChain
+from penstock.split.trace.errors import CannotTrace, mentions_marks
+from penstock.split.trace.line import TraceChain, trace_chain
+from penstock.split.trunk.line import TrunkChain, trunk_chain
 
-__all__ = ["Edge", "Plan", "StageSpec", "Tie", "split"]
+__all__ = ["Edge", "Plan", "StageSpec", "Tie", "chain_from_recipe", "chain_of", "split"]
+
+
+# The front ends: which one takes a model, and how a saved plan finds its line again.
+
+
+def chain_of(
+    model: nn.Module,
+    *,
+    stages: int | None = None,
+    cuts: Sequence[str] | None = None,
+    blocks: str | None = None,
+    sample: Any = None,
+) -> LayerChain:
+    """The line of a model, by the front end that was asked for, or the one that suits it.
+
+    A Sequential without marks is cut between its layers, a model that says where its trunk is, there; all others are
+    traced. One that cannot be traced can still be one stage.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule) or getattr(model, "_orig_mod", None) is not None:
+        kind = "compiled" if hasattr(model, "_orig_mod") else "scripted"
+        raise PlanError(f"a {kind} model cannot be cut: split the model it was made of, and compile its blocks")
+    if blocks is not None and cuts is not None:
+        raise PlanError("say where to cut once: either cuts=[…] (before these modules) or blocks=… (a list of blocks)")
+    if blocks is not None:
+        return trunk_chain(model, blocks)
+    if cuts is None and not _has_marks(model):
+        if is_plain_sequential(model):
+            return SequentialChain(model)
+        if getattr(model, "_no_split_modules", None):
+            return trunk_chain(model, None)
+    try:
+        return trace_chain(model, stages=stages, cuts=cuts, sample=None if sample is None else sample_arguments(sample))
+    except CannotTrace as error:
+        if stages != 1 or cuts is not None or error.marked or mentions_marks(model) or begin_block_of(model):
+            raise
+        if type(model).forward is nn.Module.forward:  # a list of modules, which nobody can call
+            raise
+    return WholeModelChain(model)
+
+
+def _has_marks(model: nn.Module) -> bool:
+    """Whether there are marks on the model's modules. Those inside of a forward show when it is traced."""
+    return bool(cut_points(model)) or any(begin_block_of(module) is not None for module in model.modules())
+
+
+_FRONT_ENDS: dict[str, Callable[[nn.Module, Mapping[str, Any]], LayerChain]] = {
+    "sequential": lambda model, recipe: chain_of(model),
+    "trace": TraceChain.from_recipe,
+    "trunk": TrunkChain.from_recipe,
+    "whole": lambda model, recipe: WholeModelChain(model),
+}
+
+
+def chain_from_recipe(model: nn.Module, recipe: Mapping[str, Any]) -> LayerChain:
+    """The line that ``recipe``, of a saved plan, describes."""
+    front = recipe.get("front")
+    if front not in _FRONT_ENDS:
+        raise PlanError(f"the plan was made by a front end {front!r} that is not known here")
+    return _FRONT_ENDS[front](model, recipe)
 
 
 def split(
@@ -34,7 +97,7 @@ def split(
     blocks: str | None = None,
     sample: Any = None,
     memory: Any = None,
-    shared_weights: Shared | None = None,
+    shared_weights: SharedWeights | None = None,
 ) -> Plan:
     """Cut ``model`` into stages. The model is not changed: stages hold its own modules, under their own names.
 
@@ -53,26 +116,26 @@ def split(
     ``shared_weights=[("a.weight", "b.weight")]`` makes separate parameters one.
     """
     shared = shared_weights or ()
-    sample = inputs_of(model, sample)
+    sample = sample_inputs(model, sample)
     named = isinstance(stages, (list, tuple))
-    line = line_of(model, stages=None if named else stages, cuts=cuts, blocks=blocks, sample=sample)  # type: ignore[arg-type]
+    line = chain_of(model, stages=None if named else stages, cuts=cuts, blocks=blocks, sample=sample)  # type: ignore[arg-type]
     if not isinstance(stages, (list, tuple)):
-        return plan_of(line, _groups(line, stages, balance, cuts, sample, memory), shared)
+        return build_plan(line, _groups(line, stages, balance, cuts, sample, memory), shared)
     if balance is not None:
         raise PlanError(f"stages={list(stages)} says which blocks each stage has: balance={balance!r} cannot change it")
     groups = groups_by_name(line, stages)
     if memory is not None:
         check_limits(line, groups, memory, sample)
-    plan = plan_of(line, groups, shared)
+    plan = build_plan(line, groups, shared)
     return replace(plan, devices=devices_of_stages(stages) or plan.devices)
 
 
 def _groups(
-    line: Line, stages: Any, balance: Sequence[int] | str | None, cuts: Any, sample: Any, memory: Any
+    line: LayerChain, stages: Any, balance: Sequence[int] | str | None, cuts: Any, sample: Any, memory: Any
 ) -> Groups:
     if stages is None and balance is None and (cuts is not None or line.devices()):
         groups = [(layer,) for layer in line.layers] if cuts is not None else groups_by_device(line)
         if memory is not None:
             check_limits(line, groups, memory, sample)
         return groups
-    return divide(line, balance=balance, stages=stages, sample=sample, memory=memory)
+    return balance_stages(line, balance=balance, stages=stages, sample=sample, memory=memory)

@@ -10,19 +10,18 @@ import torch
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.inwords import exact_size
-from penstock.split.line import Groups, Line
-from penstock.split.measure import measure
-from penstock.split.partition import Bag, OverLimit, partition
-from penstock.split.weights import TRAINED, Measurement, limits_of, memory_pieces, parameter_counts
+from penstock.format import format_size_exact
+from penstock.split.chain import Groups, LayerChain
+from penstock.split.measure import TRAINING_FACTOR, Measurement, layer_memory, measure, memory_limits, parameter_counts
+from penstock.split.partition import MemoryLimitError, WeightPieces, partition
 
-__all__ = ["balance_by_size", "balance_by_time", "check_limits", "divide"]
+__all__ = ["balance_by_size", "balance_by_time", "balance_stages", "check_limits"]
 
-WORDS = ("uniform", "parameters", "time", "memory")
+BALANCE_CRITERIA = ("uniform", "parameters", "time", "memory")
 
 
-def divide(
-    line: Line,
+def balance_stages(
+    line: LayerChain,
     *,
     balance: Sequence[int] | str | None,
     stages: int | None,
@@ -37,23 +36,23 @@ def divide(
     ``memory`` limits the bytes of a stage (a number, ``"16GiB"``, or a list with one for each stage): parameters,
     their gradients, two states of the optimizer for each, and with a sample what backward needs of one forward.
     """
-    if isinstance(balance, str) and balance not in WORDS:
-        _refuse(balance)
+    if isinstance(balance, str) and balance not in BALANCE_CRITERIA:
+        _invalid_balance(balance)
     word = balance if isinstance(balance, str) else None
     if word is not None and stages is None:
         raise PlanError(f"balance={word!r} says what to balance, but not over how many stages: give stages=n too")
     if word is None and (balance is None) == (stages is None):
         raise PlanError("say how to cut: either balance=[2, 2] (layers per stage) or stages=2, not both")
     if word is None and balance is not None:
-        sizes = _given(line, balance)
+        sizes = _check_sizes(line, balance)
     else:
-        count = _count(line, stages)
+        count = _check_stage_count(line, stages)
         word = word or ("parameters" if sample is None else "time")
         if sample is None and word in ("time", "memory"):
             raise PlanError(f"balance={word!r} is measured: give sample=, what the model would be called with")
-        limits = None if memory is None else limits_of(memory, count)
-        measured = _measured(line, sample) if limits is not None or word in ("time", "memory") else None
-        sizes = _even(line, count, word, measured, limits=limits)
+        limits = None if memory is None else memory_limits(memory, count)
+        measured = _measure_if_sample(line, sample) if limits is not None or word in ("time", "memory") else None
+        sizes = _partition_layers(line, count, word, measured, limits=limits)
     ends = list(accumulate(sizes))
     groups = [line.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     if memory is not None and word is None:
@@ -62,7 +61,7 @@ def divide(
 
 
 def balance_by_time(
-    model: nn.Module | Line,
+    model: nn.Module | LayerChain,
     sample: Any,
     stages: int,
     *,
@@ -73,13 +72,13 @@ def balance_by_time(
 
     Layers are measured for about ``timeout`` seconds, on ``device``, or where they are; the model is not changed.
     """
-    line = _line(model)
-    count = _count(line, stages)
-    return _even(line, count, "time", measure(line, sample, timeout=timeout, device=device))
+    line = _chain(model)
+    count = _check_stage_count(line, stages)
+    return _partition_layers(line, count, "time", measure(line, sample, timeout=timeout, device=device))
 
 
 def balance_by_size(
-    model: nn.Module | Line,
+    model: nn.Module | LayerChain,
     sample: Any,
     stages: int,
     *,
@@ -92,40 +91,40 @@ def balance_by_size(
     What counts are the parameters, ``param_scale`` times if they are trained (2: with their gradients; 3 for SGD with
     momentum, 4 for Adam), and what backward needs of one of the ``chunks`` micro-batches of ``sample``.
     """
-    line = _line(model)
-    count = _count(line, stages)
+    line = _chain(model)
+    count = _check_stage_count(line, stages)
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise PlanError(f"chunks must be a positive whole number, got {chunks!r}")
     if not param_scale >= 0:
         raise PlanError(f"param_scale must be a number from 0 up, got {param_scale!r}")
     measured = measure(line, sample, timeout=0.0, device=device)
-    return _even(line, count, "memory", measured, scale=param_scale, chunks=chunks)
+    return _partition_layers(line, count, "memory", measured, scale=param_scale, chunks=chunks)
 
 
-def _line(model: nn.Module | Line) -> Line:
-    from penstock.split.fronts import line_of  # which knows all front ends, some of which balance
+def _chain(model: nn.Module | LayerChain) -> LayerChain:
+    from penstock.split import chain_of  # which knows all front ends, some of which balance
 
-    return model if isinstance(model, Line) else line_of(model)
+    return model if isinstance(model, LayerChain) else chain_of(model)
 
 
-def _measured(line: Line, sample: Any) -> Measurement | None:
+def _measure_if_sample(line: LayerChain, sample: Any) -> Measurement | None:
     return None if sample is None else measure(line, sample)
 
 
-def _even(
-    line: Line,
+def _partition_layers(
+    line: LayerChain,
     stages: int,
     word: str,
     measured: Measurement | None,
     *,
     limits: list[int] | None = None,
-    scale: float = TRAINED,
+    scale: float = TRAINING_FACTOR,
     chunks: int = 1,
 ) -> list[int]:
     pieces: list[dict[Hashable, float]] = []
     if word == "memory" or limits is not None:
-        pieces = memory_pieces(line, measured, scale=scale, chunks=chunks)
-    weights: Sequence[float | Bag]
+        pieces = layer_memory(line, measured, scale=scale, chunks=chunks)
+    weights: Sequence[float | WeightPieces]
     if word == "uniform":
         weights = [1] * len(line.layers)
     elif word == "memory":
@@ -140,53 +139,58 @@ def _even(
         crossing = [0.0, *(line.crossing(cut) for cut in range(1, len(line.layers)))]
     try:
         return partition(weights, stages, crossing=crossing, memory=pieces, limits=limits)
-    except OverLimit as error:
-        raise PlanError(_over(line, stages, limits or [], error, measured)) from None
+    except MemoryLimitError as error:
+        raise PlanError(_limit_message(line, stages, limits or [], error, measured)) from None
 
 
-def _over(line: Line, stages: int, limits: list[int], error: OverLimit, measured: Measurement | None) -> str:
+def _limit_message(
+    line: LayerChain, stages: int, limits: list[int], error: MemoryLimitError, measured: Measurement | None
+) -> str:
     what = "parameters, gradients and optimizer states" + ("" if measured is None else " and activations")
     lines = [f"{len(line.layers)} layers do not fit into {stages} stages with their {what}:"]
     if len(set(limits)) == 1:
         lines.append(
-            f"the limit is {exact_size(limits[0])} a stage, "
-            f"the smallest that fits {exact_size(limits[0] + error.short)}"
+            f"the limit is {format_size_exact(limits[0])} a stage, "
+            f"the smallest that fits {format_size_exact(limits[0] + error.short)}"
         )
     else:
         lines.append(
-            f"each of the limits (the largest is {exact_size(max(limits))}) must grow by {exact_size(error.short)}"
+            f"each of the limits (the largest is {format_size_exact(max(limits))}) must grow by "
+            f"{format_size_exact(error.short)}"
         )
     if error.item is not None:
         lines.append(
-            f"layer {line.layers[error.item]} alone needs {exact_size(error.needs)}: divide it into smaller layers"
+            f"layer {line.layers[error.item]} alone needs {format_size_exact(error.needs)}: "
+            "divide it into smaller layers"
         )
     else:
         lines.append("use more stages, or raise the limit")
     return "; ".join(lines).replace(":;", ":")
 
 
-def check_limits(line: Line, groups: Groups, memory: Any, sample: Any) -> None:
+def check_limits(line: LayerChain, groups: Groups, memory: Any, sample: Any) -> None:
     """Stages that the user chose must keep the limits that the user gave."""
-    pieces = dict(zip(line.layers, memory_pieces(line, _measured(line, sample)), strict=True))
-    for stage, (layers, limit) in enumerate(zip(groups, limits_of(memory, len(groups)), strict=True)):
+    pieces = dict(zip(line.layers, layer_memory(line, _measure_if_sample(line, sample)), strict=True))
+    for stage, (layers, limit) in enumerate(zip(groups, memory_limits(memory, len(groups)), strict=True)):
         needs = sum({key: value for layer in layers for key, value in pieces[layer].items()}.values())
         if needs > limit:
             raise PlanError(
-                f"stage {stage} has layers that need {exact_size(needs)}, but its limit is {exact_size(limit)}: "
+                f"stage {stage} has layers that need {format_size_exact(needs)}, but its limit is "
+                f"{format_size_exact(limit)}: "
                 "give it fewer layers"
             )
 
 
-def _refuse(balance: object) -> NoReturn:
+def _invalid_balance(balance: object) -> NoReturn:
     raise PlanError(
         "balance must be a list with the number of layers of each stage, "
-        f"or with stages=n one of {', '.join(map(repr, WORDS))}; got {balance!r}"
+        f"or with stages=n one of {', '.join(map(repr, BALANCE_CRITERIA))}; got {balance!r}"
     )
 
 
-def _given(line: Line, balance: Sequence[int] | str) -> list[int]:
+def _check_sizes(line: LayerChain, balance: Sequence[int] | str) -> list[int]:
     if isinstance(balance, str) or not isinstance(balance, Iterable):
-        _refuse(balance)
+        _invalid_balance(balance)
     sizes = list(balance)
     if not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
         raise PlanError(f"every stage needs at least one layer: balance={sizes}")
@@ -198,7 +202,7 @@ def _given(line: Line, balance: Sequence[int] | str) -> list[int]:
     return sizes
 
 
-def _count(line: Line, stages: int | None) -> int:
+def _check_stage_count(line: LayerChain, stages: int | None) -> int:
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
         raise PlanError(f"stages must be a positive number, got {stages!r}")
     if stages > len(line.layers):

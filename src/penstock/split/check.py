@@ -22,13 +22,58 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from penstock.errors import PlanError
-from penstock.split.alike import Alike
-from penstock.split.flatten import is_plain
-from penstock.split.plan import Plan
-from penstock.split.relay import relay
-from penstock.split.trial import call_of, devices_of, leaves, on_copies, result_of, roots_of, untouched
+from penstock.split.flatten import is_plain_sequential
+from penstock.split.plan import Plan, run_stages
+from penstock.split.sample import (
+    accelerators_of,
+    backward_roots,
+    model_output,
+    named_leaves,
+    preserve_state,
+    sample_arguments,
+    temporary_copies,
+)
 
-__all__ = ["CheckReport", "Difference", "check_plan"]
+__all__ = ["CheckReport", "Difference", "Tolerance", "check_plan"]
+
+
+# How two values differ, in words.
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Equal, or as near as the tolerances allow."""
+
+    rtol: float
+    atol: float
+
+    def differ(self, whole: Any, staged: Any) -> tuple[str, float | None] | None:
+        """How two values differ: in words, and the largest difference of two numbers."""
+        if not (isinstance(whole, Tensor) and isinstance(staged, Tensor)):
+            if isinstance(whole, Tensor) or isinstance(staged, Tensor) or type(whole) is not type(staged):
+                return f"is {_describe(staged)}, in the whole model {_describe(whole)}", None
+            comparable = isinstance(whole, int | float | complex | str | bytes | type(None))
+            return (f"is {staged!r}, in the whole model {whole!r}", None) if comparable and whole != staged else None
+        if whole.shape != staged.shape or whole.dtype != staged.dtype:
+            return f"is {_describe(staged)}, in the whole model {_describe(whole)}", None
+        a, b = (t.detach().to_dense() if t.layout is not torch.strided else t.detach() for t in (whole, staged))
+        inexact = a.is_floating_point() or a.is_complex()
+        if torch.equal(a, b) or (inexact and torch.allclose(a, b, self.rtol, self.atol, equal_nan=True)):
+            return None
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        apart = (a.to(wide) - b.to(wide)).abs().flatten().nan_to_num(torch.inf)
+        apart[(a.isnan() & b.isnan()).flatten()] = 0
+        place = int(apart.argmax())
+        largest = float(apart[place])
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), a.shape))
+        here = f"at {list(at)} it is {b[at].item()}, in the whole model {a[at].item()}"
+        return f"differs by up to {largest:.3g}: {here}", largest
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -73,25 +118,27 @@ def check_plan(plan: Plan, sample: Any, *, rtol: float | None = None, atol: floa
     are the same arithmetic; ``rtol`` and ``atol`` allow for kernels that add in no fixed order.
     Hooks on the model's modules run with it.
     """
-    line, (args, kwargs) = plan.attached(), call_of(sample)
+    line, (args, kwargs) = plan.attached(), sample_arguments(sample)
     model = line.model
-    _refuse_unequal_shares(model, plan)
-    devices = devices_of(model, (args, kwargs))
-    alike = Alike(rtol or 0.0, atol or 0.0)
+    _check_shared_equal(model, plan)
+    devices = accelerators_of(model, (args, kwargs))
+    alike = Tolerance(rtol or 0.0, atol or 0.0)
     last = plan.num_stages - 1
 
     fixed = line.fixed
 
     def whole(*args: Any, **kwargs: Any) -> Any:
-        return model(line.arguments(args, kwargs)) if is_plain(model) else model(*args, **{**kwargs, **fixed})
+        return (
+            model(line.arguments(args, kwargs)) if is_plain_sequential(model) else model(*args, **{**kwargs, **fixed})
+        )
 
-    with torch.inference_mode(False), torch.enable_grad(), untouched(model, devices) as again:
+    with torch.inference_mode(False), torch.enable_grad(), preserve_state(model, devices) as again:
         try:
             expected = _run(whole, args, kwargs, [model])
         except Exception as error:
             raise PlanError(f"the model does not run on the sample: {type(error).__name__}: {error}") from error
         again()
-        running = _Running(plan)
+        running = _StagedRun(plan)
         owners = _owners(model, running.stages)
         try:
             found = _run(running, args, kwargs, [*running.stages, model])
@@ -100,17 +147,17 @@ def check_plan(plan: Plan, sample: Any, *, rtol: float | None = None, atol: floa
                 f"stage {running.stage} does not run on the sample, but the whole model does: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        difference = _first(expected, found, owners, last, alike)
+        difference = _first_difference(expected, found, owners, last, alike)
         if difference is not None:
             again()
-            with _listening(model, None) as heard:
+            with _record_module_values(model, None) as heard:
                 once_more = _run(whole, args, kwargs, [model])
             again()
-            running = _Running(plan)
-            with _listening(model, running) as heard_staged:
+            running = _StagedRun(plan)
+            with _record_module_values(model, running) as heard_staged:
                 _run(running, args, kwargs, [*running.stages, model])
-            if _first(expected, once_more, owners, last, alike) is None:
-                difference = _first_heard(heard, heard_staged, alike) or difference
+            if _first_difference(expected, once_more, owners, last, alike) is None:
+                difference = _first_module_difference(heard, heard_staged, alike) or difference
             else:
                 note = "; but the model itself gives other values when it is run again: allow for it with rtol and atol"
                 difference = replace(difference, how=difference.how + note)
@@ -122,7 +169,7 @@ def check_plan(plan: Plan, sample: Any, *, rtol: float | None = None, atol: floa
     return report
 
 
-def _refuse_unequal_shares(model: nn.Module, plan: Plan) -> None:
+def _check_shared_equal(model: nn.Module, plan: Plan) -> None:
     """Parameters that are to be one must be equal, or the pipeline computes something else than the model."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for names in plan.recipe.get("shared_weights", ()):
@@ -138,49 +185,51 @@ def _refuse_unequal_shares(model: nn.Module, plan: Plan) -> None:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _RunValues:
     outputs: dict[str, Any]
     buffers: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     """From the end of the model to its beginning, as backward makes them."""
 
 
-def _run(call: Callable[..., Any], args: Any, kwargs: Any, holders: Sequence[nn.Module]) -> _Outcome:
+def _run(call: Callable[..., Any], args: Any, kwargs: Any, holders: Sequence[nn.Module]) -> _RunValues:
     """What a call gives, does to the buffers of ``holders`` (the last of them is the model), and has as gradients."""
     given, structure = pytree.tree_flatten((args, kwargs))
-    inputs = [_leaf(value) for value in given]
+    inputs = [_input_leaf(value) for value in given]
     # A copy of a leaf may be written to.
     args, kwargs = pytree.tree_unflatten([v.clone() if isinstance(v, Tensor) else v for v in inputs], structure)
-    with on_copies(t for holder in holders for t in (*holder.parameters(), *holder.buffers())):
-        output = result_of(call(*args, **kwargs))
-        outputs = {path: v.detach().clone() if isinstance(v, Tensor) else v for path, v in leaves(output, "output")}
+    with temporary_copies(t for holder in holders for t in (*holder.parameters(), *holder.buffers())):
+        output = model_output(call(*args, **kwargs))
+        outputs = {
+            path: v.detach().clone() if isinstance(v, Tensor) else v for path, v in named_leaves(output, "output")
+        }
         buffers: dict[str, Tensor] = {}
         for holder in holders:  # what the stages have is what counts; the model knows what no stage has
             for name, buffer in holder.named_buffers(remove_duplicate=False):
                 buffers.setdefault(name, buffer.detach().clone())
-        roots = roots_of(output)
+        roots = backward_roots(output)
         if roots:
-            torch.autograd.backward(roots, [_fixed(root) for root in roots])
+            torch.autograd.backward(roots, [_backward_weights(root) for root in roots])
         gradients = {name: p.grad for name, p in reversed(list(holders[-1].named_parameters()))}
     floats = [value.grad for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     gradients.update((f"input {i}", grad) for i, grad in enumerate(floats))
-    return _Outcome(outputs, buffers, gradients)
+    return _RunValues(outputs, buffers, gradients)
 
 
-def _leaf(value: Any) -> Any:
+def _input_leaf(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
 
 
-def _fixed(root: Tensor) -> Tensor:
+def _backward_weights(root: Tensor) -> Tensor:
     """Weights for a sum of a tensor: no two the same, so that what is summed to zero by equal ones is seen."""
     if root.dim() == 0:
         return torch.ones_like(root)
     return torch.arange(root.numel(), device=root.device).cos().to(root.dtype).view(root.shape)
 
 
-class _Running:
+class _StagedRun:
     """The stages of a plan, called like the model; and which of them is running."""
 
     def __init__(self, plan: Plan) -> None:
@@ -188,11 +237,13 @@ class _Running:
         self.stages = [plan.stage_module(s) for s in range(plan.num_stages)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return relay(self.plan, args, kwargs, [_Watched(self, s, stage) for s, stage in enumerate(self.stages)])
+        return run_stages(
+            self.plan, args, kwargs, [_TrackedStage(self, s, stage) for s, stage in enumerate(self.stages)]
+        )
 
 
-class _Watched(nn.Module):
-    def __init__(self, running: _Running, number: int, stage: nn.Module) -> None:
+class _TrackedStage(nn.Module):
+    def __init__(self, running: _StagedRun, number: int, stage: nn.Module) -> None:
         super().__init__()
         self._running, self._number, self._stage = running, number, [stage]  # in a list, so that it is no child
 
@@ -214,7 +265,9 @@ def _owners(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, int]:
     return {name: first[id(tensor)] for name, tensor in named if id(tensor) in first}
 
 
-def _first(whole: _Outcome, staged: _Outcome, owners: Mapping[str, int], last: int, alike: Alike) -> Difference | None:
+def _first_difference(
+    whole: _RunValues, staged: _RunValues, owners: Mapping[str, int], last: int, alike: Tolerance
+) -> Difference | None:
     """The first difference, in the order in which the values are computed."""
     for path in [*whole.outputs, *staged.outputs]:
         if path not in whole.outputs or path not in staged.outputs:
@@ -238,7 +291,7 @@ def _first(whole: _Outcome, staged: _Outcome, owners: Mapping[str, int], last: i
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _ModuleValue:
     """A value that went into a module, or came out."""
 
     value: str
@@ -247,15 +300,17 @@ class _Heard:
 
 
 @contextmanager
-def _listening(model: nn.Module, running: _Running | None) -> Iterator[list[_Heard]]:
+def _record_module_values(model: nn.Module, running: _StagedRun | None) -> Iterator[list[_ModuleValue]]:
     """What goes in and out of the model's modules meanwhile, in order."""
     names: Mapping[int, str] = {id(module): name for name, module in model.named_modules() if name}
-    heard: list[_Heard] = []
+    heard: list[_ModuleValue] = []
 
     def listen(what: str, module: nn.Module, value: Any) -> None:
         if id(module) in names:
-            tensors = tuple(t.detach().clone() for _, t in leaves(value, "") if isinstance(t, Tensor))
-            heard.append(_Heard(f"{what} {names[id(module)]}", None if running is None else running.stage, tensors))
+            tensors = tuple(t.detach().clone() for _, t in named_leaves(value, "") if isinstance(t, Tensor))
+            heard.append(
+                _ModuleValue(f"{what} {names[id(module)]}", None if running is None else running.stage, tensors)
+            )
 
     handles = [
         register_module_forward_pre_hook(lambda module, args: listen("the input of", module, args)),
@@ -268,17 +323,19 @@ def _listening(model: nn.Module, running: _Running | None) -> Iterator[list[_Hea
             handle.remove()
 
 
-def _first_heard(whole: Sequence[_Heard], staged: Sequence[_Heard], alike: Alike) -> Difference | None:
+def _first_module_difference(
+    whole: Sequence[_ModuleValue], staged: Sequence[_ModuleValue], alike: Tolerance
+) -> Difference | None:
     """The first value that no stage has. A stage may run a module for nothing, or leave it out: that is no fault."""
     for one in whole:
         others = [other for other in staged if other.value == one.value]
-        differences = [_differ(one, other, alike) for other in others]
+        differences = [_module_difference(one, other, alike) for other in others]
         if others and all(differences):
             return differences[0]
     return None
 
 
-def _differ(one: _Heard, other: _Heard, alike: Alike) -> Difference | None:
+def _module_difference(one: _ModuleValue, other: _ModuleValue, alike: Tolerance) -> Difference | None:
     if len(one.tensors) != len(other.tensors):
         how = f"has {len(other.tensors)} tensors, in the whole model {len(one.tensors)}"
         return Difference(one.value, other.stage, how)

@@ -17,15 +17,15 @@ from typing import Any, NoReturn
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.near import did_you_mean
 from penstock.split.lazy import members
+from penstock.suggest import did_you_mean
 
-__all__ = ["Flat", "flatten", "is_plain", "layers_of", "paths_of", "refuse_hooks"]
+__all__ = ["FlatSequential", "flatten", "is_plain_sequential", "layers_of", "paths_of", "refuse_hooks"]
 
 Entry = str | nn.Module | Callable[[Any], Any]
 
 
-class Flat(nn.Sequential):
+class FlatSequential(nn.Sequential):
     """Layers that run one after the other, and stand in a tree by their names.
 
     ``paths`` has, for each layer in order, the names of what it consists of; the module of the first one is run, the
@@ -36,7 +36,7 @@ class Flat(nn.Sequential):
         super().__init__()
         self._paths = {layer: tuple(names) for layer, names in paths.items()}
         for path, module in tree.items():
-            _plant(self, path, module, tree)
+            _insert(self, path, module, tree)
         self._order = [names[0].split(".") for names in self._paths.values()]
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -53,7 +53,7 @@ class Flat(nn.Sequential):
         if not isinstance(index, slice):
             return list(self)[index]
         kept = dict(list(self._paths.items())[index])
-        part = Flat(kept, {path: _at(self, path) for names in kept.values() for path in names})
+        part = FlatSequential(kept, {path: _at(self, path) for names in kept.values() for path in names})
         part.training = self.training
         return part
 
@@ -81,7 +81,7 @@ class _Function(nn.Module):
         return getattr(self._fn, "__qualname__", repr(self._fn))
 
 
-def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False) -> Flat:
+def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False) -> FlatSequential:
     """The layers ``entries`` of ``model``, one after the other, as an ``nn.Sequential`` that ``ps.split`` can cut.
 
     An entry is the name of a module (dotted names reach further down), a module, or a function of one value. Where the
@@ -97,7 +97,7 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
         raise PlanError(f"flatten takes an nn.Module, got {type(model).__name__}")
     if isinstance(entries, (str, nn.Module)) or not isinstance(entries, Iterable):
         raise PlanError(f"flatten takes a list of names, modules and functions, got {entries!r}")
-    names = _Names(model)
+    names = _LayerNames(model)
     for number, entry in enumerate(entries):
         names.add(number, entry)
     if not names.layers:
@@ -106,7 +106,7 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
     if not partial:
         _refuse_lost_members(model, names)
     paths = names.paths()
-    flat = Flat(paths, names.tree_in_order())
+    flat = FlatSequential(paths, names.tree_in_order())
     for module in flat.modules():
         if isinstance(module, _Branch):
             module.training = model.training
@@ -114,7 +114,7 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
     return flat
 
 
-class _Names:
+class _LayerNames:
     """Names for the layers of a list: those of the model where it has them, and others than those where not."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -144,7 +144,7 @@ class _Names:
                 self.foreign[id(entry)] = self._free(type(entry).__name__.lower(), number)
             self._put(number, paths[0] if paths else self.foreign[id(entry)], entry)
         elif callable(entry) and not inspect.isclass(entry):
-            self._put(number, self._free(_name_of(entry, number), number), _Function(entry))
+            self._put(number, self._free(_function_name(entry, number), number), _Function(entry))
         else:
             what = f"the class {entry.__name__}: make a module of it" if inspect.isclass(entry) else repr(entry)
             raise PlanError(f"entry {number} must be a name, a module or a function, but is {what}")
@@ -158,7 +158,7 @@ class _Names:
                 for part in self.tree[path].modules()
                 if part._parameters or part._buffers
                 for name in self.own.get(id(part), ())
-                if not _under(name, path)
+                if not _is_inside(name, path)
             ]
             found[layer] = [path, *(name for name in dict.fromkeys(others) if name)]
             self.tree.update((name, _at(self.model, name)) for name in found[layer][1:])
@@ -205,18 +205,18 @@ class _Names:
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of a Sequential, or the members of a list, by name. (``named_children`` gives an object only once.)"""
-    if isinstance(model, Flat):
+    if isinstance(model, FlatSequential):
         return dict(zip(model._paths, model, strict=True))
     return {name: layer for name, layer in model._modules.items() if layer is not None}
 
 
 def paths_of(model: nn.Module, layer: str) -> dict[str, nn.Module]:
     """The modules that a layer consists of, by their names in the model; the first is the layer itself."""
-    names = model._paths[layer] if isinstance(model, Flat) else (layer,)
+    names = model._paths[layer] if isinstance(model, FlatSequential) else (layer,)
     return {name: _at(model, name) for name in names}
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_plain_sequential(module: nn.Module) -> bool:
     """Whether a module is a Sequential that does nothing but run its layers one after the other."""
     if not isinstance(module, nn.Sequential):  # the class of a scripted one cannot be asked for its forward
         return False
@@ -229,7 +229,7 @@ def refuse_hooks(module: nn.Module, what: str) -> None:
         raise PlanError(f"{what} has hooks, and no stage runs the whole of it: register them on its layers")
 
 
-def _refuse_lost_hooks(model: nn.Module, names: _Names) -> None:
+def _refuse_lost_hooks(model: nn.Module, names: _LayerNames) -> None:
     refuse_hooks(model, f"the {type(model).__name__} itself")
     for path in (*names.layers.values(), *names.expanded):
         parts = path.split(".")
@@ -240,7 +240,7 @@ def _refuse_lost_hooks(model: nn.Module, names: _Names) -> None:
                 refuse_hooks(module, f"'{above}' ({type(module).__name__})")
 
 
-def _refuse_lost_members(model: nn.Module, names: _Names) -> None:
+def _refuse_lost_members(model: nn.Module, names: _LayerNames) -> None:
     kept = {id(tensor) for layer in names.layers.values() for _, tensor in members(names.tree[layer], layer)}
     state = set(model.state_dict())
     lost = [
@@ -256,7 +256,7 @@ def _refuse_lost_members(model: nn.Module, names: _Names) -> None:
         )
 
 
-def _plant(root: nn.Module, path: str, module: nn.Module, tree: Mapping[str, nn.Module]) -> None:
+def _insert(root: nn.Module, path: str, module: nn.Module, tree: Mapping[str, nn.Module]) -> None:
     """Put a module where its name says, unless it comes with a module above it that is in the tree as well.
 
     Straight into ``_modules``: ``add_module`` would refuse a name that is a method of Sequentials.
@@ -275,7 +275,7 @@ def _at(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def _under(name: str, path: str) -> bool:
+def _is_inside(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
@@ -287,10 +287,10 @@ def _is_list(module: nn.Module) -> bool:
     """Whether a module is no more than a list of others, so that these may stand for it."""
     if isinstance(module, nn.ModuleList):
         return _has_no_forward(module)
-    return is_plain(module) and not isinstance(module, Flat)
+    return is_plain_sequential(module) and not isinstance(module, FlatSequential)
 
 
-def _name_of(fn: Any, number: int) -> str:
+def _function_name(fn: Any, number: int) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", f"lambda_{number}")

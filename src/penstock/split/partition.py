@@ -16,15 +16,15 @@ from fractions import Fraction
 from operator import add
 from typing import TypeAlias
 
-__all__ = ["Bag", "OverLimit", "partition"]
+__all__ = ["MemoryLimitError", "WeightPieces", "partition"]
 
-Bag: TypeAlias = Mapping[Hashable, float]
+WeightPieces: TypeAlias = Mapping[Hashable, float]
 """What an item weighs, piece by piece: a part that has a piece (a shared parameter) several times counts it once."""
 
 _Span: TypeAlias = Callable[[int, int], int]
 
 
-class OverLimit(ValueError):
+class MemoryLimitError(ValueError):
     """No partition keeps the memory limits. They would have to grow by ``short``, each."""
 
     def __init__(self, items: int, limits: Sequence[float], short: int, item: int | None, needs: int) -> None:
@@ -37,11 +37,11 @@ class OverLimit(ValueError):
 
 
 def partition(
-    weights: Sequence[float | Bag],
+    weights: Sequence[float | WeightPieces],
     parts: int,
     *,
     crossing: Sequence[float] | None = None,
-    memory: Sequence[float | Bag] | None = None,
+    memory: Sequence[float | WeightPieces] | None = None,
     limits: float | Sequence[float] | None = None,
 ) -> list[int]:
     """How many items each part takes: none is empty, and the heaviest part is as light as possible.
@@ -55,7 +55,7 @@ def partition(
     if not 1 <= parts <= n:
         raise ValueError(f"cannot divide {n} items into {parts} non-empty parts")
     span, _ = _spans("weights", weights)
-    cuts, _ = _whole("crossing", [0.0] * n if crossing is None else crossing)
+    cuts, _ = _integers("crossing", [0.0] * n if crossing is None else crossing)
     if len(cuts) != n:
         raise ValueError(f"{len(cuts)} crossings for {n} items: give one for each, the first of no use")
     bounds = _bounds(memory, limits, n, parts)
@@ -70,7 +70,7 @@ def partition(
     return _cheapest(_tighter(bounds, _stops(span, n, low)), span, cuts)
 
 
-def _whole(what: str, numbers: Sequence[float]) -> tuple[list[int], int]:
+def _integers(what: str, numbers: Sequence[float]) -> tuple[list[int], int]:
     """The numbers as whole multiples of one unit, and how many units make 1."""
     for i, number in enumerate(numbers):
         if not 0 <= number < math.inf:
@@ -80,15 +80,15 @@ def _whole(what: str, numbers: Sequence[float]) -> tuple[list[int], int]:
     return [int(number * unit) for number in exact], unit
 
 
-def _spans(what: str, items: Sequence[float | Bag]) -> tuple[_Span, int]:
+def _spans(what: str, items: Sequence[float | WeightPieces]) -> tuple[_Span, int]:
     """What the items ``i`` to ``j`` (not included) weigh together, and how many units make 1."""
-    bags = [_bag(i, item) for i, item in enumerate(items)]
+    bags = [_pieces(i, item) for i, item in enumerate(items)]
     pieces: dict[Hashable, float] = {}
     for i, bag in enumerate(bags):
         for key, weight in bag.items():
             if pieces.setdefault(key, weight) != weight:
                 raise ValueError(f"{what}[{i}] has {key!r} with {weight}, an item before it with {pieces[key]}")
-    numbers, unit = _whole(what, list(pieces.values()))
+    numbers, unit = _integers(what, list(pieces.values()))
     worth = dict(zip(pieces, numbers, strict=True))
     if sum(map(len, bags)) == len(pieces):  # nothing is shared: differences of sums will do
         sums = [0]
@@ -105,7 +105,7 @@ def _spans(what: str, items: Sequence[float | Bag]) -> tuple[_Span, int]:
     return (lambda i, j: rows[i][j - i]), unit
 
 
-def _bag(i: int, item: float | Bag) -> Bag:
+def _pieces(i: int, item: float | WeightPieces) -> WeightPieces:
     return item if isinstance(item, Mapping) else {(i,): item}
 
 
@@ -121,7 +121,7 @@ def _stops(span: _Span, n: int, limit: int) -> list[int]:
 
 
 def _bounds(
-    memory: Sequence[float | Bag] | None, limits: float | Sequence[float] | None, n: int, parts: int
+    memory: Sequence[float | WeightPieces] | None, limits: float | Sequence[float] | None, n: int, parts: int
 ) -> list[list[int]]:
     """For each part and item, where the part must stop if it starts there, to keep to the memory limit."""
     if memory is None or limits is None:
@@ -144,7 +144,7 @@ def _bounds(
         low, high = (low, more) if _fits(bounds(more), n) else (more + 1, high)
     largest = max(range(n), key=lambda i: span(i, i + 1))
     needs = span(largest, largest + 1)
-    raise OverLimit(n, each, -(-low // unit), largest if needs > max(units) else None, -(-needs // unit))
+    raise MemoryLimitError(n, each, -(-low // unit), largest if needs > max(units) else None, -(-needs // unit))
 
 
 def _tighter(bounds: list[list[int]], stops: list[int]) -> list[list[int]]:

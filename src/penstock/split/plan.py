@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.inwords import table
+from penstock.format import format_table
 
 if TYPE_CHECKING:
+    from penstock.split.chain import LayerChain
     from penstock.split.check import CheckReport
-    from penstock.split.line import Line
 
-__all__ = ["Edge", "Plan", "StageSpec", "Tie"]
+__all__ = ["Edge", "Plan", "StageSpec", "Tie", "run_stages"]
 
 FORMAT = 1
 
@@ -59,7 +59,7 @@ class Plan:
     devices: tuple[str, ...] | None = None
     ranks: tuple[int, ...] | None = None
     recipe: Mapping[str, Any] = field(default_factory=lambda: {"front": "sequential"}, repr=False)
-    line: Line | None = field(default=None, repr=False, compare=False)
+    line: LayerChain | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_stages(self) -> int:
@@ -83,7 +83,7 @@ class Plan:
         """The stages that a stage feeds, in the order in which it gives their values."""
         return sorted(edge.dst for edge in self.edges if edge.src == stage)
 
-    def attached(self) -> Line:
+    def attached(self) -> LayerChain:
         """The line that was cut, or an error where the plan has no model."""
         if self.line is None:
             raise PlanError("this plan has no model: load it with Plan.load(path, model)")
@@ -145,19 +145,19 @@ class Plan:
 
     def attach(self, model: nn.Module) -> Plan:
         """This plan for ``model``, which must have the same layers with the same numbers of parameters."""
-        from penstock.split.fronts import line_from
-        from penstock.split.planning import plan_of
+        from penstock.split import chain_from_recipe
+        from penstock.split.chain import build_plan
 
         if not isinstance(model, nn.Module):
             raise PlanError(f"a plan is attached to an nn.Module, got {type(model).__name__}")
-        line = line_from(model, self.recipe)
+        line = chain_from_recipe(model, self.recipe)
         mine = [layer for layers in self.groups for layer in layers]
         if sorted(mine) != sorted(line.layers):
             raise PlanError(
-                f"the plan is for {len(mine)} layers ({_short(mine)}), but the model has {len(line.layers)} "
-                f"({_short(line.layers)}): this is a plan of another model"
+                f"the plan is for {len(mine)} layers ({_shorten(mine)}), but the model has {len(line.layers)} "
+                f"({_shorten(line.layers)}): this is a plan of another model"
             )
-        fresh = plan_of(line, self.groups, self.recipe.get("shared_weights", ()))
+        fresh = build_plan(line, self.groups, self.recipe.get("shared_weights", ()))
         for index, (spec, its) in enumerate(zip(self.stages, fresh.stages, strict=True)):
             if spec != its:
                 raise PlanError(
@@ -179,22 +179,22 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What was found out about the model is found out again: it holds on to code, locks and the like.
-        return _restored, (self.to_json(), self.model)
+        return _restore, (self.to_json(), self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        return _restored(self.to_json(), copy.deepcopy(self.model, memo))
+        return _restore(self.to_json(), copy.deepcopy(self.model, memo))
 
     def __str__(self) -> str:
         return _table(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from penstock.notebook import plan_html
+        from penstock.viz import plan_html
 
         return plan_html(self)
 
 
-def _restored(text: str, model: nn.Module | None) -> Plan:
+def _restore(text: str, model: nn.Module | None) -> Plan:
     plan = Plan._from_data(json.loads(text))
     return plan if model is None else plan.attach(model)
 
@@ -209,12 +209,32 @@ def _table(plan: Plan) -> str:
     for index, stage in enumerate(plan.stages):
         to = " ".join(str(edge.dst) for edge in plan.edges if edge.src == index) or "-"
         parameters, size = f"{stage.parameters:,}", f"{stage.bytes:,}"
-        rows.append((str(index), where[index], _short(stage.layers), parameters, size, to))
-    lines = table(["stage", "rank", "layers", "parameters", "bytes", "sends to"], rows, right={0, 3, 4})
+        rows.append((str(index), where[index], _shorten(stage.layers), parameters, size, to))
+    lines = format_table(["stage", "rank", "layers", "parameters", "bytes", "sends to"], rows, right={0, 3, 4})
     lines += [f"tie: {' = '.join(tie.names)} (stages {', '.join(map(str, tie.stages))})" for tie in plan.ties]
     return "\n".join(lines)
 
 
-def _short(layers: Sequence[str]) -> str:
+def _shorten(layers: Sequence[str]) -> str:
     text = " ".join(layers)
     return text if len(text) <= 40 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
+
+
+# All stages of a plan one after the other, in this thread: what a pipeline computes, without the pipeline.
+
+
+def run_stages(
+    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Sequence[nn.Module] | None = None
+) -> Any:
+    """The model's output for these arguments, from the plan's stages (``modules``, or new ones)."""
+    line = plan.attached()
+    modules = modules or [plan.stage_module(s) for s in range(plan.num_stages)]
+    under_way: dict[tuple[int, int], Any] = {}
+    output: Any = None
+    for s, module in enumerate(modules):
+        taken = [under_way.pop((src, s)) for src in plan.sources(s)]
+        output = module(*(taken or [line.arguments(args, kwargs)]))
+        targets = plan.targets(s)
+        values = output if len(targets) > 1 else [output]
+        under_way.update(((s, dst), value) for dst, value in zip(targets, values, strict=False))
+    return output

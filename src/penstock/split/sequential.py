@@ -16,20 +16,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.errors import PlanError
-from penstock.split.flatten import Flat, layers_of, paths_of, refuse_hooks
+from penstock.split.chain import Groups, LayerChain
+from penstock.split.flatten import FlatSequential, layers_of, paths_of, refuse_hooks
 from penstock.split.lazy import build, members
-from penstock.split.line import Groups, Line
 from penstock.split.plan import Edge
-from penstock.split.skip import Key, SkipUseError, holding
-from penstock.split.skip_verify import Skip, match_skips
+from penstock.split.skip import Skip, SkipKey, SkipUseError, match_skips, use_stash
 
-__all__ = ["SequentialLine", "SkipStage"]
+__all__ = ["SequentialChain", "SkipStage"]
 
 ACTIVATION = None
 """Stands for the activation where the keys of skips stand for skips."""
 
 
-class SequentialLine(Line):
+class SequentialChain(LayerChain):
     """The layers of an ``nn.Sequential``, or of a flattened model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,8 +67,8 @@ class SequentialLine(Line):
             takes = [_carried(pair, skips) for pair, skips in sorted(crossing.items()) if pair[1] == index]
             gives = [_carried(pair, skips) for pair, skips in sorted(crossing.items()) if pair[0] == index]
             stage = SkipStage(parts, tree, takes or [[ACTIVATION]], gives or [[ACTIVATION]])
-        elif isinstance(self.model, Flat):
-            stage = Flat(parts, tree)
+        elif isinstance(self.model, FlatSequential):
+            stage = FlatSequential(parts, tree)
         else:
             stage = nn.Sequential()
             for name, module in tree.items():
@@ -116,39 +115,39 @@ class SequentialLine(Line):
             )
 
 
-def _carried(pair: tuple[int, int], skips: Sequence[Skip]) -> list[Key | None]:
+def _carried(pair: tuple[int, int], skips: Sequence[Skip]) -> list[SkipKey | None]:
     """What an edge carries: the activation, if it leads to the next stage, then the skips."""
-    activation: list[Key | None] = [ACTIVATION] if pair[1] == pair[0] + 1 else []
+    activation: list[SkipKey | None] = [ACTIVATION] if pair[1] == pair[0] + 1 else []
     return [*activation, *(skip.key for skip in skips)]
 
 
-class SkipStage(Flat):
+class SkipStage(FlatSequential):
     """A stage that skips enter or leave: ``takes`` and ``gives`` say what each edge carries."""
 
     def __init__(
         self,
         paths: Mapping[str, Iterable[str]],
         tree: Mapping[str, nn.Module],
-        takes: Sequence[Sequence[Key | None]],
-        gives: Sequence[Sequence[Key | None]],
+        takes: Sequence[Sequence[SkipKey | None]],
+        gives: Sequence[Sequence[SkipKey | None]],
     ) -> None:
         super().__init__(paths, tree)
         self._takes = takes
         self._gives = gives
 
     def forward(self, *values: Any) -> Any:
-        at_hand: dict[Key | None, Any] = {}
+        at_hand: dict[SkipKey | None, Any] = {}
         for keys, value in zip(self._takes, values, strict=True):
             at_hand.update(zip(keys, (value,) if len(keys) == 1 else value, strict=True))
         x = at_hand.pop(ACTIVATION)
-        with holding(at_hand):
+        with use_stash(at_hand):
             for layer in self:
                 x = layer(x)
         at_hand[ACTIVATION] = x
         given = [self._packed(keys, at_hand) for keys in self._gives]
         return given[0] if len(given) == 1 else tuple(given)
 
-    def _packed(self, keys: Sequence[Key | None], at_hand: Mapping[Key | None, Any]) -> Any:
+    def _packed(self, keys: Sequence[SkipKey | None], at_hand: Mapping[SkipKey | None, Any]) -> Any:
         for key in keys:
             if key not in at_hand:
                 assert key is not None

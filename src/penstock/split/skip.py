@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import types
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -27,11 +27,29 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from torch import nn
 
 from penstock.errors import PenstockError, PlanError
+from penstock.split.flatten import is_plain_sequential, layers_of
+from penstock.split.lazy import Lazy
 
-__all__ = ["Key", "Namespace", "SkipUseError", "Skippable", "held", "holding", "pop", "skippable", "stash"]
+__all__ = [
+    "Namespace",
+    "Skip",
+    "SkipError",
+    "SkipFault",
+    "SkipKey",
+    "SkipUseError",
+    "Skippable",
+    "match_skips",
+    "pop",
+    "skip_faults",
+    "skippable",
+    "stash",
+    "stashed_values",
+    "use_stash",
+    "verify_skippables",
+]
 
 M = TypeVar("M", bound=nn.Module)
-Fault = Literal["stash not declared", "pop not declared", "left to stash", "left to pop", "not stashed"]
+SkipUseFault = Literal["stash not declared", "pop not declared", "left to stash", "left to pop", "not stashed"]
 
 
 class SkipUseError(PenstockError, RuntimeError):
@@ -40,7 +58,7 @@ class SkipUseError(PenstockError, RuntimeError):
     Attributes say what it did wrong, and with which names, where that can be said.
     """
 
-    def __init__(self, message: str, fault: Fault | None = None, names: Iterable[str] = ()) -> None:
+    def __init__(self, message: str, fault: SkipUseFault | None = None, names: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.fault = fault
         self.names = tuple(names)
@@ -53,7 +71,7 @@ class Namespace:
     _id: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)
 
 
-Key = tuple[Namespace | None, str]
+SkipKey = tuple[Namespace | None, str]
 """A skip's name in its namespace; None is the one that all names are in that were not isolated."""
 
 
@@ -78,29 +96,29 @@ def pop(name: str) -> Pop:
     return Pop(name)
 
 
-class _Here(threading.local):
+class _ThreadStash(threading.local):
     """The values that are stashed and not yet popped, in this thread."""
 
     def __init__(self) -> None:
-        self.values: dict[Key, Any] = {}
+        self.values: dict[SkipKey, Any] = {}
 
 
-_here = _Here()
+_thread_stash = _ThreadStash()
 
 
-def held() -> dict[Key, Any]:
+def stashed_values() -> dict[SkipKey, Any]:
     """The values that are stashed and not yet popped, in this thread."""
-    return _here.values
+    return _thread_stash.values
 
 
 @contextmanager
-def holding(values: dict[Any, Any]) -> Iterator[None]:
+def use_stash(values: dict[Any, Any]) -> Iterator[None]:
     """Layers that run in this thread meanwhile stash into ``values``, and pop from them."""
-    before, _here.values = _here.values, values
+    before, _thread_stash.values = _thread_stash.values, values
     try:
         yield
     finally:
-        _here.values = before
+        _thread_stash.values = before
 
 
 class Skippable:
@@ -114,7 +132,7 @@ class Skippable:
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("forward")
         if own is not None:
-            cls.forward = _driven(own)  # type: ignore[attr-defined]
+            cls.forward = _generator_forward(own)  # type: ignore[attr-defined]
 
     def isolate(self, namespace: Namespace, only: Iterable[str] | None = None) -> Self:
         """Put this layer's names (``only`` these of them) into a namespace; the layer itself is returned."""
@@ -124,15 +142,15 @@ class Skippable:
         names = list(declared) if only is None else _names("only", only)
         unknown = [name for name in names if name not in declared]
         if unknown:
-            raise PlanError(f"{_kind(self)} declares {_list(declared)}, but {_list(unknown)} was to be isolated")
+            raise PlanError(f"{_kind(self)} declares {_quoted(declared)}, but {_quoted(unknown)} was to be isolated")
         self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names, namespace)}
         return self
 
-    def stashes(self) -> list[Key]:
+    def stashes(self) -> list[SkipKey]:
         """What this layer stashes."""
         return [(self._skip_namespaces.get(name), name) for name in self._skip_stash]
 
-    def pops(self) -> list[Key]:
+    def pops(self) -> list[SkipKey]:
         """What this layer pops."""
         return [(self._skip_namespaces.get(name), name) for name in self._skip_pop]
 
@@ -168,7 +186,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     return decorate
 
 
-def _driven(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that does what the generator ``forward`` asks for, and gives what it returns."""
 
     @wraps(forward)
@@ -177,11 +195,11 @@ def _driven(forward: Callable[..., Any]) -> Callable[..., Any]:
         todo = {Stash: dict.fromkeys(self._skip_stash), Pop: dict.fromkeys(self._skip_pop)}
         if isinstance(result, Generator):
             try:
-                result = _drive(self, result, todo)
+                result = _run_generator(self, result, todo)
             except BaseException:
-                _here.values.clear()  # the call that these were for is over
+                _thread_stash.values.clear()  # the call that these were for is over
                 raise
-        left = [f"{verb} {_list(todo[kind])}" for kind, verb in ((Stash, "stash"), (Pop, "pop")) if todo[kind]]
+        left = [f"{verb} {_quoted(todo[kind])}" for kind, verb in ((Stash, "stash"), (Pop, "pop")) if todo[kind]]
         if left:
             raise SkipUseError(
                 f"{_kind(self)} declares to {' and to '.join(left)}, but its forward ended without",
@@ -194,7 +212,7 @@ def _driven(forward: Callable[..., Any]) -> Callable[..., Any]:
     return driven
 
 
-def _drive(layer: Skippable, forward: Generator[Any, Any, Any], todo: Mapping[type, dict[str, None]]) -> Any:
+def _run_generator(layer: Skippable, forward: Generator[Any, Any, Any], todo: Mapping[type, dict[str, None]]) -> Any:
     step: Callable[[], Any] = partial(next, forward)
     while True:
         try:
@@ -202,7 +220,7 @@ def _drive(layer: Skippable, forward: Generator[Any, Any, Any], todo: Mapping[ty
         except StopIteration as end:
             return end.value
         try:
-            answer = _done(layer, asked, todo)
+            answer = _handle_request(layer, asked, todo)
         except SkipUseError as error:  # thrown in where it yields, so that the traceback has that line
             step = partial(forward.throw, error)
         else:
@@ -210,7 +228,7 @@ def _drive(layer: Skippable, forward: Generator[Any, Any, Any], todo: Mapping[ty
             del asked, answer
 
 
-def _done(layer: Skippable, asked: Any, todo: Mapping[type, dict[str, None]]) -> Any:
+def _handle_request(layer: Skippable, asked: Any, todo: Mapping[type, dict[str, None]]) -> Any:
     """Do what a forward asks for."""
     if not isinstance(asked, (Stash, Pop)):
         raise SkipUseError(
@@ -230,10 +248,10 @@ def _done(layer: Skippable, asked: Any, todo: Mapping[type, dict[str, None]]) ->
         )
     key = (layer._skip_namespaces.get(name), name)
     if isinstance(asked, Stash):
-        _here.values[key] = asked.value
+        _thread_stash.values[key] = asked.value
         answer = None
-    elif key in _here.values:
-        answer = _here.values.pop(key)
+    elif key in _thread_stash.values:
+        answer = _thread_stash.values.pop(key)
     else:
         isolated = " in its namespace" if key[0] is not None else ""
         raise SkipUseError(
@@ -252,9 +270,144 @@ def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def _list(names: Iterable[str]) -> str:
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "no names"
 
 
 def _kind(layer: Any) -> str:
     return type(layer).__name__
+
+
+# Which layers of a Sequential stash and pop what, and whether it matches: every stash popped once, and later.
+
+SkipFaultKind = Literal[
+    "not popped", "not stashed", "popped before stashed", "stashed twice", "popped twice", "both in one layer"
+]
+_RunOrder = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SkipFault:
+    """A name whose stash and pop do not match, with the modules that declare it, by their names in the model."""
+
+    kind: SkipFaultKind
+    name: str
+    namespace: Namespace | None
+    modules: tuple[str, ...]
+    """The stashing module first, where there is one; or the first and the second that do the same."""
+
+    def __str__(self) -> str:
+        name, first, last = f"'{self.name}'", self.modules[0], self.modules[-1]
+        return {
+            "not popped": f"{name} is stashed by {first}, but no layer pops it",
+            "not stashed": f"{name} is popped by {first}, but no layer stashes it",
+            "popped before stashed": f"{name} is popped by {last} before {first} stashes it",
+            "stashed twice": f"{name} is stashed by {first} and again by {last}: isolate one of them in a namespace",
+            "popped twice": f"{name} is popped by {first} and again by {last}: stash it under two names",
+            "both in one layer": f"{name} is both stashed and popped by {first}, which needs no skip for that",
+        }[self.kind]
+
+
+class SkipError(PlanError, TypeError):
+    """Stashes and pops of a model's layers do not match; ``faults`` has all that is wrong."""
+
+    def __init__(self, faults: Sequence[SkipFault]) -> None:
+        super().__init__("stash and pop do not match:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        self.faults = tuple(faults)
+
+    def __reduce__(self) -> tuple[type[SkipError], tuple[tuple[SkipFault, ...]]]:
+        return SkipError, (self.faults,)
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A value that goes from one layer to a later one, past those between; ``label`` names it in the model."""
+
+    key: SkipKey
+    label: str
+    src: str
+    dst: str
+
+
+@dataclass(frozen=True)
+class _SkipUse:
+    """A module's stash or pop. ``order`` is its place, as far as Sequentials say what runs first."""
+
+    key: SkipKey
+    layer: str
+    module: str
+    order: _RunOrder
+
+
+def verify_skippables(model: nn.Module) -> None:
+    """Raise one error with every stash and pop of ``model``, an ``nn.Sequential``, that have no match."""
+    if not is_plain_sequential(model):
+        raise PlanError(f"the skips of an nn.Sequential can be verified, but this is a {type(model).__name__}")
+    match_skips(layers_of(model))
+
+
+def match_skips(layers: Mapping[str, nn.Module]) -> list[Skip]:
+    """The skips between layers that run in this order, by where they begin; an error if stash and pop do not match."""
+    faults = skip_faults(layers)
+    if faults:
+        raise SkipError(faults)
+    stashes, pops = _declared(layers)
+    spaces = list(dict.fromkeys(key[0] for key in stashes if key[0] is not None))
+    skips = []
+    for key, (stash,) in stashes.items():
+        space, name = key
+        label = name if space is None else f"{name}@{spaces.index(space) + 1}"
+        skips.append(Skip(key, label, stash.layer, pops[key][0].layer))
+    return skips
+
+
+def skip_faults(layers: Mapping[str, nn.Module]) -> list[SkipFault]:
+    """Everything that is wrong with the skips between layers that run in this order."""
+    stashes, pops = _declared(layers)
+    faults = []
+
+    def fault(kind: SkipFaultKind, key: SkipKey, *uses: _SkipUse) -> None:
+        faults.append(SkipFault(kind, key[1], key[0], tuple(use.module for use in uses)))
+
+    for key in dict.fromkeys((*stashes, *pops)):
+        stashed, popped = stashes.get(key, []), pops.get(key, [])
+        for use in stashed[1:]:
+            fault("stashed twice", key, stashed[0], use)
+        for use in popped[1:]:
+            fault("popped twice", key, popped[0], use)
+        if not popped:
+            fault("not popped", key, stashed[0])
+        elif not stashed:
+            fault("not stashed", key, popped[0])
+        elif stashed[0].module == popped[0].module:
+            fault("both in one layer", key, stashed[0])
+        elif popped[0].order < stashed[0].order:
+            fault("popped before stashed", key, stashed[0], popped[0])
+    return faults
+
+
+def _declared(layers: Mapping[str, nn.Module]) -> tuple[dict[SkipKey, list[_SkipUse]], dict[SkipKey, list[_SkipUse]]]:
+    stashes: dict[SkipKey, list[_SkipUse]] = {}
+    pops: dict[SkipKey, list[_SkipUse]] = {}
+    for number, (layer, module) in enumerate(layers.items()):
+        for name, part, order in _skippables(layer, module, (number,)):
+            where = f"{name} ({type(part).__name__})"
+            for key in part.stashes():
+                stashes.setdefault(key, []).append(_SkipUse(key, layer, where, order))
+            for key in part.pops():
+                pops.setdefault(key, []).append(_SkipUse(key, layer, where, order))
+    return stashes, pops
+
+
+def _skippables(name: str, module: nn.Module, order: _RunOrder) -> Iterator[tuple[str, Skippable, _RunOrder]]:
+    """The skippable modules in a layer. What runs first is known inside plain Sequentials, and not elsewhere."""
+    if isinstance(module, Lazy):
+        outline = module.outline()
+        if outline is None:
+            return
+        module = outline
+    if isinstance(module, Skippable):
+        yield name, module, order
+    plain = is_plain_sequential(module)
+    for number, (child, part) in enumerate(layers_of(module).items()):
+        yield from _skippables(f"{name}.{child}", part, (*order, number) if plain else order)

@@ -8,30 +8,29 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from penstock.engine.batchnorm import DeferredBatchNorm
-from penstock.engine.buffers import Unnoticed
-from penstock.engine.head import Head
-from penstock.engine.hostcopy import HostPool
-from penstock.engine.hostweights import HostWeights, host_weights
-from penstock.engine.local import LocalCrew
-from penstock.engine.loss import loss_rule
-from penstock.engine.meeting import Meeting, facts_of
-from penstock.engine.offload import activation_offload
-from penstock.engine.parallelized import Parallelized
-from penstock.engine.process import ProcessCrew
-from penstock.engine.randomness import Randomness
-from penstock.engine.shards import is_sharded
+from penstock.engine.distributed import DistributedExecutor
+from penstock.engine.failure.hang import HangLimits
+from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
+from penstock.engine.loss import LossAndOutputs, loss_rule
+from penstock.engine.offload.activations import activation_offload
+from penstock.engine.offload.copies import HostBufferPool
+from penstock.engine.offload.weights import HostWeights, host_weights
+from penstock.engine.parallelized import ParallelizedStage
+from penstock.engine.recompute.batchnorm import DeferredStatistics
+from penstock.engine.recompute.buffers import BufferGuard
+from penstock.engine.recompute.rng import StageRng
+from penstock.engine.replicas.dtensor import is_dtensor
+from penstock.engine.replicas.ties import place_tied_parameters
 from penstock.engine.stage import StageEngine
-from penstock.engine.stuck import Limits
-from penstock.engine.ties import place_ties
+from penstock.engine.threads import ThreadExecutor
 from penstock.errors import PlanError
-from penstock.schedule.source import ScheduleSource
+from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
-from penstock.train.devices import assign, devices_of, marked_devices
+from penstock.train.devices import assign_devices, marked_devices, named_devices
 from penstock.train.materialise import materialise
 from penstock.train.mesh import Mesh
-from penstock.train.names import OwnNames, names_of
 from penstock.train.options import Options
+from penstock.train.state import FqnMap, all_fqns
 
 __all__ = ["Built", "build"]
 
@@ -41,13 +40,13 @@ class Built:
     """The plan with its placement, the stages of this process, and the crew that runs them."""
 
     plan: Plan
-    source: ScheduleSource
+    source: ScheduleProvider
     modules: dict[int, nn.Module]
-    own_name: OwnNames
-    crew: LocalCrew | ProcessCrew
+    own_name: FqnMap
+    crew: ThreadExecutor | DistributedExecutor
 
 
-def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | None) -> Built:
+def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvous | None) -> Built:
     """Everything is checked before anything is moved, made or started."""
     if not isinstance(plan, Plan):
         raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
@@ -60,8 +59,8 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
         raise PlanError("devices= is for threads in this process; under a mesh, say Mesh(pipe=…, device=…)")
     if mesh is None and options.parallelize is not None:
         raise PlanError("parallelize is for stages that several processes work on: pass mesh=ps.Mesh(…), too")
-    named = devices_of(options.devices)
-    source = ScheduleSource(
+    named = named_devices(options.devices)
+    source = ScheduleProvider(
         options.order,
         plan.num_stages,
         [(edge.src, edge.dst) for edge in plan.edges],
@@ -87,59 +86,59 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, meeting: Meeting | No
     placed = plan.placed(source.placement, device_of)
     modules = {s: plan.stage_module(s) for s in own}
     _refuse_sharded(modules)
-    copies = place_ties(plan.ties, modules, {s: device_of[s] for s in own})
+    copies = place_tied_parameters(plan.ties, modules, {s: device_of[s] for s in own})
     offload = options.offload
     weights = host_weights(modules, device_of) if offload is not None and offload.weights else None
     materialise(modules, device_of, options.init, copies, weights)
-    own_name, parallel = OwnNames(), dict[int, Parallelized]()
+    own_name, parallel = FqnMap(), dict[int, ParallelizedStage]()
     if mesh is not None:
-        assert meeting is not None
+        assert rendezvous is not None
         shared = {"mesh": mesh.sizes, **options.shared()}
         if options.parallelize is not None:
             from penstock.train.parallelize import parallelize_stages  # FSDP takes seconds to import
 
-            meeting.compare(facts_of(placed, source, shared))
-            own_name = OwnNames(names_of(plan.attached().model))
+            rendezvous.compare(pipeline_config(placed, source, shared))
+            own_name = FqnMap(all_fqns(plan.attached().model))
             parallel = parallelize_stages(modules, mesh, options, plan.ties, copies, own_name)
-    pool = HostPool(offload.budget_bytes) if offload is not None and offload.activations else None
+    pool = HostBufferPool(offload.budget_bytes) if offload is not None and offload.activations else None
     first = 0 if mesh is None else mesh.data_rank * source.microbatches
     stages = []
     for s, module in modules.items():
-        head = Head(rule) if s == plan.num_stages - 1 else None
+        head = LossAndOutputs(rule) if s == plan.num_stages - 1 else None
         takes, gives = max(1, len(plan.sources(s))), max(1, len(plan.targets(s)))
         stage = StageEngine(s, module, device_of[s], head, takes=takes, gives=gives)
         stage.parallel = parallel.get(s)
         if options.seed is not None or source.recomputes(s):
-            stage.randomness = Randomness(module, device_of[s], options.seed, first, own_name)
+            stage.randomness = StageRng(module, device_of[s], options.seed, first, own_name)
             if source.recomputes(s):
-                stage.unnoticed = Unnoticed(module)
+                stage.unnoticed = BufferGuard(module)
         if options.batchnorm == "deferred":
-            stage.norms = DeferredBatchNorm(module, s)
+            stage.norms = DeferredStatistics(module, s)
         if pool is not None:
             stage.offload = activation_offload(device_of[s], pool, module)
         stage.weights = weights
         stages.append(stage)
     if mesh is None:
-        joined = source if weights is None else source.taking_turns(_joined(source, device_of, weights))
-        limits = Limits(options.stuck_after, options.timeout)
-        crew_here = LocalCrew(placed, stages, joined, copies, limits, options.lockstep)
+        joined = source if weights is None else source.with_merged_ranks(_joined(source, device_of, weights))
+        limits = HangLimits(options.stuck_after, options.timeout)
+        crew_here = ThreadExecutor(placed, stages, joined, copies, limits, options.lockstep)
         return Built(placed, source, modules, own_name, crew_here)
-    assert meeting is not None
-    crew = ProcessCrew(placed, stages, source, copies, mesh, meeting, shared)
+    assert rendezvous is not None
+    crew = DistributedExecutor(placed, stages, source, copies, mesh, rendezvous, shared)
     return Built(placed, source, modules, own_name, crew)
 
 
-def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleSource) -> list[torch.device]:
+def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleProvider) -> list[torch.device]:
     """The device of each stage."""
     if mesh is not None:
         return [mesh.device] * plan.num_stages
     wanted = marked_devices(plan, source) if options.devices is None else options.devices
-    of_rank = assign(wanted, source.ranks)
+    of_rank = assign_devices(wanted, source.ranks)
     return [of_rank[rank] for rank in source.placement]
 
 
 def _check_lockstep(
-    options: Options, mesh: Mesh | None, source: ScheduleSource, devices: Sequence[torch.device]
+    options: Options, mesh: Mesh | None, source: ScheduleProvider, devices: Sequence[torch.device]
 ) -> None:
     if mesh is not None or len(set(source.placement)) < len(devices):
         raise PlanError("lockstep=True is for threads of this process that have one stage each")
@@ -154,14 +153,14 @@ def _check_lockstep(
 def _refuse_sharded(modules: Mapping[int, nn.Module]) -> None:
     for stage, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if is_sharded(tensor):
+            if is_dtensor(tensor):
                 raise PlanError(
                     f"{name} of stage {stage} is a DTensor already: build the pipeline of a plain model, and let "
                     "Pipeline(…, parallelize=…) shard or distribute its stages"
                 )
 
 
-def _joined(source: ScheduleSource, devices: Sequence[torch.device], weights: HostWeights) -> list[int]:
+def _joined(source: ScheduleProvider, devices: Sequence[torch.device], weights: HostWeights) -> list[int]:
     """Ranks on one device take turns where weights come and go: who has them there is then a matter of one order."""
     of_rank = dict(zip(source.placement, devices, strict=True))
     places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.engine.shards import is_sharded, local, shard_groups
+from penstock.engine.replicas.dtensor import is_dtensor, shard_groups, to_local
 
 __all__ = ["clip_grad_norm", "grad_norm"]
 
@@ -40,9 +40,9 @@ def grad_norm(
     home = torch.device("cpu") if first is None or first.grad is None else device_of(first) or first.grad.device
     largest = math.isinf(norm_type)
     counted = [p for p in everyone if counted_here(p)]
-    plain = _partial([p for p in counted if not is_sharded(p)], norm_type, home, device_of)
+    plain = _partial([p for p in counted if not is_dtensor(p)], norm_type, home, device_of)
     plain = reduce_plain(plain, largest)
-    both = torch.stack([plain, *_over_shards([p for p in counted if is_sharded(p)], norm_type, home)])
+    both = torch.stack([plain, *_over_shards([p for p in counted if is_dtensor(p)], norm_type, home)])
     total = reduce(both.max() if largest else both.sum(), largest)
     if not largest:
         total = total.pow(1 / norm_type)
@@ -61,14 +61,14 @@ def clip_grad_norm(
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            local(parameter.grad).mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+            to_local(parameter.grad).mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
 
 
 def _partial(
     parameters: Sequence[nn.Parameter], norm_type: float, home: torch.device, device_of: DeviceOf = lambda _: None
 ) -> Tensor:
     """What these gradients, or this process's parts of them, add to the norm: powers to be summed, or the largest."""
-    parts = [(local(p.grad), device_of(p) or p.grad.device) for p in parameters if p.grad is not None]
+    parts = [(to_local(p.grad), device_of(p) or p.grad.device) for p in parameters if p.grad is not None]
     norms = _norms([(part, device) for part, device in parts if part.numel()], norm_type, home)
     if not math.isinf(norm_type):
         return norms.pow(norm_type).sum()

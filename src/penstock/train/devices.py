@@ -7,22 +7,22 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import PlanError
-from penstock.schedule.source import ScheduleSource
+from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 
-__all__ = ["Devices", "assign", "devices_of", "marked_devices"]
+__all__ = ["Devices", "assign_devices", "marked_devices", "named_devices"]
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | int | None
 
 
-def devices_of(devices: Devices) -> list[torch.device] | None:
+def named_devices(devices: Devices) -> list[torch.device] | None:
     """The devices that were named, one after the other; None where it was left open or one is to serve all ranks."""
     if devices is None or isinstance(devices, (str, torch.device, int)):
         return None
-    return [_device(device) for device in devices]
+    return [_parse_device(device) for device in devices]
 
 
-def marked_devices(plan: Plan, source: ScheduleSource) -> list[str] | None:
+def marked_devices(plan: Plan, source: ScheduleProvider) -> list[str] | None:
     """The device of each rank where the plan has one for every stage."""
     if plan.devices is None:
         return None
@@ -36,15 +36,15 @@ def marked_devices(plan: Plan, source: ScheduleSource) -> list[str] | None:
     return [of_rank[rank] for rank in range(source.ranks)]
 
 
-def assign(devices: Devices, ranks: int) -> list[torch.device]:
+def assign_devices(devices: Devices, ranks: int) -> list[torch.device]:
     """One device per rank: those named in their order, the one named for all, the GPUs in turn, or the CPU."""
     if devices is None:
         gpus = _gpus()
         return [torch.device("cuda", r % gpus) if gpus else torch.device("cpu") for r in range(ranks)]
-    named = devices_of(devices)
+    named = named_devices(devices)
     if named is None:
         assert isinstance(devices, (str, torch.device, int))
-        named = [_device(devices)] * ranks
+        named = [_parse_device(devices)] * ranks
     if len(named) < ranks:
         raise PlanError(
             f"too few devices: the pipeline has {ranks} ranks, but {len(named)} devices were given "
@@ -63,7 +63,7 @@ def _gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _device(device: torch.device | str | int) -> torch.device:
+def _parse_device(device: torch.device | str | int) -> torch.device:
     """With its number written out, so that equal devices compare equal."""
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import socket
 import sys
 import time
 import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from itertools import product
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -18,29 +22,199 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PipelineError, PlanError
-from penstock.train.cores import set_by_user, threads_for, usable_cores
-from penstock.train.slurm import is_slurm, variables
 
-__all__ = ["device_of_process", "init", "launched", "say", "speaks", "started"]
+__all__ = [
+    "device_of_process",
+    "init",
+    "is_distributed",
+    "is_initialized",
+    "is_rank0",
+    "is_slurm",
+    "omp_threads_set_by_user",
+    "print0",
+    "slurm_hosts",
+    "slurm_tasks_per_node",
+    "slurm_variables",
+    "threads_per_process",
+    "usable_cores",
+]
+
+
+# What SLURM tells a task of ``srun``, in the words of torchrun.
+
+_PORTS = range(12_000, 32_000)
+"""Below those that Linux gives to outgoing connections."""
+
+
+def is_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM has started this process as one of its tasks."""
+    return "SLURM_PROCID" in environ and ("SLURM_STEP_NUM_TASKS" in environ or "SLURM_NTASKS" in environ)
+
+
+def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this task.
+
+    The first host of the step is where the processes meet, on a port that follows from the numbers of job and step.
+    """
+    world = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank, node = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NODEID", otherwise=0)
+    if not rank < world:
+        raise PlanError(f"SLURM_PROCID is {rank}, but SLURM says that there are {world} tasks")
+    nodelist = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = slurm_hosts(nodelist) if nodelist else ["127.0.0.1"]
+    here = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if here:
+        counts = slurm_tasks_per_node(here)
+        local = counts[min(node, len(counts) - 1)]
+    else:
+        local = _number(environ, "SLURM_NTASKS_PER_NODE", otherwise=-(-world // len(nodes)))
+    job = _number(environ, "SLURM_JOB_ID", "SLURM_JOBID", otherwise=0)
+    step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID", otherwise=0)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(_number(environ, "SLURM_LOCALID", otherwise=rank % local)),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": nodes[0],
+        "MASTER_PORT": str(_PORTS[(job + step) % len(_PORTS)]),
+    }
+
+
+def slurm_hosts(nodelist: str) -> list[str]:
+    """The hosts of a list as SLURM writes it: ``node[003-005,7],gpu1`` is node003, node004, node005, node7, gpu1."""
+    found = [host for part in _split_nodelist(nodelist) for host in _expand_host(part, nodelist)]
+    if not found:
+        raise PlanError(f"SLURM's list of nodes names none: {nodelist!r}")
+    return found
+
+
+def slurm_tasks_per_node(text: str) -> list[int]:
+    """The tasks of each node as SLURM writes them: ``2(x3),1`` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise PlanError(f"SLURM's tasks per node cannot be read: {text!r}, expected something like '2(x3),1'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split_nodelist(nodelist: str) -> list[str]:
+    """At the commas outside of brackets."""
+    if not re.fullmatch(r"(?:[^][]|\[[^][]*\])*", nodelist):
+        raise PlanError(f"SLURM's list of nodes cannot be read: the brackets of {nodelist!r} do not match")
+    return [part.strip() for part in re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist) if part.strip()]
+
+
+def _expand_host(part: str, nodelist: str) -> Iterator[str]:
+    """One name of a list, for each number in its brackets."""
+    choices = [
+        list(_expand_ranges(piece[1:-1], nodelist)) if piece.startswith("[") else [piece]
+        for piece in re.findall(r"\[[^]]*\]|[^[]+", part)
+    ]
+    return map("".join, product(*choices))
+
+
+def _expand_ranges(ranges: str, nodelist: str) -> Iterator[str]:
+    for piece in ranges.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise PlanError(f"SLURM's list of nodes cannot be read: {piece!r} in {nodelist!r} is not a number or range")
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            yield f"{number:0{len(match[1])}}"
+
+
+def _first_set(environ: Mapping[str, str], *names: str) -> str | None:
+    return next((environ[name] for name in names if environ.get(name)), None)
+
+
+def _number(environ: Mapping[str, str], *names: str, otherwise: int | None = None) -> int:
+    text = _first_set(environ, *names)
+    if text is None and otherwise is not None:
+        return otherwise
+    if text is None or not text.isascii() or not text.isdigit():
+        raise PlanError(f"{names[0]} must be a whole number, got {text!r}: was the program started with srun?")
+    return int(text)
+
+
+# How many CPU threads a process should use, of the cores that it shares with others.
+
+
+def usable_cores(proc: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The cores that this process may use: those it is bound to, or fewer where a container limits its time."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota(proc, cgroups)
+    return bound if quota is None else max(1, min(bound, int(quota)))
+
+
+def threads_per_process(processes: int, cores: int, environ: Mapping[str, str]) -> int:
+    """Threads for one of ``processes`` on this machine: its share of the cores, or what SLURM has set aside for it."""
+    per_task = environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_PROCID" in environ else ""
+    if per_task.isdigit() and "TORCHELASTIC_RUN_ID" not in environ:
+        return max(1, min(int(per_task), cores))
+    return max(1, cores // processes)
+
+
+def omp_threads_set_by_user(environ: Mapping[str, str]) -> bool:
+    """Whether OMP_NUM_THREADS is there because somebody wanted it. torchrun sets it to 1 where it is not set."""
+    threads = environ.get("OMP_NUM_THREADS")
+    if threads != "1" or "TORCHELASTIC_RUN_ID" not in environ:
+        return threads is not None
+    try:  # what torchrun itself was started with
+        before = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return False
+    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in before.split(b"\0"))
+
+
+def _cpu_quota(proc: Path, cgroups: Path) -> float | None:
+    """The cores' worth of time that the control groups of this process allow; None where they allow all."""
+    try:
+        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
+    except OSError:
+        return None
+    limits = []
+    for _, controllers, path in lines:
+        root = cgroups if not controllers else cgroups / "cpu"
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        group = root / path.lstrip("/")
+        for place in (group, *group.parents):  # a limit further up holds as well
+            if root == place or root in place.parents:
+                limits.append(_cgroup_limit(place))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _cgroup_limit(group: Path) -> float | None:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text().strip()
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-_FAREWELL = 10.0  # seconds that rank 0 waits at its end for the others, where they need it
+_EXIT_WAIT = 10.0  # seconds that rank 0 waits at its end for the others, where they need it
 
 _threads = torch.get_num_threads()  # what it is unless somebody chooses
 
 # The group that ``init`` has made, while it lives, and the device that it chose.
 _group: weakref.ref[dist.ProcessGroup] | None = None
 _device: torch.device | None = None
-_joined = 0  # how often: the same number on every rank
+_joins = 0  # how often: the same number on every rank
 
 
-def launched() -> bool:
+def is_distributed() -> bool:
     """Whether this is one of the processes of ``torchrun``, ``penstock run`` or ``srun``: there can be a mesh."""
-    return started() or "RANK" in os.environ or is_slurm(os.environ)
+    return is_initialized() or "RANK" in os.environ or is_slurm(os.environ)
 
 
-def started() -> bool:
+def is_initialized() -> bool:
     """Whether this process has joined a process group."""
     return dist.is_initialized()
 
@@ -62,16 +236,16 @@ def init(
     """
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise PlanError(f"threads must be a whole number from 1, got {threads!r}")
-    if started():
+    if is_initialized():
         if threads is not None:
             torch.set_num_threads(threads)
-        return _bound(device_of_process(device, False))
-    patience = _patience(timeout)
-    _find_variables()
-    here = _bound(_device_here(device))
+        return _set_current(device_of_process(device, False))
+    patience = _check_timeout(timeout)
+    _set_variables()
+    here = _set_current(_device_here(device))
     processes = _join(here, backend, patience)
-    if threads is None and torch.get_num_threads() == _threads and not set_by_user(os.environ):
-        threads = threads_for(processes, usable_cores(), os.environ)
+    if threads is None and torch.get_num_threads() == _threads and not omp_threads_set_by_user(os.environ):
+        threads = threads_per_process(processes, usable_cores(), os.environ)
     if threads is not None:
         torch.set_num_threads(threads)
     return here
@@ -81,30 +255,30 @@ def device_of_process(device: torch.device | str | None, made: bool) -> torch.de
     """The device that was asked for, or this process's own; ``made``: the group is for GPUs, where there are any."""
     if device is not None:
         return _device_here(device)
-    if _ours():
+    if _made_by_init():
         assert _device is not None
         return _device
     # Who started gloo alone means the CPU.
     return _device_here(None if made or "nccl" in dist.get_backend() else "cpu")
 
 
-def speaks() -> bool:
+def is_rank0() -> bool:
     """Whether this process is the one that tells the user how it goes: rank 0, or the only one."""
-    if started():
+    if is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
-def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
+def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
     """``print``, on rank 0 only; with threads, or before the processes have met, it works as well."""
-    if speaks():  # in one piece, into which other processes cannot write
+    if is_rank0():  # in one piece, into which other processes cannot write
         print(sep.join(map(str, values)) + end, end="", file=file, flush=True)
 
 
-def _find_variables() -> None:
+def _set_variables() -> None:
     """Make sure that torchrun's variables are there, so that every other library finds them too."""
     if "RANK" not in os.environ and is_slurm(os.environ):
-        for name, value in variables(os.environ).items():
+        for name, value in slurm_variables(os.environ).items():
             os.environ.setdefault(name, value)
     missing = [name for name in _NAMES if name not in os.environ]
     if missing:
@@ -136,17 +310,17 @@ def _device_here(device: torch.device | str | None) -> torch.device:
         raise PlanError(f"device {wanted} is not there: this machine has {gpus} CUDA devices")
     if wanted.index is not None:
         return wanted
-    rank = os.environ.get("LOCAL_RANK") or (dist.get_rank() if started() else os.environ.get("RANK", "0"))
+    rank = os.environ.get("LOCAL_RANK") or (dist.get_rank() if is_initialized() else os.environ.get("RANK", "0"))
     return torch.device("cuda", int(rank) % gpus)
 
 
-def _bound(device: torch.device) -> torch.device:
+def _set_current(device: torch.device) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def _patience(timeout: float | timedelta | None) -> timedelta | None:
+def _check_timeout(timeout: float | timedelta | None) -> timedelta | None:
     if timeout is None:
         return None
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0:
@@ -163,7 +337,7 @@ def _join(device: torch.device, backend: str | None, patience: timedelta | None)
     try:
         store, _, _ = next(rendezvous("env://", rank, world, **({} if patience is None else {"timeout": patience})))
         host = socket.gethostname()
-        everyone = _introduce(store, rank, world, [host, _gpu(device)])
+        everyone = _exchange(store, rank, world, [host, _gpu_uuid(device)])
         gpus = [gpu for _, gpu in everyone]
         if backend is None:
             # NCCL wants a GPU for each process; processes that share one talk through the host.
@@ -187,41 +361,41 @@ def _join(device: torch.device, backend: str | None, patience: timedelta | None)
     return int(os.environ.get("LOCAL_WORLD_SIZE", [there for there, _ in everyone].count(host)))
 
 
-def _introduce(store: Any, rank: int, world: int, word: Any) -> list[Any]:
+def _exchange(store: Any, rank: int, world: int, word: Any) -> list[Any]:
     """Every rank's word, on every rank, through the store: there is no group yet."""
-    global _joined
-    _joined += 1
-    store.set(f"penstock/hello/{_joined}/{rank}", json.dumps(word))
-    return [json.loads(there) for there in store.multi_get([f"penstock/hello/{_joined}/{r}" for r in range(world)])]
+    global _joins
+    _joins += 1
+    store.set(f"penstock/hello/{_joins}/{rank}", json.dumps(word))
+    return [json.loads(there) for there in store.multi_get([f"penstock/hello/{_joins}/{r}" for r in range(world)])]
 
 
-def _gpu(device: torch.device) -> str | None:
+def _gpu_uuid(device: torch.device) -> str | None:
     """What no other GPU is called, on any machine."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _leave() -> None:
     """Leave the group at the end of the program, without waiting for others where it ends by a failure."""
-    if getattr(sys, "last_value", None) is not None or not _ours():
+    if getattr(sys, "last_value", None) is not None or not _made_by_init():
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _see_others_out()
+        _wait_for_exits()
     dist.destroy_process_group()
 
 
-def _see_others_out() -> None:
+def _wait_for_exits() -> None:
     """The store lives in rank 0: it stays a moment longer than those who may still look there."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     with suppress(RuntimeError):
         if rank != 0:
-            store.set(f"penstock/left/{_joined}/{rank}", "")
-        others = [f"penstock/left/{_joined}/{r}" for r in range(1, world)]
-        end = time.monotonic() + _FAREWELL
+            store.set(f"penstock/left/{_joins}/{rank}", "")
+        others = [f"penstock/left/{_joins}/{r}" for r in range(1, world)]
+        end = time.monotonic() + _EXIT_WAIT
         while rank == 0 and others and not store.check(others) and time.monotonic() < end:
             time.sleep(0.005)
 
 
-def _ours() -> bool:
+def _made_by_init() -> bool:
     """Whether the process group that there is was made by ``init``."""
     return _group is not None and _group() is not None and _group() is dist.group.WORLD

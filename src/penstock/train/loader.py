@@ -1,10 +1,11 @@
-"""``DataLoader``: to each replica its share of every mini-batch, to each rank what its stages need, ready in time."""
+"""One epoch of a loader under way, and how far it is."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, Generic, TypeVar
 
@@ -13,14 +14,57 @@ from torch.utils import data as torch_data
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe, default_collate
 
 from penstock.errors import PipelineError, PlanError
-from penstock.train.iteration import Iteration, Position
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
-from penstock.train.prefetch import Delivery, Prefetch, Sent
-from penstock.train.sampler import Order, generator_of, steps_of
-from penstock.train.share import CollateShare, emptied, hollow, place_of
+from penstock.train.prefetch import (
+    CollateShare,
+    CopiedBatch,
+    DeviceCopier,
+    Prefetcher,
+    loader_placement,
+    none_like,
+    without_samples,
+)
+from penstock.train.sampler import BatchOrder, num_batches, seeded_generator
 
-__all__ = ["DataLoader"]
+__all__ = ["DataLoader", "EpochIterator", "EpochPosition"]
+
+
+@dataclass
+class EpochPosition:
+    """A place in the order of batches: those given out in an epoch, and whether that has ended."""
+
+    epoch: int
+    batches: int
+    ended: bool = False
+
+
+class EpochIterator:
+    """One epoch, batch by batch. It keeps none of them."""
+
+    def __init__(self, source: Iterator[CopiedBatch], delivery: DeviceCopier, position: EpochPosition) -> None:
+        self._source = source
+        self._delivery = delivery
+        self._position = position
+        self.ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.ended:
+            raise StopIteration
+        try:
+            batch = self._delivery.receive(next(self._source))
+        except BaseException as error:
+            self.ended = True
+            self._position.ended = isinstance(error, StopIteration)  # after a failure its batch is still to be given
+            raise
+        self._position.batches += 1
+        return batch
+
+
+# ``DataLoader``: to each replica its share of every mini-batch, to each rank what its stages need, ready in time.
 
 Sample = TypeVar("Sample")
 
@@ -62,7 +106,7 @@ class DataLoader(Generic[Sample]):
         pin_memory: bool | None = None,
         **options: Any,
     ) -> None:
-        self._place = place_of(mesh, pipe, everywhere)
+        self._place = loader_placement(mesh, pipe, everywhere)
         stream = isinstance(dataset, IterableDataset)
         _check_batch(batch_size, batch_sampler, drop_last, self._place.share.count)
         _check_numbers(seed, prefetch, options)
@@ -77,7 +121,7 @@ class DataLoader(Generic[Sample]):
         self._order = (
             None
             if stream
-            else Order(
+            else BatchOrder(
                 dataset,
                 batch_size,
                 shuffle=self.shuffle,
@@ -86,32 +130,32 @@ class DataLoader(Generic[Sample]):
                 batch_sampler=batch_sampler,
             )
         )
-        self._delivery = Delivery(self._place.inputs, self._place.targets, pin_memory is not False)
+        self._delivery = DeviceCopier(self._place.inputs, self._place.targets, pin_memory is not False)
         self._depth = prefetch if num_workers == 0 or self._delivery.device is not None else 0
         self._lock = threading.Lock()  # one thread at a time reads the dataset
-        self._next = Position(0, 0)
-        self._now: Position | None = None
-        self._last: weakref.ref[Iteration] | None = None
+        self._next = EpochPosition(0, 0)
+        self._now: EpochPosition | None = None
+        self._last: weakref.ref[EpochIterator] | None = None
         self._thread: threading.Thread | None = None  # of the iteration that began last
         self._hollow: Any = None
-        self._feed = _Feed()
+        self._feed = _IndexFeed()
         options |= {"num_workers": num_workers, "pin_memory": bool(pin_memory) and self._delivery.device is None}
         self._torch: torch_data.DataLoader[Any]
         if stream:
             collate = CollateShare(self._collate, self._place.share)
             self._torch = torch_data.DataLoader(
-                dataset,
+                dataset,  # type: ignore[arg-type]
                 batch_size,
                 drop_last=drop_last,
                 collate_fn=collate,
-                **options,  # type: ignore[arg-type]
+                **options,
             )
         else:
             self._torch = torch_data.DataLoader(
-                dataset,
+                dataset,  # type: ignore[arg-type]
                 batch_sampler=self._feed,
                 collate_fn=self._collate,
-                **options,  # type: ignore[arg-type]
+                **options,
             )
 
     def __len__(self) -> int:
@@ -120,7 +164,7 @@ class DataLoader(Generic[Sample]):
             if self._order is not None:
                 return len(self._order)
             assert self.batch_size is not None
-            return steps_of(len(self.dataset), self.batch_size, self.drop_last)  # type: ignore[arg-type]
+            return num_batches(len(self.dataset), self.batch_size, self.drop_last)  # type: ignore[arg-type]
         except TypeError:
             raise TypeError("the number of steps is not known: the dataset, or its sampler, has no length") from None
 
@@ -135,7 +179,7 @@ class DataLoader(Generic[Sample]):
         """The next ``iter()`` begins this epoch; if a state was loaded that is in it, where that left off."""
         self._now = None
         if epoch != self._next.epoch:
-            self._next = Position(epoch, 0)
+            self._next = EpochPosition(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the latest iteration is. It is the same on every rank, and for any number of replicas."""
@@ -155,7 +199,7 @@ class DataLoader(Generic[Sample]):
                     "others. Make the loader as it was"
                 )
         self.seed = state["seed"]
-        self._next, self._now = Position(state["epoch"], state["batches"]), None
+        self._next, self._now = EpochPosition(state["epoch"], state["batches"]), None
 
     def _facts(self) -> dict[str, Any]:
         """What makes the batches of an epoch, beside the seed."""
@@ -163,7 +207,7 @@ class DataLoader(Generic[Sample]):
         return {"samples": samples, "batch_size": self.batch_size, "shuffle": self.shuffle}
 
     @property
-    def _position(self) -> Position:
+    def _position(self) -> EpochPosition:
         return self._next if self._now is None or self._now.ended else self._now
 
     # ── iterating ────────────────────────────────────────────────────────────────────────────────────────────
@@ -172,12 +216,12 @@ class DataLoader(Generic[Sample]):
         if self._torch.persistent_workers:
             self._settle_workers()
         epoch, start = self._next.epoch, self._next.batches
-        loaded: Iterator[Sent] = map(self._delivery.send, self._loaded(epoch, start))
+        loaded: Iterator[CopiedBatch] = map(self._delivery.send, self._loaded(epoch, start))
         if self._depth and (self._place.loads or self._order is None):
-            ahead = Prefetch(loaded, self._depth, self._lock, self._delivery.device)
+            ahead = Prefetcher(loaded, self._depth, self._lock, self._delivery.device)
             loaded, self._thread = ahead, ahead.thread
-        self._next, self._now = Position(epoch + 1, 0), Position(epoch, start)
-        iteration = Iteration(loaded, self._delivery, self._now)
+        self._next, self._now = EpochPosition(epoch + 1, 0), EpochPosition(epoch, start)
+        iteration = EpochIterator(loaded, self._delivery, self._now)
         self._last = weakref.ref(iteration)
         return iteration
 
@@ -187,18 +231,18 @@ class DataLoader(Generic[Sample]):
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             whole = islice(self._begin(epoch, start), start, None)
-            return whole if self._place.loads else map(hollow, whole)
+            return whole if self._place.loads else map(none_like, whole)
         batches = self._order.batches(self.seed, epoch, start)
         if not self._place.loads:
             return map(self._hollow_of, batches)
         share = self._place.share
         mine, theirs = tee((list(share.of(batch)), batch[:1]) for batch in batches)
         self._feed.parts = (own or sample for own, sample in theirs)
-        return _paired((bool(own) for own, _ in mine), self._begin(epoch, start))
+        return _pad_empty_shares((bool(own) for own, _ in mine), self._begin(epoch, start))
 
     def _begin(self, epoch: int, start: int) -> Iterator[Any]:
         """Torch's iterator. Its workers' seeds are those of the other ranks of this replica: they draw the same."""
-        self._torch.generator = generator_of(self.seed, epoch, start, self._place.share.rank)
+        self._torch.generator = seeded_generator(self.seed, epoch, start, self._place.share.rank)
         with torch.device("cpu"):
             return iter(self._torch)
 
@@ -207,8 +251,8 @@ class DataLoader(Generic[Sample]):
         if self._hollow is None:
             several = getattr(self.dataset, "__getitems__", None)
             samples = several(batch[:1]) if several else [self.dataset[batch[0]]]
-            self._hollow = (hollow(self._collate(samples)),)
-        return hollow(self._hollow[0])  # a new one, as it may be changed
+            self._hollow = (none_like(self._collate(samples)),)
+        return none_like(self._hollow[0])  # a new one, as it may be changed
 
     def _settle_workers(self) -> None:
         """Workers that stay serve one iteration at a time."""
@@ -222,7 +266,7 @@ class DataLoader(Generic[Sample]):
             self._thread.join()
 
 
-class _Feed:
+class _IndexFeed:
     """The ``batch_sampler`` that torch's loader asks, with what is set for its next iterator."""
 
     def __init__(self) -> None:
@@ -232,14 +276,14 @@ class _Feed:
         return self.parts
 
 
-def _paired(filled: Iterator[bool], batches: Iterator[Any]) -> Iterator[Any]:
+def _pad_empty_shares(filled: Iterator[bool], batches: Iterator[Any]) -> Iterator[Any]:
     """The batches; where the part has no samples, the one that was loaded for it is emptied."""
     for has_samples in filled:
         try:
             batch = next(batches)
         except StopIteration:
             raise PipelineError("the dataset ended the epoch too early: it raised StopIteration") from None
-        yield batch if has_samples else emptied(batch)
+        yield batch if has_samples else without_samples(batch)
         del batch
 
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.hostweights import HostWeights
+from penstock.engine.offload.weights import HostWeights
 from penstock.errors import PlanError
 
 __all__ = ["Init", "materialise"]

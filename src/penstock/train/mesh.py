@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PlanError
-from penstock.near import did_you_mean
-from penstock.train.launch import device_of_process, init, started
+from penstock.suggest import did_you_mean
+from penstock.train.launch import device_of_process, init, is_initialized
 
 __all__ = ["DIMENSIONS", "Mesh"]
 
@@ -44,7 +44,7 @@ class Mesh:
     ) -> None:
         for name in sizes:
             _check_name(name)
-        made = not started()
+        made = not is_initialized()
         if made:
             init(device)
         if group is None:
@@ -201,10 +201,10 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     wanted.update(sizes)
     if list(sizes) == [name for name in DIMENSIONS if name in sizes]:
         wanted = {name: wanted[name] for name in DIMENSIONS}
-    return _whole(wanted, f"Mesh({', '.join(said)})", world)
+    return _fill_open_size(wanted, f"Mesh({', '.join(said)})", world)
 
 
-def _whole(wanted: dict[str, int], said: str, world: int) -> dict[str, int]:
+def _fill_open_size(wanted: dict[str, int], said: str, world: int) -> dict[str, int]:
     """With what is left of the world in the place of -1."""
     for name, size in wanted.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < -1 or size == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.engine.outputs import Outputs, every_of
+from penstock.engine.loss import Outputs, check_outputs
 from penstock.errors import PlanError
 from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import Recompute
@@ -16,7 +16,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.train.devices import Devices
 from penstock.train.materialise import Init
 from penstock.train.mesh import Mesh
-from penstock.train.offload import Offload
+from penstock.train.optimizer_offload import Offload
 
 __all__ = ["Options", "Parallelize"]
 
@@ -63,7 +63,7 @@ class Options:
 
     def check(self) -> None:
         """One clear message for what cannot be, before anything is built."""
-        every_of(self.outputs)
+        check_outputs(self.outputs)
         if self.strategy not in ("pipelined", "sharded"):
             raise PlanError(f"strategy must be 'pipelined' or 'sharded', got {self.strategy!r}")
         if self.strategy == "sharded" and self.schedule not in (None, "sharded"):

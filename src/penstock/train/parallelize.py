@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.engine.ddp import unwrap
-from penstock.engine.fullyshard import FullyShard, fully_shard_of
-from penstock.engine.infer import FakeStage
-from penstock.engine.parallelized import Parallelized
-from penstock.engine.replicas import equalise
-from penstock.engine.shards import is_sharded, keep_edges_plain
-from penstock.engine.tree import flatten, unflatten
+from penstock.engine.message import flatten, unflatten
+from penstock.engine.parallelized import ParallelizedStage
+from penstock.engine.replicas import broadcast_from_first
+from penstock.engine.replicas.ddp import unwrap_ddp
+from penstock.engine.replicas.dtensor import is_dtensor, keep_edges_plain
+from penstock.engine.replicas.fsdp import FsdpStage, fsdp_stage
+from penstock.engine.shapes import FakeStage
 from penstock.errors import PlanError
 from penstock.split.plan import Tie
 from penstock.train.mesh import Mesh
-from penstock.train.names import OwnNames
 from penstock.train.options import Options
+from penstock.train.state import FqnMap
 
 __all__ = ["parallelize_stages"]
 
@@ -36,8 +36,8 @@ def parallelize_stages(
     options: Options,
     ties: Sequence[Tie],
     copies: list[list[nn.Parameter]],
-    own: OwnNames,
-) -> dict[int, Parallelized]:
+    own: FqnMap,
+) -> dict[int, ParallelizedStage]:
     """Call the user's function for each stage of this process, in order; ``modules`` and ``copies`` are kept in step.
 
     ``own`` gives the model's names. All processes of the mesh call this together.
@@ -47,14 +47,14 @@ def parallelize_stages(
     for dimension in ("data", "tensor"):
         if mesh.sizes[dimension] > 1:
             tensors = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
-            equalise(tensors, mesh[dimension].get_group())
+            broadcast_from_first(tensors, mesh[dimension].get_group())
     before = _by_identity(modules, own)
     made = {}
     for stage, module in modules.items():
         fake = FakeStage(stage, module, mesh.device)
         result = _call(options.parallelize, stage, module, mesh)
-        result, wrapped = unwrap(result, stage, mesh.ranks("data"))
-        sharded = fully_shard_of(result, stage, mesh.ranks("data"))
+        result, wrapped = unwrap_ddp(result, stage, mesh.ranks("data"))
+        sharded = fsdp_stage(result, stage, mesh.ranks("data"))
         _refuse_foreign_meshes(stage, result, sharded, mesh)
         changed = result is not module or sharded is not None or mesh.tensor > 1
         if changed and not fake.parts and not options.dynamic:
@@ -67,7 +67,7 @@ def parallelize_stages(
         if mesh.tensor > 1:
             keep_edges_plain(result, stage)
         modules[stage] = result
-        made[stage] = Parallelized(fake if changed else None, wrapped, sharded)
+        made[stage] = ParallelizedStage(fake if changed else None, wrapped, sharded)
     _compare(before, _by_identity(modules, own))
     _refuse_options(modules, options)
     for tie, row in zip(ties, copies, strict=True):
@@ -94,13 +94,13 @@ def _call(function: Callable[..., Any], stage: int, module: nn.Module, mesh: Mes
 # ── what must be as before ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _members(modules: Mapping[int, nn.Module], own: OwnNames) -> Iterator[tuple[int, str, nn.Parameter]]:
+def _members(modules: Mapping[int, nn.Module], own: FqnMap) -> Iterator[tuple[int, str, nn.Parameter]]:
     for stage, module in modules.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
             yield stage, own(name), parameter
 
 
-def _by_identity(modules: Mapping[int, nn.Module], own: OwnNames) -> dict[tuple[int, str], int]:
+def _by_identity(modules: Mapping[int, nn.Module], own: FqnMap) -> dict[tuple[int, str], int]:
     return {(stage, name): id(parameter) for stage, name, parameter in _members(modules, own)}
 
 
@@ -128,10 +128,10 @@ def _compare(before: Mapping[tuple[int, str], int], after: Mapping[tuple[int, st
             )
 
 
-def _refuse_foreign_meshes(stage: int, module: nn.Module, sharded: FullyShard | None, mesh: Mesh) -> None:
+def _refuse_foreign_meshes(stage: int, module: nn.Module, sharded: FsdpStage | None, mesh: Mesh) -> None:
     """Parameters in parts must be parted over what the stage's processes are in parts over."""
     for name, parameter in module.named_parameters():
-        if is_sharded(parameter) and (sharded is None or id(parameter) not in sharded.parameters):
+        if is_dtensor(parameter) and (sharded is None or id(parameter) not in sharded.parameters):
             there = parameter.device_mesh.mesh.flatten().tolist()
             if sorted(there) != sorted(mesh.ranks("tensor")):
                 raise PlanError(
@@ -141,7 +141,7 @@ def _refuse_foreign_meshes(stage: int, module: nn.Module, sharded: FullyShard | 
 
 
 def _refuse_options(modules: Mapping[int, nn.Module], options: Options) -> None:
-    in_parts = [name for m in modules.values() for name, p in m.named_parameters() if is_sharded(p)]
+    in_parts = [name for m in modules.values() for name, p in m.named_parameters() if is_dtensor(p)]
     if in_parts and options.accumulate is not None:
         raise PlanError(
             f"accumulate={options.accumulate!r} cannot be had for parameters in parts ({in_parts[0]} is one): with "
@@ -158,7 +158,7 @@ def _refuse_options(modules: Mapping[int, nn.Module], options: Options) -> None:
 # ── what crosses edges ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _cast_as(sharded: FullyShard, fake: FakeStage) -> None:
+def _cast_as(sharded: FsdpStage, fake: FakeStage) -> None:
     """Let the fake stage compute in the types that FSDP's mixed precision makes of inputs, parameters and outputs."""
     twins = {id(part): twin for part, twin in fake.parts}
     for group in sharded.groups:

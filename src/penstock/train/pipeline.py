@@ -12,34 +12,32 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.engine.accumulate import Wide
-from penstock.engine.call import Flight, call
-from penstock.engine.inputs import cut
-from penstock.engine.local import LocalCrew
-from penstock.engine.meeting import Meeting, digest
-from penstock.engine.outcome import Outcome
-from penstock.engine.outputs import Outputs, every_of
-from penstock.engine.parting import part
-from penstock.engine.process import ProcessCrew
+from penstock.engine.autograd_call import ThreadCall, apply_call
+from penstock.engine.distributed import DistributedExecutor
+from penstock.engine.failure.rendezvous import Rendezvous, digest
+from penstock.engine.loss import Outputs, StepOutcome, check_outputs
+from penstock.engine.microbatch import split_inputs
+from penstock.engine.pending_backward import forward_pending
+from penstock.engine.replicas.fp32_accumulate import Fp32GradAccumulator
 from penstock.engine.stream import stream
+from penstock.engine.threads import ThreadExecutor
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.costs import Costs
-from penstock.schedule.prediction import Prediction
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.simulate import Prediction
 from penstock.split.plan import Plan
-from penstock.train.aside import Aside, adding
 from penstock.train.build import build
 from penstock.train.devices import Devices
+from penstock.train.grad_stash import GradStash, stashed_grads
 from penstock.train.materialise import Init
-from penstock.train.members import Members
 from penstock.train.mesh import Mesh
-from penstock.train.offload import Offload, offload_optimizer, require_offloaded
+from penstock.train.optimizer_offload import Offload, offload_optimizer, require_offloaded
 from penstock.train.options import Options, Parallelize
-from penstock.train.predicting import from_costs, prediction_of
-from penstock.train.replan import Replanned, reordered
+from penstock.train.progress import StepTotals
+from penstock.train.replan import ReplanResult, find_faster_order, predict_from_costs, predict_step
 from penstock.train.result import StepResult
-from penstock.train.tally import Tally
+from penstock.train.state import PipelineState
 
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Members):
+class Pipeline(PipelineState):
     """Trains the model of a plan, stage by stage, micro-batch by micro-batch, to the plain model's result.
 
     ``loss_fn(output, target)`` gives the loss of a micro-batch, averaged or summed over its samples as it says of
@@ -131,12 +129,12 @@ class Pipeline(Members):
             timeout=timeout,
             lockstep=lockstep,
         )
-        meeting = Meeting(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
+        rendezvous = Rendezvous(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
-            built = build(plan, options, mesh, meeting)
+            built = build(plan, options, mesh, rendezvous)
         except BaseException as error:
-            if meeting is not None:
-                meeting.cancel(error)
+            if rendezvous is not None:
+                rendezvous.cancel(error)
             raise
         self.plan = built.plan
         self.mesh = mesh
@@ -145,8 +143,8 @@ class Pipeline(Members):
         self._source = built.source
         self._modules = built.modules
         self._own_name = built.own_name
-        self._crew = built.crew
-        self._meeting = meeting
+        self._executor = built.crew
+        self._meeting = rendezvous
         self._traced: Trace | None = None  # the last of ``trace``
         self.prediction: Prediction | None = None  # of what this pipeline was made from, such as a plan
         self._outputs = outputs
@@ -155,9 +153,9 @@ class Pipeline(Members):
         self._of_loss = list(loss_fn.parameters()) if isinstance(loss_fn, nn.Module) else []
         self._replicated = mesh is not None and mesh.data > 1
         self.last: StepResult | None = None  # the last step's result, without its outputs
-        self.tally = Tally()  # of all steps
+        self.tally = StepTotals()  # of all steps
         self._loss_scale = 1.0
-        self._wide = Wide(self.parameters()) if accumulate == "fp32" else None
+        self._wide = Fp32GradAccumulator(self.parameters()) if accumulate == "fp32" else None
         self._offload = offload
         streams = offload is not None and (offload.optimizer or offload.weights)
         self._watch = require_offloaded(self.parameters()) if streams else None
@@ -175,12 +173,14 @@ class Pipeline(Members):
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
         # Where the loss is known not to count as it goes, nothing rescales what is there already.
         with self._at_work(), nullcontext() if self._wide is None else self._wide:
-            aside = Aside((*self.parameters(), *self._of_loss), apart=self._counted is not False or self._replicated)
+            aside = GradStash(
+                (*self.parameters(), *self._of_loss), apart=self._counted is not False or self._replicated
+            )
             try:
-                outcome = self._crew.train(self._value(inputs), targets, self._outputs)
+                outcome = self._executor.train(self._value(inputs), targets, self._outputs)
             except BaseException:
-                if self._crew.weights is not None:
-                    self._crew.weights.land()
+                if self._executor.weights is not None:
+                    self._executor.weights.land()
                 aside.give_back()
                 raise
             self._counted = outcome.factor is not None
@@ -199,9 +199,11 @@ class Pipeline(Members):
         start = time.perf_counter()
         self._check_open()
         if outputs != "same":
-            every_of(outputs)
+            check_outputs(outputs)
         with torch.no_grad(), self._at_work():
-            outcome = self._crew.evaluate(self._value(inputs), targets, self._outputs if outputs == "same" else outputs)
+            outcome = self._executor.evaluate(
+                self._value(inputs), targets, self._outputs if outputs == "same" else outputs
+            )
         return self._result(outcome, start)
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -213,23 +215,23 @@ class Pipeline(Members):
         one mini-batch at a time.
         """
         self._check_open()
-        if isinstance(self._crew, LocalCrew) and self._crew.weights is None:
-            yield from stream(self._crew, (self._value(batch) for batch in batches))
+        if isinstance(self._executor, ThreadExecutor) and self._executor.weights is None:
+            yield from stream(self._executor, (self._value(batch) for batch in batches))
             return
         for batch in batches:
             with torch.no_grad(), self._at_work():
-                outputs = self._shared(self._crew.evaluate(self._value(batch), None, "all", loss=False).outputs)
+                outputs = self._shared(self._executor.evaluate(self._value(batch), None, "all", loss=False).outputs)
             yield outputs
 
-    def _result(self, outcome: Outcome, start: float) -> StepResult:
+    def _result(self, outcome: StepOutcome, start: float) -> StepResult:
         outputs = self._shared(outcome.outputs)
         seconds = time.perf_counter() - start
-        return StepResult(outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds, self._crew.bubble)
+        return StepResult(outcome.loss, outputs, outcome.samples, outcome.microbatches, seconds, self._executor.bubble)
 
     def _shared(self, outputs: Any) -> Any:
         """Outputs where they are wanted: on the last stage's rank, or everywhere."""
-        if self._everywhere and isinstance(self._crew, ProcessCrew):
-            return self._crew.everywhere(outputs)
+        if self._everywhere and isinstance(self._executor, DistributedExecutor):
+            return self._executor.everywhere(outputs)
         return outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,18 +246,18 @@ class Pipeline(Members):
         grad = torch.is_grad_enabled()
         if not grad:
             with self._at_work():
-                return self._shared(self._crew.evaluate(value, None, "all", loss=False).outputs)
-        if isinstance(self._crew, ProcessCrew):
+                return self._shared(self._executor.evaluate(value, None, "all", loss=False).outputs)
+        if isinstance(self._executor, DistributedExecutor):
             raise PlanError(
                 "under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step(), or forward()"
             )
-        sizes, messages = cut(value, self._source.count, self._crew.stages[0].device)
+        sizes, messages = split_inputs(value, self._source.count, self._executor.stages[0].device)
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         wide = self._wide is not None
-        flight = Flight(self._crew, self._crew.source.fill_drain(len(sizes)), sizes, trainable, wide)
-        if self._crew.weights is not None:
-            self._crew.weights.stay(flight)
-        return call(flight, messages)
+        flight = ThreadCall(self._executor, self._executor.source.fill_drain(len(sizes)), sizes, trainable, wide)
+        if self._executor.weights is not None:
+            self._executor.weights.stay(flight)
+        return apply_call(flight, messages)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs in autograd's graph, for a loss that is made outside: in one process as ``pipe(x)``.
@@ -264,18 +266,21 @@ class Pipeline(Members):
         of them before it does anything else with the pipeline; the others wait for that, and get None. Gradients are
         added to ``.grad``, and summed over replicas: their losses count as parts of one sum.
         """
-        if not isinstance(self._crew, ProcessCrew) or not torch.is_grad_enabled():
+        if not isinstance(self._executor, DistributedExecutor) or not torch.is_grad_enabled():
             return self(*args, **kwargs)
         self._check_open()
-        if self._crew.weights is not None:
+        if self._executor.weights is not None:
             raise PlanError("under a mesh pipe.forward(x) does without Offload(weights=True): use step()")
         value = self._line.arguments(args, kwargs) if args or kwargs else None
-        return part(self._crew, value, self._adding())
+        return forward_pending(self._executor, value, self._adding())
 
     @contextmanager
     def _adding(self) -> Iterator[None]:
         """Around the backward of a loss that is made outside; replicas sum what it adds, and not what was there."""
-        with nullcontext() if self._wide is None else self._wide, adding(self.parameters(), apart=self._replicated):
+        with (
+            nullcontext() if self._wide is None else self._wide,
+            stashed_grads(self.parameters(), apart=self._replicated),
+        ):
             yield
 
     @property
@@ -300,14 +305,16 @@ class Pipeline(Members):
         recorded: of all ranks, on every one of them. Under a mesh all ranks begin and end the block together. At its
         end the time of a step is said beside what was predicted, unless ``quiet``.
         """
-        from penstock.profile.trace.recording import Recording
+        from penstock.profile.trace.recording import TraceRecording
 
         self._check_open()
-        recording = Recording(self._crew, self.plan, self.schedule, self.mesh, steps, skip, self._predicted, quiet)
+        recording = TraceRecording(
+            self._executor, self.plan, self.schedule, self.mesh, steps, skip, self._predicted, quiet
+        )
         self._traced = recording.trace
         return recording
 
-    def replan(self, costs: Costs | None = None, *, seconds: float = 0.8) -> Replanned:
+    def replan(self, costs: Costs | None = None, *, seconds: float = 0.8) -> ReplanResult:
         """Go on in another order, if one is faster for what the stages cost, in the memory of the present one.
 
         ``costs`` are by default those of the last ``pipe.trace()``. Stages stay on their ranks, and nothing changes but
@@ -322,18 +329,18 @@ class Pipeline(Members):
                 raise PlanError("the last trace has no backward: run steps in 'with pipe.trace():', or give costs=")
         elif not isinstance(costs, Costs):
             raise PlanError(f"costs must be penstock.schedule.Costs(…), got {type(costs).__name__}")
-        found, schedule = reordered(self.schedule, costs, self._crew.edges, seconds)
+        found, schedule = find_faster_order(self.schedule, costs, self._executor.edges, seconds)
         if self._meeting is not None:
             self._meeting.compare({"what replan was given": digest(repr(costs)), "its order": digest(str(schedule))})
         if found.changed:
             self._source = self._source.replaced(schedule)
-            self._crew.reschedule(self._crew.source.replaced(schedule))
-        self.prediction = from_costs("replan", costs, self._crew)
+            self._executor.reschedule(self._executor.source.replaced(schedule))
+        self.prediction = predict_from_costs("replan", costs, self._executor)
         return found
 
     def _predicted(self) -> Prediction | None:
         samples = None if self.last is None else self.last.samples
-        return prediction_of(self.prediction, self._source, self._crew, self.mesh, samples)
+        return predict_step(self.prediction, self._source, self._executor, self.mesh, samples)
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it.
@@ -342,13 +349,13 @@ class Pipeline(Members):
         """
         if self._offload is None or not (self._offload.optimizer or self._offload.weights):
             raise PlanError("offload_optimizer needs Pipeline(…, offload=Offload(optimizer=True))")
-        return offload_optimizer(optimizer, self._offload, self._crew.weights)
+        return offload_optimizer(optimizer, self._offload, self._executor.weights)
 
     # ── life and death ───────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
         """End the threads, or leave the channels. The model keeps its parameters; the pipeline cannot run again."""
-        self._crew.close()
+        self._executor.close()
         if self._watch is not None:
             self._watch.remove()
 
@@ -356,8 +363,8 @@ class Pipeline(Members):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(self._crew, ProcessCrew):
-            self._crew.leave(error)
+        if isinstance(self._executor, DistributedExecutor):
+            self._executor.leave(error)
         self.close()
 
     def __repr__(self) -> str:
@@ -374,7 +381,7 @@ class Pipeline(Members):
 
     def _at_work(self) -> AbstractContextManager[None]:
         """Around a run: weights that live on the host are their devices'."""
-        return nullcontext() if self._crew.weights is None else self._crew.weights.at_work()
+        return nullcontext() if self._executor.weights is None else self._executor.weights.at_work()
 
     def _value(self, inputs: Any) -> Any:
         """What enters the first stage: of a tuple of positional arguments, a dict of keywords, or one value."""
@@ -385,7 +392,7 @@ class Pipeline(Members):
         return self._line.arguments(inputs if isinstance(inputs, tuple) else (inputs,), {})
 
     def _check_open(self) -> None:
-        if self._crew.closed:
+        if self._executor.closed:
             raise PipelineError("this pipeline was closed: build a new one from its plan")
-        if isinstance(self._crew, LocalCrew) and self._crew.streaming:
+        if isinstance(self._executor, ThreadExecutor) and self._executor.streaming:
             raise PipelineError("pipe.stream(…) is still under way: take all of its outputs, or close it")

@@ -1,4 +1,4 @@
-"""How a training loop goes, shown once: by rank 0, for all ranks."""
+"""What a pipeline has done so far, added up."""
 
 from __future__ import annotations
 
@@ -6,30 +6,76 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock.errors import PlanError
-from penstock.screen import Screen, screen
-from penstock.train.launch import speaks, started
-from penstock.train.tally import Tally
+from penstock.progress_ui import ProgressUI, progress_ui
+from penstock.train.launch import is_initialized, is_rank0
 
 if TYPE_CHECKING:
     from penstock.train.pipeline import Pipeline
 
-__all__ = ["progress"]
+__all__ = ["StepTotals", "progress"]
+
+
+class _StepNumbers(Protocol):
+    """What is counted of a step."""
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def bubble(self) -> float | None: ...
+
+
+@dataclass
+class StepTotals:
+    """Sums over steps. ``idle`` of the ``watched`` seconds were spent waiting: those of steps whose bubble is known."""
+
+    steps: int = 0
+    samples: int = 0
+    watched: float = 0.0
+    idle: float = 0.0
+
+    def add(self, result: _StepNumbers) -> None:
+        self.steps += 1
+        self.samples += result.samples
+        if result.bubble is not None:
+            self.watched += result.seconds
+            self.idle += result.bubble * result.seconds
+
+    def since(self, before: StepTotals) -> StepTotals:
+        """What has come since ``before``."""
+        return StepTotals(
+            self.steps - before.steps,
+            self.samples - before.samples,
+            self.watched - before.watched,
+            self.idle - before.idle,
+        )
+
+    @property
+    def bubble(self) -> float | None:
+        """The share of the time that was spent waiting; None where nothing is known of it."""
+        return self.idle / self.watched if self.watched else None
+
+
+# How a training loop goes, shown once: by rank 0, for all ranks.
 
 T = TypeVar("T")
 
-_LINES = 5.0  # seconds between lines, where there is no bar
-_NEWS = 1.0  # seconds between what a rank tells of its bubble
-_BLINK = 0.2  # seconds between new texts beside the bar: on a GPU, to read the loss is to wait for it
-_FAREWELL = 1.0  # seconds to wait at the end for what others tell
+_LINE_INTERVAL = 5.0  # seconds between lines, where there is no bar
+_EXCHANGE_INTERVAL = 1.0  # seconds between what a rank tells of its bubble
+_REFRESH_INTERVAL = 0.2  # seconds between new texts beside the bar: on a GPU, to read the loss is to wait for it
+_END_WAIT = 1.0  # seconds to wait at the end for what others tell
 
-_loops = 0  # how many loops this process has begun to show: the same number on every rank
+_num_loops = 0  # how many loops this process has begun to show: the same number on every rank
 
 
 def progress(
@@ -51,25 +97,29 @@ def progress(
     if total is None:
         with suppress(TypeError):
             total = len(loader)  # type: ignore[arg-type]
-    return _shown(loader, _Loop(pipe, total, label), every) if speaks() else _hidden(loader, _Loop(pipe, total, label))
+    return (
+        _iterate_with_ui(loader, _LoopStats(pipe, total, label), every)
+        if is_rank0()
+        else _iterate_silently(loader, _LoopStats(pipe, total, label))
+    )
 
 
-def _hidden(loader: Iterable[T], loop: _Loop) -> Iterator[T]:
+def _iterate_silently(loader: Iterable[T], loop: _LoopStats) -> Iterator[T]:
     """A rank that shows nothing: it tells rank 0 of its bubble now and then."""
     told = time.monotonic()
     try:
         for item in loader:
             yield item
             loop.step()
-            if time.monotonic() - told > _NEWS:
+            if time.monotonic() - told > _EXCHANGE_INTERVAL:
                 told = time.monotonic()
                 loop.board.tell(loop.bubble)
     finally:
         loop.board.tell(loop.bubble, last=True)
 
 
-def _shown(loader: Iterable[T], loop: _Loop, every: int | None) -> Iterator[T]:
-    with screen() as shown:
+def _iterate_with_ui(loader: Iterable[T], loop: _LoopStats, every: int | None) -> Iterator[T]:
+    with progress_ui() as shown:
         shown.begin(loop.label, loop.total)
         try:
             for item in loader:
@@ -85,17 +135,17 @@ def _shown(loader: Iterable[T], loop: _Loop, every: int | None) -> Iterator[T]:
                 shown.line(loop.conclusion())
 
 
-class _Loop:
+class _LoopStats:
     """The numbers of one loop."""
 
     def __init__(self, pipe: Pipeline | None, total: int | None, label: str) -> None:
         self.pipe = pipe
         self.total = total
         self.label = label
-        self.board = _Board()
+        self.board = _BubbleExchange()
         self.steps = 0
         self.start = self.lined = self.blinked = time.monotonic()
-        self.before = Tally() if pipe is None else replace(pipe.tally)
+        self.before = StepTotals() if pipe is None else replace(pipe.tally)
         self.warm = self.before  # after the first step, which is slower than the others
         self.warm_at = self.start
         self.counted = self.before.steps  # of the pipeline's steps
@@ -113,13 +163,13 @@ class _Loop:
         if self.pipe is not None and self.pipe.tally.steps > self.counted:
             self.step()
 
-    def show(self, shown: Screen, every: int | None) -> None:
+    def show(self, shown: ProgressUI, every: int | None) -> None:
         now = time.monotonic()
         text = None
-        if shown.live and (now - self.blinked > _BLINK or self.steps == 1):
+        if shown.live and (now - self.blinked > _REFRESH_INTERVAL or self.steps == 1):
             self.blinked, text = now, self.text()
         shown.advance(text)
-        if self.steps % every == 0 if every is not None else not shown.live and now - self.lined > _LINES:
+        if self.steps % every == 0 if every is not None else not shown.live and now - self.lined > _LINE_INTERVAL:
             self.lined = now
             shown.line("  ".join(filter(None, (self.label, self.text()))))
 
@@ -139,7 +189,7 @@ class _Loop:
         done = self._done()
         return None if done is None else done.bubble
 
-    def _done(self) -> Tally | None:
+    def _done(self) -> StepTotals | None:
         if self.pipe is None:
             return None
         done = self.pipe.tally.since(self.warm)
@@ -161,20 +211,20 @@ class _Loop:
         return numbers
 
 
-class _Board:
+class _BubbleExchange:
     """What the ranks tell of their bubbles, in the store of the process group.
 
     Nobody waits for it, so that a rank may leave its loop, or never begin it, without holding up the others.
     """
 
     def __init__(self) -> None:
-        global _loops
-        _loops += 1
+        global _num_loops
+        _num_loops += 1
         self.store: Any = None
         self.told: list[float | None] = []  # what was read last, and when
         self.read_at = -math.inf
-        if started():
-            self.store = PrefixStore(f"penstock/progress/{_loops}", dist.distributed_c10d._get_default_store())
+        if is_initialized():
+            self.store = PrefixStore(f"penstock/progress/{_num_loops}", dist.distributed_c10d._get_default_store())
             self.rank = dist.get_rank()
             self.silent = set(range(dist.get_world_size())) - {self.rank}  # the ranks that were not heard of yet
             self.others: list[int] = []
@@ -191,7 +241,7 @@ class _Board:
     def read(self) -> list[float | None]:
         """What the others have told last; looked up now and then."""
         now = time.monotonic()
-        if self.store is not None and now - self.read_at > _NEWS:
+        if self.store is not None and now - self.read_at > _EXCHANGE_INTERVAL:
             self.read_at = now
             with suppress(RuntimeError):
                 told = self.store.multi_get([str(rank) for rank in self._heard()])
@@ -200,7 +250,7 @@ class _Board:
 
     def wait(self) -> None:
         """Give those that have begun the loop a moment to tell how it ended."""
-        end = time.monotonic() + _FAREWELL
+        end = time.monotonic() + _END_WAIT
         self.read_at = -math.inf
         with suppress(RuntimeError):
             last = [f"{rank}/last" for rank in self._heard()]

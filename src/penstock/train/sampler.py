@@ -13,20 +13,20 @@ from torch.utils.data import DistributedSampler
 
 from penstock.errors import PlanError
 
-__all__ = ["Order", "generator_of", "steps_of"]
+__all__ = ["BatchOrder", "num_batches", "seeded_generator"]
 
 _CHUNK = 1 << 16  # so many indices of a permutation are Python's numbers at a time
-_LOOK = 100  # so many of a sampler's indices are drawn twice, to see that they come again
+_REPEAT_CHECK = 100  # so many of a sampler's indices are drawn twice, to see that they come again
 
 
-def generator_of(*parts: int) -> torch.Generator:
+def seeded_generator(*parts: int) -> torch.Generator:
     """A generator of its own for every combination of numbers."""
     text = "/".join(map(str, parts))
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     return torch.Generator().manual_seed(seed)
 
 
-class Order:
+class BatchOrder:
     """Which samples make which mini-batch. A sampler that is given is one of the whole dataset, not of a replica."""
 
     def __init__(
@@ -65,15 +65,15 @@ class Order:
     def batches(self, seed: int, epoch: int, start: int = 0) -> Iterator[list[Any]]:
         """The mini-batches of an epoch from number ``start`` on. Those before it cost next to nothing."""
         if self.batch_sampler is not None:
-            return map(_filled, islice(_own(self.batch_sampler, seed, epoch), start, None))
+            return map(_check_not_empty, islice(_epoch_of(self.batch_sampler, seed, epoch), start, None))
         assert self.batch_size is not None
         first = start * self.batch_size
         if self.sampler is not None:
-            return self._cut(islice(_own(self.sampler, seed, epoch), first, None))
+            return self._cut(islice(_epoch_of(self.sampler, seed, epoch), first, None))
         count = len(self.dataset)
         if not self.shuffle:
             return self._cut(iter(range(first, count)))
-        order = torch.randperm(count, generator=generator_of(seed, epoch), device="cpu")
+        order = torch.randperm(count, generator=seeded_generator(seed, epoch), device="cpu")
         return self._cut(index for at in range(first, count, _CHUNK) for index in order[at : at + _CHUNK].tolist())
 
     def _cut(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
@@ -87,17 +87,17 @@ class Order:
             return len(self.batch_sampler)  # type: ignore[arg-type]
         assert self.batch_size is not None
         count = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
-        return steps_of(count, self.batch_size, self.drop_last)
+        return num_batches(count, self.batch_size, self.drop_last)
 
 
-def steps_of(samples: int, batch_size: int, drop_last: bool) -> int:
+def num_batches(samples: int, batch_size: int, drop_last: bool) -> int:
     """How many mini-batches so many samples make."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
-def _own(sampler: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+def _epoch_of(sampler: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
     """One epoch of a sampler, from a copy of it: epochs may be under way side by side."""
-    return iter(_prepared(sampler, generator_of(seed, epoch), epoch))
+    return iter(_prepared(sampler, seeded_generator(seed, epoch), epoch))
 
 
 def _prepared(sampler: Any, generator: torch.Generator, epoch: int) -> Any:
@@ -126,7 +126,7 @@ def _require_global(name: str, sampler: Any) -> None:
 
 def _require_repeatable(name: str, sampler: Iterable[Any]) -> None:
     """Ranks, and a run that is resumed, must see the order that the others saw."""
-    one, other = (list(map(_plain, islice(_own(sampler, 0, 0), _LOOK))) for _ in range(2))
+    one, other = (list(map(_comparable, islice(_epoch_of(sampler, 0, 0), _REPEAT_CHECK))) for _ in range(2))
     if one != other:
         raise PlanError(
             f"{name}, a {type(sampler).__name__}, gives another order each time, so ranks would load different "
@@ -135,12 +135,12 @@ def _require_repeatable(name: str, sampler: Iterable[Any]) -> None:
         )
 
 
-def _plain(index: Any) -> Any:
+def _comparable(index: Any) -> Any:
     """An index, or a batch of them, as something that compares as a whole."""
     return index.tolist() if hasattr(index, "tolist") else index
 
 
-def _filled(batch: Iterable[Any]) -> list[Any]:
+def _check_not_empty(batch: Iterable[Any]) -> list[Any]:
     indices = list(batch)
     if not indices:
         raise PlanError("batch_sampler gave a mini-batch without samples: leave it out")

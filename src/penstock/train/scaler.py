@@ -11,17 +11,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from penstock.engine.shards import local
+from penstock.engine.replicas.dtensor import to_local
 from penstock.errors import PipelineError, PlanError
 
 __all__ = ["GradScaler"]
 
 _FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # what a rank found in its gradients: the largest counts for all
-_LEAST = 2.0**-126  # of a scale: float32 has its inverse
-_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # as torch's scaler saves
+_SMALLEST_SCALE = 2.0**-126  # of a scale: float32 has its inverse
+_STATE_NAMES = (
+    "scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+)  # as torch's scaler saves
 
 
-class Scaled(Protocol):
+class ScaledPipeline(Protocol):
     """What the scaler needs of a pipeline."""
 
     loss_scale: float  # what the gradients of a step are multiplied by
@@ -48,7 +54,7 @@ class GradScaler:
 
     def __init__(
         self,
-        pipe: Scaled,
+        pipe: ScaledPipeline,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -63,7 +69,7 @@ class GradScaler:
         self._compare("enabled", float(enabled))
         if enabled:
             numbers = init_scale, growth_factor, backoff_factor, growth_interval, 0
-            self._take(dict(zip(_NUMBERS, numbers, strict=True)))
+            self._take(dict(zip(_STATE_NAMES, numbers, strict=True)))
             self._compare("min_scale", 0.0 if min_scale is None else min_scale)
         else:
             pipe.loss_scale = 1.0
@@ -157,7 +163,7 @@ class GradScaler:
         if not self._enabled:
             return {}
         numbers = self._scale, self._growth_factor, self._backoff_factor, self._growth_interval, self._growth_tracker
-        return dict(zip(_NUMBERS, numbers, strict=True))
+        return dict(zip(_STATE_NAMES, numbers, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, on all ranks; one of ``torch.amp.GradScaler`` will do."""
@@ -168,12 +174,12 @@ class GradScaler:
 
     def _take(self, state: Mapping[str, Any]) -> None:
         """Take these numbers, if they are sound, and the same on all ranks."""
-        problem = _problem(state, self._least)
+        problem = _invalid_state(state, self._least)
         if self._pipe.agree(float(problem is not None)):
             raise PlanError(problem or "GradScaler was given numbers on another rank that cannot be: see its error")
-        for name in _NUMBERS:
+        for name in _STATE_NAMES:
             self._compare(name, float(state[name]))
-        self._scale = self._pipe.loss_scale = _single(state["scale"])
+        self._scale = self._pipe.loss_scale = _to_float32(state["scale"])
         self._growth_factor, self._backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
         self._growth_interval, self._growth_tracker = int(state["growth_interval"]), int(state["_growth_tracker"])
 
@@ -188,8 +194,8 @@ class GradScaler:
     def _change(self, found: float) -> None:
         """The scale after an iteration, rounded to float32 as torch keeps it."""
         if found > _FINITE:
-            lower = max(_single(self._scale * self._backoff_factor), _single(self._least or 0.0))
-            if lower < _LEAST:
+            lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._least or 0.0))
+            if lower < _SMALLEST_SCALE:
                 raise PipelineError(
                     f"gradients are not finite at a scale of {self._scale:g} either: not the scale makes them so, but "
                     "the model or its data. Look at result.loss, or at the gradients of a step without a scaler"
@@ -198,7 +204,7 @@ class GradScaler:
         elif self._growth_tracker + 1 < self._growth_interval:
             self._growth_tracker += 1
         else:
-            grown = _single(self._scale * self._growth_factor)
+            grown = _to_float32(self._scale * self._growth_factor)
             self._scale, self._growth_tracker = grown if math.isfinite(grown) else self._scale, 0
         self._pipe.loss_scale = self._scale
 
@@ -209,7 +215,7 @@ class GradScaler:
         if any(parameter.grad.dtype is torch.float16 for parameter in parameters):
             return _HALF  # said to all ranks by ``step``, and nothing has been divided
         for parameter in parameters:
-            values = _values(parameter)
+            values = _grad_values(parameter)
             grads[values.device, values.dtype].append(values)
         found: dict[torch.device, Tensor] = {}
         for (device, _), group in grads.items():
@@ -220,31 +226,31 @@ class GradScaler:
         return max((float(flag) for flag in found.values()), default=_FINITE)
 
 
-def _values(parameter: Tensor) -> Tensor:
+def _grad_values(parameter: Tensor) -> Tensor:
     """The real numbers of a gradient, to be changed in place."""
     assert parameter.grad is not None
     if not parameter.grad.is_sparse and parameter.grad.is_conj():
         parameter.grad = parameter.grad.resolve_conj()
-    grad = local(parameter.grad)
+    grad = to_local(parameter.grad)
     if grad.is_sparse:
         grad = grad._values()
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-def _single(number: Any) -> float:
+def _to_float32(number: Any) -> float:
     return float(torch.tensor(float(number), dtype=torch.float32))
 
 
-def _problem(state: Mapping[str, Any], least: float | None) -> str | None:
+def _invalid_state(state: Mapping[str, Any], least: float | None) -> str | None:
     """What cannot be in a scaler's numbers, if anything."""
-    missing = [name for name in _NUMBERS if name not in state]
+    missing = [name for name in _STATE_NAMES if name not in state]
     if missing:
         return (
-            f"a saved GradScaler has {', '.join(_NUMBERS)}; here {', '.join(missing)} "
+            f"a saved GradScaler has {', '.join(_STATE_NAMES)}; here {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing. One that was switched off saves nothing"
         )
-    scale, growth, backoff, interval, _ = (float(state[name]) for name in _NUMBERS)
-    if not _LEAST <= _single(scale) < math.inf:
+    scale, growth, backoff, interval, _ = (float(state[name]) for name in _STATE_NAMES)
+    if not _SMALLEST_SCALE <= _to_float32(scale) < math.inf:
         return f"the scale must be a positive number that float32 holds, as it does its inverse, got {scale:g}"
     if least is not None and not 0 < least <= scale:
         return f"min_scale must be a positive number, and no more than the scale, {scale:g}; got {least:g}"

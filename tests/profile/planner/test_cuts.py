@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
 from penstock.profile.planner import cuts
 from penstock.profile.planner.bounds import by_counts, by_kinds, floor
-from penstock.profile.planner.cuts import cut, placement_of
-from penstock.profile.planner.evened import evened
+from penstock.profile.planner.cuts import balanced, best_partition, placement_of
 from penstock.profile.planner.rounds import Rounds
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Ranks, bottleneck, cheapest, held
+from penstock.profile.planner.segments import Ranks, Segments, bottleneck, choose_recompute, rank_bytes
 from penstock.profile.planner.weighed import Weighed
 
 SHAPES = [("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)]
@@ -66,8 +64,8 @@ def test_no_other_cuts_have_a_less_busy_rank(few: tuple[int, int], problem: tupl
     best = best_of_all(segments, ranks, placement)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuts, "_FEW", few)
-        found = cut(segments, ranks, shape, v)
-    moved = evened(segments, ranks, placement)
+        found = best_partition(segments, ranks, shape, v)
+    moved = balanced(segments, ranks, placement)
     assert moved is None or bottleneck(segments, ranks, placement, moved) >= best * (1 - 1e-12)
     assert (inf if found is None else found.busiest) == pytest.approx(best)
     if found is not None:
@@ -117,7 +115,7 @@ def test_what_is_recomputed_is_the_least_that_keeps_the_memory(problem: tuple[Se
     bounds = [segments.n * at // v for at in range(v + 1)]
     runs = list(pairwise(bounds))
     for rank in range(len(ranks)):
-        found = cheapest(segments, ranks, rank, runs)
+        found = choose_recompute(segments, ranks, rank, runs)
         fit = [
             (sum(segments.again(*runs[number]) for number in again), again)
             for size in range(v + 1)
@@ -166,9 +164,13 @@ def test_a_stage_that_recomputes_keeps_what_came_to_it() -> None:
     segments = Segments(ModelCosts(layers, (base.crossings[0], skip, base.crossings[1])))
     assert [segments.inputs(0, 3), segments.inputs(1, 2), segments.inputs(1, 3), segments.inputs(2, 3)] == [0, 1, 6, 6]
     assert segments.again(1, 3) == pytest.approx(2.0)
-    assert held(segments, [(1, 3)], (0,), 4) == 4 + 3 * 6 + 20  # three inputs, and one micro-batch that is there again
-    assert held(segments, [(0, 1), (2, 3)], (0, 1), 4) == 4 + 4 * 6 + 10  # of the two stages one is there at a time
-    assert held(segments, [(0, 1), (2, 3)], (0,), 4) == 4 + 4 * 10 + 10
+    assert (
+        rank_bytes(segments, [(1, 3)], (0,), 4) == 4 + 3 * 6 + 20
+    )  # three inputs, and one micro-batch that is there again
+    assert (
+        rank_bytes(segments, [(0, 1), (2, 3)], (0, 1), 4) == 4 + 4 * 6 + 10
+    )  # of the two stages one is there at a time
+    assert rank_bytes(segments, [(0, 1), (2, 3)], (0,), 4) == 4 + 4 * 10 + 10
 
 
 def test_a_value_for_several_layers_crosses_a_cut_once() -> None:
@@ -182,7 +184,7 @@ def test_a_value_for_several_layers_crosses_a_cut_once() -> None:
 )
 def test_two_hundred_layers_in_sixty_four_stages(shape: str, p: int, v: int) -> None:
     works = [1.0 + (i * 7919 % 13) / 13 for i in range(200)]
-    found = cut(Segments(model(works)), alike(p), shape, v)
+    found = best_partition(Segments(model(works)), alike(p), shape, v)
     assert found is not None
     assert len(found.cuts) == 64
     assert sum(works) / p <= found.bound <= found.busiest
@@ -196,7 +198,7 @@ def test_loops_of_equal_layers_between_two_others_are_exact(p: int, v: int, reco
     layers = tuple(layer(i, work, 1.0, 1.0) for i, work in enumerate(works))
     segments = Segments(ModelCosts(layers, model(works).crossings))
     memory = 1.3 * (segments.static(0, 200) + p * segments.activation(0, 200)) / p
-    found = cut(segments, Ranks((1.0,) * p, (memory,) * p, (float(p),) * p, recompute), "loop", v)
+    found = best_partition(segments, Ranks((1.0,) * p, (memory,) * p, (float(p),) * p, recompute), "loop", v)
     assert found is not None
     assert found.gap < 1e-9
     again = 4 / 3 if recompute else 1.0
@@ -207,7 +209,7 @@ def test_loops_of_equal_layers_between_two_others_are_exact(p: int, v: int, reco
 def test_loops_with_few_more_layers_than_stages_are_exact(p: int, v: int, n: int) -> None:
     works = [1.0 + (i * 7919 % 101) / 101 for i in range(n)]
     segments = Segments(model(works))
-    found = cut(segments, alike(p), "loop", v)
+    found = best_partition(segments, alike(p), "loop", v)
     assert found is not None
     assert found.gap < 1e-9
     assert found.busiest > floor(segments, alike(p)) * 1.01  # more than the share of all work
@@ -217,7 +219,7 @@ def test_slow_cuts_are_avoided() -> None:
     base = model([1.0] * 100)
     crossings = tuple(replace(one, bytes=50.0 if i % 3 else 1.0) for i, one in enumerate(base.crossings))
     segments = Segments(replace(base, crossings=crossings, link=Link(0.0, 1.0)))
-    found = cut(segments, alike(4), "loop", 4)
+    found = best_partition(segments, alike(4), "loop", 4)
     assert found is not None
     assert found.busiest == pytest.approx(27)  # of 33 times three layers a rank has nine
     assert all(segments.transfer[at] <= 1 for at in found.cuts[:-1])
@@ -225,8 +227,8 @@ def test_slow_cuts_are_avoided() -> None:
 
 def test_there_are_no_cuts_where_there_are_more_stages_than_layers() -> None:
     segments = Segments(model([1.0] * 5))
-    assert cut(segments, alike(3), "v", 2) is None
-    assert evened(segments, alike(3), placement_of("v", 3, 2)) is None
+    assert best_partition(segments, alike(3), "v", 2) is None
+    assert balanced(segments, alike(3), placement_of("v", 3, 2)) is None
 
 
 @pytest.mark.parametrize(("shape", "v"), SHAPES)
@@ -235,7 +237,7 @@ def test_there_are_no_cuts_where_there_is_no_memory(shape: str, v: int) -> None:
     segments = Segments(ModelCosts(layers, model([1.0] * 12).crossings))
     for memory in ((0.0, 0.0), (0.0, inf)):
         for recompute in (False, True, None):
-            assert cut(segments, Ranks((1.0,) * 2, memory, (2.0,) * 2, recompute), shape, v) is None
+            assert best_partition(segments, Ranks((1.0,) * 2, memory, (2.0,) * 2, recompute), shape, v) is None
 
 
 @pytest.mark.parametrize(("shape", "v"), SHAPES)
@@ -243,7 +245,7 @@ def test_layers_that_take_no_time_are_cut_too(shape: str, v: int) -> None:
     """Shares of the work that memory lets ranks do were all zero, and divided by."""
     layers = tuple(layer(i, 0.0, 1.0, 1.0) for i in range(12))
     segments = Segments(ModelCosts(layers, model([0.0] * 12).crossings))
-    found = cut(segments, Ranks((1.0,) * 2, (30.0,) * 2, (2.0,) * 2), shape, v)
+    found = best_partition(segments, Ranks((1.0,) * 2, (30.0,) * 2, (2.0,) * 2), shape, v)
     assert found is not None
     assert found.busiest == found.gap == 0
 
@@ -256,19 +258,19 @@ def test_cuts_are_the_same_where_tensors_are_made_elsewhere(shape: str, v: int, 
     segments = Segments(ModelCosts(layers, model(works).crossings))
     memory = 1.2 * (segments.static(0, 24) + 3 * segments.activation(0, 24)) / 3
     ranks = Ranks((1.0,) * 3, (memory,) * 3, (3.0,) * 3, recompute)
-    expected = cut(segments, ranks, shape, v)
+    expected = best_partition(segments, ranks, shape, v)
     assert expected is not None
     with torch.device("meta"):
-        assert cut(segments, ranks, shape, v) == expected
+        assert best_partition(segments, ranks, shape, v) == expected
         assert torch.get_default_device() == torch.device("meta")
     with torch.inference_mode():
-        assert cut(segments, ranks, shape, v) == expected
+        assert best_partition(segments, ranks, shape, v) == expected
     try:
         torch.set_default_device("meta")
         torch.set_default_dtype(torch.float16)
-        assert cut(segments, ranks, shape, v) == expected
+        assert best_partition(segments, ranks, shape, v) == expected
         assert torch.zeros(1).is_meta
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-    assert cut(segments, ranks, shape, v) == expected
+    assert best_partition(segments, ranks, shape, v) == expected

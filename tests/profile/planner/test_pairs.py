@@ -12,11 +12,9 @@ import pytest
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
 from penstock.profile.planner import pairs
 from penstock.profile.planner.bounds import works_of
-from penstock.profile.planner.cuts import cut, placement_of
-from penstock.profile.planner.evened import evened
+from penstock.profile.planner.cuts import balanced, best_partition, placement_of
 from penstock.profile.planner.pairs import Pairs, ThereAndBack, TwiceRound
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Ranks, bottleneck, time_of
+from penstock.profile.planner.segments import Ranks, Segments, bottleneck, rank_time
 
 ASKED: dict[str, type[Pairs]] = {"v": ThereAndBack, "loop": TwiceRound}
 ENOUGH = 10**9
@@ -94,7 +92,7 @@ def test_two_rounds_are_cut_for_ranks_that_have_a_third(recompute: bool | None) 
 
         def busiest(inner: tuple[int, ...], segments: Segments = segments, ranks: Ranks = ranks) -> float:
             runs = list(pairwise((4, *inner, 12)))
-            times = [time_of(segments, ranks, rank, [(2 * rank, 2 * rank + 2), *runs[rank::2]]) for rank in (0, 1)]
+            times = [rank_time(segments, ranks, rank, [(2 * rank, 2 * rank + 2), *runs[rank::2]]) for rank in (0, 1)]
             return max(*times, *(segments.transfer[at] for at in inner))
 
         best = min(map(busiest, combinations(range(5, 12), 3)))
@@ -118,7 +116,7 @@ def test_uneven_layers_in_many_stages_are_exact(shape: str, recompute: bool | No
     segments = Segments(ModelCosts(layers, tuple(Crossing(i, i + 1, 0.1) for i in range(89))))
     flights = tuple(16.0 - rank for rank in range(16))
     limit = memory * (segments.static(0, 90) + 8.5 * segments.activation(0, 90)) / 16
-    found = cut(segments, Ranks((1.0,) * 16, (limit,) * 16, flights, recompute), shape, 2)
+    found = best_partition(segments, Ranks((1.0,) * 16, (limit,) * 16, flights, recompute), shape, 2)
     assert found is not None
     assert found.gap < 1e-9
     assert found.busiest > segments.work(0, 90) / 16 * 1.005  # the share of all work is no proof
@@ -131,7 +129,7 @@ def test_long_loops_are_exact(p: int, noise: float) -> None:
     works = [of.uniform(1 - noise, 1 + noise) / 3 for _ in range(300)]
     layers = tuple(LayerCosts(f"l{i}", *[w] * 5, w, 0.0, 0.0) for i, w in enumerate(works))  # type: ignore[arg-type]
     segments = Segments(ModelCosts(layers, tuple(Crossing(i, i + 1, 0.1) for i in range(299))))
-    found = cut(segments, Ranks((1.0,) * p, (inf,) * p, (1.0,) * p), "loop", 2)
+    found = best_partition(segments, Ranks((1.0,) * p, (inf,) * p, (1.0,) * p), "loop", 2)
     assert found is not None
     assert found.gap < 1e-9
 
@@ -166,7 +164,7 @@ def test_cuts_are_found_where_the_first_ranks_have_little_memory_for_what_is_in_
     flights = tuple(8.0 - rank for rank in range(8))
     limit = 1.3 * (segments.static(0, 100) + 4.5 * segments.activation(0, 100)) / 8
     ranks = Ranks((1.0,) * 8, (limit,) * 8, flights)
-    even = evened(segments, ranks, placement_of("loop", 8, v))
+    even = balanced(segments, ranks, placement_of("loop", 8, v))
     assert even is not None
     assert bottleneck(segments, ranks, placement_of("loop", 8, v), even) < 1.4 * segments.work(0, 100) / 8
 
@@ -181,5 +179,5 @@ def test_a_rank_can_do_no_more_work_than_its_memory_is_said_to_let_it(recompute:
         most = TwiceRound(segments, ranks, 1000.0, ENOUGH).kinds[0].most(1000.0)
         for i, j, k, end in combinations(range(8), 4):
             for runs in (((i, j), (k, end)), ((i, j), (j, end))):
-                if time_of(segments, ranks, 0, runs) < inf:
+                if rank_time(segments, ranks, 0, runs) < inf:
                     assert sum(sum(works[a:b]) for a, b in runs) <= most * (1 + 1e-9)

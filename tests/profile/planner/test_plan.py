@@ -61,18 +61,18 @@ def test_it_is_saved_and_read_again(tmp_path: Path) -> None:
     model, (x, y) = net(), batch()
     planned = ps.plan(model, x, devices=2, microbatches=2, **QUICK)
     planned.save(tmp_path / "plan.json")
-    again = ps.Planned.load(tmp_path / "plan.json", model)
+    again = ps.PlanResult.load(tmp_path / "plan.json", model)
     assert again.best == planned.best
     assert again.others == planned.others
     assert again.plan == planned.plan
     with again.pipeline(F.mse_loss) as pipe:
         check(pipe, model, x, y)
-    alone = ps.Planned.load(tmp_path / "plan.json")
+    alone = ps.PlanResult.load(tmp_path / "plan.json")
     with pytest.raises(ps.PlanError, match="this was read without its model"):
         alone.pipeline(F.mse_loss)
     (tmp_path / "other.json").write_text('{"plan": 1}')
     with pytest.raises(ps.PlanError, match="is not what a planner saved"):
-        ps.Planned.load(tmp_path / "other.json")
+        ps.PlanResult.load(tmp_path / "other.json")
 
 
 def test_costs_that_are_there_are_not_measured_again(tmp_path: Path) -> None:

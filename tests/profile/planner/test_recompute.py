@@ -19,15 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts
+from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Profile
 from penstock.profile.planner.cuts import placement_of
-from penstock.profile.planner.joint import _Budget, _Search, joint
-from penstock.profile.planner.orders import Stages, order
+from penstock.profile.planner.joint import _Budget, _Search, joint_search
 from penstock.profile.planner.plan import plan_costs
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.stages import stage_costs, static_bytes
-from penstock.profile.planner.times import Ranks
-from penstock.profile.sizes import Profile
+from penstock.profile.planner.schedule_cache import StageProblem, find_order
+from penstock.profile.planner.segments import Ranks, Segments, stage_costs, static_bytes
 from penstock.schedule import Costs, Schedule, simulate
 
 
@@ -94,10 +91,10 @@ def test_no_cuts_and_recomputes_of_all_are_much_better(shape: str, p: int, v: in
         room = tuple(memory - held for held in static)
         if min(room) >= 0:
             costs = stage_costs(segments, ranks, placement, cuts)
-            found = order(Stages(costs, again, placement, m, room), seconds=0.01)
+            found = find_order(StageProblem(costs, again, placement, m, room), seconds=0.01)
             best = best if found is None else min(best, found.makespan)
     assert best < inf
-    answer = joint(segments, ranks, m, shape=shape, v=v, seconds=1.0)
+    answer = joint_search(segments, ranks, m, shape=shape, v=v, seconds=1.0)
     assert answer is not None
     assert max(answer.memory) <= memory * (1 + 1e-9)
     assert answer.found.makespan <= best * 1.01
@@ -140,7 +137,7 @@ def test_memory_is_what_the_order_keeps(data: st.DataObject) -> None:
     )  # fmt: skip
     again = frozenset(data.draw(st.sets(st.integers(0, count - 1))))
     room = data.draw(st.tuples(*[st.integers(4, 25).map(float)] * p))
-    found = order(Stages(costs, again, placement, m, room), seconds=0.005)
+    found = find_order(StageProblem(costs, again, placement, m, room), seconds=0.005)
     if found is None:
         return
     assert {a.stage for own in found.schedule.orders for a in own if a.kind == "R"} == again

@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import PlanError
-from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts
-from penstock.profile.planner.joint import joint
+from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Profile
+from penstock.profile.planner.candidates import Configuration, configurations, device_grids
+from penstock.profile.planner.joint import joint_search
 from penstock.profile.planner.plan import plan_costs
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.stages import edges_between, stage_costs
-from penstock.profile.planner.times import Ranks
-from penstock.profile.planner.ways import Way, grids_of, ways
-from penstock.profile.sizes import Profile
+from penstock.profile.planner.segments import Ranks, Segments, edges_between, stage_costs
 from penstock.schedule import build, simulate
 
 P, M = 8, 16
@@ -41,7 +38,7 @@ def like_8b(*, halves: bool) -> Segments:
 def test_cuts_and_order_together_beat_every_fixed_schedule_on_an_even_cut(halves: bool, most: float) -> None:
     """80.7 is what the best of torch's schedules takes for this model, with as many layers in each stage."""
     segments = like_8b(halves=halves)
-    found = joint(segments, Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=2.0)
+    found = joint_search(segments, Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=2.0)
     assert found is not None
     assert max(found.memory) <= 8.0
     assert found.found.makespan < most
@@ -59,7 +56,7 @@ def uniform(layers: int = 8, seconds: float = 0.03, held: float = 10.0, kept: fl
 
 def test_the_answer_is_no_slower_than_what_fixed_schedules_do_with_its_cuts() -> None:
     planned = plan_costs(Profile((uniform(),)), batch=32, grids=[(1, 4)], microbatches=8, seconds=1.0)
-    assert planned.way == Way(1, 4, planned.way.shape, planned.way.v, 4, 8)
+    assert planned.way == Configuration(1, 4, planned.way.shape, planned.way.v, 4, 8)
     assert planned.seconds >= planned.best.floor
     segments = Segments(uniform())
     cuts = (2, 4, 6, 8)
@@ -73,7 +70,9 @@ def test_memory_that_makes_nothing_faster_is_left_alone(p: int) -> None:
     """There is room for all eight micro-batches, and p of them do."""
     segments = Segments(uniform(held=0.0))
     for memory in (64.0, inf):
-        found = joint(segments, Ranks((1.0,) * p, (memory,) * p, (1.0,) * p), 8, shape="straight", v=1, seconds=0.5)
+        found = joint_search(
+            segments, Ranks((1.0,) * p, (memory,) * p, (1.0,) * p), 8, shape="straight", v=1, seconds=0.5
+        )
         assert found is not None
         assert max(found.memory) == 8.0
 
@@ -85,7 +84,7 @@ def test_what_waits_for_weight_gradients_is_part_of_the_memory() -> None:
     stages = stage_costs(Segments(waiting), Ranks((1.0,), (inf,), (1.0,)), (0,), (8,))
     assert stages.keep == (2.0,)
     for memory in (8.0, 12.0, 16.0):
-        found = joint(Segments(waiting), Ranks((1.0,), (memory,), (1.0,)), 8, shape="straight", v=1, seconds=0.5)
+        found = joint_search(Segments(waiting), Ranks((1.0,), (memory,), (1.0,)), 8, shape="straight", v=1, seconds=0.5)
         assert found is not None
         assert max(found.memory) <= memory
         assert ("W" in str(found.found.schedule)) <= (memory == 16.0)
@@ -155,10 +154,15 @@ def test_others_say_why_they_lost_and_none_is_faster() -> None:
 
 
 def test_all_ways_to_use_devices() -> None:
-    assert grids_of(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
-    assert {(way.samples, way.microbatches) for way in ways(10, [(2, 2)], 4)} == {(5, 1), (3, 2), (2, 3), (1, 5)}
-    assert {way.samples for way in ways(64, [(1, 2)], 4, largest=8)} == {8, 4, 2, 1}
-    asked = ways(4, [(1, 2)], 4, microbatches=3)
+    assert device_grids(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    assert {(way.samples, way.microbatches) for way in configurations(10, [(2, 2)], 4)} == {
+        (5, 1),
+        (3, 2),
+        (2, 3),
+        (1, 5),
+    }
+    assert {way.samples for way in configurations(64, [(1, 2)], 4, largest=8)} == {8, 4, 2, 1}
+    asked = configurations(4, [(1, 2)], 4, microbatches=3)
     assert {(way.samples, way.microbatches) for way in asked} == {(2, 3)}  # as the pipeline cuts it: 2, 1 and 1
 
 
@@ -169,7 +173,9 @@ def test_layers_that_take_no_time_cannot_be_planned() -> None:
 
 def test_the_same_arguments_give_the_same_answer() -> None:
     first, second = (
-        joint(like_8b(halves=False), Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=0.5)
+        joint_search(
+            like_8b(halves=False), Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=0.5
+        )
         for _ in range(2)
     )
     assert first == second

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from penstock.compat.poptorch.errors import Error, require
-from penstock.split import block as native
+from penstock.split import marks as native
 from penstock.split.trace.state import recorder
 
 __all__ = ["BeginBlock", "Block", "BlockFunction", "device_of", "ipu_of", "removeBlocks"]
@@ -57,7 +57,7 @@ class BlockFunction(native.BlockFunction):
 
 def BeginBlock(layer_to_call: F, user_id: str | None = None, ipu_id: int | None = None) -> F:
     """From each call of a module or function on, the block is ``user_id``. The same module is given back."""
-    if isinstance(layer_to_call, nn.Module) and native.begun(layer_to_call) is not None:
+    if isinstance(layer_to_call, nn.Module) and native.begin_block_of(layer_to_call) is not None:
         raise Error("module has already been assigned to a block.")
     if not callable(layer_to_call):
         raise Error("module is not an instance of torch.nn.Module or function.")
@@ -67,7 +67,7 @@ def BeginBlock(layer_to_call: F, user_id: str | None = None, ipu_id: int | None 
 def removeBlocks(module: nn.Module) -> None:
     """Take off what ``BeginBlock`` put on a module and on those inside it."""
     for part in module.modules():
-        native.unmark(part)
+        native.remove_begin_block(part)
 
 
 def _id(user_id: object) -> str:

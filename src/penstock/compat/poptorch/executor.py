@@ -16,10 +16,10 @@ from penstock.compat.poptorch.outputs import Kept, Taker
 from penstock.compat.poptorch.profiling import profiled
 from penstock.compat.poptorch.running import pipeline_of
 from penstock.compat.poptorch.updates import Updates
+from penstock.engine.message import flatten
 from penstock.engine.microbatch import batch_size, scatter
-from penstock.engine.tree import flatten
-from penstock.split.line import bind
-from penstock.split.trace.how import switched
+from penstock.split.chain import bind_arguments
+from penstock.split.trace.cut_policy import switched
 from penstock.train.pipeline import Pipeline
 
 __all__ = ["PoplarExecutor", "inferenceModel", "trainingModel"]
@@ -104,7 +104,7 @@ class PoplarExecutor:
         self._compile(args, kwargs)
         assert self._pipe is not None
         kept = self._taker.kept = Kept(self._options, training=self._training)
-        inputs = args if not kwargs else kwargs if not args else bind(self._model, args, kwargs)
+        inputs = args if not kwargs else kwargs if not args else bind_arguments(self._model, args, kwargs)
         directory = self._options.profile_dir if first else None
         try:
             with switched(self._model, self._modes), profiled(directory, "training" if self._training else "inference"):

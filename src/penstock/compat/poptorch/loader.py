@@ -16,8 +16,8 @@ from penstock.compat.poptorch.enums import DataLoaderMode
 from penstock.compat.poptorch.errors import Error, require
 from penstock.compat.poptorch.option_groups import positive
 from penstock.compat.poptorch.options import Options
-from penstock.engine.tree import flatten, unflatten
-from penstock.train.prefetch import Prefetch
+from penstock.engine.message import flatten, unflatten
+from penstock.train.prefetch import Prefetcher
 
 __all__ = ["AsynchronousDataAccessor", "DataLoader"]
 
@@ -160,7 +160,7 @@ class AsynchronousDataAccessor:
         self._size = None if rebatched_size is None else positive("rebatched_size", rebatched_size)
         self._drop_last = drop_last
         self._lock = threading.Lock()
-        self._last: weakref.ref[Prefetch[Any]] | None = None
+        self._last: weakref.ref[Prefetcher[Any]] | None = None
         self._thread: threading.Thread | None = None
         self._preloaded = self._start() if early_preload else None
 
@@ -180,11 +180,11 @@ class AsynchronousDataAccessor:
         if self._thread is not None:
             self._thread.join()
 
-    def _start(self) -> Prefetch[Any]:
+    def _start(self) -> Prefetcher[Any]:
         self.terminate()  # one iteration at a time: torch's workers serve one
         batches = iter(self._dataset)
         rebatched = batches if self._size is None else _rebatched(batches, self._size, self._drop_last)
-        ahead = Prefetch(map(_out_of_shared_memory, rebatched), self._depth, self._lock, None)
+        ahead = Prefetcher(map(_out_of_shared_memory, rebatched), self._depth, self._lock, None)
         self._last, self._thread = weakref.ref(ahead), ahead.thread
         return ahead
 

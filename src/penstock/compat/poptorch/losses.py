@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from penstock.compat.poptorch.errors import Error, require
-from penstock.engine.keep import keep
-from penstock.engine.tree import flatten
+from penstock.engine.message import flatten
+from penstock.engine.recompute.keep import keep
 
 __all__ = ["identity_loss", "loss_of", "recomputationCheckpoint"]
 

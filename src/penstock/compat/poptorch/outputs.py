@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.compat.poptorch.enums import OutputMode
 from penstock.compat.poptorch.errors import Error
 from penstock.compat.poptorch.options import Options
-from penstock.engine.tree import flatten, unflatten
+from penstock.engine.message import flatten, unflatten
 
 __all__ = ["Kept", "Taker"]
 

@@ -13,7 +13,7 @@ from penstock.compat.poptorch.options import Options
 from penstock.compat.poptorch.outputs import Taker
 from penstock.compat.poptorch.staging import device_of_ipu, staged
 from penstock.compat.poptorch.updates import Updates
-from penstock.train.offload import Offload
+from penstock.train.optimizer_offload import Offload
 from penstock.train.pipeline import Pipeline
 
 __all__ = ["pipeline_of"]

@@ -14,15 +14,13 @@ from penstock.compat.poptorch.enums import AutoStage
 from penstock.compat.poptorch.errors import require
 from penstock.compat.poptorch.strategies import Strategy
 from penstock.errors import PlanError
-from penstock.split import block as native
-from penstock.split.block import begun
-from penstock.split.line import Line
+from penstock.split import marks as native
+from penstock.split.chain import LayerChain, WholeModelChain, build_plan
+from penstock.split.marks import begin_block_of
 from penstock.split.plan import Plan
-from penstock.split.planning import plan_of
 from penstock.split.trace.errors import mentions_marks
-from penstock.split.trace.line import TraceLine, marked_line
-from penstock.split.trunk.line import trunk_line
-from penstock.split.whole import WholeLine
+from penstock.split.trace.line import TraceChain, marked_chain
+from penstock.split.trunk.line import trunk_chain
 
 __all__ = ["device_of_ipu", "staged"]
 
@@ -34,20 +32,20 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class Blocks(NamedTuple):
     """The blocks of a model in order: the layers of each in the model's line, and the IPUs of those that name one."""
 
-    line: Line
+    line: LayerChain
     layers: Mapping[str, Sequence[str]]
     ipus: Mapping[str, int]
 
     def plan(self, stages: Sequence[Sequence[str]]) -> Plan:
         """The plan whose stages have these blocks."""
-        return plan_of(self.line, [[layer for block in blocks for layer in self.layers[block]] for blocks in stages])
+        return build_plan(self.line, [[layer for block in blocks for layer in self.layers[block]] for blocks in stages])
 
 
 def staged(model: nn.Module, strategy: Strategy, call: Call) -> tuple[Plan, list[int]]:
     """The plan of a model that is called with these arguments, and the IPU of each stage. Without blocks: one stage."""
     blocks = _blocks(model, strategy, call)
     if blocks is None:
-        return plan_of(WholeLine(model), [("model",)]), [0]
+        return build_plan(WholeModelChain(model), [("model",)]), [0]
     if strategy.auto is None:
         return _by_name(blocks, strategy)
     stages = [[block] for block in blocks.layers]
@@ -92,9 +90,9 @@ def _ipu(blocks: Blocks, names: Sequence[str], number: int) -> int:
 def _blocks(model: nn.Module, strategy: Strategy, call: Call) -> Blocks | None:
     """The blocks of a model; None where it has none, also where that cannot be seen because it cannot be traced."""
     try:
-        line = marked_line(model, sample=call)
+        line = marked_chain(model, sample=call)
     except PlanError as error:
-        if not getattr(error, "marked", False) and not mentions_marks(model) and begun(model) is None:
+        if not getattr(error, "marked", False) and not mentions_marks(model) and begin_block_of(model) is None:
             return None
         blocks = _blocks_of_trunk(model)
         if blocks is None:
@@ -108,13 +106,13 @@ def _blocks(model: nn.Module, strategy: Strategy, call: Call) -> Blocks | None:
     return Blocks(line, {block: (block,) for block in line.layers}, ipus)
 
 
-def _with_lead(line: TraceLine, call: Call) -> TraceLine:
+def _with_lead(line: TraceChain, call: Call) -> TraceChain:
     """Layers before the first block are on IPU 0: a stage of their own, unless the first block is there as well."""
     first = line.devices().get(line.layers[0])
     leading = any(node.op == "call_module" and node.meta["layer"] is None for node in line.how.main.graph.nodes)
     if first is None or ipu_of(first) == 0 or not leading:
         return line
-    led = marked_line(line.model, sample=call, lead=LEAD)
+    led = marked_chain(line.model, sample=call, lead=LEAD)
     assert led is not None
     return led
 
@@ -124,13 +122,15 @@ def _blocks_of_trunk(model: nn.Module) -> Blocks | None:
 
     What runs before the list is part of its first block, what runs after it of its last one, whatever begins there.
     """
-    marks = {path: mark for path, mark in ((path, begun(module)) for path, module in model.named_modules()) if mark}
+    marks = {
+        path: mark for path, mark in ((path, begin_block_of(module)) for path, module in model.named_modules()) if mark
+    }
     kinds = (nn.ModuleList, nn.Sequential)
     lists = [path for path, module in model.named_modules() if isinstance(module, kinds)]
     found = [path for path in lists if any(mark.rpartition(".")[0] == path for mark in marks)]
     if len(found) != 1:
         return None
-    line = trunk_line(model, found[0])
+    line = trunk_chain(model, found[0])
     layers: dict[str, list[str]] = {}
     ipus: dict[str, int] = {}
     numbers: dict[native.Block, str] = {}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.compat.poptorch.errors import Error
 from penstock.compat.poptorch.options import Options
 from penstock.compat.poptorch.variables import check_constants
-from penstock.train.hoststate import is_offloaded
+from penstock.train.optimizer_offload import is_offloaded
 from penstock.train.pipeline import Pipeline
 from penstock.train.scaler import GradScaler
 

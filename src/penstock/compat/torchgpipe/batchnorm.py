@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.engine.batchnorm import DeferredBatchNorm as Counted
-from penstock.engine.moment import is_recomputing
+from penstock.engine.forward_context import is_recomputing
+from penstock.engine.recompute.batchnorm import DeferredStatistics as Counted
 
 __all__ = ["DeferredBatchNorm"]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from penstock.compat.torchgpipe.microbatch import Batch, TensorOrTensors
 from penstock.compat.torchgpipe.phony import get_phony
-from penstock.engine.context import Ambient, ambient
-from penstock.engine.moment import here, is_checkpointing, is_recomputing
+from penstock.engine.context import CallerContext, caller_context
+from penstock.engine.forward_context import forward_state, is_checkpointing, is_recomputing
 
 __all__ = [
     "Checkpointing",
@@ -49,7 +49,7 @@ class Checkpointing:
         self.function = function
         self.batch = batch
         self._states: list[Any] = []  # of the random number generators, when the function began
-        self._ambient: Ambient | None = None  # and of the thread
+        self._ambient: CallerContext | None = None  # and of the thread
         self._made: tuple[list[Tensor], list[Tensor]] | None = None  # inputs and outputs of the second run
 
     def checkpoint(self) -> Batch:
@@ -68,7 +68,7 @@ class Checkpointing:
     def _first(self, row: list[Tensor]) -> Any:
         cuda = row[0].device if row[0].is_cuda else None
         self._states = [torch.get_rng_state(), None if cuda is None else torch.cuda.get_rng_state(cuda)]
-        self._ambient = ambient()
+        self._ambient = caller_context()
         with torch.no_grad(), enable_checkpointing():
             return self._run(row)
 
@@ -123,18 +123,18 @@ class Recompute(torch.autograd.Function):
 @contextmanager
 def enable_checkpointing() -> Iterator[None]:
     """``is_checkpointing()`` is true meanwhile."""
-    before, here.checkpointing = here.checkpointing, True
+    before, forward_state.checkpointing = forward_state.checkpointing, True
     try:
         yield
     finally:
-        here.checkpointing = before
+        forward_state.checkpointing = before
 
 
 @contextmanager
 def enable_recomputing() -> Iterator[None]:
     """``is_recomputing()`` is true meanwhile."""
-    before, here.recomputing = here.recomputing, True
+    before, forward_state.recomputing = forward_state.recomputing, True
     try:
         yield
     finally:
-        here.recomputing = before
+        forward_state.recomputing = before

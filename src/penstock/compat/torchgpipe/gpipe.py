@@ -18,8 +18,8 @@ from penstock.compat.torchgpipe.handover import refuse_handing_over
 from penstock.compat.torchgpipe.marks import show_recomputed
 from penstock.compat.torchgpipe.microbatch import TensorOrTensors
 from penstock.compat.torchgpipe.skip.skippable import verify_skippables
-from penstock.engine import moment
-from penstock.engine.tree import flatten, unflatten
+from penstock.engine import forward_context
+from penstock.engine.message import flatten, unflatten
 from penstock.split import split
 from penstock.train.pipeline import Pipeline
 
@@ -239,16 +239,16 @@ def _default_devices(partitions: int) -> list[torch.device]:
 
 # ── which micro-batch this is ────────────────────────────────────────────────────────────────────────────────────
 
-_keys: WeakKeyDictionary[moment.MicroBatch, Tensor] = WeakKeyDictionary()
+_keys: WeakKeyDictionary[forward_context.MicroBatch, Tensor] = WeakKeyDictionary()
 
 
 def current_microbatch() -> Tensor | None:
     """A tensor that stands for the micro-batch of the layer that runs, as a key; None outside of a pipeline."""
-    if moment.is_checkpointing() or moment.is_recomputing():
+    if forward_context.is_checkpointing() or forward_context.is_recomputing():
         raise RuntimeError(
             "current_microbatch() has no meaning in a forward that runs twice: what is kept under it in the first run "
             "is gone in the second. Use GPipe(…, checkpoint='never'), or pass values on with torchgpipe.skip: "
             "@skippable(stash=[…]), yield stash(…)"
         )
-    microbatch = moment.current_microbatch()
+    microbatch = forward_context.current_microbatch()
     return None if microbatch is None else _keys.setdefault(microbatch, torch.empty(0))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from penstock.engine import microbatch as core
-from penstock.engine.tree import flatten
+from penstock.engine.message import flatten
 
 __all__ = ["Batch", "TensorOrTensors", "Tensors", "check", "gather", "scatter"]
 
@@ -114,7 +114,7 @@ def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
 def sizes(input: TensorOrTensors, chunks: int) -> Sequence[int]:
     """How many samples each of the micro-batches has."""
     size = core.batch_size(input, "input")
-    return core.sizes_of(1 if size is None else size, chunks)
+    return core.microbatch_sizes(1 if size is None else size, chunks)
 
 
 def gather(outputs: Sequence[Batch]) -> TensorOrTensors:

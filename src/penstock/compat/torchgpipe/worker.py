@@ -14,7 +14,7 @@ import torch
 
 from penstock.compat.torchgpipe.microbatch import Batch
 from penstock.compat.torchgpipe.stream import AbstractStream, use_device, use_stream
-from penstock.engine.context import ambient
+from penstock.engine.context import caller_context
 
 __all__ = ["ExcInfo", "InQueue", "OutQueue", "Task", "create_workers", "join_workers", "spawn_workers", "worker"]
 
@@ -38,7 +38,7 @@ class Task:
         self.stream = stream
         self._compute, self._finalize = compute, finalize
         self._grad_mode, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._ambient = ambient()
+        self._ambient = caller_context()
 
     def compute(self) -> Batch:
         with self._state():

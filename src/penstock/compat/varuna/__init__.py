@@ -9,4 +9,4 @@ from penstock.compat.varuna.profiler import Profiler as Profiler
 from penstock.compat.varuna.utils import get_this_rank_config_varuna as get_this_rank_config_varuna
 from penstock.compat.varuna.utils import get_varuna_config as get_varuna_config
 from penstock.compat.varuna.varuna import Varuna as Varuna
-from penstock.split.cutpoint import CutPoint as CutPoint
+from penstock.split.marks import CutPoint as CutPoint

@@ -14,18 +14,15 @@ import torch
 from penstock.compat.varuna.inputs import positive
 from penstock.compat.varuna.profiler import COSTS, links_of
 from penstock.errors import PlanError
-from penstock.inwords import exact_size, size_in_words, table, time_in_words
-from penstock.profile.costs import Link, ModelCosts
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.stages import edges_between, stage_costs, static_bytes
-from penstock.profile.planner.times import Cuts, Ranks
-from penstock.profile.planner.ways import grids_of
-from penstock.profile.sizes import Profile
+from penstock.format import format_size, format_size_exact, format_table, format_time
+from penstock.profile.costs import Link, ModelCosts, Profile
+from penstock.profile.planner.candidates import device_grids
+from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, stage_costs, static_bytes
 from penstock.schedule import one_f_one_b
 from penstock.schedule.recompute import recompute_modes, with_recompute
 from penstock.schedule.simulate import simulate
+from penstock.split.measure import parse_bytes
 from penstock.split.partition import partition
-from penstock.split.weights import bytes_of
 
 __all__ = ["AutoConfig", "Choice"]
 
@@ -79,7 +76,9 @@ class AutoConfig:
     def choices(self) -> tuple[Choice, ...]:
         """All ways that keep the memory."""
         layers = len(self.profile.sizes[0].layers)
-        grids = [(data, pipe) for data, pipe in grids_of(self.num_gpus) if pipe <= layers and data <= self.batch_size]
+        grids = [
+            (data, pipe) for data, pipe in device_grids(self.num_gpus) if pipe <= layers and data <= self.batch_size
+        ]
         if not grids:
             raise PlanError(f"{self.num_gpus} GPUs are more than {layers} stages and {self.batch_size} samples can use")
         found = [self._choice(costs, data, pipe) for data, pipe in grids for costs in self.profile.sizes]
@@ -87,8 +86,8 @@ class AutoConfig:
         if not fit:
             least = min(choice.memory for choice in found)
             raise PlanError(
-                f"nothing keeps the memory of {exact_size(self.memory)}: the least that it takes is "
-                f"{exact_size(least)}; take more GPUs, or measure smaller micro-batches"
+                f"nothing keeps the memory of {format_size_exact(self.memory)}: the least that it takes is "
+                f"{format_size_exact(least)}; take more GPUs, or measure smaller micro-batches"
             )
         return fit
 
@@ -125,8 +124,10 @@ class AutoConfig:
         rows = []
         for one in sorted(self.choices, key=lambda choice: choice.seconds):
             numbers = (str(number) for number in (one.stages, one.replicas, one.chunk_size))
-            rows.append((*numbers, time_in_words(one.seconds), size_in_words(one.memory)))
-        return "\n".join(table(["stages", "replicas", "chunk size", "step", "memory"], rows, right={0, 1, 2, 3, 4}))
+            rows.append((*numbers, format_time(one.seconds), format_size(one.memory)))
+        return "\n".join(
+            format_table(["stages", "replicas", "chunk size", "step", "memory"], rows, right={0, 1, 2, 3, 4})
+        )
 
 
 def _even(segments: Segments, stages: int) -> Cuts:
@@ -138,5 +139,5 @@ def _even(segments: Segments, stages: int) -> Cuts:
 
 def _capacity(given: Any) -> float:
     if given is not None:
-        return float(bytes_of(given))
+        return float(parse_bytes(given))
     return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else inf

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.loss import find_loss
-from penstock.engine.microbatch import Repeated
-from penstock.engine.tree import flatten, unflatten
+from penstock.engine.message import flatten, unflatten
+from penstock.engine.microbatch import Broadcast
 from penstock.errors import PlanError
 
 __all__ = ["arguments_of", "check_model", "device_of", "loss_of", "positive", "sample_of"]
@@ -58,7 +58,7 @@ def arguments_of(inputs: Any) -> dict[str, Any]:
     leaves, spec = flatten(dict(inputs))
     sizes = {i: leaf.shape[0] for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
     if any(size != 1 for size in sizes.values()):
-        leaves = [Repeated(leaf) if sizes.get(i) == 1 else leaf for i, leaf in enumerate(leaves)]
+        leaves = [Broadcast(leaf) if sizes.get(i) == 1 else leaf for i, leaf in enumerate(leaves)]
     arguments: dict[str, Any] = unflatten(leaves, spec)
     return arguments
 

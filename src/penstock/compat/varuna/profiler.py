@@ -14,12 +14,11 @@ from torch import nn
 
 from penstock.compat.varuna.inputs import check_model, device_of, positive
 from penstock.errors import PlanError
-from penstock.profile.costs import Link
+from penstock.profile.costs import Link, Profile
 from penstock.profile.links import Links, measure_links
 from penstock.profile.measure import measure_costs
-from penstock.profile.sizes import Profile
-from penstock.split.fronts import line_of
-from penstock.train.launch import started
+from penstock.split import chain_of
+from penstock.train.launch import is_initialized
 from penstock.train.mesh import Mesh
 
 __all__ = ["COSTS", "Profiler", "links_of"]
@@ -67,24 +66,24 @@ class Profiler:
         found = (*known, *(self._measure(missing, seconds).sizes if missing else ()))
         profile = Profile(tuple(sorted(found, key=lambda costs: costs.samples)))
         links = self._links()
-        if not started() or dist.get_rank() == 0:
+        if not is_initialized() or dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             profile.save(path)
             told = json.dumps({name: asdict(link) for name, link in links.items()})
             (self.folder / LINKS).write_text(told, "utf-8")
-        if started():
+        if is_initialized():
             dist.barrier()
         return profile
 
     def _measure(self, sizes: Sequence[int], seconds: float) -> Profile:
         sample = self.get_batch(max(sizes), device="cpu")
         with torch.autocast(self.device.type, torch.float16, enabled=self.fp16):
-            line = line_of(self.model, sample=sample)
+            line = chain_of(self.model, sample=sample)
             return measure_costs(line, sample, device=self.device, sizes=sizes, seconds=seconds)
 
     def _links(self) -> dict[str, Link]:
         """The worst ones between neighbours of one machine, and of two."""
-        if not started() or dist.get_world_size() == 1:
+        if not is_initialized() or dist.get_world_size() == 1:
             return {}
         pairs = measure_links(Mesh(pipe=dist.get_world_size(), device=self.device)).pairs
         each = self.gpus_per_node or len(pairs) + 1

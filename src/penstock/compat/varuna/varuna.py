@@ -19,9 +19,9 @@ from penstock.compat.varuna.inputs import arguments_of, check_model, device_of, 
 from penstock.compat.varuna.utils import StageToRankMap, get_this_rank_config_varuna, parse_stage_to_rank_map
 from penstock.errors import PipelineError, PlanError
 from penstock.split import split
-from penstock.split.cutpoint import cut_points
-from penstock.train.aside import Aside
-from penstock.train.launch import init, started
+from penstock.split.marks import cut_points
+from penstock.train.grad_stash import GradStash
+from penstock.train.launch import init, is_initialized
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
 from penstock.train.scaler import GradScaler
@@ -59,7 +59,7 @@ class Varuna(nn.Module):
         check_model(model, fp16)
         self.stage_to_rank_map = parse_stage_to_rank_map(stage_to_rank_map)
         where = device_of(device, local_rank)
-        if not started():
+        if not is_initialized():
             init(where)
         self.rank = dist.get_rank()
         self.stage, self.rank_within_stage = get_this_rank_config_varuna(stage_to_rank_map, self.rank)
@@ -150,7 +150,7 @@ class Varuna(nn.Module):
         """A step in half precision, and whether its gradients are not finite: then they are dropped."""
         if self._scaler is None:
             raise PlanError("with fp16=True the loss is scaled: call set_optimizer(optimizer) before step")
-        aside = Aside(self.pipeline.parameters(), apart=True)
+        aside = GradStash(self.pipeline.parameters(), apart=True)
         overflow = True
         try:
             with torch.autocast(self.device.type, torch.float16):

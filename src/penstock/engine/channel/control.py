@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from penstock.engine.channel.group import Group
-from penstock.engine.channel.wire import ChannelError
-from penstock.engine.doing import Doing
-from penstock.engine.idle import Waited
+from penstock.engine.channel.base import ChannelError, WaitTimer
+from penstock.engine.channel.groups import Group
+from penstock.engine.failure.status import RankStatus
 from penstock.errors import PlanError
 
-__all__ = ["NORM", "NUMBER", "STATE", "STEP", "TRACE", "Control"]
+__all__ = ["NORM", "NUMBER", "STATE", "STEP", "TRACE", "ControlChannel"]
 
 _CALLS = (
     "a step or a call of the pipeline",
@@ -35,12 +34,12 @@ _OBJECT = -1  # in the place of a row's length
 _LONGEST = 6
 
 
-class Control:
+class ControlChannel:
     """Objects and short rows of numbers, to one rank of the pipeline or gathered from all."""
 
-    def __init__(self, group: Group, ranks: Sequence[int], doing: Doing) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], doing: RankStatus) -> None:
         self.group = group
-        self.waited = Waited()  # told how long this rank has to wait
+        self.waited = WaitTimer()  # told how long this rank has to wait
         self.ranks = ranks  # ranks[r] is the world rank of the pipeline's rank r
         self.doing = doing
         self.call = STEP  # what this rank is in

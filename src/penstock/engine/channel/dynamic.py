@@ -22,13 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.channel.lane import Passage, passage
-from penstock.engine.channel.wire import Wire
-from penstock.engine.message import PLAIN, Message
-from penstock.engine.meta import MessageMeta, TensorMeta, meta_of, order_of, require_dense
+from penstock.engine.channel.base import ChannelOps, Endpoint, bind_ops
+from penstock.engine.message import PLAIN_TYPES, Message, MessageMeta, TensorMeta, memory_order, meta_of, require_dense
 from penstock.errors import PlanError
 
-__all__ = ["DynamicBackwardLane", "DynamicChannel", "DynamicChannels", "DynamicLane"]
+__all__ = ["DynamicBackwardChannel", "DynamicEndpoint", "DynamicEndpoints", "DynamicForwardChannel"]
 
 HEADER, REST = 1, 2  # tags; tensors have 0
 
@@ -46,27 +44,27 @@ def _row(code: int, length: int = 0, data: bytes = b"") -> Tensor:
 _SAME_ROW = _row(SAME)
 
 
-class _Coming(NamedTuple):
+class _PendingHeader(NamedTuple):
     """A message whose header has not been read."""
 
-    lane: DynamicLane
+    lane: DynamicForwardChannel
     microbatch: int
     row: bytearray
     works: list[Any]
 
 
-class DynamicChannel:
+class DynamicEndpoint:
     """One end of a channel. The messages of several edges share it, in the sender's order, and so do their headers."""
 
-    def __init__(self, wire: Wire, headers: Wire) -> None:
+    def __init__(self, wire: Endpoint, headers: Endpoint) -> None:
         self.wire = wire
         self.headers = headers
-        self.coming: deque[_Coming] = deque()
+        self.coming: deque[_PendingHeader] = deque()
 
-    def post(self, lane: DynamicLane, microbatch: int) -> None:
+    def post(self, lane: DynamicForwardChannel, microbatch: int) -> None:
         row = bytearray(ROW)
         works = self.headers.receive([partial(torch.frombuffer, row, dtype=torch.uint8)], HEADER)
-        self.coming.append(_Coming(lane, microbatch, row, works))
+        self.coming.append(_PendingHeader(lane, microbatch, row, works))
 
     def read(self) -> None:
         """Wait for the next header, and post the receives of its tensors."""
@@ -99,11 +97,11 @@ class DynamicChannel:
         return works
 
 
-class DynamicChannels:
+class DynamicEndpoints:
     """The ends of channels that one program uses."""
 
-    def __init__(self, wires: Mapping[Any, Wire], headers: Mapping[Any, Wire]) -> None:
-        self.all = {key: DynamicChannel(wire, headers[key]) for key, wire in wires.items()}
+    def __init__(self, wires: Mapping[Any, Endpoint], headers: Mapping[Any, Endpoint]) -> None:
+        self.all = {key: DynamicEndpoint(wire, headers[key]) for key, wire in wires.items()}
         self._ends = tuple(self.all.values())
 
     def look(self) -> None:
@@ -113,10 +111,10 @@ class DynamicChannels:
                 channel.read()
 
 
-class DynamicLane:
+class DynamicForwardChannel:
     """One edge in one direction: outputs to a later stage."""
 
-    def __init__(self, channels: DynamicChannels, key: Any, name: str) -> None:
+    def __init__(self, channels: DynamicEndpoints, key: Any, name: str) -> None:
         self.channels = channels
         self.channel = channels.all[key]
         self.name = name
@@ -126,8 +124,8 @@ class DynamicLane:
         self.under_way: dict[int, Any] = {}  # works with their tensors; of what comes, the meta too
         self.landed: dict[int, tuple[MessageMeta, list[Tensor]]] = {}
 
-    def at(self, microbatch: int) -> Passage:
-        return passage(self, microbatch)
+    def at(self, microbatch: int) -> ChannelOps:
+        return bind_ops(self, microbatch)
 
     def post(self, microbatch: int) -> None:
         self.channel.post(self, microbatch)
@@ -152,7 +150,7 @@ class DynamicLane:
 
     def send(self, microbatch: int, message: Any) -> None:
         header = self._header(message)
-        tensors = [_in_memory(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
+        tensors = [_memory_order(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
         self.under_way[microbatch] = self.channel.send(tensors, header)
         self.channels.look()
 
@@ -166,7 +164,7 @@ class DynamicLane:
 
     def _header(self, message: Message) -> bytes | None:
         """What describes the message; None if the last one's header does."""
-        if self.meta is not None and _alike(message, self.meta):
+        if self.meta is not None and _matches_meta(message, self.meta):
             return None
         meta = meta_of(message)
         require_dense(meta, self.name)
@@ -177,12 +175,12 @@ class DynamicLane:
         if header == self.header:
             return None
         # An object that somebody may change is sent each time.
-        lasting = all(type(leaf) in (TensorMeta, *PLAIN) for leaf in meta.leaves)
+        lasting = all(type(leaf) in (TensorMeta, *PLAIN_TYPES) for leaf in meta.leaves)
         self.meta, self.header = (meta, header) if lasting else (None, b"")
         return header
 
 
-class DynamicBackwardLane(DynamicLane):
+class DynamicBackwardChannel(DynamicForwardChannel):
     """The same for gradients back to an earlier stage, None for those that there are not."""
 
     def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
@@ -193,7 +191,7 @@ class DynamicBackwardLane(DynamicLane):
         return message.leaves
 
 
-def _alike(message: Message, meta: MessageMeta) -> bool:
+def _matches_meta(message: Message, meta: MessageMeta) -> bool:
     """Whether a message that has no structure, as most have none, looks like this; for others it does not know."""
     leaves, spec, wants, shared = message
     if spec is not None or meta.spec is not None or len(leaves) != len(meta.leaves):
@@ -207,11 +205,11 @@ def _alike(message: Message, meta: MessageMeta) -> bool:
             continue
         if leaf.dtype is not expected.dtype or leaf.shape != expected.shape or leaf.layout is not torch.strided:
             return False
-        if order_of(leaf) != expected.order:
+        if memory_order(leaf) != expected.order:
             return False
     return True
 
 
-def _in_memory(tensor: Tensor) -> Tensor:
-    order = order_of(tensor)
+def _memory_order(tensor: Tensor) -> Tensor:
+    order = memory_order(tensor)
     return tensor if order is None else tensor.permute(order)

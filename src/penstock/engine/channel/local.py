@@ -10,29 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.channel.lane import Passage
-from penstock.engine.idle import Waited
+from penstock.engine.channel.base import ChannelOps, WaitTimer
 from penstock.engine.message import Message
 
-__all__ = ["Cancelled", "LocalLane", "LockstepLane"]
+__all__ = ["Cancelled", "LocalChannel", "LockstepChannel"]
 
 
 class Cancelled(Exception):
     """Another rank failed: there is nothing left to wait for."""
 
 
-class LocalLane:
+class LocalChannel:
     """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right."""
 
-    def __init__(self, microbatches: int, src: torch.device, dst: torch.device, waited: Waited | None = None) -> None:
-        self._waited = waited or Waited()  # told how long the rank that takes has to wait
+    def __init__(
+        self, microbatches: int, src: torch.device, dst: torch.device, waited: WaitTimer | None = None
+    ) -> None:
+        self._waited = waited or WaitTimer()  # told how long the rank that takes has to wait
         self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
         self._landed: dict[int, Any] = {}
-        self._move = None if src == dst else _Mover(src, dst)
+        self._move = None if src == dst else _DeviceCopier(src, dst)
         self._cancelled = False
 
-    def at(self, microbatch: int) -> Passage:
-        return Passage(*(partial(call, microbatch) for call in (self.send, self.land, self.take)))
+    def at(self, microbatch: int) -> ChannelOps:
+        return ChannelOps(*(partial(call, microbatch) for call in (self.send, self.land, self.take)))
 
     def send(self, microbatch: int, leaves: Any) -> None:
         if self._move is not None:
@@ -43,7 +44,7 @@ class LocalLane:
 
     def land(self, microbatch: int) -> None:
         """Wait for the message of one micro-batch."""
-        message = _next(self._cells[microbatch], self._waited)
+        message = _timed_get(self._cells[microbatch], self._waited)
         if self._cancelled:
             raise Cancelled
         if self._move is not None:
@@ -62,7 +63,7 @@ class LocalLane:
             cell.put(None)
 
 
-class LockstepLane(LocalLane):
+class LockstepChannel(LocalChannel):
     """A lane whose sender goes on when no more than ``room`` messages wait for somebody who is ready to take them."""
 
     def __init__(
@@ -70,8 +71,8 @@ class LockstepLane(LocalLane):
         microbatches: int,
         src: torch.device,
         dst: torch.device,
-        waited: Waited,
-        sender_waited: Waited,
+        waited: WaitTimer,
+        sender_waited: WaitTimer,
         room: int,
     ) -> None:
         super().__init__(microbatches, src, dst, waited)
@@ -80,7 +81,7 @@ class LockstepLane(LocalLane):
         for _ in range(room):
             self._ready.put(None)
 
-    def at(self, microbatch: int) -> Passage:
+    def at(self, microbatch: int) -> ChannelOps:
         return super().at(microbatch)._replace(taken=self.taken)
 
     def land(self, microbatch: int) -> None:
@@ -89,7 +90,7 @@ class LockstepLane(LocalLane):
 
     def taken(self) -> None:
         """Wait until the sender may go on."""
-        _next(self._ready, self._sender_waited)
+        _timed_get(self._ready, self._sender_waited)
         if self._cancelled:
             raise Cancelled
 
@@ -98,7 +99,7 @@ class LockstepLane(LocalLane):
         self._ready.put(None)
 
 
-def _next(queue: SimpleQueue[Any], waited: Waited) -> Any:
+def _timed_get(queue: SimpleQueue[Any], waited: WaitTimer) -> Any:
     """What comes out of a queue. The clock is read where it has to be waited for."""
     if not queue.empty():
         return queue.get()
@@ -108,7 +109,7 @@ def _next(queue: SimpleQueue[Any], waited: Waited) -> Any:
     return found
 
 
-class _Mover:
+class _DeviceCopier:
     """Copies between devices, beside the compute of both.
 
     source stream   ──made──●                         the copy waits until the value is made,

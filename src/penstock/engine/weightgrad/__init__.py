@@ -22,6 +22,6 @@ are the ops.
 from __future__ import annotations
 
 from penstock.engine.weightgrad.queue import WeightGradQueue, defer_weight_grad
-from penstock.engine.weightgrad.record import Recorder
+from penstock.engine.weightgrad.record import WeightGradRecorder
 
-__all__ = ["Recorder", "WeightGradQueue", "defer_weight_grad"]
+__all__ = ["WeightGradQueue", "WeightGradRecorder", "defer_weight_grad"]

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from penstock.engine.weightgrad.queue import accumulate, changed
-from penstock.engine.weightgrad.rules import (
-    applier,
+from penstock.engine.weightgrad.queue import (
+    accumulate,
+    autocast,
+    autocast_cached,
     autocast_dtype,
+    backward_in_forward,
     defers,
-    lower,
-    lowered,
-    replay,
+    modified_error,
+    unchecked_apply,
 )
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ def _apply(queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | Non
     used, used_bias = weight, bias
     dtype = autocast_dtype(x)
     if dtype is not None:
-        x = lower(x, dtype)
-        used = lowered(queue, weight, dtype)
-        used_bias = None if bias is None else lowered(queue, bias, dtype)
+        x = autocast(x, dtype)
+        used = autocast_cached(queue, weight, dtype)
+        used_bias = None if bias is None else autocast_cached(queue, bias, dtype)
     alone = x.dim() == weight.dim() - 1
     if alone:
         x = x.unsqueeze(0)
@@ -147,7 +148,7 @@ class _Conv(Function):
                 b = None if bias is None else bias.to(used.dtype)
                 return _convolution(x, weight.to(used.dtype), b, *options)
 
-            return *replay(ctx, queue, g, op, (x, weight, bias)), None
+            return *backward_in_forward(ctx, queue, g, op, (x, weight, bias)), None
         x = x.detach()
         queue.entries.append((_work, (x, x._version, g, g._version, weight, bias, options, queue.shared)))
         if w is None:
@@ -155,7 +156,7 @@ class _Conv(Function):
         return _backward(g, x, w, None, *options, [True, False, False])[0], None, None, None
 
 
-_conv_node = applier(_Conv)
+_conv_node = unchecked_apply(_Conv)
 
 
 def _work(
@@ -169,7 +170,7 @@ def _work(
     shared: frozenset[int],
 ) -> None:
     if x._version != x_version or g._version != g_version:
-        raise changed(weight)
+        raise modified_error(weight)
     both = bias is not None and bias.requires_grad
     sizes = list(bias.shape) if both and bias is not None else None
     _, of_weight, of_bias = _backward(g, x, weight.to(g.dtype), sizes, *options, [False, True, both])

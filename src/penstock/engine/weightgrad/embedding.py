@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from penstock.engine.weightgrad.queue import accumulate, changed
-from penstock.engine.weightgrad.rules import applier, defers, replay
+from penstock.engine.weightgrad.queue import accumulate, backward_in_forward, defers, modified_error, unchecked_apply
 
 if TYPE_CHECKING:
     from penstock.engine.weightgrad.queue import WeightGradQueue
@@ -61,13 +60,13 @@ class _Embedding(Function):
             def op() -> Tensor:
                 return torch.embedding(weight, indices, padding, scale)
 
-            return *replay(ctx, queue, g, op, (weight,)), None, None
+            return *backward_in_forward(ctx, queue, g, op, (weight,)), None, None
         arguments = indices, indices._version, g, g._version, weight, padding, scale, queue.shared
         queue.entries.append((_work, arguments))
         return None, None, None
 
 
-_embedding = applier(_Embedding)
+_embedding = unchecked_apply(_Embedding)
 
 
 def _work(
@@ -81,7 +80,7 @@ def _work(
     shared: frozenset[int],
 ) -> None:
     if indices._version != indices_version or g._version != g_version:
-        raise changed(weight)
+        raise modified_error(weight)
     grad = weight.grad
     busy = shared and id(weight) in shared
     if grad is None or busy or scale or not g.is_cpu or grad.is_sparse or grad.dtype is not g.dtype:

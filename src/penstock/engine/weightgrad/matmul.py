@@ -9,24 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from penstock.engine.weightgrad.queue import accumulate, changed, here
-from penstock.engine.weightgrad.rules import (
-    applier,
+from penstock.engine.weightgrad.queue import (
+    accumulate,
+    active,
+    autocast,
+    autocast_cached,
     autocast_dtype,
     autocast_enabled,
+    backward_in_forward,
     defers,
     foreign_hooks,
     is_compiling,
     is_grad_enabled,
-    lower,
-    lowered,
-    replay,
+    modified_error,
     transforms_active,
+    unchecked_apply,
 )
 
 if TYPE_CHECKING:
     from penstock.engine.weightgrad.queue import WeightGradQueue
-    from penstock.engine.weightgrad.record import Recorder
+    from penstock.engine.weightgrad.record import WeightGradRecorder
 
 __all__ = ["PRODUCTS", "linear_forward"]
 
@@ -48,7 +50,7 @@ def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
         if is_compiling():
             return plain(module, input)
-        weight, bias, queue = parameters.get("weight"), parameters.get("bias"), here.queue
+        weight, bias, queue = parameters.get("weight"), parameters.get("bias"), active.queue
         if (
             queue is not None
             and weight is not None
@@ -107,9 +109,9 @@ def _cast_and_apply(
     used, used_bias = weight, bias
     dtype = autocast_dtype(x)
     if dtype is not None:
-        x = lower(x, dtype)
-        used = lowered(queue, weight, dtype)
-        used_bias = None if bias is None else lowered(queue, bias, dtype)
+        x = autocast(x, dtype)
+        used = autocast_cached(queue, weight, dtype)
+        used_bias = None if bias is None else autocast_cached(queue, bias, dtype)
     wants = x.requires_grad
     spec = (queue, weight, bias, used, used_bias, wants)
     return node(x, None, None, spec) if wants and not queue.cautious else node(x, weight, bias, spec)
@@ -167,7 +169,7 @@ def _own(output: Tensor) -> Tensor:
     return _unsafe_view(output, output.shape) if output._is_view() else output
 
 
-_linear_node, _matmul_node = applier(_Linear), applier(_MatMul)
+_linear_node, _matmul_node = unchecked_apply(_Linear), unchecked_apply(_MatMul)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -180,7 +182,7 @@ def _replayed(ctx: Any, op: Callable[..., Tensor], g: Tensor, x: Tensor) -> list
     def plain() -> Tensor:
         return op(x, weight.to(used.dtype), None if bias is None else bias.to(used.dtype))
 
-    return replay(ctx, queue, g, plain, (x, weight, bias))
+    return backward_in_forward(ctx, queue, g, plain, (x, weight, bias))
 
 
 PRODUCTS: dict[Any, Callable[..., Tensor]] = {
@@ -194,10 +196,10 @@ PRODUCTS: dict[Any, Callable[..., Tensor]] = {
 
 
 def _linear_work(
-    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, recorder: Recorder
+    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, recorder: WeightGradRecorder
 ) -> None:
     if x._version != seen or g._version != g_seen:
-        raise changed(weight)
+        raise modified_error(weight)
     if g.dim() != 2:
         x, g = _rows(x), _rows(g)
     gt = g.t()
@@ -211,10 +213,10 @@ def _linear_work(
 
 
 def _matmul_work(
-    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, recorder: Recorder
+    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, recorder: WeightGradRecorder
 ) -> None:
     if x._version != seen or g._version != g_seen:
-        raise changed(weight)
+        raise modified_error(weight)
     if g.dim() != 2:
         x, g = _rows(x), _rows(g)
     grad, shared = weight.grad, recorder.shared
@@ -230,7 +232,7 @@ def _rows(t: Tensor) -> Tensor:
     return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
 
 
-def _bias_work(g: Tensor, gt: Tensor, bias: Tensor, recorder: Recorder) -> None:
+def _bias_work(g: Tensor, gt: Tensor, bias: Tensor, recorder: WeightGradRecorder) -> None:
     grad, dtype = bias.grad, g.dtype
     if (
         grad is None
@@ -243,7 +245,7 @@ def _bias_work(g: Tensor, gt: Tensor, bias: Tensor, recorder: Recorder) -> None:
         grad.addmv_(gt, _ones(g, recorder))  # sum and add in one call
 
 
-def _ones(g: Tensor, recorder: Recorder) -> Tensor:
+def _ones(g: Tensor, recorder: WeightGradRecorder) -> Tensor:
     """A vector as long as ``g``. The recorder keeps it: like a stage, it works on one stream."""
     key = g.shape[0], g.dtype, g.device
     found = recorder.ones.get(key)

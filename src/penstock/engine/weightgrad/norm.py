@@ -11,13 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from penstock.engine.weightgrad.queue import accumulate, changed
-from penstock.engine.weightgrad.rules import applier, autocast_dtype, defers, replay
+from penstock.engine.weightgrad.queue import (
+    accumulate,
+    autocast_dtype,
+    backward_in_forward,
+    defers,
+    modified_error,
+    unchecked_apply,
+)
 
 if TYPE_CHECKING:
     from penstock.engine.weightgrad.queue import WeightGradQueue
 
-__all__ = ["group_norm", "layer_norm", "rms_norm", "worth"]
+__all__ = ["group_norm", "layer_norm", "rms_norm", "worth_deferring"]
 
 _aten = torch.ops.aten
 _layer_backward = _aten.native_layer_norm_backward.default
@@ -46,7 +52,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    if weight is not None and worth(input, weight) and defers(input, weight, bias):
+    if weight is not None and worth_deferring(input, weight) and defers(input, weight, bias):
         return _apply(queue, _LAYER, input, weight, bias, (normalized_shape, eps))
     return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
@@ -59,7 +65,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    if weight is not None and worth(input, weight) and defers(input, weight, bias):
+    if weight is not None and worth_deferring(input, weight) and defers(input, weight, bias):
         shape = input.shape
         # Channels-last inputs keep their layout in the plain op, and it has the error for too few values.
         if len(shape) > 1 and input.is_contiguous() and shape.numel() != num_groups:
@@ -74,7 +80,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    if weight is None or not worth(input, weight) or not defers(input, weight):
+    if weight is None or not worth_deferring(input, weight) or not defers(input, weight):
         return F.rms_norm(input, normalized_shape, weight, eps)
     if input.is_cuda:
         return _apply(queue, _RMS, input, weight, None, (normalized_shape, eps))
@@ -85,7 +91,7 @@ def rms_norm(
     return _apply(queue, _SCALE, normal, weight, None, ()).to(dtype)
 
 
-def worth(x: Tensor, weight: Tensor) -> bool:
+def worth_deferring(x: Tensor, weight: Tensor) -> bool:
     """Not where the node costs more than the work it puts off.
 
     Mixed types, and types that autocast may change, are left to the plain op and its rules.
@@ -130,7 +136,7 @@ class _Norm(Function):
                 out: Tensor = kernel.forward(x, weight, bias, options)[0]
                 return out
 
-            return *replay(ctx, queue, g, op, (x, weight, bias)), None
+            return *backward_in_forward(ctx, queue, g, op, (x, weight, bias)), None
         x = x.detach()
         queue.entries.append(
             (_work, (x, x._version, g, g._version, kernel, statistics, weight, bias, options, queue.shared))
@@ -140,7 +146,7 @@ class _Norm(Function):
         return kernel.backward(g, x, statistics, w, bias, options, _X)[0], None, None, None
 
 
-_norm = applier(_Norm)
+_norm = unchecked_apply(_Norm)
 
 
 def _work(
@@ -156,7 +162,7 @@ def _work(
     shared: frozenset[int],
 ) -> None:
     if x._version != x_version or g._version != g_version:
-        raise changed(weight)
+        raise modified_error(weight)
     both = bias is not None and bias.requires_grad
     grads = kernel.backward(g, x, statistics, weight, bias, options, _WEIGHT_BIAS if both else _WEIGHT)
     accumulate(weight, grads[1], shared)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What ``I`` leaves for ``W``: the queue of one micro-batch, and how its work reaches ``param.grad``."""
+"""When an op may be deferred, and what its node does in a backward that is not an ``I``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,141 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from penstock.engine.accumulate import sums
-from penstock.engine.weightgrad.rules import deferrable
+from penstock.engine.offload.activations import PackHook
+from penstock.engine.replicas.fp32_accumulate import fp32_sums
+from penstock.errors import PipelineError
 
 if TYPE_CHECKING:
-    from penstock.engine.weightgrad.record import Recorder
+    from penstock.engine.weightgrad.record import WeightGradRecorder
 
-__all__ = ["WeightGradQueue", "accumulate", "changed", "defer_weight_grad", "here"]
+__all__ = [
+    "WeightGradQueue",
+    "accumulate",
+    "active",
+    "autocast",
+    "autocast_cached",
+    "autocast_dtype",
+    "autocast_enabled",
+    "backward_in_forward",
+    "defer_weight_grad",
+    "deferrable",
+    "defers",
+    "foreign_hooks",
+    "is_compiling",
+    "is_grad_enabled",
+    "modified_error",
+    "transforms_active",
+    "unchecked_apply",
+]
+
+is_compiling = torch.compiler.is_compiling
+is_grad_enabled = torch.is_grad_enabled
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_strided = torch.strided
+_TENSORS = frozenset({Tensor, Parameter})
+
+
+def deferrable(parameter: Tensor | None) -> bool:
+    """A trainable parameter whose gradient nobody watches."""
+    return (
+        type(parameter) is Parameter
+        and parameter.requires_grad
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+        and parameter.is_floating_point()  # complex gradients are conjugated
+    )
+
+
+def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool:
+    """Whether the gradients of ``weight`` and ``bias`` in an op on ``x`` can wait for ``W``.
+
+    Asked once per op in every forward, so it is one flat expression. A frozen bias is in nobody's way.
+    """
+    return (
+        not is_compiling()  # the compiler reads this code: its graph has its own backward
+        and type(weight) is Parameter
+        and weight.requires_grad
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        and weight.is_floating_point()
+        and (
+            bias is None
+            or not bias.requires_grad
+            or (type(bias) is Parameter and not bias._backward_hooks and not bias._post_accumulate_grad_hooks)
+        )
+        and is_grad_enabled()
+        and type(x) in _TENSORS
+        and x.layout is _strided
+        and not x.is_nested
+        and not transforms_active()
+        # Someone else keeps what is saved in here, such as a checkpoint that will run this code again without us.
+        and not foreign_hooks()
+    )
+
+
+def foreign_hooks() -> bool:
+    """Whether someone else keeps what is saved now. What our own hooks send to the host comes back as it was."""
+    top = _top_hooks(True)
+    return top is not None and type(top[0]) is not PackHook
+
+
+def unchecked_apply(function: type[Function]) -> Callable[..., Tensor]:
+    """``function.apply``, and ``backward``, without torch's checks in Python: for functorch, which ``defers`` has made,
+    and for which of ``backward`` and ``vjp`` the function has."""
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    apply: Callable[..., Tensor] = super(Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type that autocast runs matrix products in, if it is on for the device of ``x``."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast casts the arguments of a matrix product."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
+
+
+def autocast_cached(queue: WeightGradQueue, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter in autocast's type: cast once per forward, as autocast's own cache does."""
+    found = queue.casts.get(id(parameter))
+    if found is None or found[1] != parameter._version or found[2].dtype is not dtype:
+        found = parameter, parameter._version, autocast(parameter.detach(), dtype)
+        queue.casts[id(parameter)] = found
+    return found[2]
+
+
+def backward_in_forward(
+    ctx: Any, queue: WeightGradQueue, g: Tensor, op: Callable[[], Tensor], inputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of all inputs, in a backward that is not an I: autograd called inside a stage's forward.
+
+    ``inputs`` are the first ones of the node, in order. They have edges only while the recorder is cautious.
+    """
+    needs = ctx.needs_input_grad[: len(inputs)]
+    if any(t is not None and t.requires_grad and not n for t, n in zip(inputs, needs, strict=True)):
+        raise PipelineError(
+            "autograd ran inside the forward of a stage whose backward is split into I and W, and did not on the "
+            "stage's first micro-batch. Call it on every micro-batch, or use a schedule without W, such as '1f1b'."
+        )
+    queue.recorder.autograd_in_forward = True
+    wanted = [t for t, n in zip(inputs, needs, strict=True) if n and t is not None]
+    differentiable = is_grad_enabled()
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(op(), wanted, g, create_graph=differentiable))
+    return [next(found) if n else None for n in needs]
+
+
+# What ``I`` leaves for ``W``: the queue of one micro-batch, and how its work reaches ``param.grad``.
 
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no_grad() costs six times as much
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -27,14 +152,14 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _tasks: dict[int, WeightGradQueue] = {}
 
 
-class _Here(threading.local):
+class _ActiveQueues(threading.local):
     """The queues that this thread records for, and takes for. Two threads may run one module at a time."""
 
     queue: WeightGradQueue | None = None
     taking: WeightGradQueue | None = None
 
 
-here = _Here()
+active = _ActiveQueues()
 
 
 class WeightGradQueue:
@@ -46,7 +171,7 @@ class WeightGradQueue:
 
     __slots__ = ("_recording", "_taking", "casts", "cautious", "entries", "open", "recorder", "shared")
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: WeightGradRecorder) -> None:
         self.recorder = recorder
         self.shared = recorder.shared
         self.cautious = True  # as the recorder was when F began
@@ -54,7 +179,7 @@ class WeightGradQueue:
         self.open = False  # I is running: the nodes of this micro-batch may queue their work
         self.casts: dict[int, tuple[Tensor, int, Tensor]] = {}  # weights in autocast's type, during F
         self._recording = recorder.recording(self)
-        self._taking = _Taking(self)
+        self._taking = _DeferringContext(self)
 
     def recording(self) -> AbstractContextManager[None]:
         """Around F: the ops of the stage's module defer to this queue. Does nothing where grad mode is off."""
@@ -93,7 +218,7 @@ class WeightGradQueue:
         return len(self.entries)
 
 
-class _Taking(AbstractContextManager[None]):
+class _DeferringContext(AbstractContextManager[None]):
     """Made once per queue, entered once per micro-batch."""
 
     __slots__ = ("handles", "queue", "roots", "task")
@@ -106,7 +231,7 @@ class _Taking(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.queue.open = True
-        here.taking = self.queue
+        active.taking = self.queue
         if self.roots:
             self.handles = [root.node.register_prehook(self._begin) for root in self.roots]
             self.roots = ()
@@ -117,7 +242,7 @@ class _Taking(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self.queue.open = False
-        here.taking = None
+        active.taking = None
         if self.handles:
             for handle in self.handles:
                 handle.remove()
@@ -129,7 +254,7 @@ def accumulate(parameter: Tensor, value: Tensor, shared: frozenset[int]) -> None
     """Add a fresh tensor to ``parameter.grad``; it may become ``parameter.grad``."""
     if value.dtype is not parameter.dtype:
         value = value.to(parameter.dtype)
-    if sums and id(parameter) in sums and sums[id(parameter)](value):
+    if fp32_sums and id(parameter) in fp32_sums and fp32_sums[id(parameter)](value):
         return
     grad = parameter.grad
     if shared and id(parameter) in shared:
@@ -147,7 +272,7 @@ def accumulate(parameter: Tensor, value: Tensor, shared: frozenset[int]) -> None
         grad.add_(value)
 
 
-def changed(parameter: Tensor) -> RuntimeError:
+def modified_error(parameter: Tensor) -> RuntimeError:
     return RuntimeError(
         "a tensor needed for the gradient of a parameter of shape "
         f"{tuple(parameter.shape)} was modified in place between I and W. Inputs of a stage and gradients of its "
@@ -164,7 +289,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -
             x, w = ctx.saved_tensors
             return g @ w, defer_weight_grad(w, lambda: g.t() @ x)
     """
-    queue = here.taking
+    queue = active.taking
     if queue is None:
         queue = _tasks.get(_graph_task())
     # A graph of the gradient is wanted where grad mode is on: that cannot be put off.

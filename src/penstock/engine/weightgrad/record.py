@@ -22,16 +22,15 @@ from torch.overrides import TorchFunctionMode
 from penstock.engine.weightgrad.conv import CONVOLUTIONS
 from penstock.engine.weightgrad.embedding import embedding
 from penstock.engine.weightgrad.matmul import PRODUCTS, linear_forward
-from penstock.engine.weightgrad.norm import group_norm, layer_norm, rms_norm, worth
-from penstock.engine.weightgrad.queue import WeightGradQueue, here
-from penstock.engine.weightgrad.rules import is_compiling, is_grad_enabled
+from penstock.engine.weightgrad.norm import group_norm, layer_norm, rms_norm, worth_deferring
+from penstock.engine.weightgrad.queue import WeightGradQueue, active, is_compiling, is_grad_enabled
 
-__all__ = ["Recorder"]
+__all__ = ["WeightGradRecorder"]
 
 _Forward = Callable[..., Any]
 
 
-class Recorder:
+class WeightGradRecorder:
     """A stage's module, ready to have its forward recorded.
 
     ``shared`` are parameters that stages in other threads use too. A stage runs in one thread at a time. With
@@ -48,16 +47,16 @@ class Recorder:
         self._bindings = [] if whole else _bind(module)
 
     def recording(self, queue: WeightGradQueue) -> AbstractContextManager[None]:
-        return _Recording(self, queue)
+        return _RecordingContext(self, queue)
 
     def _enter(self, queue: WeightGradQueue) -> None:
-        here.queue = queue
+        active.queue = queue
         queue.cautious = self.cautious
         for dictionary, forward in self._bindings:
             dictionary.setdefault("forward", forward)  # somebody's own, or that of a thread with the same module, stays
 
     def _exit(self, queue: WeightGradQueue, completed: bool) -> None:
-        here.queue = None
+        active.queue = None
         for dictionary, forward in self._bindings:
             if dictionary.get("forward") is forward:
                 del dictionary["forward"]
@@ -68,12 +67,12 @@ class Recorder:
             self.cautious = False
 
 
-class _Recording(AbstractContextManager[None]):
+class _RecordingContext(AbstractContextManager[None]):
     """Made once per queue, entered once per micro-batch."""
 
     __slots__ = ("active", "queue", "recorder")
 
-    def __init__(self, recorder: Recorder, queue: WeightGradQueue) -> None:
+    def __init__(self, recorder: WeightGradRecorder, queue: WeightGradQueue) -> None:
         self.recorder = recorder
         self.queue = queue
         self.active = False
@@ -137,8 +136,8 @@ def _layer_norm(module: nn.LayerNorm) -> _Forward:
     parameters, plain = module._parameters, nn.LayerNorm.forward
 
     def forward(input: Tensor) -> Tensor:
-        queue, weight = None if is_compiling() else here.queue, parameters.get("weight")
-        if queue is None or weight is None or not worth(input, weight):
+        queue, weight = None if is_compiling() else active.queue, parameters.get("weight")
+        if queue is None or weight is None or not worth_deferring(input, weight):
             return plain(module, input)
         return layer_norm(queue, input, module.normalized_shape, weight, parameters.get("bias"), module.eps)
 
@@ -149,8 +148,8 @@ def _rms_norm(module: nn.RMSNorm) -> _Forward:
     parameters, plain = module._parameters, nn.RMSNorm.forward
 
     def forward(x: Tensor) -> Tensor:
-        queue, weight = None if is_compiling() else here.queue, parameters.get("weight")
-        if queue is None or weight is None or not worth(x, weight):
+        queue, weight = None if is_compiling() else active.queue, parameters.get("weight")
+        if queue is None or weight is None or not worth_deferring(x, weight):
             return plain(module, x)
         return rms_norm(queue, x, module.normalized_shape, weight, module.eps)
 
@@ -161,7 +160,7 @@ def _embedding(module: nn.Embedding) -> _Forward:
     parameters, plain = module._parameters, nn.Embedding.forward
 
     def forward(input: Tensor) -> Tensor:
-        queue, weight = None if is_compiling() else here.queue, parameters.get("weight")
+        queue, weight = None if is_compiling() else active.queue, parameters.get("weight")
         if queue is None or weight is None:
             return plain(module, input)
         m = module
@@ -182,19 +181,19 @@ def _by_mode(module: nn.Module) -> _Forward:
     plain = type(module).forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or (queue := here.queue) is None:
+        if is_compiling() or (queue := active.queue) is None:
             return plain(module, *args, **kwargs)
-        here.queue = None  # modules in this one need not defer: the mode sees their ops
+        active.queue = None  # modules in this one need not defer: the mode sees their ops
         try:
-            with _Mode(queue):
+            with _DeferMode(queue):
                 return plain(module, *args, **kwargs)
         finally:
-            here.queue = queue
+            active.queue = queue
 
     return forward
 
 
-class _Mode(TorchFunctionMode):
+class _DeferMode(TorchFunctionMode):
     def __init__(self, queue: WeightGradQueue) -> None:
         super().__init__()
         self.queue = queue
@@ -219,7 +218,7 @@ _attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
 
 
 def _multi_head_attention(queue: WeightGradQueue, *args: Any, **kwargs: Any) -> Any:
-    with _Mode(queue):
+    with _DeferMode(queue):
         return _attention(*args, **kwargs)
 
 

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil, inf
 
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Ranks
+from penstock.profile.planner.segments import Ranks, Segments
 
 __all__ = ["by_counts", "by_kinds", "floor", "works_of"]
 

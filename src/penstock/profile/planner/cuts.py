@@ -23,27 +23,263 @@ The answer has a bound, which says how good it is for certain: it is exact where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from math import inf
+from itertools import accumulate, combinations, pairwise
+from math import comb, exp, inf
+from operator import add
+from random import Random
 
 import torch
 
 from penstock.errors import PlanError
 from penstock.profile.planner.bounds import by_counts, by_kinds, floor
-from penstock.profile.planner.evened import evened
 from penstock.profile.planner.pairs import Pairs, ThereAndBack, TwiceRound
 from penstock.profile.planner.rounds import Rounds
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.shaken import shaken
-from penstock.profile.planner.times import Cuts, Ranks, bottleneck, fits
-from penstock.profile.planner.tried import best_of_all, count
+from penstock.profile.planner.segments import Cuts, Ranks, Segments, bottleneck, fits, price, rank_bytes, rank_time
 from penstock.profile.planner.weighed import Weighed
-from penstock.schedule.placement import loop, vee
+from penstock.schedule.schedule import loop, vee
 
-__all__ = ["Cut", "cut", "least_memory", "placement_of"]
+__all__ = [
+    "Partition",
+    "anneal",
+    "balanced",
+    "best_partition",
+    "brute_force",
+    "count_partitions",
+    "least_memory",
+    "placement_of",
+]
+
+
+# Cuts that are good enough to start from, at once: even stages, moved as long as a move helps.
+
+Value = tuple[float, float, float]
+"""How much memory ranks lack, the time of the busiest rank or channel, and how uneven these are."""
+
+
+def balanced(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts | None:
+    """Even stages, moved until no move of up to three neighbouring cuts by a layer lets the busiest rank have less."""
+    n, stages = segments.n, len(placement)
+    if stages > n:
+        return None
+    shares = [ranks.speed]
+    if min(ranks.memory) < inf and max(ranks.memory) > 0:
+        shares += [share for share in [_shares(segments, ranks)] if any(share)]  # none where layers take no time
+    starts = {_even_cuts(segments, ranks, placement, share, avoid) for share in shares for avoid in (True, False)}
+    states = [_moved(_State(segments, ranks, placement, list(cuts))) for cuts in starts]
+    best = min(states, key=lambda state: (state.value, state.cuts))
+    return None if best.value[0] else tuple(best.cuts)
+
+
+def _moved(state: _State) -> _State:
+    moving = True
+    while moving:
+        moving = False
+        for k, width, step in _moves(len(state.cuts) - 1):
+            moving |= state.move(k, min(k + width, len(state.cuts) - 1), step)
+    return state
+
+
+def _shares(segments: Segments, ranks: Ranks) -> tuple[float, ...]:
+    """How much of the work ranks can do in the same time, with the memory that they have, if all layers were alike."""
+    whole = 0, segments.n
+    work, again = segments.work(*whole), segments.again(*whole)
+    stays, kept = segments.static(*whole), segments.activation(*whole)
+    parts = (1.0,) if ranks.recompute else (0.0,) if ranks.recompute is False else tuple(k / 8 for k in range(9))
+
+    def share(rank: int, time: float) -> float:
+        """Of all work; the best of some parts that are recomputed."""
+        seconds, limit, flight = time * ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank]
+        sizes = [(part, stays + flight * (1 - part) * kept) for part in parts]
+        return max(min(seconds / (work + part * again or 1.0), limit / (size or 1.0)) for part, size in sizes)
+
+    low, high = 0.0, 2 * (work + again) / min(ranks.speed)
+    for _ in range(30):  # the time in which they do all of it; in the longest one, if their memory is too small
+        middle = (low + high) / 2
+        enough = sum(share(rank, middle) for rank in range(len(ranks))) >= 1
+        low, high = (low, middle) if enough else (middle, high)
+    return tuple(share(rank, high) for rank in range(len(ranks)))
+
+
+def _even_cuts(segments: Segments, ranks: Ranks, placement: Sequence[int], share: Sequence[float], avoid: bool) -> Cuts:
+    """Stages of as much work as their ranks' shares; cuts that take longer than a rank are avoided, or not.
+
+    Of all cuts they are those with the least distance, squared, from where the work of the stages before would end.
+    """
+    n, stages = segments.n, len(placement)
+    extra, done = n - stages, segments.done
+    speeds = [share[rank] for rank in placement]
+    time = done[-1] / sum(speeds)
+    slow = done[-1] ** 2 * stages  # worse than any distance
+    reached, ends = [[0.0] * (extra + 1)], time * speeds[0]
+    for s in range(1, stages):
+        far = [(done[s + o] - ends) ** 2 for o in range(extra + 1)]
+        if avoid and placement[s - 1] != placement[s]:
+            far = [one + slow * (segments.transfer[s + o] > time * stages / len(ranks)) for o, one in enumerate(far)]
+        reached.append(list(accumulate(map(add, reached[-1], far), min)))
+        ends += time * speeds[s]
+    cuts, o = [n], extra
+    for s in range(stages - 1, 0, -1):
+        o = reached[s].index(reached[s][o])
+        cuts.append(s + o)
+    return tuple(reversed(cuts))
+
+
+def _moves(inner: int) -> Iterator[tuple[int, int, int]]:
+    for k in range(inner):
+        for width in (1, 2, 3):
+            for step in (-1, 1):
+                yield k, width, step
+
+
+class _State:
+    """Cuts, and what each rank takes with them."""
+
+    def __init__(self, segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: list[int]) -> None:
+        self.segments, self.ranks, self.placement, self.cuts = segments, ranks, placement, cuts
+        self.own = [[s for s, home in enumerate(placement) if home == rank] for rank in range(len(ranks))]
+        self.between = [s for s in range(1, len(cuts)) if placement[s - 1] != placement[s]]
+        self.lacking = [0.0] * len(ranks)
+        self.times = [self._time(rank) for rank in range(len(ranks))]
+        self.value = self._value()
+
+    def move(self, first: int, last: int, step: int) -> bool:
+        """Move the cuts from the first up to the last by a layer, if that is better."""
+        cuts = self.cuts
+        begin = cuts[first - 1] if first else 0
+        if cuts[first] + step <= begin or cuts[last - 1] + step >= cuts[last]:
+            return False
+        touched = set(self.placement[first : last + 1])
+        before, times, lacking = self.value, self.times[:], self.lacking[:]
+        self._shift(first, last, step)
+        for rank in touched:
+            self.times[rank] = self._time(rank)
+        self.value = self._value()
+        if self.value < before:
+            return True
+        self._shift(first, last, -step)
+        self.value, self.times, self.lacking = before, times, lacking
+        return False
+
+    def _shift(self, first: int, last: int, step: int) -> None:
+        for at in range(first, last):
+            self.cuts[at] += step
+
+    def _time(self, rank: int) -> float:
+        runs = [(self.cuts[s - 1] if s else 0, self.cuts[s]) for s in self.own[rank]]
+        time, ranks = rank_time(self.segments, self.ranks, rank, runs), self.ranks
+        self.lacking[rank] = 0.0
+        if time == inf:
+            choices = (False, True) if ranks.recompute is None else (ranks.recompute,)
+            every = range(len(runs))
+            size = min(
+                rank_bytes(self.segments, runs, every if again else (), ranks.in_flight[rank]) for again in choices
+            )
+            self.lacking[rank] = max(1e-9, size / (ranks.memory[rank] or 1.0) - 1)
+        return time
+
+    def _value(self) -> Value:
+        """Of two equal bottlenecks the one with fewer such ranks is less."""
+        transfer = self.segments.transfer
+        lacking = sum(self.lacking)
+        fine = [time for time in self.times if time < inf] + [transfer[self.cuts[s - 1]] for s in self.between]
+        top = max(fine, default=0.0)
+        return lacking, top, sum((time / top) ** 8 for time in fine) if top else 0.0
+
+
+# Cuts that are moved at random, less and less: a way out of where no single move helps any more.
+
+_POWER = 24  # so that the busiest rank counts most, and the next ones a little
+_HOT, _COLD = 0.5, 1e-3  # by how much a move may be worse
+_LACKING = 4.0  # a rank that lacks memory, or a slow cut, is like one that takes so many times what it should
+
+
+def anneal(
+    segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts, low: float, effort: int, seed: int = 0
+) -> Cuts:
+    """The best cuts that are met on the way from these; ``low`` is what the busiest rank could have at the least.
+
+    Of the moves, one in some takes several neighbouring cuts along: up to a round of them, which leaves all stages but
+    two of one rank as they are where layers are alike.
+    """
+    p, stages, draw = len(ranks), len(placement), Random(seed)
+    at = [0, *cuts]
+    own = [[s for s, home in enumerate(placement) if home == rank] for rank in range(p)]
+    crossing = [s > 0 and placement[s - 1] != placement[s] for s in range(stages)]
+
+    def energy(rank: int) -> float:
+        time = rank_time(segments, ranks, rank, [(at[s], at[s + 1]) for s in own[rank]])
+        return min(_LACKING, time / low) ** _POWER
+
+    def slow(s: int) -> float:
+        time = segments.transfer[at[s]] / low
+        return 0.0 if time <= 1 or not crossing[s] else min(_LACKING, time) ** _POWER
+
+    now = [energy(rank) for rank in range(p)]
+    best, value = cuts, bottleneck(segments, ranks, placement, cuts)
+    top = min(max(now), (value / low) ** _POWER) if value < _LACKING * low else inf
+    steps = max(1, effort // (10 + 2 * price(ranks, stages // p)))
+    for step in range(steps):
+        heat = _HOT * (_COLD / _HOT) ** (step / steps) * max(1.0, max(now))
+        first = draw.randrange(1, stages)
+        wide = draw.random()
+        last = min(stages, first + (1 if wide < 0.6 else p if wide > 0.9 else draw.randint(2, p + 1)))
+        way = draw.choice((-1, 1))
+        if (at[first] + way <= at[first - 1]) if way < 0 else (at[last - 1] + way >= at[last]):
+            continue
+        touched = {placement[s] for s in range(first - 1, last)}
+        before = sum(now[rank] for rank in touched) + sum(map(slow, range(first, last)))
+        for s in range(first, last):
+            at[s] += way
+        fresh = {rank: energy(rank) for rank in touched}
+        after = sum(fresh.values()) + sum(map(slow, range(first, last)))
+        if after <= before or draw.random() < exp((before - after) / heat):
+            for rank in touched:
+                now[rank] = fresh[rank]
+            if after < before and max(now) < top * (1 - 1e-9):
+                reached = bottleneck(segments, ranks, placement, tuple(at[1:]))
+                if reached < value:
+                    best, value, top = tuple(at[1:]), reached, max(now)
+                    if value <= low * (1 + 1e-9):
+                        break
+        else:
+            for s in range(first, last):
+                at[s] -= way
+    return best
+
+
+# All cuts, tried one by one: where these are few, nothing finds the best of them faster.
+
+
+def count_partitions(segments: Segments, placement: tuple[int, ...]) -> int:
+    """How many cuts there are."""
+    return comb(segments.n - 1, len(placement) - 1)
+
+
+def brute_force(
+    segments: Segments, ranks: Ranks, placement: tuple[int, ...], best: Cuts, value: float
+) -> tuple[Cuts, float]:
+    """The cuts with the least busiest rank or channel, and its time; the given ones if none are below their time."""
+    n, stages = segments.n, len(placement)
+    own = [[s for s, home in enumerate(placement) if home == rank] for rank in range(len(ranks))]
+    between = [s for s in range(1, stages) if placement[s - 1] != placement[s]]
+    met: dict[tuple[int, ...], float] = {}  # for a rank, and where its stages begin and end
+    for inner in combinations(range(1, n), stages - 1):
+        at = (0, *inner, n)
+        busiest = max([0.0, *(segments.transfer[at[s]] for s in between)])
+        for rank, mine in enumerate(own):
+            if busiest >= value:
+                break
+            key = (rank, *(at[end] for s in mine for end in (s, s + 1)))
+            if key not in met:
+                met[key] = rank_time(segments, ranks, rank, [(at[s], at[s + 1]) for s in mine])
+            busiest = max(busiest, met[key])
+        if busiest < value:
+            best, value = at[1:], busiest
+    return best, value
+
 
 _CLOSE = 2e-3  # by how much the halving may miss, before the rest is done exactly
 _EFFORT = 2_000_000  # what is looked at, in about a microsecond each
@@ -57,7 +293,7 @@ _NEXT = (1.003, 1.01, 1.03, 1.1, 1.3)  # times that are tried, over the least th
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """Cuts, the time of their busiest rank or channel, and a time that no cuts can be below."""
 
     cuts: Cuts
@@ -75,7 +311,7 @@ def placement_of(shape: str, p: int, v: int) -> tuple[int, ...]:
     return vee(p) if shape == "v" else loop(p, v)
 
 
-def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
+def best_partition(segments: Segments, ranks: Ranks, shape: str, v: int) -> Partition | None:
     """The cuts of the least busiest rank; None if no cuts keep the memory."""
     p, n = len(ranks), segments.n
     if p * v > n:
@@ -83,27 +319,27 @@ def cut(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cut | None:
     if shape == "v" and v != 2:
         raise PlanError(f"a V has two stages a rank, not {v}")
     placement = placement_of(shape, p, v)
-    start, low = evened(segments, ranks, placement), floor(segments, ranks)
+    start, low = balanced(segments, ranks, placement), floor(segments, ranks)
     value = _any_time(segments, ranks) if start is None else bottleneck(segments, ranks, placement, start)
     few = _are_few(segments, placement, v)
     for bound in (by_counts, by_kinds) if start is not None and not few else (by_counts,):
         if value > low * _SAME:
             low = bound(segments, ranks, placement, low, value)
-    known = Cut(start or (), value, min(low, value))
+    known = Partition(start or (), value, min(low, value))
     if value > low * _SAME:
         known = _better(segments, ranks, placement, shape, known)
     return known if known.cuts else None
 
 
 def _are_few(segments: Segments, placement: tuple[int, ...], v: int) -> bool:
-    return count(segments, placement) <= _FEW[v > 2]
+    return count_partitions(segments, placement) <= _FEW[v > 2]
 
 
-def _better(segments: Segments, ranks: Ranks, placement: tuple[int, ...], shape: str, known: Cut) -> Cut:
+def _better(segments: Segments, ranks: Ranks, placement: tuple[int, ...], shape: str, known: Partition) -> Partition:
     v = len(placement) // len(ranks)
     if _are_few(segments, placement, v):
-        best, value = best_of_all(segments, ranks, placement, known.cuts, known.busiest)
-        return Cut(best, value, value)
+        best, value = brute_force(segments, ranks, placement, known.cuts, known.busiest)
+        return Partition(best, value, value)
     if v == 1:
         return _least(segments, ranks, placement, known, _Straight(segments, ranks))
     elsewhere = torch.get_default_device().type != "cpu"  # as it is where models are made that have no numbers yet
@@ -121,7 +357,7 @@ def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
 
     def enough(factor: float) -> bool:
         more = replace(ranks, memory=tuple(factor * size for size in ranks.memory))
-        found = _straight(segments, more, inf) if v == 1 else evened(segments, more, placement)
+        found = _straight(segments, more, inf) if v == 1 else balanced(segments, more, placement)
         return found is not None
 
     low, high = 0.0, 1.0
@@ -147,7 +383,9 @@ class _Straight:
         return found
 
 
-def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cut, ask: _Straight | Pairs) -> Cut:
+def _least(
+    segments: Segments, ranks: Ranks, placement: Sequence[int], known: Partition, ask: _Straight | Pairs
+) -> Partition:
     """The best cuts, asked for at times closer and closer to what they have; first for any, where none are known."""
     best, high, floor = known.cuts, known.busiest, known.bound
     low, tries, many = floor, [floor * more for more in (1 + 1e-12, *_NEXT)], False
@@ -165,7 +403,7 @@ def _least(segments: Segments, ranks: Ranks, placement: Sequence[int], known: Cu
             break
         many = near and reached > (low + high) / 2  # there are others that are hardly better
         best, high, tries = found, reached, []
-    return Cut(best, high, min(high, max(floor, ask.bound)))
+    return Partition(best, high, min(high, max(floor, ask.bound)))
 
 
 # ── one run of layers a rank ─────────────────────────────────────────────────────────────────────────────────────
@@ -201,11 +439,11 @@ def _straight(segments: Segments, ranks: Ranks, below: float) -> Cuts | None:
 # ── more than two runs a rank ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], known: Cut) -> Cut:
+def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], known: Partition) -> Partition:
     """Better cuts, or a proof that there are none, as far as the effort goes."""
     best, value, low = known.cuts, known.busiest, known.bound
     if best:
-        for start in (best, shaken(segments, ranks, placement, best, low, _PART)):
+        for start in (best, anneal(segments, ranks, placement, best, low, _PART)):
             found, reached = _two_rounds_at_a_time(segments, ranks, placement, start, low)
             if reached < value:
                 best, value = found, reached
@@ -220,7 +458,7 @@ def _rounds(segments: Segments, ranks: Ranks, placement: tuple[int, ...], known:
             low = value / _LESS if effort >= 0 else low
             break
         best, value = better, bottleneck(segments, ranks, placement, better)
-    return Cut(best, value, min(low, value))
+    return Partition(best, value, min(low, value))
 
 
 def _any_time(segments: Segments, ranks: Ranks) -> float:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from penstock.errors import PlanError
-from penstock.split.weights import bytes_of
-from penstock.train.devices import assign
+from penstock.split.measure import parse_bytes
+from penstock.train.devices import assign_devices
 
-__all__ = ["check_numbers", "memory_of", "one_for_each", "places_of"]
+__all__ = ["check_numbers", "device_memory", "device_names", "one_for_each"]
 
 
 def check_numbers(asked: Mapping[str, Any]) -> None:
@@ -28,7 +28,7 @@ def check_numbers(asked: Mapping[str, Any]) -> None:
         raise PlanError(f"seed={seed!r} must be a whole number")
 
 
-def places_of(devices: Any) -> list[str]:
+def device_names(devices: Any) -> list[str]:
     """The names of the devices: those that were named, or so many GPUs, or as often the CPU."""
     gpus = torch.cuda.device_count()
     if devices is None:
@@ -46,15 +46,15 @@ def places_of(devices: Any) -> list[str]:
         )
     if not devices:
         raise PlanError("devices has none: say how many ranks there may be, or which devices")
-    return [str(device) for device in assign(devices, len(devices))]
+    return [str(device) for device in assign_devices(devices, len(devices))]
 
 
-def memory_of(memory: Any, places: Sequence[str]) -> list[float]:
+def device_memory(memory: Any, places: Sequence[str]) -> list[float]:
     """The bytes that each of these devices has: as it was said, or what a GPU has, and without a limit on a CPU."""
     if memory is None:
         return [_has(torch.device(place)) for place in places]
     each = memory if isinstance(memory, (list, tuple)) else [memory] * len(places)
-    return [float(bytes_of(size)) for size in each]
+    return [float(parse_bytes(size)) for size in each]
 
 
 def one_for_each(what: str, given: Any, devices: int) -> tuple[float, ...]:

@@ -22,17 +22,20 @@ from itertools import pairwise
 from math import inf
 from random import Random
 
-from penstock.profile.planner.cuts import cut, placement_of
-from penstock.profile.planner.drafts import Draft, first_draft, seconds_of_a_step
-from penstock.profile.planner.evened import evened
-from penstock.profile.planner.orders import COUNTED, Stages, order
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.stages import stage_costs, static_bytes
-from penstock.profile.planner.times import Cuts, Ranks, cheapest
-from penstock.schedule.auto import Found
+from penstock.profile.planner.cuts import balanced, best_partition, placement_of
+from penstock.profile.planner.schedule_cache import (
+    COUNTED,
+    AdaptedSchedule,
+    StageProblem,
+    adapt_schedule,
+    find_order,
+    seconds_per_move,
+)
+from penstock.profile.planner.segments import Cuts, Ranks, Segments, choose_recompute, stage_costs, static_bytes
 from penstock.schedule.costs import Costs
+from penstock.schedule.search import SearchResult
 
-__all__ = ["Joint", "joint"]
+__all__ = ["JointResult", "joint_search"]
 
 QUICK = 0.05  # seconds for the order of cuts to start from
 TRACKS = 2  # orders that are gone on with
@@ -46,14 +49,14 @@ Point = tuple[Cuts, frozenset[int]]
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointResult:
     """Cuts, and the order for them."""
 
     cuts: Cuts
     again: frozenset[int]
     placement: tuple[int, ...]
     costs: Costs
-    found: Found
+    found: SearchResult
     static: tuple[float, ...]
 
     @property
@@ -62,7 +65,7 @@ class Joint:
         return tuple(map(sum, zip(self.static, self.found.peak, strict=True)))
 
 
-def joint(
+def joint_search(
     segments: Segments,
     ranks: Ranks,
     m: int,
@@ -72,7 +75,7 @@ def joint(
     seconds: float = 3.0,
     moves: bool = True,
     seed: int = 0,
-) -> Joint | None:
+) -> JointResult | None:
     """The best that is found in about ``seconds`` of a usual core; None if nothing keeps the ranks' memory.
 
     Without a limit on memory, a rank may keep what the fullest rank of 1F1B would; with one that leaves room for more,
@@ -133,20 +136,20 @@ class _Search:
 
     def __init__(self, segments: Segments, ranks: Ranks, m: int, placement: tuple[int, ...], seed: int) -> None:
         self.segments, self.ranks, self.m, self.placement, self.seed = segments, ranks, m, placement, seed
-        self.met: dict[Point, Joint] = {}
-        self._stages: dict[Point, Stages | None] = {}
+        self.met: dict[Point, JointResult] = {}
+        self._stages: dict[Point, StageProblem | None] = {}
 
     @property
-    def best(self) -> Joint:
+    def best(self) -> JointResult:
         return min(self.met.values(), key=lambda one: one.found.makespan)
 
-    def leaner(self, seconds: float) -> Joint:
+    def leaner(self, seconds: float) -> JointResult:
         """The best; with an order in 1F1B's memory, if it keeps more than that and takes as long."""
         best = self.best
         stages = None if best.again else self.stages((best.cuts, best.again))
         if stages is None or stages.cap is None:
             return best
-        found = order(replace(stages, room=(inf,) * len(stages.room)), seconds=seconds, seed=self.seed)
+        found = find_order(replace(stages, room=(inf,) * len(stages.room)), seconds=seconds, seed=self.seed)
         if found is None or max(found.peak) >= max(best.found.peak):
             return best
         fits = all(peak <= room for peak, room in zip(found.peak, stages.room, strict=True))
@@ -156,20 +159,20 @@ class _Search:
         """Those with the shortest orders."""
         return sorted(self.met, key=lambda point: self.met[point].found.makespan)[:count]
 
-    def stages(self, point: Point) -> Stages | None:
+    def stages(self, point: Point) -> StageProblem | None:
         """None if the ranks have no room for what stays there."""
         if point not in self._stages:
             cuts, again = point
             costs = stage_costs(self.segments, self.ranks, self.placement, cuts)
             static = static_bytes(self.segments, self.placement, cuts, len(self.ranks))
             room = tuple(limit - held for limit, held in zip(self.ranks.memory, static, strict=True))
-            self._stages[point] = None if min(room) < 0 else Stages(costs, again, self.placement, self.m, room)
+            self._stages[point] = None if min(room) < 0 else StageProblem(costs, again, self.placement, self.m, room)
         return self._stages[point]
 
-    def try_(self, point: Point, seconds: float, turn: int = 0, *, choose: bool = False) -> Found | None:
+    def try_(self, point: Point, seconds: float, turn: int = 0, *, choose: bool = False) -> SearchResult | None:
         """An order for a point; with ``choose``, for its cuts, whatever is recomputed."""
         stages = self.stages(point)
-        found = None if stages is None else order(stages, seconds=seconds, seed=self.seed + turn, choose=choose)
+        found = None if stages is None else find_order(stages, seconds=seconds, seed=self.seed + turn, choose=choose)
         if stages is not None and found is not None:
             self.meet(point, stages, found)
         return found
@@ -186,39 +189,39 @@ class _Search:
                     if budget.left < least:
                         return
                     self.try_(point, each)
-                    budget.spend(each + 60 * seconds_of_a_step(stages))
+                    budget.spend(each + 60 * seconds_per_move(stages))
 
-    def meet(self, point: Point, stages: Stages, found: Found) -> None:
+    def meet(self, point: Point, stages: StageProblem, found: SearchResult) -> None:
         old = self.met.get(point)
         if old is None or found.makespan < old.found.makespan * (1 - 1e-12):
             static = static_bytes(self.segments, self.placement, point[0], len(self.ranks))
             again = frozenset(a.stage for order in found.schedule.orders for a in order if a.kind == "R")
-            self.met[point] = Joint(point[0], again, self.placement, stages.costs, found, static)
+            self.met[point] = JointResult(point[0], again, self.placement, stages.costs, found, static)
 
-    def track(self, point: Point, seconds: float, turn: int) -> _Track:
+    def track(self, point: Point, seconds: float, turn: int) -> _Descent:
         """One more order for a point that was met, to go on from."""
         stages = self.stages(point)
         assert stages is not None
         found = self.try_(point, seconds, turn) or self.met[point].found
-        draft = first_draft(stages, found.schedule, loose=self.ranks.recompute is None)
-        return _Track(self, point, draft, Random(self.seed + turn))
+        draft = adapt_schedule(stages, found.schedule, loose=self.ranks.recompute is None)
+        return _Descent(self, point, draft, Random(self.seed + turn))
 
 
-class _Track:
+class _Descent:
     """Cuts that are moved and an order that is changed, in turns."""
 
-    def __init__(self, search: _Search, point: Point, draft: Draft, random: Random) -> None:
+    def __init__(self, search: _Search, point: Point, draft: AdaptedSchedule, random: Random) -> None:
         self.search, self.point, self.draft, self.random = search, point, draft, random
         self.effort = 1
 
     def go_on(self, seconds: float) -> None:
         """Do as much as a usual core does in that time."""
-        left = seconds / seconds_of_a_step(self.draft.stages)
+        left = seconds / seconds_per_move(self.draft.stages)
         while left > 0:
             near, looks = self._near()
             if not near and self.draft.seconds <= self.draft.floor_of(self.draft.stages) * (1 + 1e-9):
                 break  # neither other cuts nor another order can be better
-            steps, tried = STEPS * self.effort, list[tuple[Point, Draft]]()
+            steps, tried = STEPS * self.effort, list[tuple[Point, AdaptedSchedule]]()
             for point, draft in [(self.point, self.draft), *near[:CLOSE]]:
                 tried.append((point, draft.improved(steps, self.random)))
             left -= LOOK * looks + steps * len(tried)
@@ -231,7 +234,7 @@ class _Track:
 
     def settle(self, seconds: float) -> None:
         """Improve the order alone, in one go."""
-        self.draft = self.draft.improved(int(seconds / seconds_of_a_step(self.draft.stages)), self.random)
+        self.draft = self.draft.improved(int(seconds / seconds_per_move(self.draft.stages)), self.random)
         self._meet()
 
     def _meet(self) -> None:
@@ -239,7 +242,7 @@ class _Track:
         if found is not None:
             self.search.meet(self.point, self.draft.stages, found)
 
-    def _near(self) -> tuple[list[tuple[Point, Draft]], int]:
+    def _near(self) -> tuple[list[tuple[Point, AdaptedSchedule]], int]:
         """The neighbours with the order as it is, best first; and how many were looked at."""
         near, looks = [], 1
         for point in _neighbours(self.point, self.search.placement, self.search.ranks.recompute):
@@ -259,11 +262,11 @@ def _beginnings(segments: Segments, ranks: Ranks, m: int, shape: str, v: int, *,
     flights.append(tuple(float(min(m, p - rank)) for rank in range(p)))
     for in_flight in flights:
         such = replace(ranks, in_flight=in_flight)
-        even = evened(segments, such, placement)
+        even = balanced(segments, such, placement)
         if even is not None:
             yield even, _recomputed(segments, such, placement, even)
         if exact or even is None:
-            found = cut(segments, such, shape, v)
+            found = best_partition(segments, such, shape, v)
             if found is not None:
                 yield found.cuts, _recomputed(segments, such, placement, found.cuts)
 
@@ -273,7 +276,7 @@ def _recomputed(segments: Segments, ranks: Ranks, placement: tuple[int, ...], cu
     again: set[int] = set()
     for rank in range(len(ranks)):
         own = [stage for stage, home in enumerate(placement) if home == rank]
-        chosen = cheapest(segments, ranks, rank, [runs[stage] for stage in own])
+        chosen = choose_recompute(segments, ranks, rank, [runs[stage] for stage in own])
         again.update(own[number] for number in chosen or ())
     return frozenset(again)
 

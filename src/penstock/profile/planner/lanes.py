@@ -10,8 +10,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Ranks, Runs
+from penstock.profile.planner.segments import Ranks, Runs, Segments
 from penstock.profile.planner.windows import Window
 
 __all__ = ["Kind", "Lane", "Step"]

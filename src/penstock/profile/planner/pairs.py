@@ -27,8 +27,7 @@ from torch import Tensor
 
 from penstock.profile.planner.bounds import works_of
 from penstock.profile.planner.lanes import Kind, Lane
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Cuts, Ranks, Runs
+from penstock.profile.planner.segments import Cuts, Ranks, Runs, Segments
 from penstock.profile.planner.windows import Place, Reached, Window
 
 __all__ = ["Pairs", "ThereAndBack", "TwiceRound"]

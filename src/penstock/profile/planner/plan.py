@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from itertools import zip_longest
 from math import inf
 from pathlib import Path
@@ -19,24 +20,21 @@ from torch import nn
 
 from penstock.engine.microbatch import batch_size
 from penstock.errors import PlanError
-from penstock.profile.costs import Link, ModelCosts
-from penstock.profile.hardware import Hardware, hardware_of
-from penstock.profile.links import local_link, measure_links
-from penstock.profile.measure import measure_costs
-from penstock.profile.planner.devices import check_numbers, memory_of, one_for_each, places_of
-from penstock.profile.planner.planned import Planned
+from penstock.profile.analytic import Hardware, Transformer, analytic_costs, get_hardware, parse_transformer
+from penstock.profile.costs import Link, ModelCosts, Profile
+from penstock.profile.links import local_link, measure_links, process_link
+from penstock.profile.measure import OptimizerLike, measure_costs
+from penstock.profile.planner.candidates import Cluster, configurations, device_grids
+from penstock.profile.planner.devices import check_numbers, device_memory, device_names, one_for_each
+from penstock.profile.planner.result import PlanResult
 from penstock.profile.planner.search import search
-from penstock.profile.planner.ways import Cluster, grids_of, ways
-from penstock.profile.processes import process_link
-from penstock.profile.sizes import Profile
-from penstock.profile.states import OptimizerLike
-from penstock.split.fronts import line_of
-from penstock.split.line import Line
-from penstock.split.planning import plan_of
-from penstock.split.trial import inputs_of
+from penstock.split import chain_of
+from penstock.split.chain import LayerChain, build_plan
+from penstock.split.measure import parse_bytes
+from penstock.split.sample import sample_inputs
 from penstock.train.mesh import Mesh
 
-__all__ = ["plan", "plan_costs"]
+__all__ = ["plan", "plan_analytic", "plan_costs"]
 
 _PATIENCE = timedelta(minutes=30)
 _times: Counter[tuple[int, ...]] = Counter()  # how often this process has planned for the same ranks
@@ -65,7 +63,7 @@ def plan(
     measure_seconds: float = 5.0,
     seconds: float = 10.0,
     seed: int = 0,
-) -> Planned:
+) -> PlanResult:
     """The fastest way to train ``model`` that fits: where it is cut, in which order its stages work, and the rest.
 
     ``sample`` is what the model is called with, of as many samples as the largest micro-batch may have; its layers are
@@ -101,13 +99,13 @@ def plan(
         raise PlanError(f"measure_seconds={measure_seconds!r} must be how long to measure, a number from 0 up")
     if sample is None and costs is None:
         raise PlanError("give sample=, what the model is called with, to measure its layers on; or costs=")
-    inputs = inputs_of(model, sample) if isinstance(model, nn.Module) else sample
+    inputs = sample_inputs(model, sample) if isinstance(model, nn.Module) else sample
     if inputs is not sample:  # (inputs, targets)
         sample, targets = inputs, sample[1] if targets is None and loss_fn is not None else targets
-    line = line_of(model, cuts=cuts, blocks=blocks, sample=sample)
+    line = chain_of(model, cuts=cuts, blocks=blocks, sample=sample)
     elsewhere = None if hardware is None else _elsewhere(hardware, devices, costs)
-    places = [str(mesh.device)] * (mesh.pipe * mesh.data) if mesh is not None else places_of(devices)
-    limits = memory_of(elsewhere.memory if memory is None and elsewhere is not None else memory, places)
+    places = [str(mesh.device)] * (mesh.pipe * mesh.data) if mesh is not None else device_names(devices)
+    limits = device_memory(elsewhere.memory if memory is None and elsewhere is not None else memory, places)
     samples = None if sample is None else batch_size(sample, "sample")
     whole = samples if batch is None else batch
     if whole is None:
@@ -132,7 +130,7 @@ def plan(
             threads=max(1, (os.cpu_count() or 1) // len(places)) if on_cpu and elsewhere is None else None,
         )  # fmt: skip
 
-    def work() -> Planned:
+    def work() -> PlanResult:
         profile, between = measured(), link
         if between is None and costs is None and len(places) > 1:
             if elsewhere is not None:
@@ -145,7 +143,7 @@ def plan(
             cluster = Cluster(asked["speeds"] or (1.0,) * len(places), asked["memory"])
             chosen = cluster.chosen(answer.way.data * answer.way.pipe)
             where = tuple(places[i] for i in (*chosen, *(i for i in range(len(places)) if i not in chosen)))
-        return replace(answer, layers=line.layers, plan=plan_of(line, answer.groups), devices=where)
+        return replace(answer, layers=line.layers, plan=build_plan(line, answer.groups), devices=where)
 
     if mesh is None:
         return work()
@@ -160,14 +158,14 @@ def _elsewhere(hardware: str | Hardware, devices: Any, costs: object) -> Hardwar
         raise PlanError("costs are of the hardware that they were made for: give costs= or hardware=, not both")
     if type(devices) is not int:
         raise PlanError(f"devices={devices!r} must be how many of this hardware there are")
-    return hardware_of(hardware)
+    return get_hardware(hardware)
 
 
 def _grids(devices: int, mesh: Mesh | None, replicas: bool) -> list[tuple[int, int]]:
     """Numbers of replicas and ranks."""
     if mesh is not None:
         return [(mesh.data, mesh.pipe)]
-    return grids_of(devices) if replicas else [(1, ranks) for ranks in range(1, devices + 1)]
+    return device_grids(devices) if replicas else [(1, ranks) for ranks in range(1, devices + 1)]
 
 
 def plan_costs(
@@ -185,10 +183,10 @@ def plan_costs(
     seconds: float = 10.0,
     seed: int = 0,
     report: Callable[[str], None] = lambda text: None,
-) -> Planned:
+) -> PlanResult:
     """The same from costs alone, without a model; ``link`` is the one between replicas."""
     check_numbers({"batch": batch, "devices": devices, "microbatches": microbatches, "seconds": seconds, "seed": seed})
-    grids = grids if grids is not None else grids_of(devices or 1)
+    grids = grids if grids is not None else device_grids(devices or 1)
     most = max(data * pipe for data, pipe in grids)
     limits = one_for_each("memory", memory, most)
     speed = (1.0,) * most if speeds is None else one_for_each("speeds", speeds, most)
@@ -201,7 +199,7 @@ def plan_costs(
             "ranks and more replicas, or cut it finer (cuts=)"
         )
     again = False if recompute is None and min(limits) == inf else recompute
-    found = ways(batch, fits, len(layers), microbatches=microbatches, largest=largest, recompute=again)
+    found = configurations(batch, fits, len(layers), microbatches=microbatches, largest=largest, recompute=again)
     if not found:
         raise PlanError(
             f"a mini-batch of {batch} samples cannot be divided among {min(d for d, _ in fits)} replicas, and the "
@@ -209,10 +207,10 @@ def plan_costs(
         )
     cluster = Cluster(speed, limits, link)
     answer = search(lambda way: profile.at(way.samples), found, cluster, seconds=seconds, seed=seed, report=report)
-    return Planned(answer.best, answer.others, tuple(layers))
+    return PlanResult(answer.best, answer.others, tuple(layers))
 
 
-def _given(costs: Profile | ModelCosts | str | Path, line: Line) -> Profile:
+def _given(costs: Profile | ModelCosts | str | Path, line: LayerChain) -> Profile:
     """Costs that were given, if they are those of the model."""
     if isinstance(costs, (str, Path)):
         costs = Profile.load(costs)
@@ -231,7 +229,7 @@ def _given(costs: Profile | ModelCosts | str | Path, line: Line) -> Profile:
     return costs
 
 
-def _together(mesh: Mesh, work: Callable[[], Planned], model: nn.Module) -> Planned:
+def _together(mesh: Mesh, work: Callable[[], PlanResult], model: nn.Module) -> PlanResult:
     """The first process of a mesh plans; the others get its answer, or its error."""
     _times[mesh.world_ranks] += 1
     key = f"penstock/plan/{mesh.world_ranks}/{_times[mesh.world_ranks]}"
@@ -241,7 +239,7 @@ def _together(mesh: Mesh, work: Callable[[], Planned], model: nn.Module) -> Plan
         told = json.loads(store.get(key))
         if "error" in told:
             raise PlanError(f"rank {mesh.world_ranks[0]}, which plans for all, failed: {told['error']}")
-        return Planned.from_json(told["planned"], model)
+        return PlanResult.from_json(told["planned"], model)
     try:
         planned = work()
     except Exception as error:
@@ -249,3 +247,90 @@ def _together(mesh: Mesh, work: Callable[[], Planned], model: nn.Module) -> Plan
         raise
     store.set(key, json.dumps({"planned": planned.to_json()}))
     return planned
+
+
+# Plans for devices that are not here, of models that are numbers.
+
+
+def plan_analytic(
+    model: str | Transformer,
+    hardware: str | Hardware,
+    devices: int,
+    batch: int,
+    *,
+    tensor: int | None = None,
+    half_layers: bool = False,
+    memory: Any = None,
+    microbatches: int | None = None,
+    recompute: bool | None = None,
+    sequence_parallel: bool | None = None,
+    seconds: float = 10.0,
+    seed: int = 0,
+    **costs: Any,
+) -> PlanResult:
+    """How many devices should share each layer, and how these groups should train a mini-batch of ``batch`` sequences.
+
+    Where ``tensor`` is not said, one device and all powers of two up to a machine are looked at. What a group shares is
+    also divided in its sequences, if ``sequence_parallel`` does not say otherwise. ``costs`` are further options of
+    ``analytic_costs``.
+    """
+    model, hardware = parse_transformer(model) if isinstance(model, str) else model, get_hardware(hardware)
+    limit = hardware.memory if memory is None else float(parse_bytes(memory))
+    tries = [t for t in (1, 2, 4, 8, 16) if t <= hardware.per_machine] if tensor is None else [tensor]
+    fit = [t for t in tries if not (devices % t or model.heads % t or model.width % t)]
+    if not fit:
+        raise PlanError(
+            f"{', '.join(map(str, tries))} devices cannot share a layer: that must divide {devices} devices, "
+            f"{model.heads} heads and an MLP of {model.width}"
+        )
+    layers = model.layers * (2 if half_layers else 1) + 2
+    found = [
+        way
+        for t in fit
+        for way in configurations(
+            batch,
+            device_grids(devices // t),
+            layers,
+            microbatches=microbatches,
+            largest=64,
+            recompute=recompute,
+            tensor=t,
+        )
+    ]
+    if not found:
+        raise PlanError(f"{devices} devices are too many for {layers} layers and {batch} sequences")
+    costs_at = {t: _costs_at(model, hardware, t, devices, half_layers, sequence_parallel, costs) for t in fit}
+    answer = search(
+        lambda way: costs_at[way.tensor](way.samples),
+        found,
+        Cluster.alike(devices, limit, hardware.link(devices)),
+        seconds=seconds,
+        seed=seed,
+    )
+    names = tuple(layer.name for layer in costs_at[answer.best.way.tensor](1).layers)
+    return PlanResult(answer.best, answer.others, names)
+
+
+def _costs_at(
+    model: Transformer,
+    hardware: Hardware,
+    tensor: int,
+    devices: int,
+    half_layers: bool,
+    sequence_parallel: bool | None,
+    options: dict[str, Any],
+) -> Callable[[int], ModelCosts]:
+    @cache
+    def costs_at(samples: int) -> ModelCosts:
+        return analytic_costs(
+            model,
+            hardware,
+            samples=samples,
+            tensor=tensor,
+            sequence_parallel=tensor > 1 if sequence_parallel is None else sequence_parallel,
+            half_layers=half_layers,
+            devices=devices,
+            **options,
+        )
+
+    return costs_at

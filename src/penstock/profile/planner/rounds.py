@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from math import inf
 
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Cuts, Ranks, fits, price
+from penstock.profile.planner.segments import Cuts, Ranks, Segments, fits, price
 from penstock.profile.planner.weighed import Weighed
 
 __all__ = ["Rounds"]

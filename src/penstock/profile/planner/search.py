@@ -14,15 +14,13 @@ from itertools import pairwise
 from math import inf
 
 from penstock.errors import PlanError
-from penstock.inwords import exact_size
+from penstock.format import format_size_exact
 from penstock.profile.costs import ModelCosts
-from penstock.profile.planner.cuts import least_memory, placement_of
+from penstock.profile.planner.candidates import Candidate, Cluster, Configuration, Rejection
+from penstock.profile.planner.cuts import balanced, least_memory, placement_of
 from penstock.profile.planner.devices import check_numbers
-from penstock.profile.planner.evened import evened
-from penstock.profile.planner.joint import Joint, joint
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Ranks, held
-from penstock.profile.planner.ways import Candidate, Cluster, Lost, Way
+from penstock.profile.planner.joint import JointResult, joint_search
+from penstock.profile.planner.segments import Ranks, Segments, rank_bytes
 from penstock.schedule.simulate import simulate
 
 __all__ = ["Answer", "search"]
@@ -37,12 +35,12 @@ class Answer:
     """The best way, and the others."""
 
     best: Candidate
-    others: tuple[Lost, ...]
+    others: tuple[Rejection, ...]
 
 
 def search(
-    costs_of: Callable[[Way], ModelCosts],
-    ways: Sequence[Way],
+    costs_of: Callable[[Configuration], ModelCosts],
+    ways: Sequence[Configuration],
     cluster: Cluster,
     *,
     seconds: float = 10.0,
@@ -60,11 +58,11 @@ def search(
             models[key] = Segments(costs_of(way))
             if not sum(models[key].works):
                 raise PlanError("all layers take 0 seconds: costs need the time of each, or nothing can be compared")
-        looks.append(_Look(way, models[key], cluster))
+        looks.append(_Evaluation(way, models[key], cluster))
     looks.sort(key=lambda look: look.estimate)
-    lost = [Lost(look.way, look.reason, None, look.needs) for look in looks if look.reason]
-    found: list[tuple[_Look, Candidate]] = []
-    fastest, left = inf, list[_Look]()
+    lost = [Rejection(look.way, look.reason, None, look.needs) for look in looks if look.reason]
+    found: list[tuple[_Evaluation, Candidate]] = []
+    fastest, left = inf, list[_Evaluation]()
     for look in looks:
         if look.reason:
             continue
@@ -76,7 +74,7 @@ def search(
             report(str(look.way))
             candidate = look.think(0.3 * seconds / LOOKED_AT, seed, moves=False)
             if candidate is None:
-                lost.append(Lost(look.way, look.reason, None, look.needs))
+                lost.append(Rejection(look.way, look.reason, None, look.needs))
             else:
                 found.append((look, candidate))
                 fastest = min(fastest, candidate.seconds)
@@ -93,16 +91,16 @@ def search(
     best = found[0][1]
     lost += [look.left_out(best.seconds) for look in left]
     lost += [
-        Lost(other.way, f"{other.seconds / best.seconds - 1:.1%} slower", other.seconds, max(other.memory))
+        Rejection(other.way, f"{other.seconds / best.seconds - 1:.1%} slower", other.seconds, max(other.memory))
         for _, other in found[1:]
     ]
     return Answer(best, tuple(sorted(lost, key=lambda one: inf if one.seconds is None else one.seconds)))
 
 
-class _Look:
+class _Evaluation:
     """One way: about how long it will take, how long at least, or why it cannot be."""
 
-    def __init__(self, way: Way, segments: Segments, cluster: Cluster) -> None:
+    def __init__(self, way: Configuration, segments: Segments, cluster: Cluster) -> None:
         self.way, self.segments = way, segments
         p = way.pipe
         chosen = cluster.chosen(way.data * p)
@@ -135,21 +133,23 @@ class _Look:
     def think(self, seconds: float, seed: int, *, moves: bool) -> Candidate | None:
         """Cut and order it; None if nothing keeps the memory."""
         way = self.way
-        found = joint(
+        found = joint_search(
             self.segments, self.ranks, way.microbatches, shape=way.shape, v=way.v, seconds=seconds, moves=moves,
             seed=seed,
         )  # fmt: skip
         if found is None and not self.reason:
-            free = evened(self.segments, replace(self.ranks, memory=(inf,) * way.pipe, recompute=False), self.placement)
+            free = balanced(
+                self.segments, replace(self.ranks, memory=(inf,) * way.pipe, recompute=False), self.placement
+            )
             assert free is not None  # with as many layers as stages there are always cuts
             runs: list[list[tuple[int, int]]] = [[] for _ in range(way.pipe)]
             for rank, run in zip(self.placement, pairwise((0, *free)), strict=True):
                 runs[rank].append(run)
             again = range(0 if way.recompute is False else way.v)
-            self._misses(max(held(self.segments, own, again, 1) for own in runs))
+            self._misses(max(rank_bytes(self.segments, own, again, 1) for own in runs))
         return None if found is None else self._candidate(found)
 
-    def _candidate(self, found: Joint) -> Candidate:
+    def _candidate(self, found: JointResult) -> Candidate:
         schedule, costs = found.found.schedule, found.costs
         edges = tuple(costs.bytes) if isinstance(costs.bytes, dict) else None
         simulation = simulate(schedule, costs, edges)
@@ -162,11 +162,11 @@ class _Look:
         saved = None if found.again else tuple(simulate(schedule, replace(costs, keep=1.0), edges).peak_memory)
         return Candidate(self.way, found.cuts, schedule, done, floor, found.memory, simulation.bubble, costs, saved)
 
-    def left_out(self, best: float) -> Lost:
+    def left_out(self, best: float) -> Rejection:
         """Why it was not thought through, where the best of the others takes so long."""
         if self.floor >= best:
-            return Lost(self.way, f"at least {self.floor / best - 1:.1%} slower", self.floor)
-        return Lost(self.way, "less promising" if self.estimate >= best else "not looked at", self.estimate)
+            return Rejection(self.way, f"at least {self.floor / best - 1:.1%} slower", self.floor)
+        return Rejection(self.way, "less promising" if self.estimate >= best else "not looked at", self.estimate)
 
     def share(self) -> float:
         """About the least that a rank needs: its share of what stays, and what a micro-batch needs at once."""
@@ -180,21 +180,22 @@ class _Look:
 
     def _misses(self, needs: float) -> None:
         self.needs, limit = needs, max(self.ranks.memory)
-        more = f"needs {exact_size(needs)} on a device that has {exact_size(limit)}"
+        more = f"needs {format_size_exact(needs)} on a device that has {format_size_exact(limit)}"
         self.reason = more if needs > limit else "no order keeps the memory"
 
 
-def _nothing_fits(looks: Sequence[_Look]) -> str:
+def _nothing_fits(looks: Sequence[_Evaluation]) -> str:
     """By how much the memory is too small, and what would help."""
     costs = looks[0].segments.costs
     limit = max(max(look.ranks.memory) for look in looks)
     stays = [layer.parameters + layer.gradients + layer.optimizer + layer.buffers for layer in costs.layers]
     heaviest = max(range(len(stays)), key=stays.__getitem__)
-    lines = [f"nothing keeps the memory of {exact_size(limit)} a device"]
+    lines = [f"nothing keeps the memory of {format_size_exact(limit)} a device"]
     if stays[heaviest] > limit:
         name = costs.layers[heaviest].name
         lines.append(
-            f"layer {name} alone needs {exact_size(stays[heaviest])} with its gradients and the optimizer's states: "
+            f"layer {name} alone needs {format_size_exact(stays[heaviest])} with its gradients and the optimizer's "
+            "states: "
             "divide it into smaller layers, or shard it (parallelize=)"
         )
     closest = sorted(looks, key=lambda look: (look.way.v, look.share()))[:REFINED]
@@ -203,7 +204,7 @@ def _nothing_fits(looks: Sequence[_Look]) -> str:
         key=lambda pair: pair[0],
     )
     needs = factor * max(best.ranks.memory)
-    lines.append(f"the least that was found is {exact_size(needs)}, {factor:.3g} times as much ({best.way})")
+    lines.append(f"the least that was found is {format_size_exact(needs)}, {factor:.3g} times as much ({best.way})")
     hints = ["more memory or devices"]
     if all(look.way.recompute is False for look in looks):
         hints.append("recompute")

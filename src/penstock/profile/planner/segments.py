@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import inf
+from operator import add
 
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts
+from penstock.schedule.costs import Costs
+from penstock.schedule.schedule import Edge
 
-__all__ = ["Segments"]
+__all__ = [
+    "Cuts",
+    "Ranks",
+    "Runs",
+    "Segments",
+    "bottleneck",
+    "choose_recompute",
+    "edges_between",
+    "fits",
+    "price",
+    "rank_bytes",
+    "rank_time",
+    "stage_costs",
+    "static_bytes",
+]
 
 
 class Segments:
@@ -149,3 +168,177 @@ def _share(layers: Sequence[LayerCosts]) -> float:
     """How many times their own size parameters take with gradients and states."""
     own = sum(layer.parameters for layer in layers)
     return sum(_stays(layer) - layer.buffers for layer in layers) / own if own else 1.0
+
+
+# How busy ranks are with given cuts, and whether they have the memory for them.
+
+Cuts = tuple[int, ...]
+"""Where the stages end: the last one at the last layer."""
+
+Runs = Sequence[tuple[int, int]]
+"""The layers of a rank's stages: from which, up to which, not included."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The devices in their order: how fast each is, its memory, and how many micro-batches it has in flight.
+
+    ``recompute``: all stages, none, or (None) those that need it for the memory.
+    """
+
+    speed: tuple[float, ...]
+    memory: tuple[float, ...]
+    in_flight: tuple[float, ...]
+    recompute: bool | None = False
+
+    def __len__(self) -> int:
+        return len(self.speed)
+
+
+def bottleneck(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> float:
+    """The time of the busiest rank or channel for one micro-batch; infinite where a rank's memory is too small."""
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(len(ranks))]
+    for rank, run in zip(placement, pairwise((0, *cuts)), strict=True):
+        runs[rank].append(run)
+    busiest = max(rank_time(segments, ranks, rank, own) for rank, own in enumerate(runs))
+    here = pairwise(zip(placement, (0, *cuts), strict=False))
+    crossing = [segments.transfer[begin] for (a, _), (b, begin) in here if a != b]
+    return max([busiest, *crossing])
+
+
+def rank_time(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> float:
+    """A rank's time for one micro-batch; infinite where its memory is too small."""
+    again = choose_recompute(segments, ranks, rank, runs)
+    return inf if again is None else _work(segments, runs, again) / ranks.speed[rank]
+
+
+def fits(segments: Segments, ranks: Ranks, rank: int, below: float, runs: Runs) -> bool:
+    """Whether a rank takes less than some time for these runs of layers, and has the memory."""
+    most = below * ranks.speed[rank]
+    if not _work(segments, runs, ()) < most:
+        return False
+    if ranks.recompute is False and ranks.memory[rank] == inf:
+        return True
+    again = choose_recompute(segments, ranks, rank, runs)
+    return again is not None and _work(segments, runs, again) < most
+
+
+def price(ranks: Ranks, runs: int) -> int:
+    """How much effort it is to see whether so many runs fit, in less than a microsecond each."""
+    if ranks.recompute is None and min(ranks.memory) < inf:
+        return 5 + 2 * runs + (1 << runs)
+    return 3 + (4 if ranks.recompute else 2) * runs
+
+
+def choose_recompute(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> tuple[int, ...] | None:
+    """Which of the runs to recompute, so that the rank has the memory, and its work is the least; None if none will."""
+    limit, count = ranks.memory[rank], ranks.in_flight[rank]
+    if ranks.recompute is not None or limit == inf:
+        again = tuple(range(len(runs))) if ranks.recompute else ()
+        return again if limit == inf or rank_bytes(segments, runs, again, count) <= limit else None
+    if rank_bytes(segments, runs, (), count) <= limit:
+        return ()
+    return _least_again(segments, runs, limit, count)
+
+
+def rank_bytes(segments: Segments, runs: Runs, again: Sequence[int], in_flight: float) -> float:
+    """A rank's bytes with so many micro-batches in flight; of those that are recomputed, one is there at a time."""
+    total, most = 0.0, 0.0
+    for number, run in enumerate(runs):
+        _, stays, kept, came = segments.run(*run)
+        if number in again:
+            total += stays + in_flight * came
+            most = max(most, kept - came)
+        else:
+            total += stays + in_flight * kept
+    return total + most
+
+
+def _work(segments: Segments, runs: Runs, again: Sequence[int]) -> float:
+    work = 0.0
+    for i, j in runs:
+        work += segments.work(i, j)
+    for number in again:
+        work += segments.again(*runs[number])
+    return work
+
+
+def _least_again(segments: Segments, runs: Runs, limit: float, in_flight: float) -> tuple[int, ...] | None:
+    """Of all choices of runs, the one that takes the least work again; of several such, one with few runs."""
+    sizes = [segments.run(*run) for run in runs]
+    excess = sum(stays + in_flight * kept for _, stays, kept, _ in sizes) - limit
+    if excess > in_flight * sum(kept - came for _, _, kept, came in sizes):
+        return None
+    choices: list[tuple[float, float, float, tuple[int, ...]]] = [(0.0, 0.0, 0.0, ())]  # work, bytes less, at once
+    for number, (work, _, kept, came) in enumerate(sizes):
+        away = kept - came
+        if away > 0:
+            choices += [
+                (more + work, less + in_flight * away, max(most, away), (*again, number))
+                for more, less, most, again in choices
+            ]
+    fit = [(work, len(again), again) for work, less, most, again in choices if less - most >= excess]
+    return min(fit)[2] if fit else None
+
+
+# From layers to stages: what a schedule's work costs where a model is cut.
+
+
+def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> Costs:
+    """Seconds and bytes of each stage, on the rank that it is placed on.
+
+    The host's time for messages is part of the actions around them.
+    """
+    link, beside = segments.costs.link, segments.costs.overhead
+    runs = list(pairwise((0, *cuts)))
+
+    def of(what: str, extra: float) -> tuple[float, ...]:
+        return tuple(
+            (segments.total(what, i, j) + extra) / ranks.speed[rank]
+            for rank, (i, j) in zip(placement, runs, strict=True)
+        )
+
+    edges = edges_between(segments, cuts)
+    messages = [  # of one micro-batch there, and as much back
+        sum(link.host_seconds(size) for edge, size in edges.items() if stage in edge and _crosses(edge, placement))
+        for stage in range(len(runs))
+    ]
+    activation = [segments.activation(i, j) for i, j in runs]
+    inputs = [min(segments.inputs(i, j), kept) for (i, j), kept in zip(runs, activation, strict=True)]
+    return Costs(
+        f=tuple(map(add, of("forward", beside.forward), messages)),
+        i=tuple(map(add, of("input_gradient", beside.input_gradient), messages)),
+        w=of("weight_gradient", beside.weight_gradient),
+        b=tuple(map(add, of("full_backward", beside.backward), messages)),
+        r=of("recompute", beside.recompute),
+        latency=link.latency,
+        bandwidth=link.bandwidth,
+        bytes=edges,
+        activation=tuple(activation),
+        keep=tuple(
+            segments.deferred(i, j) / kept if kept else 1.0 for (i, j), kept in zip(runs, activation, strict=True)
+        ),
+        checkpoint=tuple(came / kept if kept else 0.0 for came, kept in zip(inputs, activation, strict=True)),
+    )
+
+
+def _crosses(edge: Edge, placement: Sequence[int]) -> bool:
+    """Whether an edge goes from one rank to another."""
+    return placement[edge[0]] != placement[edge[1]]
+
+
+def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
+    """What goes from one stage to another: bytes. Every stage has an edge to the next, if only with nothing in it."""
+    stages = [range(i, j) for i, j in pairwise((0, *cuts))]
+    stage_of = [stage for stage, layers in enumerate(stages) for _ in layers]
+    pairs = {(stage_of[crossing.src], stage_of[crossing.dst]) for crossing in segments.costs.crossings}
+    wanted = sorted({pair for pair in pairs if pair[0] != pair[1]} | set(pairwise(range(len(cuts)))))
+    return {(src, dst): segments.costs.between(stages[src], stages[dst]) for src, dst in wanted}
+
+
+def static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, p: int) -> tuple[float, ...]:
+    """For each rank, what it holds all the time: parameters, gradients, states of the optimizer, buffers."""
+    held = [0.0] * p
+    for rank, (i, j) in zip(placement, pairwise((0, *cuts)), strict=True):
+        held[rank] += segments.static(i, j)
+    return tuple(held)

@@ -14,8 +14,7 @@ from itertools import accumulate, repeat
 from math import exp, inf
 
 from penstock.profile.planner.bounds import works_of
-from penstock.profile.planner.segments import Segments
-from penstock.profile.planner.times import Ranks
+from penstock.profile.planner.segments import Ranks, Segments
 
 __all__ = ["Weighed"]
 

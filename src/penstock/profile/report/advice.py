@@ -1,29 +1,362 @@
-"""What would make a step shorter, and by how much: each change is simulated with the trace's costs."""
+"""Why ranks are idle in a step: every second in which one works on no action has one cause.
+
+rank 0  ▕0F0▏▕0F1▏·······fill·······▕0B0▏··imbalance··▕0B1▏     waits that even stages would have, too, are the
+rank 1  fill ▕1F0▏▕1F1▏ h ▕1B0▏                                 pipeline's own; the rest is imbalance
+                        └ host: no message is awaited
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError, ScheduleError
-from penstock.profile.report.balance import Cut, better_cut, mapped
-from penstock.profile.report.causes import Idle
-from penstock.profile.report.slow import slow_ranks
-from penstock.profile.trace.words import milliseconds
-from penstock.schedule.auto import auto
+from penstock.profile.trace.analysis import milliseconds, traced_messages, typical_steps
+from penstock.profile.trace.records import ActionRecord, StepRecord
 from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.registry import SCHEDULES, build
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import BACKWARD, Action, Schedule
+from penstock.schedule.search import auto
 from penstock.schedule.simulate import Simulation, simulate
+from penstock.split.partition import partition
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from penstock.profile.trace.trace import Trace
 
-__all__ = ["LEAST", "Advice", "advise"]
+__all__ = [
+    "CAUSES",
+    "LEAST",
+    "SLOW",
+    "Advice",
+    "Idle",
+    "Repartition",
+    "SlowRank",
+    "advise",
+    "better_cut",
+    "idle_times",
+    "layers_of",
+    "mapped",
+    "moves",
+    "recut",
+    "slow_ranks",
+    "stage_seconds",
+]
+
+CAUSES = ("fill", "drain", "imbalance", "communication", "host")
+
+
+@dataclass(frozen=True)
+class Idle:
+    """What a rank does between the first action of its pipeline in a step and the last, in seconds.
+
+    ``busy`` is the time in actions. The rest of ``total`` is idle, and is the sum of these:
+
+    - ``fill``: before its first action; and waits for a peer that computes, up to the rank's own first backward, as far
+      as they would be there if all stages took the same time: the pipeline fills.
+    - ``drain``: after its last action; and such waits after its first backward: the pipeline runs empty.
+    - ``imbalance``: what waits for a peer that computes last longer than they would with even stages.
+    - ``communication``: the peer is done, and its message is not there yet; or a message that was sent is not over.
+    - ``host``: between two actions no message is awaited: the program's own work, such as launching and sending.
+
+    Where a trace has not all ranks, it is not known what even stages would do, and all such waits are imbalance.
+    """
+
+    track: int
+    total: float
+    busy: float
+    fill: float
+    drain: float
+    imbalance: float
+    communication: float
+    host: float
+
+    @property
+    def idle(self) -> float:
+        return self.total - self.busy
+
+    @property
+    def causes(self) -> dict[str, float]:
+        return {cause: getattr(self, cause) for cause in CAUSES}
+
+
+def idle_times(trace: Trace, step: StepRecord) -> list[Idle]:
+    """For each rank that has done anything in ``step``."""
+    made = {
+        id(crossing.wait): crossing.maker.end for crossing in traced_messages(trace, step) if crossing.wait is not None
+    }
+    even = _even_gaps(trace, step)
+    found = []
+    for replica in trace.replicas:
+        parts = step.of(trace.replica(replica))
+        if parts:
+            first = min(part.actions[0].start for part in parts)
+            last = max(done.end for part in parts for done in part.actions)
+            found += [_idle(part.track, part.actions, first, last, made, even) for part in parts]
+    return found
+
+
+def _idle(
+    track: int,
+    actions: Iterable[ActionRecord],
+    first: float,
+    last: float,
+    made: Mapping[int, float],
+    even: Mapping[Action, float],
+) -> Idle:
+    fill = drain = imbalance = communication = host = 0.0
+    now, begun, backwards = first, False, False
+    for done in actions:
+        gap = max(0.0, done.start - now)
+        if not begun:
+            fill += gap
+        elif gap:
+            computing, waiting = _waits(done, now, made)
+            own = min(computing, even.get(done.action, 0.0))
+            if backwards:
+                drain += own
+            else:
+                fill += own
+            imbalance += computing - own
+            communication += waiting - computing
+            host += gap - waiting
+        begun, backwards = True, backwards or done.action.kind in BACKWARD
+        now = max(now, done.end)
+    drain += last - now
+    idle = fill + drain + imbalance + communication + host
+    return Idle(track, last - first, last - first - idle, fill, drain, imbalance, communication, host)
+
+
+def _waits(done: ActionRecord, now: float, made: Mapping[int, float]) -> tuple[float, float]:
+    """Of the time from ``now`` to an action: in which a peer still computes, and all in which any wait goes on."""
+    clipped = [(wait, max(wait.start, now), min(wait.end, done.start)) for wait in done.waits]
+    waiting = _covered((start, end) for _, start, end in clipped)
+    computing = _covered(
+        (start, min(end, made.get(id(wait), end))) for wait, start, end in clipped if wait.what == "message"
+    )
+    return min(computing, waiting), waiting
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How long their union is."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _even_gaps(trace: Trace, step: StepRecord) -> dict[Action, float]:
+    """How long a rank would be idle before each action if stages took the same time, and messages none."""
+    places = [track.place for track in trace.tracks]
+    schedule = trace.schedule
+    try:
+        costs = trace.costs()
+        times = {
+            name: sum(numbers) / len(numbers)
+            for name in ("f", "i", "w", "b")
+            for numbers in [costs.of_stages(name, schedule.num_stages)]
+        }
+        again = costs.durations(schedule.num_stages)["R"]
+        replica = trace.tracks[step.of(range(len(trace.tracks)))[0].track].replica
+        order = step.schedule(schedule.name, schedule.placement, places, trace.replica(replica))
+        even = simulate(order, Costs(**times, r=sum(again) / len(again)), trace.edges)
+    except PenstockError:  # one rank's part only, or half of a call
+        return {}
+    gaps = {}
+    for actions, starts, ends in zip(even.schedule.orders, even.starts, even.ends, strict=True):
+        for action, start, before in zip(actions, starts, (0.0, *ends), strict=False):
+            gaps[action] = start - before
+    return gaps
+
+
+# A better cut, as far as a trace can tell: it has the times of stages, not of their layers.
+
+_MAX_SIMULATED_ACTIONS = 200_000  # actions to simulate; for more of them, only the most even cut is looked at
+
+
+@dataclass(frozen=True)
+class Repartition:
+    """How many layers each stage has, and would have: with ``costs``, a step is shorter by ``saved`` of its time."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    layers: tuple[str, ...]
+    costs: Costs
+    saved: float
+
+    @property
+    def text(self) -> str:
+        """What to change, in words."""
+        moved = self._moved()
+        if len(moved) == 1:
+            layer, old, new = moved[0]
+            return f"moving layer {layer} from stage {old} to stage {new}"
+        numbers, there = (", ".join(map(str, sizes)) for sizes in (self.after, self.before))
+        return f"a cut into stages of {numbers} layers, not {there},"
+
+    def _moved(self) -> list[tuple[str, int, int]]:
+        pairs = zip(self.layers, _owners(self.before), _owners(self.after), strict=True)
+        return [(layer, old, new) for layer, old, new in pairs if old != new]
+
+
+def layers_of(trace: Trace) -> list[tuple[str, ...]] | None:
+    """The names of each stage's layers, from the trace's plan; None if it has none of them all."""
+    stages = trace.plan.get("stages", [])
+    if len(stages) != trace.schedule.num_stages or not all(stage["layers"] for stage in stages):
+        return None
+    return [tuple(map(str, stage["layers"])) for stage in stages]
+
+
+def stage_seconds(costs: Costs, num_stages: int, trains: bool) -> list[float]:
+    """The time of one micro-batch in each stage, there and back."""
+    times = costs.durations(num_stages)
+    return [f + b for f, b in zip(times["F"], times["B"], strict=True)] if trains else times["F"]
+
+
+def better_cut(trace: Trace, base: Simulation) -> Repartition | None:
+    """The fastest of some cuts, if the layers of a stage cost alike; None where none is faster, or layers are unknown.
+
+    Looked at are the most even cut, and those in which one layer moves to the next stage or to the one before. Messages
+    are taken to be as large and as fast as they are, wherever the cut is. No rank keeps more than the fullest does now.
+    """
+    groups = layers_of(trace)
+    if groups is None or sum(map(len, groups)) == len(groups):
+        return None
+    before = tuple(map(len, groups))
+    seconds = stage_seconds(base.costs, len(groups), base.schedule.trains)
+    shares = [s / count for s, count in zip(seconds, before, strict=True) for _ in range(count)]
+    cuts = [tuple(partition(shares, len(groups)))]
+    if sum(map(len, base.schedule.orders)) * len(groups) <= _MAX_SIMULATED_ACTIONS:
+        cuts += moves(before)
+    best: Repartition | None = None
+    for after in cuts:
+        costs = recut(base.costs, before, after)
+        found = simulate(base.schedule, costs, trace.edges)
+        saved = 1 - found.makespan / base.makespan if base.makespan else 0.0
+        fits = max(found.peak_memory) <= max(base.peak_memory) * (1 + 1e-9)
+        if fits and saved > (0.0 if best is None else best.saved):
+            best = Repartition(before, after, tuple(layer for group in groups for layer in group), costs, saved)
+    return best
+
+
+def moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All cuts in which one layer is on the other side of one cut."""
+    for stage in range(len(sizes) - 1):
+        for here, there in ((stage, stage + 1), (stage + 1, stage)):
+            if sizes[here] > 1:
+                yield tuple(n - (s == here) + (s == there) for s, n in enumerate(sizes))
+
+
+def recut(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:
+    """The costs of stages of other sizes, each layer with an even share of what its stage had."""
+    ends = list(accumulate(after))
+
+    def moved(numbers: list[float]) -> list[float]:
+        shares = [number / count for number, count in zip(numbers, before, strict=True) for _ in range(count)]
+        return [sum(shares[end - count : end]) for end, count in zip(ends, after, strict=True)]
+
+    return mapped(costs, len(before), moved)
+
+
+def mapped(costs: Costs, num_stages: int, change: Callable[[list[float]], list[float]]) -> Costs:
+    """The costs with all that is counted by stages changed: ``change`` gets the numbers of all stages."""
+    names = [name for name in ("f", "i", "w", "b", "r", "activation") if getattr(costs, name) is not None]
+    changed: dict[str, Any] = {name: tuple(change(costs.of_stages(name, num_stages))) for name in names}
+    return replace(costs, **changed)
+
+
+def _owners(sizes: Sequence[int]) -> list[int]:
+    return [stage for stage, count in enumerate(sizes) for _ in range(count)]
+
+
+# Ranks that are slower than others for the same work.
+
+SLOW = 1.1
+"""How many times as long as others a rank takes to be called slow."""
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank, by its number in the world: how much longer than others it takes, and what that costs a step."""
+
+    rank: int
+    factor: float
+    saved: float
+
+    @property
+    def text(self) -> str:
+        return (
+            f"rank {self.rank} takes {self.factor:.2f} times as long as others for the same work: as fast as they are, "
+            f"it saves {self.saved:.0%}"
+        )
+
+
+def slow_ranks(trace: Trace, base: Simulation) -> Iterator[SlowRank]:
+    """The same work is that of one stage in several replicas, or of stages with as many layers and parameters.
+
+    Of ranks that share a GPU none is slow by itself.
+    """
+    sharing = {track for tracks in trace.sharing for track in tracks}
+    times = _times(trace)
+    groups: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
+    for (track, stage, kind), seconds in times.items():
+        groups[_work(trace, stage), kind].append((track, seconds))
+    for track in sorted(set(range(len(trace.tracks))) - sharing):
+        own: dict[int, float] = defaultdict(float)
+        others: dict[int, float] = defaultdict(float)
+        for (t, stage, kind), seconds in times.items():
+            peers = [s for other, s in groups[_work(trace, stage), kind] if other != track]
+            if t == track and peers:
+                own[stage] += seconds
+                others[stage] += median(peers)
+        usual = sum(others.values())
+        if usual and sum(own.values()) > SLOW * usual:
+            pooled = _pooled(base)
+            slow, even = (
+                simulate(base.schedule, _scaled(base, {s: x / pooled[s] for s, x in t.items()}), trace.edges).makespan
+                for t in (own, others)
+            )
+            yield SlowRank(trace.tracks[track].rank, sum(own.values()) / usual, 1 - even / slow)
+
+
+def _times(trace: Trace) -> dict[tuple[int, int, str], float]:
+    """The median time of each kind of action of a stage on a track."""
+    found: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    for step in typical_steps(trace):
+        for part in step.parts:
+            for done in part.actions:
+                found[part.track, done.action.stage, done.action.kind].append(done.seconds)
+    return {key: median(seconds) for key, seconds in found.items()}
+
+
+def _work(trace: Trace, stage: int) -> Hashable:
+    """Equal for stages that have the same to do, as far as the plan tells."""
+    stages = trace.plan.get("stages", [])
+    if len(stages) != trace.schedule.num_stages:
+        return stage
+    return len(stages[stage]["layers"]), stages[stage]["parameters"]
+
+
+def _pooled(base: Simulation) -> list[float]:
+    """What a stage takes for one micro-batch, by the costs of the simulation."""
+    times = base.costs.durations(base.schedule.num_stages)
+    kinds = base.schedule.kinds
+    return [sum(times[kind][stage] for kind in kinds) for stage in range(base.schedule.num_stages)]
+
+
+def _scaled(base: Simulation, factors: Mapping[int, float]) -> Costs:
+    def scaled(numbers: list[float]) -> list[float]:
+        return [x * factors.get(stage, 1.0) for stage, x in enumerate(numbers)]
+
+    return mapped(base.costs, base.schedule.num_stages, scaled)
+
+
+# What would make a step shorter, and by how much: each change is simulated with the trace's costs.
 
 LEAST = 0.01
 """The share of a step that advice must save to be given."""
@@ -31,7 +364,7 @@ LEAST = 0.01
 _MORE = "more memory"
 _EDGES = 4  # of all edges, those that take longest
 _SAME = 1 + 1e-9  # two sums of the same sizes
-_LARGE = 50_000  # actions; for more of them a search takes too long to be worth it
+_MAX_SEARCHED_ACTIONS = 50_000  # actions; for more of them a search takes too long to be worth it
 
 
 @dataclass(frozen=True)
@@ -94,7 +427,7 @@ def _schedules(trace: Trace, base: Simulation) -> Iterator[Advice]:
             larger = Advice(_MORE, f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
     if larger.saved > best + LEAST:
         yield larger
-    if "R" in base.schedule.kinds or sum(map(len, base.schedule.orders)) > _LARGE:
+    if "R" in base.schedule.kinds or sum(map(len, base.schedule.orders)) > _MAX_SEARCHED_ACTIONS:
         return
     try:
         found_order = auto(
@@ -164,7 +497,7 @@ def _microbatches(trace: Trace, base: Simulation) -> Iterator[Advice]:
     yield Advice("micro-batches", text, saved)
 
 
-def _cut(cut: Cut) -> Advice:
+def _cut(cut: Repartition) -> Advice:
     return Advice("cut", f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)", cut.saved)
 
 

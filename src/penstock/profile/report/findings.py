@@ -1,28 +1,110 @@
-"""All that a report says of a trace, as data."""
+"""What a rank keeps when it keeps most."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, PlanError
-from penstock.profile.report.advice import LEAST, Advice, advise
-from penstock.profile.report.balance import Cut, better_cut
-from penstock.profile.report.causes import CAUSES, Idle, idle_times
-from penstock.profile.report.contents import Peak, peak
-from penstock.profile.report.replay import replay
-from penstock.profile.trace.measure import crossings, typical
-from penstock.profile.trace.steps import Step
-from penstock.profile.trace.words import counted, milliseconds
+from penstock.profile.report.advice import CAUSES, LEAST, Advice, Idle, Repartition, advise, better_cut, idle_times
+from penstock.profile.trace.analysis import milliseconds, plural, traced_messages, typical_steps
+from penstock.profile.trace.records import (
+    ActionRecord,
+    RankRecord,
+    SendRecord,
+    StepRecord,
+    Track,
+    WaitRecord,
+    with_memory,
+)
+from penstock.schedule.schedule import BACKWARD, edges_of, neighbours
 from penstock.schedule.simulate import Simulation
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.profile.trace.trace import Trace
+    from penstock.schedule.schedule import Edge
+
+__all__ = ["EdgeUse", "Findings", "MemoryPeak", "analyze", "memory_peak", "simulated_trace"]
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The most bytes of a rank in a step, after an action.
+
+    ``flight[s]`` has the micro-batches of stage ``s`` whose backward is still to come. ``saved`` is what they keep, as
+    far as it is known; the rest is parameters, gradients, the optimizer's state, and what else is on the device.
+    """
+
+    track: int
+    bytes: int
+    at: float
+    after: str
+    flight: Mapping[int, Sequence[int]]
+    saved: int
+
+    @property
+    def rest(self) -> int:
+        return max(0, self.bytes - self.saved)
+
+
+def memory_peak(part: RankRecord, saved: Mapping[int, int]) -> MemoryPeak | None:
+    """Of one rank; None where its memory is not known."""
+    again = {(done.action.stage, done.action.microbatch) for done in part.actions if done.action.kind == "R"}
+    flight: dict[tuple[int, int], int] = {}
+    best: MemoryPeak | None = None
+    for done in part.actions:
+        stage, kind, microbatch = done.action
+        if kind == "R" or (kind == "F" and (stage, microbatch) not in again):
+            flight[stage, microbatch] = saved.get(stage, 0)
+        elif kind in "BW":
+            flight.pop((stage, microbatch), None)
+        if done.memory is not None and (best is None or done.memory > best.bytes):
+            of_stage: dict[int, list[int]] = {}
+            for s, k in sorted(flight):
+                of_stage.setdefault(s, []).append(k)
+            best = MemoryPeak(part.track, done.memory, done.end, str(done.action), of_stage, sum(flight.values()))
+    return best
+
+
+# A simulation as a trace, so that what is said of one can be said of the other.
+
+
+def simulated_trace(simulation: Simulation, edges: Iterable[Edge] | None = None) -> Trace:
+    """A trace of one step in which everything happened as it was simulated."""
     from penstock.profile.trace.trace import Trace
 
-__all__ = ["EdgeUse", "Findings", "look"]
+    schedule, costs = simulation.schedule, simulation.costs
+    edges = edges_of(schedule, edges)
+    sources, targets = neighbours(schedule.num_stages, edges)
+    sizes = {edge: int(costs.of_edge("bytes", edge)) for edge in edges}
+    parts = []
+    for rank, order in enumerate(schedule.orders):
+        actions, now = [], 0.0
+        for action, start, end in zip(order, simulation.starts[rank], simulation.ends[rank], strict=True):
+            stage, kind, _ = action
+            before = sources[stage] if kind == "F" else targets[stage] if kind in BACKWARD else []
+            after = targets[stage] if kind == "F" else sources[stage] if kind in BACKWARD else []
+            waits = tuple(WaitRecord(peer, now, start) for peer in before if schedule.placement[peer] != rank)
+            sends = tuple(SendRecord(peer, end, end, sizes[min(stage, peer), max(stage, peer)]) for peer in after)
+            actions.append(ActionRecord(action, start, end, waits=waits, sends=sends))
+            now = end
+        parts.append(RankRecord(rank, 0.0, simulation.makespan, tuple(actions)))
+    saved = {stage: int(size) for stage, size in enumerate(costs.of_stages("activation", schedule.num_stages))}
+    return Trace(
+        schedule,
+        edges,
+        tracks=tuple(Track(rank, 0, rank, "simulated") for rank in range(schedule.num_ranks)),
+        steps=with_memory([StepRecord(0, "step", tuple(parts))], saved),
+        saved=saved,
+    )
+
+
+# All that a report says of a trace, as data.
 
 
 @dataclass(frozen=True)
@@ -48,14 +130,14 @@ class Findings:
     """What was found in a trace. ``step`` is the one that stands for all: of the typical ones, the middle one."""
 
     trace: Trace
-    step: Step
+    step: StepRecord
     idle: Sequence[Idle]
-    peaks: Sequence[Peak]
+    peaks: Sequence[MemoryPeak]
     edges: Sequence[EdgeUse]
     advice: Sequence[Advice]
     simulation: Simulation | None  # where one is possible
     idle_simulated: Sequence[Idle]
-    cut: Cut | None
+    cut: Repartition | None
 
     @property
     def bubble(self) -> float:
@@ -78,8 +160,8 @@ class Findings:
         causes = sorted(self.causes.items(), key=lambda item: -item[1])
         why = ", ".join(f"{cause} {share:.1%}" for cause, share in causes if share >= 0.0005)
         text = (
-            f"{schedule.name}, {counted(schedule.num_stages, 'stage')} on {counted(schedule.num_ranks, 'rank')}, "
-            f"{counted(trace.order.num_microbatches, 'micro-batch')}: {self.what} takes "
+            f"{schedule.name}, {plural(schedule.num_stages, 'stage')} on {plural(schedule.num_ranks, 'rank')}, "
+            f"{plural(trace.order.num_microbatches, 'micro-batch')}: {self.what} takes "
             f"{milliseconds(self.step.seconds)}, bubble {self.bubble:.1%}"
         )
         return f"{text} ({why})" if why else text
@@ -90,9 +172,9 @@ class Findings:
         return self.advice[0].text if self.advice else f"no change was found that saves {LEAST:.0%} or more"
 
 
-def look(trace: Trace) -> Findings:
+def analyze(trace: Trace) -> Findings:
     """Look at a trace: an error where it has no whole step."""
-    steps = typical(trace)
+    steps = typical_steps(trace)
     if not steps:
         raise PlanError(
             "this trace has no whole step to report on: record one, with `with pipe.trace() as trace: pipe.step(…)`"
@@ -106,9 +188,9 @@ def look(trace: Trace) -> Findings:
         pass
     else:
         cut = better_cut(trace, simulation)
-        again = replay(simulation, trace.edges)
+        again = simulated_trace(simulation, trace.edges)
         simulated = idle_times(again, again.steps[0])
-    peaks = [peak(part, trace.saved) for part in step.of(range(len(trace.tracks)))]
+    peaks = [memory_peak(part, trace.saved) for part in step.of(range(len(trace.tracks)))]
     return Findings(
         trace,
         step,
@@ -122,9 +204,9 @@ def look(trace: Trace) -> Findings:
     )
 
 
-def _edges(trace: Trace, step: Step) -> list[EdgeUse]:
+def _edges(trace: Trace, step: StepRecord) -> list[EdgeUse]:
     found = defaultdict(list)
-    for crossing in crossings(trace, step):
+    for crossing in traced_messages(trace, step):
         found[crossing.edge].append(crossing)
     uses = []
     for src, dst in trace.edges:

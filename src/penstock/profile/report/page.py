@@ -3,26 +3,369 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from penstock.profile.report import sections
-from penstock.profile.report.choice import chosen, picker, step_name
-from penstock.profile.report.findings import Findings, look
-from penstock.profile.trace.measure import typical
-from penstock.profile.trace.steps import Done, Part, Span, Step
+from penstock.profile.report.advice import CAUSES, LEAST, Idle, layers_of, stage_seconds
+from penstock.profile.report.findings import Findings, analyze
+from penstock.profile.trace.analysis import milliseconds, plural, prediction_source, sharing, size, typical_steps
+from penstock.profile.trace.records import ActionRecord, RankRecord, Span, StepRecord
+from penstock.profile.trace.trace import NAMES
 
 if TYPE_CHECKING:
     from penstock.profile.trace.trace import Trace
 
-__all__ = ["page", "write_report"]
+__all__ = [
+    "MOST_ACTIONS",
+    "page",
+    "rank_name",
+    "sections",
+    "size",
+    "step_name",
+    "step_picker",
+    "steps_shown",
+    "write_report",
+]
+
+
+# The steps that a page shows: how long each took, and which of them have a timeline on it.
+#
+# ▂▂▃▂▂▂█▂▂▂▂▁▂▂    a bar for each step; a page of many has timelines of the middle one, the slowest, the fastest,
+#     ^ ^    ^      those that failed, and of others at even distances
+
+MOST_ACTIONS = 10_000
+"""Of all timelines on a page together, unless one step has more: about a megabyte."""
+
+_COLUMNS = 400  # of bars: of more steps, one shows the slowest of several
+_HIGH = 40
+
+
+def steps_shown(findings: Findings) -> list[StepRecord]:
+    """The steps with a timeline, in their order. The one that the page is about is always among them."""
+    steps = [step for step in findings.trace.steps if _size(step)]
+    places = {id(step): place for place, step in enumerate(steps)}
+    found, room = {places[id(findings.step)]}, MOST_ACTIONS - _size(findings.step)
+    times = sorted(range(len(steps)), key=lambda place: steps[place].seconds)
+    failed = (place for place, step in enumerate(steps) if step.failed)
+    for place in dict.fromkeys([times[-1], times[0], *failed, *_spread(len(steps))]):
+        if place not in found and _size(steps[place]) <= room:
+            found.add(place)
+            room -= _size(steps[place])
+    return [steps[place] for place in sorted(found)]
+
+
+def step_name(step: StepRecord) -> str:
+    """As in ``step 3``, or ``evaluate 4 (failed)``."""
+    return f"{step.kind} {step.number}" + (" (failed)" if step.failed else "")
+
+
+def step_picker(findings: Findings) -> str:
+    """What a step is chosen with; nothing where there is one only."""
+    all_steps = [step for step in findings.trace.steps if step.parts]
+    shown = steps_shown(findings)
+    if len(all_steps) < 2:
+        return ""
+    ends = {id(f(all_steps, key=lambda step: step.seconds)): word for f, word in ((max, "slowest"), (min, "fastest"))}
+    options = []
+    for number, step in enumerate(shown):
+        about = [*(["the middle one"] if step is findings.step else []), *filter(None, [ends.get(id(step))])]
+        text = f"{step_name(step)}: {milliseconds(step.seconds)}" + (f" ({', '.join(about)})" if about else "")
+        selected = " selected" if step is findings.step else ""
+        options.append(f'<option value="{number}"{selected}>{escape(text)}</option>')
+    here = {id(step): number for number, step in enumerate(shown)}
+    each = -(-len(all_steps) // _COLUMNS)
+    words = "Each bar is a step" if each == 1 else f"Each bar is the slowest of {each} steps"
+    words += f": {plural(len(all_steps), 'step')} of "
+    words += " to ".join(milliseconds(f(step.seconds for step in all_steps)) for f in (min, max))
+    if len(shown) < len(all_steps):
+        words += (
+            f". {len(shown)} of them, in colour, have a timeline here: a page has timelines of about {MOST_ACTIONS:,} "
+            "actions"
+        )
+    return (
+        '<div class="bar-of-tools"><label>Step <select id="step">' + "".join(options) + "</select></label>"
+        '<div role="group" aria-label="Step" class="buttons">'
+        '<button type="button" data-do="before" aria-label="Previous step">‹</button> '
+        '<button type="button" data-do="after" aria-label="Next step">›</button></div></div>'
+        + _bars([(step.seconds, here.get(id(step))) for step in all_steps], each, words)
+        + f'<p class="note">{escape(words)}. The rest of this page is of {escape(step_name(findings.step))}.</p>'
+    )
+
+
+def _bars(steps: Sequence[tuple[float, int | None]], each: int, words: str) -> str:
+    """The times of so many steps each; those with a number can be chosen."""
+    groups = [steps[i : i + each] for i in range(0, len(steps), each)]
+    most = max(seconds for seconds, _ in steps) or 1.0
+    bars = []
+    for x, group in enumerate(groups):
+        height = max(seconds for seconds, _ in group) / most * _HIGH
+        numbers = [number for _, number in group if number is not None]
+        place = f'x="{x + 0.1}" y="{_HIGH - height:.2f}" width="0.8" height="{height:.2f}"'
+        shown = f' data-step="{numbers[0]}" data-last="{numbers[-1]}"' if numbers else ""
+        bars.append(f"<rect {place}{shown}/>")
+    return (
+        f'<svg id="step-times" role="img" aria-label="{escape(words)}" viewBox="0 0 {max(len(groups), 8)} {_HIGH}" '
+        f'preserveAspectRatio="none">{"".join(bars)}</svg>'
+    )
+
+
+def _size(step: StepRecord) -> int:
+    return sum(len(part.actions) for part in step.parts)
+
+
+def _spread(count: int) -> list[int]:
+    """All numbers below ``count``, in an order of which any beginning is even: 0, 4, 2, 6, 1, 5, 3, 7."""
+    bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
+
+
+# The sections of the page that are plain HTML. All texts of a trace go through ``escape``.
+
+_MEANINGS = {
+    "fill": "until work reaches the rank, and its first gradient",
+    "drain": "no more, or ever less work comes",
+    "imbalance": "waits for a stage that computes longer than an even one would",
+    "communication": "the other rank is done, its message is on its way",
+    "host": "nothing is waited for: launching, sending, Python",
+}
+
+
+def sections(findings: Findings) -> dict[str, str]:
+    """By their names in ``page.html``."""
+    trace, schedule = findings.trace, findings.trace.schedule
+    versions = ", ".join(f"{name} {version}" for name, version in trace.versions.items())
+    missing = "" if trace.missing is None else f"One rank's part only: {trace.missing}. "
+    return {
+        "title": escape(f"Penstock report: {schedule.name}"),
+        "subtitle": escape(f"{missing}{findings.head}."),
+        "tiles": _tiles(findings),
+        "advice": _advice(findings),
+        "timeline_note": _timeline_note(findings),
+        "legend": _legend(findings),
+        "bubble": _bubble(findings),
+        "memory_note": _memory_note(trace),
+        "memory": _memory(findings),
+        "stages": _stages(findings),
+        "edges": _edges(findings),
+        "plan": _plan(trace),
+        "footer": escape(f"{plural(len(trace.steps), 'step')} recorded. {versions}"),
+    }
+
+
+def rank_name(trace: Trace, track: int) -> str:
+    """A rank of the world, and the replica where there are several."""
+    one = trace.tracks[track]
+    return f"rank {one.rank}" + (f" ({one.replica})" if len(trace.replicas) > 1 else "")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", texts: Sequence[int] = ()) -> str:
+    """Cells are HTML already; the first column, and those of ``texts``, stand left."""
+    about = f'<p class="note">{caption}</p>' if caption else ""
+    kind = ['class="text"' if i in texts else "" for i in range(len(head))]
+    top = "".join(f'<th scope="col" {k}>{cell}</th>' for k, cell in zip(kind, head, strict=True))
+    lines = "".join(
+        "<tr>" + "".join(f"<td {k}>{cell}</td>" for k, cell in zip(kind, row, strict=True)) + "</tr>" for row in rows
+    )
+    return f'{about}<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _stack(parts: Iterable[tuple[str, float]], kind: str = "") -> str:
+    """A bar of parts, each with its colour's name and its share of the width."""
+    spans = "".join(
+        f'<i style="width:{100 * share:.2f}%;background:var(--{colour})"></i>' for colour, share in parts if share > 0
+    )
+    return f'<div class="stack {kind}" aria-hidden="true">{spans}</div>'
+
+
+def _tiles(findings: Findings) -> str:
+    trace, simulation = findings.trace, findings.simulation
+    tiles = [(milliseconds(findings.step.seconds), f"{findings.what}, in the middle of all that were recorded")]
+    if trace.predicted is not None and trace.seconds is not None:
+        tiles.append((milliseconds(trace.predicted.seconds), prediction_source(trace.predicted, trace.seconds)))
+    tiles.append((f"{findings.bubble:.1%}", "bubble, measured"))
+    if simulation is not None:
+        tiles.append((f"{simulation.bubble:.1%}", "bubble, simulated with the median time of each action"))
+    if findings.peaks:
+        most = max(findings.peaks, key=lambda peak: peak.bytes)
+        kind = "saved for backwards" if trace.memory == "saved" else trace.memory
+        tiles.append((size(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
+    first = next(iter(findings.advice), None)
+    gain = "–" if first is None else f"{'≤ ' * first.bound}{first.saved:.0%}"
+    tiles.append((gain, "the first advice saves"))
+    return "".join(f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles)
+
+
+def _advice(findings: Findings) -> str:
+    return "".join(f"<p>{escape(text)}.</p>" for text in sharing(findings.trace)) + _changes(findings)
+
+
+def _changes(findings: Findings) -> str:
+    if findings.simulation is None and not findings.advice:
+        return "<p>None: this step cannot be simulated, for it is not whole.</p>"
+    if not findings.advice:
+        return f"<p>None: no change was found that saves {LEAST:.0%} of a step or more.</p>"
+    items = "".join(
+        f'<li data-saved="{advice.saved:.6f}"><b>{"≤ " * advice.bound}{advice.saved:.0%}</b> {escape(advice.text)}</li>'
+        for advice in findings.advice
+    )
+    note = "Each change alone, simulated with the times that were measured. Gains do not add up."
+    return f'<ol class="advice">{items}</ol><p class="note">{note}</p>'
+
+
+def _timeline_note(findings: Findings) -> str:
+    text = "Each rank has a bar for what it did"
+    if findings.simulation is not None:
+        text += ", and below it a thinner one for the same order, simulated with the median time of each action"
+    text += ". Grey lines between actions are waits; light boxes are what is done around them."
+    first = min(part.actions[0].start for part in findings.step.of(range(len(findings.trace.tracks))))
+    before = max(0.0, first - findings.step.begin)
+    return escape(f"{text} Time counts from the first action, {milliseconds(before)} after the step's begin.")
+
+
+def _legend(findings: Findings) -> str:
+    kinds = sorted(findings.trace.order.kinds, key="FRBIW".index)
+    shown = [(kind, f"{kind} {NAMES[kind]}") for kind in kinds] + [("wait", "wait")]
+    return "".join(f'<span><i style="background:var(--{colour})"></i>{name}</span>' for colour, name in shown)
+
+
+def _bubble(findings: Findings) -> str:
+    trace = findings.trace
+    paper = {idle.track: idle for idle in findings.idle_simulated}
+    legend = "".join(
+        f'<span><i style="background:var(--{cause})"></i><b>{cause}</b>: {_MEANINGS[cause]}</span>' for cause in CAUSES
+    )
+    rows = []
+    for idle in findings.idle:
+        bar = _stack((cause, seconds / idle.total if idle.total else 0.0) for cause, seconds in idle.causes.items())
+        twin = paper.get(trace.tracks[idle.track].place)
+        if twin is not None:
+            bar += _stack((cause, s / twin.total if twin.total else 0.0) for cause, s in twin.causes.items())
+        rows.append([escape(rank_name(trace, idle.track)), *_shares(idle), bar])
+    total = [f"{share:.1%}" for share in (findings.bubble, *findings.causes.values())]
+    rows.append(["<b>all</b>", *(f"<b>{cell}</b>" for cell in total), ""])
+    caption = "Shares of the time from a step's first action to its last."
+    if paper:
+        caption += " The thin bar is the simulated step."
+    head = ["rank", "idle", *CAUSES, '<span class="unseen">bar</span>']
+    return f'<div class="legend">{legend}</div>' + _table(head, rows, caption)
+
+
+def _shares(idle: Idle) -> list[str]:
+    return [f"{seconds / idle.total:.1%}" if idle.total else "–" for seconds in (idle.idle, *idle.causes.values())]
+
+
+def _memory_note(trace: Trace) -> str:
+    what = "What each rank keeps for backwards to come"
+    if trace.memory != "saved":
+        what = f"The bytes {escape(trace.memory)} on each rank's device"
+    chosen = " The chart is of the step that is chosen above." if len(trace.steps) > 1 else ""
+    return f"{what}, after each action. All rows have the same scale.{chosen}"
+
+
+def _memory(findings: Findings) -> str:
+    trace, simulation = findings.trace, findings.simulation
+    if not findings.peaks:
+        return "<p>The memory of this run is not known.</p>"
+    rows = []
+    for peak in findings.peaks:
+        inside = [
+            f"stage {stage}: {plural(len(flight), 'micro-batch')} ({_numbers(flight)})"
+            + (f" of {size(trace.saved[stage])}" if trace.saved.get(stage) else "")
+            for stage, flight in peak.flight.items()
+        ]
+        if peak.rest:
+            inside.append(f"{size(peak.rest)} of parameters, gradients, optimizer and others")
+        place = trace.tracks[peak.track].place
+        expected = "" if simulation is None else size(simulation.peak_memory[place])
+        who = escape(rank_name(trace, peak.track))
+        rows.append([who, size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
+    head = ["rank", "peak", "after", "what it is", "simulated, of activations"]
+    return _table(head, rows, "The moment in which each rank keeps most.", texts=[3])
+
+
+def _numbers(flight: Sequence[int]) -> str:
+    return ", ".join(map(str, flight[:8])) + (", …" if len(flight) > 8 else "")
+
+
+def _stages(findings: Findings) -> str:
+    trace, simulation, cut = findings.trace, findings.simulation, findings.cut
+    if simulation is None:
+        return "<p>Not known: the trace has not all stages, or not whole steps.</p>"
+    count, trains = trace.schedule.num_stages, simulation.schedule.trains
+    times = simulation.costs.durations(count)
+    seconds = stage_seconds(simulation.costs, count, trains)
+    better = [0.0] * count if cut is None else stage_seconds(cut.costs, count, trains)
+    most = max([*seconds, *better]) or 1.0
+    layers = layers_of(trace)
+    rows = []
+    for stage in range(count):
+        back = times["B"][stage] if trains else 0.0
+        bar = _stack([("F", times["F"][stage] / most), ("B", back / most)], "of-stage")
+        row = [str(stage), str(trace.schedule.placement[stage]), "–" if layers is None else str(len(layers[stage]))]
+        row += [milliseconds(times["F"][stage]), milliseconds(back)]
+        if cut is not None:
+            bar += _stack([("W", better[stage] / most)], "of-stage")
+            row += [str(cut.after[stage]), milliseconds(better[stage])]
+        rows.append([*row, bar])
+    head = ["stage", "rank", "layers", "forward", "backward"]
+    head += [] if cut is None else ["layers, better cut", "both, better cut"]
+    words = "No cut is better, as far as the times of stages tell."
+    if layers is None:
+        words = "The trace's plan does not name the layers, so no other cut is suggested."
+    elif cut is not None:
+        words = f"{cut.text[0].upper()}{cut.text[1:]} saves {cut.saved:.1%}, if the layers of a stage cost alike."
+    caption = "The time of one micro-batch in each stage." + (" The thin bar is the better cut." if cut else "")
+    return f"<p>{escape(words)}</p>" + _table([*head, '<span class="unseen">bar</span>'], rows, caption)
+
+
+def _edges(findings: Findings) -> str:
+    if not findings.edges:
+        return "<p>There are none: the model is one stage.</p>"
+    rows = []
+    for edge in findings.edges:
+        inside = edge.ranks[0] == edge.ranks[1]
+        took = "within a rank" if inside else "–" if edge.seconds is None else milliseconds(edge.seconds)
+        speed = "–" if inside or not edge.bandwidth else f"{size(edge.bandwidth)}/s"
+        ends = f"{edge.src} → {edge.dst}", f"{edge.ranks[0]} → {edge.ranks[1]}"
+        total = edge.messages // 2 * (edge.forward + edge.backward) if edge.backward else edge.messages * edge.forward
+        rows.append([*ends, str(edge.messages), size(edge.forward), size(edge.backward), size(total), took, speed])
+    caption = "Bytes forward and back are those of one message. A time is known where a rank waited for messages."
+    head = ["stages", "ranks", "messages", "bytes forward", "bytes back", "bytes in all", "takes", "bandwidth"]
+    return _table(head, rows, caption)
+
+
+def _plan(trace: Trace) -> str:
+    stages = trace.plan.get("stages", [])
+    devices = trace.plan.get("devices") or [""] * len(stages)
+    rows = [
+        [
+            str(number),
+            str(trace.schedule.placement[number]) if number < trace.schedule.num_stages else "–",
+            escape(str(devices[number])) or "–",
+            f"{int(stage['parameters']):,}",
+            size(float(stage["bytes"])),
+            escape(", ".join(map(str, stage["layers"]))),
+        ]
+        for number, stage in enumerate(stages)
+    ]
+    ties = [" = ".join(map(str, tie["names"])) for tie in trace.plan.get("ties", [])]
+    shared = f"<p>Shared between stages: {escape('; '.join(ties))}</p>" if ties else ""
+    tracks = [
+        [escape(rank_name(trace, t)), escape(track.device), f"{track.clock_error * 1e6:.1f} µs"]
+        for t, track in enumerate(trace.tracks)
+    ]
+    plan = _table(["stage", "rank", "device", "parameters", "bytes", "layers"], rows, texts=[2, 5]) if rows else ""
+    ranks = _table(["rank", "device", "clock known to"], tracks, texts=[1])
+    return (plan or "<p>The trace has no plan.</p>") + shared + ranks
 
 
 def write_report(trace: Trace, path: str | Path) -> Findings:
     """Write the page of a trace, and return what it says."""
-    findings = look(trace)
+    findings = analyze(trace)
     Path(path).write_text(page(findings), encoding="utf-8")
     return findings
 
@@ -36,8 +379,8 @@ def page(findings: Findings) -> str:
         style=style,
         script="".join(scripts),
         data=_embedded(_data(findings)),
-        picker=picker(findings),
-        **sections.sections(findings),
+        picker=step_picker(findings),
+        **sections(findings),
     )
 
 
@@ -49,13 +392,13 @@ def _embedded(data: Any) -> str:
 def _data(findings: Findings) -> dict[str, Any]:
     """What the charts draw."""
     trace, simulation = findings.trace, findings.simulation
-    shown = chosen(findings)
+    shown = steps_shown(findings)
     simulated = {}
     if simulation is not None:
         for rank, order in enumerate(simulation.schedule.orders):
             times = zip(order, simulation.starts[rank], simulation.ends[rank], strict=True)
             simulated[rank] = [[*action, round(start, 9), round(end, 9)] for action, start, end in times]
-    alike = set() if simulation is None else {id(step) for step in typical(trace)}
+    alike = set() if simulation is None else {id(step) for step in typical_steps(trace)}
     return {
         "many_stages": trace.schedule.num_stages > trace.schedule.num_ranks,
         "simulated": simulated,
@@ -67,7 +410,7 @@ def _data(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _step(trace: Trace, step: Step, simulated: float | None) -> dict[str, Any]:
+def _step(trace: Trace, step: StepRecord, simulated: float | None) -> dict[str, Any]:
     """One step. Times are in seconds since its first action; ``simulated`` is how long it would be on paper."""
     parts = step.of(range(len(trace.tracks)))
     zero = min(part.actions[0].start for part in parts)
@@ -75,18 +418,18 @@ def _step(trace: Trace, step: Step, simulated: float | None) -> dict[str, Any]:
     def since(moment: float) -> float:
         return round(moment - zero, 9)
 
-    def row(done: Done) -> list[Any]:
+    def row(done: ActionRecord) -> list[Any]:
         waits = [[w.peer, since(w.start), since(w.end), w.what] for w in done.waits if w.end > w.start]
         sent = sum(sent.bytes for sent in done.sends)
         return [*done.action, since(done.start), since(done.end), done.memory, sent, waits]
 
-    def shown(part: Part) -> list[Span]:  # a GPU does its actions beside them
+    def shown(part: RankRecord) -> list[Span]:  # a GPU does its actions beside them
         on_host = all(done.launched is None for done in part.actions)
         return [span for span in part.spans if on_host and span.end > zero]
 
     rows = [
         {
-            "name": sections.rank_name(trace, part.track),
+            "name": rank_name(trace, part.track),
             "place": trace.tracks[part.track].place,
             "actions": [row(done) for done in part.actions],
             "spans": [[span.name, since(span.start), since(span.end)] for span in shown(part)],

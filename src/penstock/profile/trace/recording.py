@@ -1,4 +1,12 @@
-"""``pipe.trace()``: clocks are set when the block begins, and when it ends all ranks' records become one."""
+"""One clock for all ranks: how far each one's is off the first one's.
+
+    rank 1   ask ●───────────────● answered       the answer was given in the middle of the way there and back, or
+                  ╲             ╱                 at most half of it away from that: the shortest of several counts
+    rank 0         ●────────────
+                     the clock
+
+The pipelines of a mesh ask their first ranks; these ask the first rank of the first replica.
+"""
 
 from __future__ import annotations
 
@@ -6,52 +14,201 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from penstock.engine.channel.control import TRACE
-from penstock.engine.local import LocalCrew
-from penstock.engine.process import ProcessCrew
-from penstock.engine.tape import Tape
-from penstock.engine.watch import Stopped
+from penstock.engine.channel.control import TRACE, ControlChannel
+from penstock.engine.distributed import DistributedExecutor
+from penstock.engine.failure.watch import PipelineStopped
+from penstock.engine.recorder import ProgramRecord, RecordedRun, StepRecorder
+from penstock.engine.threads import ThreadExecutor
 from penstock.errors import PlanError
-from penstock.profile.trace.account import with_memory
-from penstock.profile.trace.align import Aligned, Offset, align
-from penstock.profile.trace.parts import parts_of
-from penstock.profile.trace.steps import Part, Step, Track
+from penstock.profile.trace.records import (
+    ActionRecord,
+    RankRecord,
+    SendRecord,
+    Span,
+    StepRecord,
+    Track,
+    WaitRecord,
+    with_memory,
+)
 from penstock.profile.trace.trace import Trace
-from penstock.schedule.prediction import Prediction
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Action, Schedule
+from penstock.schedule.simulate import Prediction
 from penstock.split.plan import Plan
-from penstock.train.launch import say, speaks
+from penstock.train.launch import is_rank0, print0
 from penstock.train.mesh import Mesh
 from penstock.version import __version__
 
-__all__ = ["Recording"]
+__all__ = ["AlignedClock", "ClockOffset", "TraceRecording", "measure_clock_offset", "rank_records"]
+
+ROUNDS = 24
+
+
+class ClockOffset(NamedTuple):
+    """What is to be added to a clock, and how wrong that may be: in nanoseconds."""
+
+    value: float = 0.0
+    error: float = 0.0
+
+    def __add__(self, other: object) -> ClockOffset:
+        if not isinstance(other, ClockOffset):
+            return NotImplemented
+        return ClockOffset(self.value + other.value, self.error + other.error)
+
+
+class AlignedClock:
+    """A clock that is set twice, and drifts evenly in between."""
+
+    def __init__(self, at: int, offset: ClockOffset) -> None:
+        self.begin = self.end = (at, offset)
+
+    def again(self, at: int, offset: ClockOffset) -> None:
+        self.end = (at, offset)
+
+    def __call__(self, at: int) -> float:
+        """Seconds on the first rank's clock."""
+        (first, before), (last, after) = self.begin, self.end
+        share = (at - first) / (last - first) if last > first else 0.0
+        return round((at + before.value + share * (after.value - before.value)) / 1e9, 9)
+
+    @property
+    def error(self) -> float:
+        """Seconds by which it may be off."""
+        return max(self.begin[1].error, self.end[1].error) / 1e9
+
+
+def measure_clock_offset(crew: DistributedExecutor, clock: Callable[[], int]) -> ClockOffset:
+    """This rank's offset from the first rank of the mesh. All ranks call it."""
+    pipe = crew.control
+    data, tensor = (None if twins is None else twins.control for twins in (crew.replicas, crew.twins))
+    with pipe.within(TRACE):
+        return _from_first(pipe, data, tensor, clock)
+
+
+def _from_first(
+    pipe: ControlChannel, data: ControlChannel | None, tensor: ControlChannel | None, clock: Callable[[], int]
+) -> ClockOffset:
+    offset = _ask(pipe, clock)
+    if data is not None:
+        offset += pipe.gather(_ask(data, clock))[0]
+    if tensor is not None:
+        first = pipe.gather(_ask(tensor, clock))[0]
+        offset += first if data is None else data.gather(first)[0]
+    return offset
+
+
+def _ask(control: ControlChannel, clock: Callable[[], int]) -> ClockOffset:
+    """The offset from the first rank of a group, which answers all others one after the other."""
+    best = ClockOffset(0.0, float("inf"))
+    if control.group.rank() == 0:
+        for rank in range(1, len(control.ranks)):
+            for _ in range(ROUNDS):
+                control.take_row(rank, 1)
+                control.send_row(rank, [float(clock())])
+        control.settle()
+        return ClockOffset()
+    for _ in range(ROUNDS):
+        asked = clock()
+        control.send_row(0, [0.0])
+        (there,) = control.take_row(0, 1)
+        answered = clock()
+        half = (answered - asked) / 2
+        if half < best.error:
+            best = ClockOffset(there - asked - half, half)
+    control.settle()
+    return best
+
+
+# From a tape's numbers to the parts of steps.
+
+Clock = Callable[[int], float]  # the seconds that a number on this process's clock stands for
+
+
+def rank_records(
+    tape: StepRecorder, run: RecordedRun, clock: Clock, placement: Sequence[int], tracks: Mapping[int, int]
+) -> list[RankRecord]:
+    """What the ranks of this process did in a run; ``tracks[r]`` is the track of the pipeline's rank ``r``."""
+    actions: dict[int, list[ActionRecord]] = {rank: [] for rank in tracks}
+    common = [Span(name, clock(begin), clock(end)) for name, begin, end in run.spans]
+    spans = {rank: list(common) for rank in tracks}
+    for walk in run.walks:
+        found, left = _actions(tape, run, walk, clock)
+        for done in found:
+            actions[placement[done.action.stage]].append(done)
+        if left and found:
+            spans[placement[found[-1].action.stage]].append(Span("sends", left[0].start, left[-1].end))
+    begin, end = clock(run.begin), clock(run.end)
+    return [
+        RankRecord(number, begin, end, tuple(actions[rank]), tuple(sorted(spans[rank], key=lambda span: span.start)))
+        for rank, number in tracks.items()
+    ]
+
+
+def _actions(
+    tape: StepRecorder, run: RecordedRun, walk: ProgramRecord, clock: Clock
+) -> tuple[list[ActionRecord], list[WaitRecord]]:
+    """The actions of one program, as far as it got, and the waits after the last of them, until sends are over."""
+    found: list[ActionRecord] = []
+    waits: list[WaitRecord] = []
+    sends: dict[int, list[SendRecord]] = defaultdict(list)  # by their action's place in what was found
+    freed: dict[object, float] = {}  # when a device was done with its action before
+    for at, (instruction, what, peer) in enumerate(walk.lines):
+        start, stop = walk.stamps[at], walk.end(at)
+        if not stop:  # it failed here
+            break
+        if what in ("wait", "sent"):
+            waits.append(WaitRecord(peer, clock(start), clock(stop), "message" if what == "wait" else "sent"))
+        elif what == "send" and found:
+            sends[len(found) - 1].append(SendRecord(peer, clock(start), clock(stop), walk.sizes[at]))
+        elif what == "work":
+            action = Action(instruction.stage, instruction.kind, instruction.microbatch)
+            if at in walk.seconds:
+                device, *since = walk.seconds[at]
+                begin, end = (clock(tape.times.on_host(device, run.base, seconds)) for seconds in since)
+                waits = _on_device(waits, freed.get(device, 0.0), begin)
+                done = ActionRecord(action, begin, end, clock(start), walk.memory[at], tuple(waits))
+                freed[device] = end
+            else:
+                done = ActionRecord(action, clock(start), clock(stop), waits=tuple(waits))
+            found.append(done)
+            waits = []
+    return [replace(done, sends=tuple(sends[place])) for place, done in enumerate(found)], waits
+
+
+def _on_device(waits: Sequence[WaitRecord], freed: float, begin: float) -> list[WaitRecord]:
+    """The host did not wait for messages, but the device: from its last action, if the host was ahead, to this one."""
+    messages = [wait for wait in waits if wait.what == "message"]
+    return [WaitRecord(wait.peer, min(max(freed, wait.end), begin), begin) for wait in messages]
+
+
+# ``pipe.trace()``: clocks are set when the block begins, and when it ends all ranks' records become one.
 
 OVER, LEFT = "over", "left"
 clock: Callable[[], int] = time.perf_counter_ns
 
 
 @dataclass(frozen=True)
-class _Share:
+class _ProcessRecord:
     """What one process has recorded."""
 
     tracks: list[Track]
     saved: dict[int, int]
-    runs: list[tuple[str, bool, list[Part]]]  # kind, failed, parts; their tracks are numbered within the share
+    runs: list[tuple[str, bool, list[RankRecord]]]  # kind, failed, parts; their tracks are numbered within the share
 
 
-class Recording:
+class TraceRecording:
     """The block. What it gives is filled when it ends."""
 
     def __init__(
         self,
-        crew: LocalCrew | ProcessCrew,
+        crew: ThreadExecutor | DistributedExecutor,
         plan: Plan,
         schedule: Schedule,
         mesh: Mesh | None,
@@ -69,7 +226,7 @@ class Recording:
         self.steps, self.skip = steps, skip
         self.prediction, self.quiet = prediction, quiet
         self.number = 0
-        order = schedule if isinstance(crew, ProcessCrew) else crew.source.training(crew.source.microbatches)
+        order = schedule if isinstance(crew, DistributedExecutor) else crew.source.training(crew.source.microbatches)
         self.trace = Trace(order, tuple(crew.edges), plan=json.loads(plan.to_json()), versions=_versions())
 
     def __enter__(self) -> Trace:
@@ -78,12 +235,12 @@ class Recording:
             raise PlanError("this pipeline is being traced already: end that trace before another one begins")
         if self.trace.tracks:
             raise PlanError("this trace has ended: call pipe.trace() again for another one")
-        tape = Tape([stage.device for stage in crew.stages.values()], self.steps, self.skip, clock)
+        tape = StepRecorder([stage.device for stage in crew.stages.values()], self.steps, self.skip, clock)
         self.tape = tape
-        self.aligned = Aligned(0, Offset())
-        if isinstance(crew, ProcessCrew):
-            offset = crew.guarded(lambda: align(crew, self._read))
-            self.aligned = Aligned(self._read(), offset)
+        self.aligned = AlignedClock(0, ClockOffset())
+        if isinstance(crew, DistributedExecutor):
+            offset = crew.guarded(lambda: measure_clock_offset(crew, self._read))
+            self.aligned = AlignedClock(self._read(), offset)
             crew.traces += 1
             self.number = crew.traces
         crew.tape = tape
@@ -99,7 +256,7 @@ class Recording:
             if error is None:
                 raise
             self.tape.forget_devices()  # a GPU that has failed cannot be asked
-        if not isinstance(crew, ProcessCrew):
+        if not isinstance(crew, DistributedExecutor):
             self._fill([self._share()])
             self._tell(error)
             return
@@ -120,7 +277,7 @@ class Recording:
         if gone:
             self._fill([self._share()], f"rank {gone[0]} left it by an error")
             return
-        offset = crew.guarded(lambda: align(crew, self._read))
+        offset = crew.guarded(lambda: measure_clock_offset(crew, self._read))
         self.aligned.again(self._read(), offset)
         self._fill(crew.guarded(lambda: _gathered(crew, self._share())))
         self._tell(error)
@@ -128,10 +285,10 @@ class Recording:
     def _tell(self, error: BaseException | None) -> None:
         """Say what was predicted beside what was measured, where anybody is told anything."""
         self.trace.prediction = self.prediction()
-        if error is None and not self.quiet and speaks():
+        if error is None and not self.quiet and is_rank0():
             text = self.trace.comparison
             if text is not None:
-                say(text)
+                print0(text)
 
     def _read(self) -> int:
         return self.tape.clock() - self.tape.begin
@@ -152,7 +309,7 @@ class Recording:
         """
         assert self.mesh is not None
         crew = self.crew
-        assert isinstance(crew, ProcessCrew)
+        assert isinstance(crew, DistributedExecutor)
         store, ranks = crew.watch.lines.store, self.mesh.world_ranks
         store.set(self._key(self._here), word)
         keys = [self._key(rank) for rank in ranks]
@@ -160,14 +317,14 @@ class Recording:
         with crew.doing.waiting([rank for rank in ranks if rank != self._here], "until this trace is ended by"):
             while not store.check(keys):
                 if crew.watch.cause is not None:
-                    raise Stopped(crew.watch.cause)
+                    raise PipelineStopped(crew.watch.cause)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
         return {rank: store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)}
 
     # ── what becomes of the tape ─────────────────────────────────────────────────────────────────────────────
 
-    def _share(self) -> _Share:
+    def _share(self) -> _ProcessRecord:
         crew, tape = self.crew, self.tape
         tracks = _tracks(crew, self.mesh, self.aligned.error)
         places = {track.place: number for number, track in enumerate(tracks)}
@@ -176,14 +333,16 @@ class Recording:
             return self.aligned(at - tape.begin)
 
         runs = [
-            (run.kind, run.failed, parts_of(tape, run, seconds, crew.placement, places)) for run in tape.runs if run.end
+            (run.kind, run.failed, rank_records(tape, run, seconds, crew.placement, places))
+            for run in tape.runs
+            if run.end
         ]
-        return _Share(tracks, dict(tape.saved), runs)
+        return _ProcessRecord(tracks, dict(tape.saved), runs)
 
-    def _fill(self, shares: Sequence[_Share], missing: str | None = None) -> None:
+    def _fill(self, shares: Sequence[_ProcessRecord], missing: str | None = None) -> None:
         """The trace, of the shares of one or all processes."""
         trace = self.trace
-        found: dict[tuple[int, str], list[tuple[bool, list[Part]]]] = {}
+        found: dict[tuple[int, str], list[tuple[bool, list[RankRecord]]]] = {}
         tracks: list[Track] = []
         for share in shares:
             for number, (kind, failed, parts) in enumerate(share.runs):
@@ -191,7 +350,7 @@ class Recording:
                 found.setdefault((number, kind), []).append((failed, moved))
             tracks += share.tracks
         steps = [
-            Step(number, kind, tuple(p for _, parts in rows for p in parts), any(failed for failed, _ in rows))
+            StepRecord(number, kind, tuple(p for _, parts in rows for p in parts), any(failed for failed, _ in rows))
             for (number, kind), rows in sorted(found.items())
         ]
         trace.tracks = tuple(tracks)
@@ -201,7 +360,7 @@ class Recording:
         trace.missing = missing
 
 
-def _tracks(crew: LocalCrew | ProcessCrew, mesh: Mesh | None, error: float) -> list[Track]:
+def _tracks(crew: ThreadExecutor | DistributedExecutor, mesh: Mesh | None, error: float) -> list[Track]:
     """The ranks of this process."""
     if mesh is not None:
         replica = mesh.data_rank * mesh.tensor + mesh.tensor_rank
@@ -218,7 +377,7 @@ def _gpu(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def _gathered(crew: ProcessCrew, share: _Share) -> list[_Share]:
+def _gathered(crew: DistributedExecutor, share: _ProcessRecord) -> list[_ProcessRecord]:
     """Every process's, on every one of them, in the order of the replicas and of their ranks."""
     with crew.control.within(TRACE):
         shares: list[Any] = crew.control.gather(share)

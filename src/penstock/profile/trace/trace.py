@@ -9,23 +9,201 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PlanError
-from penstock.profile.trace import measure
-from penstock.profile.trace.chrome import chrome_trace
-from penstock.profile.trace.compare import comparison, predicted, prediction_from, prediction_to
-from penstock.profile.trace.steps import Part, Step, Track
-from penstock.profile.trace.summary import summary
-from penstock.profile.trace.table import rows, write_rows
-from penstock.schedule.action import Action
+from penstock.profile.trace import analysis
+from penstock.profile.trace.analysis import (
+    TracedMessage,
+    comparison,
+    predicted,
+    prediction_from,
+    prediction_to,
+    summary,
+    traced_messages,
+)
+from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, Track
 from penstock.schedule.costs import Costs
-from penstock.schedule.flow import Edge
-from penstock.schedule.prediction import Prediction
-from penstock.schedule.schedule import Schedule
-from penstock.schedule.simulate import Simulation, simulate
+from penstock.schedule.schedule import Action, Edge, Schedule
+from penstock.schedule.simulate import Prediction, Simulation, simulate
 
 if TYPE_CHECKING:
     from penstock.profile.report.findings import Findings
 
-__all__ = ["Trace"]
+__all__ = ["Trace", "chrome_trace", "rows", "write_rows"]
+
+
+# A trace as Chrome's and Perfetto's JSON: a process for each replica, a thread for each rank.
+#
+# rank 0  ▕▔0F0▔▏▕▔0F1▔▏                       an "X" event for each action and each wait;
+#            ╲ s    ╲                          an "s" and an "f" event with one id are the two ends of an arrow,
+# rank 1    f ▕▔1F0▔▏▕▔1F1▔▏                   each inside of the action that it belongs to
+
+Event = dict[str, Any]
+
+NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+def chrome_trace(trace: Trace) -> dict[str, Any]:
+    """The whole file. Times are in microseconds, and none is before 0."""
+    events = [event for step in trace.steps for event in _step(trace, step)]
+    for number, (step, crossing) in enumerate((s, c) for s in trace.steps for c in traced_messages(trace, s)):
+        events += _arrow(trace, step, crossing, number)
+    first = min((event["ts"] for event in events), default=0.0)
+    for event in events:
+        event["ts"] = round(event["ts"] - min(0.0, first), 3)
+        if "dur" in event:
+            event["dur"] = round(event["dur"], 3)
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    about = {"schedule": trace.schedule.name, "memory": trace.memory, **trace.versions}
+    return {"traceEvents": [*_titles(trace), *events], "displayTimeUnit": "ms", "otherData": about}
+
+
+def _titles(trace: Trace) -> list[Event]:
+    titles = []
+    for replica in trace.replicas:
+        name = "pipeline" if trace.replicas == [0] else f"replica {replica}"
+        where = _steps(trace, replica)
+        titles.append(_title("process_name", **where, name=name))
+        titles.append(_title("process_sort_index", **where, sort_index=replica))
+        titles.append(_title("thread_name", **where, name="steps"))
+        titles.append(_title("thread_sort_index", **where, sort_index=trace.schedule.num_ranks))
+    for t, track in enumerate(trace.tracks):
+        where = _where(trace, t)
+        stages = trace.schedule.stages_of(track.place)
+        name = f"rank {track.rank}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} on {track.device}"
+        titles.append(_title("thread_name", **where, name=name))
+        titles.append(_title("thread_sort_index", **where, sort_index=track.place))
+    return titles
+
+
+def _title(what: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _where(trace: Trace, track: int) -> dict[str, int]:
+    """A rank's ids. Perfetto takes a thread 0 for its process's first one: none is 0, nor the same as another."""
+    return {"pid": 1 + trace.tracks[track].replica, "tid": 1 + len(trace.replicas) + track}
+
+
+def _steps(trace: Trace, replica: int) -> dict[str, int]:
+    """The ids of the row in which a pipeline's steps are."""
+    return {"pid": 1 + replica, "tid": 1 + len(trace.replicas) + len(trace.tracks) + replica}
+
+
+def _step(trace: Trace, step: StepRecord) -> list[Event]:
+    events = []
+    for part in step.parts:
+        where = _where(trace, part.track)
+        track = trace.tracks[part.track]
+        if track.place == 0:  # as the pipeline's first rank saw it: the next one may begin before others have ended
+            there = _steps(trace, track.replica)
+            name = f"{step.kind} {step.number}" + (" (failed)" if step.failed else "")
+            events.append(_slice(name, "step", part.begin, part.end, there))
+        for done in part.actions:
+            events += _action(trace, step, part, done, where)
+        on_host = all(done.launched is None for done in part.actions)  # a GPU does its actions beside them
+        for span in part.spans if on_host else ():
+            events.append(_slice(span.name, "outside", span.start, span.end, where))
+    return events
+
+
+def _action(trace: Trace, step: StepRecord, part: RankRecord, done: ActionRecord, where: dict[str, int]) -> list[Event]:
+    stage, kind, microbatch = done.action
+    events = [
+        _slice(f"wait for {wait.what}", "wait", wait.start, wait.end, where, stage=wait.peer, before=str(done.action))
+        for wait in done.waits
+    ]
+    about: dict[str, Any] = {
+        "stage": stage, "microbatch": microbatch, "step": step.number, "waited": done.waited * 1e6,
+        "bytes sent": sum(sent.bytes for sent in done.sends),
+    }  # fmt: skip
+    if done.launched is not None:
+        about["launched"] = done.launched * 1e6
+    events.append(_slice(str(done.action), NAMES[kind], done.start, done.end, where, **about))
+    if done.memory is not None:
+        name = f"memory {trace.memory} of rank {trace.tracks[part.track].rank}"
+        counter = {"ph": "C", "name": name, "ts": done.end * 1e6, **where, "args": {"bytes": done.memory}}
+        events.append(counter)
+    return events
+
+
+def _slice(name: str, category: str, start: float, end: float, where: dict[str, int], **args: Any) -> Event:
+    duration = max(0.0, end - start) * 1e6
+    return {"ph": "X", "name": name, "cat": category, "ts": start * 1e6, "dur": duration, **where, "args": args}
+
+
+def _arrow(trace: Trace, step: StepRecord, crossing: TracedMessage, number: int) -> list[Event]:
+    """Both ends lie inside of their actions, and the arrow does not go back in time where clocks are not exact."""
+    maker, taker = crossing.maker, crossing.taker
+    leaves = maker.start + 0.5 * maker.seconds
+    comes = max(leaves, taker.start + 0.5 * taker.seconds)
+    common = {"name": "message", "cat": "edge", "id": number}
+    args = {"bytes": crossing.sent.bytes, "step": step.number}
+    return [
+        {"ph": "s", **common, "ts": leaves * 1e6, **_where(trace, crossing.made_on), "args": args},
+        {"ph": "f", "bp": "e", **common, "ts": comes * 1e6, **_where(trace, crossing.taken_on), "args": args},
+    ]
+
+
+# A trace as a table: a row for each action.
+
+_TYPES = {
+    "step": "int64", "run": "string", "failed": "bool", "replica": "int64", "rank": "int64", "action": "string",
+    "stage": "int64", "kind": "string", "microbatch": "int64", "start": "float64", "end": "float64",
+    "seconds": "float64", "launched": "float64", "waited": "float64", "waited_for": "int64", "sent": "int64",
+    "received": "int64", "memory": "int64",
+}  # fmt: skip
+"""Of the columns in Parquet: they do not depend on what a trace has, so that the files of several are one table."""
+
+
+def rows(trace: Trace) -> list[dict[str, Any]]:
+    """The actions of all ranks and steps. ``received`` counts bytes from other stages, of this rank or of others."""
+    found = []
+    for step in trace.steps:
+        received: dict[int, int] = {}
+        for crossing in traced_messages(trace, step):
+            received[id(crossing.taker)] = received.get(id(crossing.taker), 0) + crossing.sent.bytes
+        for part in step.parts:
+            track = trace.tracks[part.track]
+            for done in part.actions:
+                waits = sorted(done.waits, key=lambda wait: wait.start - wait.end)
+                found.append(
+                    {
+                        "step": step.number,
+                        "run": step.kind,
+                        "failed": step.failed,
+                        "replica": track.replica,
+                        "rank": track.rank,
+                        "action": str(done.action),
+                        "stage": done.action.stage,
+                        "kind": done.action.kind,
+                        "microbatch": done.action.microbatch,
+                        "start": done.start,
+                        "end": done.end,
+                        "seconds": done.seconds,
+                        "launched": done.launched,
+                        "waited": done.waited,
+                        "waited_for": waits[0].peer if waits else None,  # the stage that it waited for longest
+                        "sent": sum(sent.bytes for sent in done.sends),
+                        "received": received.get(id(done), 0),
+                        "memory": done.memory,
+                    }
+                )
+    return found
+
+
+def write_rows(found: Sequence[Mapping[str, Any]], path: Path) -> None:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(found))
+        return
+    if path.suffix != ".parquet":
+        raise PlanError(f"a table is written as .json or .parquet, not as {path.name!r}")
+    try:
+        import pyarrow  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import pyarrow.parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        raise PlanError("to write .parquet, pyarrow is needed: pip install pyarrow, or write .json") from error
+    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in _TYPES.items()])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(found), schema), path)
+
 
 FORMAT = 1
 
@@ -46,7 +224,7 @@ class Trace:
     edges: tuple[Edge, ...]
     plan: Mapping[str, Any] = field(default_factory=dict)  # as Plan.save writes it
     tracks: tuple[Track, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
     saved: Mapping[int, int] = field(default_factory=dict)
     memory: str = "saved"
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -70,12 +248,12 @@ class Trace:
 
         Of all ranks, and the median over steps; None where there is no whole step.
         """
-        return measure.middle([measure.bubble(self, step) for step in measure.typical(self)])
+        return analysis.middle([analysis.bubble(self, step) for step in analysis.typical_steps(self)])
 
     @property
     def seconds(self) -> float | None:
         """How long a step takes: the median."""
-        return measure.middle([step.seconds for step in measure.typical(self)])
+        return analysis.middle([step.seconds for step in analysis.typical_steps(self)])
 
     @property
     def predicted(self) -> Prediction | None:
@@ -109,7 +287,7 @@ class Trace:
         had it: its whole time, so that no bandwidth is needed. It is 0 where nobody ever waited. ``activation`` is
         what is saved, in bytes.
         """
-        return measure.costs(self)
+        return analysis.costs(self)
 
     def simulation(self) -> Simulation:
         """What the recorded steps would be if every action took its median time, and nothing else any."""
@@ -118,7 +296,7 @@ class Trace:
     @property
     def order(self) -> Schedule:
         """The schedule that most of the recorded steps have run."""
-        return measure.order(self)
+        return analysis.order(self)
 
     # ── files ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,7 +359,9 @@ class Trace:
         orders = [[Action.parse(name) for name in order.split()] for order in given["orders"]]
         tracks = tuple(Track.from_data(track) for track in data["tracks"])
         steps = tuple(
-            Step(int(s["number"]), str(s["kind"]), tuple(map(Part.from_data, s["parts"])), bool(s["failed"]))
+            StepRecord(
+                int(s["number"]), str(s["kind"]), tuple(map(RankRecord.from_data, s["parts"])), bool(s["failed"])
+            )
             for s in data["steps"]
         )
         parts = [part for step in steps for part in step.parts]
@@ -234,7 +414,7 @@ class Trace:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from penstock.notebook import trace_html
+        from penstock.viz import trace_html
 
         return trace_html(self)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import PlanError
 from penstock.split.lazy import members
-from penstock.split.trace.how import Modules
+from penstock.split.trace.cut_policy import Modules
 from penstock.split.trace.tracer import has_hooks
 
 __all__ = ["automatic"]

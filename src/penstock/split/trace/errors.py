@@ -55,11 +55,10 @@ def _defined(module: nn.Module) -> str:
 
 def mentions_marks(module: nn.Module) -> bool:
     """Whether the forward of a module, or of one inside it, speaks of cuts or blocks: then it is not to be skipped."""
-    from penstock.split.block import Block, BlockFunction, begun, decorated
-    from penstock.split.cutpoint import CutPoint, cut, cut_points
+    from penstock.split.marks import Block, BlockFunction, CutPoint, begin_block_of, cut, cut_points, forward_block_of
 
     inside = (part for part in module.modules() if part is not module)
-    if cut_points(module) or any(begun(part) or decorated(part) for part in inside):
+    if cut_points(module) or any(begin_block_of(part) or forward_block_of(part) for part in inside):
         return True
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):

@@ -16,59 +16,59 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.errors import PlanError
-from penstock.split.block import Block
+from penstock.split.chain import Groups, LayerChain, bind_arguments
 from penstock.split.lazy import build
-from penstock.split.line import Groups, Line, bind
+from penstock.split.marks import Block
 from penstock.split.plan import Edge
 from penstock.split.trace.automatic import automatic
 from penstock.split.trace.call import Call, Parameters, key_of
-from penstock.split.trace.how import Cuts, How, Marks, Modules
+from penstock.split.trace.cut_policy import CutPolicy, Cuts, Marks, Modules
 from penstock.split.trace.marks import Recording
 from penstock.split.trace.members import Members
 from penstock.split.trace.program import Program, compiled
 from penstock.split.trace.segments import Part, flow, label, layer_of, route, small
 from penstock.split.trace.stage import TracedStage
 
-__all__ = ["TraceLine", "marked_line", "trace_line"]
+__all__ = ["TraceChain", "marked_chain", "trace_chain"]
 
 Flags = tuple[bool, ...]
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def trace_line(
+def trace_chain(
     model: nn.Module,
     *,
     stages: int | None,
     cuts: Sequence[str] | None,
     sample: Sample | None = None,
-) -> TraceLine:
+) -> TraceChain:
     """The line of a model: before the modules ``cuts``, at its marks or blocks, or, with none, where it balances.
 
     ``sample``, the arguments of a call, says how the model is called; without it, that is guessed from its signature.
     """
     _check_sized(model)
     if cuts is not None:
-        return TraceLine(model, Cuts(model, cuts, _key(model, sample)))
-    line = marked_line(model, sample=sample)
+        return TraceChain(model, Cuts(model, cuts, _key(model, sample)))
+    line = marked_chain(model, sample=sample)
     if line is not None:
         return line
     if stages is not None and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
         kind = type(model).__name__
         raise PlanError(f"nothing is marked in {kind}: stages must be a positive number, got {stages!r}")
-    return TraceLine(model, automatic(model, stages or 1, _key(model, sample)))
+    return TraceChain(model, automatic(model, stages or 1, _key(model, sample)))
 
 
-def marked_line(model: nn.Module, *, sample: Sample | None = None, lead: Block | None = None) -> TraceLine | None:
+def marked_chain(model: nn.Module, *, sample: Sample | None = None, lead: Block | None = None) -> TraceChain | None:
     """The line of a model at its marks or blocks; None where there are none.
 
     ``lead`` is a block for what runs before any other, which is else part of the first one.
     """
     marks = Marks.found(model, _key(model, sample), lead)
-    return None if marks is None else TraceLine(model, marks)
+    return None if marks is None else TraceChain(model, marks)
 
 
 def _key(model: nn.Module, sample: Sample | None) -> str | None:
-    return None if sample is None else key_of(_parameters(model), bind(model, *sample))[0]
+    return None if sample is None else key_of(_parameters(model), bind_arguments(model, *sample))[0]
 
 
 def _parameters(model: nn.Module) -> Parameters:
@@ -82,10 +82,10 @@ def _check_sized(model: nn.Module) -> None:
         raise PlanError(f"{unsized[0]} does not know its size yet: run the model on a batch first")
 
 
-class TraceLine(Line):
+class TraceChain(LayerChain):
     """The layers of a model whose forward was traced."""
 
-    def __init__(self, model: nn.Module, how: How) -> None:
+    def __init__(self, model: nn.Module, how: CutPolicy) -> None:
         self.model = model
         self.how = how
         self.recipe = {"front": "trace", **how.recipe()}
@@ -108,7 +108,7 @@ class TraceLine(Line):
         self.holds = Members(model, self._recordings.values(), self.layers)
 
     @classmethod
-    def from_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TraceLine:
+    def from_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TraceChain:
         """The line that a saved plan was made of."""
         kind, called = recipe.get("how"), recipe.get("called")
         if kind == "cuts":

@@ -8,8 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from penstock.errors import PlanError
-from penstock.split.block import Block
-from penstock.split.cutpoint import CutPoint, cut_points
+from penstock.split.marks import Block, CutPoint, cut_points
 from penstock.split.trace.call import Call
 from penstock.split.trace.state import user_line
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from penstock.split.line import Groups
+from penstock.split.chain import Groups
 
 if TYPE_CHECKING:
-    from penstock.split.trace.line import TraceLine
+    from penstock.split.trace.line import TraceChain
 
 __all__ = ["VARIANT", "TracedStage"]
 
@@ -62,7 +62,7 @@ class Mirror(nn.Module):
 class _Code:
     """What a stage runs; shared by its copies."""
 
-    def __init__(self, line: TraceLine, groups: Groups, index: int) -> None:
+    def __init__(self, line: TraceChain, groups: Groups, index: int) -> None:
         self.line = line
         self.groups = tuple(tuple(layers) for layers in groups)
         self.index = index
@@ -79,7 +79,7 @@ class TracedStage(Mirror):
 
     def __init__(
         self,
-        line: TraceLine,
+        line: TraceChain,
         groups: Groups,
         index: int,
         modules: Mapping[str, nn.Module],

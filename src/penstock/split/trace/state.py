@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from penstock.split.block import Block
+    from penstock.split.marks import Block
 
 __all__ = ["LIBRARY", "Recorder", "place_of", "recorder", "recording", "source_line", "user_line"]
 

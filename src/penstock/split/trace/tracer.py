@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import PlanError
-from penstock.split.block import Block, begun, decorated
-from penstock.split.cutpoint import CutPoint
 from penstock.split.lazy import Lazy
+from penstock.split.marks import Block, CutPoint, begin_block_of, forward_block_of
+from penstock.split.module_state import ModuleState
 from penstock.split.trace.call import Call
 from penstock.split.trace.context import AMBIENT, ambient, context_now
 from penstock.split.trace.errors import cannot_trace, mentions_marks
@@ -32,7 +32,6 @@ from penstock.split.trace.inplace import roots
 from penstock.split.trace.marks import Marking, Recording
 from penstock.split.trace.proxy import FACTORIES, Member, RecordAll, Value, recorded_calls
 from penstock.split.trace.state import recording, user_line
-from penstock.split.untouched import Untouched
 
 __all__ = ["SegmentTracer", "has_hooks"]
 
@@ -87,7 +86,7 @@ class SegmentTracer(Marking, fx.Tracer):
         self.result = Recording(call, fx.Graph())
         with _LOCK, ExitStack() as stack:
             modules = self.model.modules() if touched is None else map(self.model.get_submodule, touched)
-            before = Untouched(modules, alone=touched is None)
+            before = ModuleState(modules, alone=touched is None)
             stack.callback(before.restore)
             stack.enter_context(recording(self))
             stack.enter_context(ambient())
@@ -95,7 +94,7 @@ class SegmentTracer(Marking, fx.Tracer):
             stack.enter_context(recorded_calls(self, self.thread))
             if has_hooks(self.model):
                 raise self._hooked("", self.model)
-            for begins in (self.lead, begun(self.model)):
+            for begins in (self.lead, begin_block_of(self.model)):
                 if begins is not None:
                     self.begin(begins)
             try:
@@ -117,7 +116,7 @@ class SegmentTracer(Marking, fx.Tracer):
         paths = {".".join(parts[:i]) for parts in targets for i in range(1, len(parts))}
         return paths & set(self.paths.values())
 
-    def _check_untouched(self, before: Untouched) -> None:
+    def _check_untouched(self, before: ModuleState) -> None:
         for path in sorted(self.result.entered):
             module = self.model.get_submodule(path)
             names = before.changed(module)
@@ -153,7 +152,7 @@ class SegmentTracer(Marking, fx.Tracer):
         path = self.paths.get(id(m))
         if path is None:
             return self._foreign(m, args, kwargs)
-        begins, scope = begun(m), decorated(m)
+        begins, scope = begin_block_of(m), forward_block_of(m)
         if begins is not None:
             self.begin(begins)
         if scope is None:
@@ -190,7 +189,7 @@ class SegmentTracer(Marking, fx.Tracer):
             return self._leaf(path, m, args, kwargs)
         met, layer, depth = self.met, self.layer, len(self.open)
         last, attributes = next(iter(reversed(self.graph.nodes)), None), dict(self.attributes)
-        before = Untouched(m.modules())
+        before = ModuleState(m.modules())
         try:
             output = m.forward(*args, **kwargs)
         except PlanError:

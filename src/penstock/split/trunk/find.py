@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.near import did_you_mean
+from penstock.suggest import did_you_mean
 
 __all__ = ["blocks_at", "find_trunk", "trunk_name"]
 

@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.line import Groups, Line
+from penstock.split.chain import Groups, LayerChain
 from penstock.split.plan import Edge
 from penstock.split.trunk.find import find_trunk, trunk_name
 from penstock.split.trunk.layout import Layout
 from penstock.split.trunk.stage import TrunkStage
 
-__all__ = ["TrunkLine", "find_trunk", "trunk_line"]
+__all__ = ["TrunkChain", "find_trunk", "trunk_chain"]
 
 
-class TrunkLine(Line):
+class TrunkChain(LayerChain):
     """The blocks of a model's trunk. What comes before them goes with the first one, what comes after with the last."""
 
     def __init__(self, model: nn.Module, blocks: str) -> None:
@@ -28,7 +28,7 @@ class TrunkLine(Line):
         self.fixed = self._layout.fixed
 
     @classmethod
-    def from_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TrunkLine:
+    def from_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TrunkChain:
         return cls(model, trunk_name(model, recipe["blocks"]))
 
     def members(self, layer: str) -> Iterator[tuple[str, Tensor]]:
@@ -61,8 +61,8 @@ class TrunkLine(Line):
         return bounds
 
 
-def trunk_line(model: nn.Module, blocks: str | None) -> TrunkLine:
+def trunk_chain(model: nn.Module, blocks: str | None) -> TrunkChain:
     """The line of a model's blocks: the list called ``blocks``, or the one that the model itself points at."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
-    return TrunkLine(model, trunk_name(model, blocks))
+    return TrunkChain(model, trunk_name(model, blocks))

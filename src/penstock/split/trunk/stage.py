@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import PlanError
-from penstock.split.counted import Counted
+from penstock.split.chain import CountedOutput
 from penstock.split.trunk.assembly import Assembly
 from penstock.split.trunk.blank import describe, tensors
 from penstock.split.trunk.layout import Layout
@@ -218,5 +218,5 @@ def _counted(output: Any, counts: list[Tensor | None], arguments: Mapping[str, A
     if len(counts) != 1:
         return output
     if counts[0] is None:
-        return Counted(output, None) if arguments.get("num_items_in_batch") is not None else output
-    return Counted(output, counts[0])
+        return CountedOutput(output, None) if arguments.get("num_items_in_batch") is not None else output
+    return CountedOutput(output, counts[0])

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from penstock.train.launch import init, started
+from penstock.train.launch import init, is_initialized
 
 __all__ = ["setup_distributed"]
 
@@ -18,7 +18,7 @@ def setup_distributed(backend: str = "nccl", port: int | None = None) -> tuple[i
     Where there are no GPUs, or not one for each process, ``"nccl"`` is gloo. ``port`` is for SLURM: torchrun has one.
     With ``"gloo"`` stages are on the CPU, unless ``tpc.device`` is set.
     """
-    if port is not None and not started():
+    if port is not None and not is_initialized():
         os.environ.setdefault("MASTER_PORT", str(port))
     device = None if torch.cuda.is_available() and backend != "gloo" else "cpu"
     init(device, backend=None if backend == "nccl" else backend)

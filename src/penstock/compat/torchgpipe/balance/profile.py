@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.split.fronts import line_of
+from penstock.split import chain_of
 from penstock.split.measure import measure
 
 __all__ = ["in_training", "layerwise_sandbox", "measured_on", "profile_sizes", "profile_times", "refuse_gradients"]
@@ -26,7 +26,7 @@ def profile_times(module: nn.Sequential, sample: Any, timeout: float, device: to
     """The microseconds that forward and backward of each layer take."""
     refuse_gradients(module)
     with in_training(module):
-        measured = measure(line_of(module), (sample,), timeout=timeout, device=measured_on(device))
+        measured = measure(chain_of(module), (sample,), timeout=timeout, device=measured_on(device))
     return [round((layer.forward + layer.backward) * 1e6) for layer in measured.layers]
 
 
@@ -35,7 +35,7 @@ def profile_sizes(
 ) -> list[int]:
     """The bytes of each layer's parameters, times a scale, and of what its backward needs of one micro-batch."""
     with in_training(module):
-        measured = measure(line_of(module), (input,), timeout=0.0, device=measured_on(device))
+        measured = measure(chain_of(module), (input,), timeout=0.0, device=measured_on(device))
     return [round(layer.activation_bytes / chunks + layer.parameter_bytes * param_scale) for layer in measured.layers]
 
 

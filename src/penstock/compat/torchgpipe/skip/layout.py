@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from penstock.split.skip import Key, Namespace, Skippable
+from penstock.split.skip import Namespace, SkipKey, Skippable
 
 __all__ = ["SkipLayout", "inspect_skip_layout"]
 
@@ -16,7 +16,7 @@ Route = tuple[int, Namespace | None, str]
 class SkipLayout:
     """The partitions that each skip leaves and enters."""
 
-    def __init__(self, num_partitions: int, skip_routes: Mapping[Key, tuple[int, int]]) -> None:
+    def __init__(self, num_partitions: int, skip_routes: Mapping[SkipKey, tuple[int, int]]) -> None:
         self.by_ns_name = dict(skip_routes)
         self.by_partition: list[list[Route]] = [[] for _ in range(num_partitions)]
         self.by_src_partition: list[list[Route]] = [[] for _ in range(num_partitions)]
@@ -42,8 +42,8 @@ class SkipLayout:
 
 def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
     """The skips of the layers in these partitions, which match (see ``verify_skippables``)."""
-    routes: dict[Key, tuple[int, int]] = {}
-    stashed: dict[Key, int] = {}
+    routes: dict[SkipKey, tuple[int, int]] = {}
+    stashed: dict[SkipKey, int] = {}
     count = 0
     for count, partition in enumerate(partitions, 1):
         for layer in partition.modules():

@@ -14,10 +14,9 @@ from penstock.compat.torchgpipe.microbatch import Batch
 from penstock.compat.torchgpipe.skip.tracker import SkipTracker, tracker_in_use, tracking
 from penstock.split import skip as core
 from penstock.split.flatten import layers_of
-from penstock.split.skip import Key, SkipUseError
 from penstock.split.skip import Pop as pop
+from penstock.split.skip import SkipFault, SkipKey, SkipUseError, skip_faults
 from penstock.split.skip import Stash as stash
-from penstock.split.skip_verify import SkipFault, skip_faults
 
 __all__ = ["Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
@@ -59,15 +58,15 @@ class Skippable(core.Skippable, nn.Module):
     def namespaces(self) -> Mapping[str, core.Namespace]:
         return self._skip_namespaces
 
-    def namespaced(self, name: str) -> Key:
+    def namespaced(self, name: str) -> SkipKey:
         """The name with the namespace that it is in."""
         return self._skip_namespaces.get(name), name
 
-    def stashable(self) -> Iterator[Key]:
+    def stashable(self) -> Iterator[SkipKey]:
         """What the layer stashes."""
         return iter(self.stashes())
 
-    def poppable(self) -> Iterator[Key]:
+    def poppable(self) -> Iterator[SkipKey]:
         """What the layer pops."""
         return iter(self.pops())
 
@@ -132,7 +131,7 @@ def _tracked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _through(tracker: SkipTracker, layer: Skippable, forward: Callable[..., Any], input: Any) -> Any:
     batch = Batch(input)
-    values: dict[Key, Any] = {}
+    values: dict[SkipKey, Any] = {}
     for ns, name in layer.pops():
         with suppress(KeyError):  # of which the layer is told when it pops it
             values[ns, name] = tracker.load(batch, ns, name)

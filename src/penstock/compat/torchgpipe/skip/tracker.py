@@ -13,7 +13,7 @@ from penstock.compat.torchgpipe.microbatch import Batch
 from penstock.compat.torchgpipe.skip.layout import SkipLayout
 from penstock.compat.torchgpipe.skip.portal import Portal
 from penstock.compat.torchgpipe.stream import AbstractStream
-from penstock.split.skip import Key, Namespace, held, holding
+from penstock.split.skip import Namespace, SkipKey, stashed_values, use_stash
 
 __all__ = ["SkipTracker", "SkipTrackerThroughPotals", "current_skip_tracker", "use_skip_tracker"]
 
@@ -24,7 +24,7 @@ class SkipTracker:
     index = 0
 
     def __init__(self) -> None:
-        self.tensors: dict[Key, Any] = {}
+        self.tensors: dict[SkipKey, Any] = {}
 
     def save(self, batch: Any, ns: Namespace | None, name: str, tensor: Any) -> None:
         """Keep a value that a layer has stashed, with its output."""
@@ -55,7 +55,7 @@ class SkipTrackerThroughPotals(SkipTracker):
     def __init__(self, skip_layout: SkipLayout, index: int = 0) -> None:
         super().__init__()
         self.skip_layout, self.index = skip_layout, index
-        self.portals: dict[Key, Portal] = {}
+        self.portals: dict[SkipKey, Portal] = {}
 
     def save(self, batch: Batch, ns: Namespace | None, name: str, tensor: Any) -> None:
         if not self.skip_layout.requires_copy(ns, name):
@@ -106,13 +106,13 @@ def current_skip_tracker() -> SkipTracker:
     tracker = tracker_in_use()
     if tracker is None:
         tracker = SkipTracker()
-        tracker.tensors = held()
+        tracker.tensors = stashed_values()
     return tracker
 
 
 def tracker_in_use() -> SkipTracker | None:
     """The tracker that ``use_skip_tracker`` has set, if that holds."""
-    return _here.tracker if _here.values is held() else None
+    return _here.tracker if _here.values is stashed_values() else None
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def tracking(tracker: SkipTracker, values: dict[Any, Any]) -> Iterator[None]:
     before = _here.tracker, _here.values
     _here.tracker, _here.values = tracker, values
     try:
-        with holding(values):
+        with use_stash(values):
             yield
     finally:
         _here.tracker, _here.values = before

@@ -9,7 +9,7 @@ from torch import nn
 from penstock.compat.torchgpipe.gpipe import GPipe, verify_children
 from penstock.compat.torchgpipe.gpipe import verify_children as verify_module
 from penstock.compat.torchgpipe.microbatch import TensorOrTensors, check
-from penstock.engine.tree import flatten
+from penstock.engine.message import flatten
 
 __all__ = ["Pipe", "recommend_auto_balance", "verify_module"]
 

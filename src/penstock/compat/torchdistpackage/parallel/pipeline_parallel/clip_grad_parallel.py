@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.compat.torchdistpackage.dist.process_topo import tpc
-from penstock.engine.shards import is_sharded
+from penstock.engine.replicas.dtensor import is_dtensor
 from penstock.train.clip import clip_grad_norm, grad_norm
 from penstock.train.scaler import GradScaler
 
@@ -63,7 +63,7 @@ def _alike(parameters: list[nn.Parameter]) -> set[int]:
     They are told by two numbers each, the norm and a sum with weights that do not repeat: parts of one parameter may
     have the first in common, but hardly the second.
     """
-    plain = [p for p in parameters if not is_sharded(p)]
+    plain = [p for p in parameters if not is_dtensor(p)]
     told = [_fingerprint(p.grad) for p in plain]
     everyone: list[Any] = [None] * tpc.get_tp_size()
     dist.all_gather_object(everyone, told, tpc.get_group("tensor"))

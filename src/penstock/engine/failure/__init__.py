@@ -1,0 +1,1 @@
+"""The package penstock.engine.failure."""

@@ -1,0 +1,129 @@
+"""Tensors of which each process of a ``DeviceMesh`` holds a part: torch's DTensor, seen from one process.
+
+What is done to gradients (summed over replicas, scaled, clipped) is done to the parts. What is not in parts is its own
+only part, so callers need not ask.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.engine.message import flatten, unflatten
+from penstock.engine.replicas.fp32_accumulate import set_grad
+from penstock.errors import PlanError
+from penstock.split.chain import CountedOutput
+
+__all__ = [
+    "align_grad_layout",
+    "distribute_like",
+    "is_dtensor",
+    "keep_edges_plain",
+    "set_local_grad",
+    "shard_groups",
+    "to_full",
+    "to_local",
+]
+
+
+def is_dtensor(tensor: Any) -> TypeGuard[Any]:
+    """Whether this is a DTensor. Importing those takes long, and nobody has one who has not."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, to be read or changed in place."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return _wait_collective(tensor.to_local())
+
+
+def to_full(tensor: Tensor) -> Tensor:
+    """The tensor put together of its parts. All processes of its mesh take part."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return _wait_collective(tensor.full_tensor())
+
+
+def distribute_like(value: Tensor, like: Tensor) -> Tensor:
+    """A tensor in the parts that ``like`` is in. A plain one must be the same on all processes of the mesh."""
+    if not is_dtensor(like):
+        return to_full(value)
+    if is_dtensor(value) and value.device_mesh == like.device_mesh and value.placements == like.placements:
+        return value  # type: ignore[no-any-return]
+    from torch.distributed.tensor import distribute_tensor
+
+    plain = to_full(value).to(like.device)
+    found: Tensor = distribute_tensor(plain, like.device_mesh, like.placements, src_data_rank=None)
+    return found
+
+
+def shard_groups(tensor: Tensor) -> list[dist.ProcessGroup]:
+    """The groups of processes that have other parts of this tensor; along other dimensions of its mesh it is equal."""
+    if not is_dtensor(tensor):
+        return []
+    return [tensor.device_mesh.get_group(i) for i, how in enumerate(tensor.placements) if not how.is_replicate()]
+
+
+def align_grad_layout(parameter: nn.Parameter) -> None:
+    """Give a gradient the layout of its parameter: one of sums that are still to be added up would not do."""
+    if is_dtensor(parameter) and is_dtensor(parameter.grad) and parameter.grad.placements != parameter.placements:
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def set_local_grad(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Make ``grad`` this process's part of the parameter's gradient."""
+    if not is_dtensor(parameter):
+        set_grad(parameter, grad)
+        return
+    from torch.distributed.tensor import DTensor
+
+    mesh, layout = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    parameter.grad = DTensor.from_local(grad, mesh, layout, run_check=False, shape=shape, stride=stride)
+
+
+def keep_edges_plain(module: nn.Module, stage: int) -> None:
+    """See to it that plain tensors leave a stage, and plain gradients go back from it.
+
+    What a collective has not yet finished is waited for here, since channels look at memory and not at who fills it.
+    """
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+        for leaf in flatten(args)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(_wait_collective)  # type: ignore[no-untyped-call]
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, CountedOutput):
+            return replace(output, output=after(_, args, output.output))
+        leaves, spec = flatten(output)
+        for leaf in leaves:
+            if is_dtensor(leaf):
+                raise PlanError(
+                    f"stage {stage} gives a DTensor with the layout {leaf.placements}, but plain tensors cross between "
+                    "stages and go into the loss: let its last layer give one (output_layouts=Replicate(), "
+                    "use_local_output=True)"
+                )
+        arrived = [_wait_collective(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return output if all(a is b for a, b in zip(arrived, leaves, strict=True)) else unflatten(arrived, spec)
+
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_hook(after)
+
+
+def _wait_collective(tensor: Tensor) -> Tensor:
+    """A tensor whose collective is over; autograd sees the same value."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is None or not isinstance(tensor, collectives.AsyncCollectiveTensor):
+        return tensor
+    plain: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return plain

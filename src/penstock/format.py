@@ -1,0 +1,46 @@
+"""Sizes, times and small tables for people, as plain text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+__all__ = ["format_size", "format_size_exact", "format_table", "format_time"]
+
+_UNITS = ((1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
+
+
+def format_size(size: float) -> str:
+    """A number of bytes, rounded."""
+    for unit, name in _UNITS:
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{math.ceil(size)} bytes"
+
+
+def format_size_exact(size: float) -> str:
+    """A number of bytes, with the bytes themselves where they were rounded."""
+    words = format_size(size)
+    return words if size < 1024 else f"{words} ({math.ceil(size):,} bytes)"
+
+
+def format_time(seconds: float) -> str:
+    """A time, rounded to three digits."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:.0f} s"
+    return f"{seconds:.3g} s"
+
+
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """The lines of a table, the columns ``right`` with their ends below each other."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return [line(heads), "  ".join("─" * width for width in widths), *map(line, rows)]

@@ -1,0 +1,233 @@
+"""What is written down of a step: plain data, in seconds on one clock.
+
+rank 1   ····wait····▕▔▔▔2F0▔▔▔▏send▕  ··wait··▕▔▔▔2B0▔▔▔▏        a Part: what one rank did in a Step
+                      start    end
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.schedule.schedule import Action, Schedule
+
+__all__ = ["ActionRecord", "RankRecord", "SendRecord", "Span", "StepRecord", "Track", "WaitRecord", "with_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """A rank waits for another one: for a message, or until one that it sent is over."""
+
+    peer: int  # the stage at the other end
+    start: float
+    end: float
+    what: str = "message"  # or "sent"
+
+
+@dataclass(frozen=True, slots=True)
+class SendRecord:
+    """A message to another stage, of the same rank or of another one; the times are those of its start."""
+
+    target: int  # the stage that takes it
+    start: float
+    end: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRecord:
+    """An action, done: what it waited for before, and what it sent then.
+
+    On a GPU the times are those of the device, and ``launched`` is when the host began to launch it; ``memory`` is in
+    bytes, after the action.
+    """
+
+    action: Action
+    start: float
+    end: float
+    launched: float | None = None
+    memory: int | None = None
+    waits: tuple[WaitRecord, ...] = ()
+    sends: tuple[SendRecord, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the rank waited before it; waits for several messages at a time count once."""
+        total, until = 0.0, float("-inf")
+        for wait in sorted(self.waits, key=lambda wait: wait.start):
+            total += max(0.0, wait.end - max(wait.start, until))
+            until = max(until, wait.end)
+        return total
+
+    def to_row(self) -> list[Any]:
+        waits = [[wait.peer, wait.start, wait.end, wait.what] for wait in self.waits]
+        sends = [[sent.target, sent.start, sent.end, sent.bytes] for sent in self.sends]
+        return [str(self.action), self.start, self.end, self.launched, self.memory, waits, sends]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> ActionRecord:
+        name, start, end, launched, memory, waits, sends = row
+        times = tuple(WaitRecord(int(p), float(a), float(b), str(what)) for p, a, b, what in waits)
+        sent = tuple(SendRecord(int(t), float(a), float(b), int(n)) for t, a, b, n in sends)
+        launched = None if launched is None else float(launched)
+        memory = None if memory is None else int(memory)
+        return cls(Action.parse(name), float(start), float(end), launched, memory, times, sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank does around its actions, by name.
+
+    In ``announce`` it hears of the mini-batch, in ``sends`` it waits until those are over that no action comes after,
+    in ``reduce`` for sums of gradients over replicas, and in ``loss`` for the loss of all.
+    """
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What one rank did in a step. ``track`` is its number among the trace's tracks."""
+
+    track: int
+    begin: float
+    end: float
+    actions: tuple[ActionRecord, ...]
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which it worked on actions."""
+        return sum(done.seconds for done in self.actions)
+
+    @property
+    def waited(self) -> float:
+        return sum(done.waited for done in self.actions)
+
+    @property
+    def around(self) -> float:
+        """Seconds before and after its actions of which it is known what they were spent on."""
+        return sum(span.end - span.start for span in self.spans)
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "track": self.track,
+            "begin": self.begin,
+            "end": self.end,
+            "actions": [done.to_row() for done in self.actions],
+            "spans": [[span.name, span.start, span.end] for span in self.spans],
+        }
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> RankRecord:
+        return cls(
+            int(data["track"]),
+            float(data["begin"]),
+            float(data["end"]),
+            tuple(map(ActionRecord.from_row, data["actions"])),
+            tuple(Span(str(name), float(start), float(end)) for name, start, end in data["spans"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One rank of the mesh: a thread, or a process."""
+
+    rank: int  # in the world; of threads, among them
+    replica: int  # the pipeline that it belongs to
+    place: int  # its rank in that pipeline
+    device: str
+    clock_error: float = 0.0  # seconds by which its clock may be off that of the first rank
+    gpu: str = ""  # what no other GPU is called, on any machine
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Track:
+        rank, replica, place = (int(data[name]) for name in ("rank", "replica", "place"))
+        gpu = str(data.get("gpu", ""))
+        return cls(rank, replica, place, str(data["device"]), float(data["clock_error"]), gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One mini-batch: a training step, a forward without gradients, or one half of a call with them."""
+
+    number: int  # in the trace
+    kind: str  # "step", "evaluate", "call" or "backward"
+    parts: tuple[RankRecord, ...]
+    failed: bool = False
+
+    @property
+    def begin(self) -> float:
+        return min(part.begin for part in self.parts)
+
+    @property
+    def end(self) -> float:
+        return max(part.end for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    def of(self, tracks: Iterable[int]) -> list[RankRecord]:
+        """The parts of some tracks that have done anything."""
+        wanted = set(tracks)
+        return [part for part in self.parts if part.track in wanted and part.actions]
+
+    def schedule(self, name: str, placement: Sequence[int], places: Sequence[int], replica: Iterable[int]) -> Schedule:
+        """What the ranks of one replica did, in their order; ``places[t]`` is track t's rank in its pipeline."""
+        orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+        for part in self.of(replica):
+            orders[places[part.track]] = [done.action for done in part.actions]
+        count = max((action.microbatch + 1 for order in orders for action in order), default=0)
+        return Schedule.of(name, placement, orders, count)
+
+
+# The memory of ranks whose devices do not count it: what is saved for backwards to come.
+
+
+def with_memory(steps: Sequence[StepRecord], saved: Mapping[int, int]) -> tuple[StepRecord, ...]:
+    """Every action with the bytes that its rank keeps after it, where they are not known already.
+
+    A stage keeps ``saved`` bytes of a micro-batch from its forward, or from its recompute if it has one, to the end of
+    its backward. What crosses between stages, and what a recompute keeps of its input, does not count.
+    """
+    kept: dict[int, Counter[tuple[int, int]]] = {}  # for each track, how many of each stage and micro-batch
+    return tuple(
+        replace(
+            step,
+            parts=tuple(
+                replace(part, actions=_counted(step.kind, part.actions, kept.setdefault(part.track, Counter()), saved))
+                for part in step.parts
+            ),
+        )
+        for step in steps
+    )
+
+
+def _counted(
+    run: str, actions: Sequence[ActionRecord], kept: Counter[tuple[int, int]], saved: Mapping[int, int]
+) -> tuple[ActionRecord, ...]:
+    if run == "step":  # nothing is left of a step before, unless it has failed
+        kept.clear()
+    again = {(d.action.stage, d.action.microbatch) for d in actions if d.action.kind == "R"}
+    found = []
+    for done in actions:
+        stage, kind, microbatch = done.action
+        pair = stage, microbatch
+        if kind == "R" or (kind == "F" and run in ("step", "call") and pair not in again):
+            kept[pair] += 1
+        elif kind in "BW" and kept[pair]:
+            kept[pair] -= 1
+            if not kept[pair]:
+                del kept[pair]  # so that those in flight are all that is summed
+        total = sum(saved.get(s, 0) * count for (s, _), count in kept.items())
+        found.append(done if done.memory is not None else replace(done, memory=total))
+    return tuple(found)

@@ -1,0 +1,285 @@
+"""Marks in a forward at which the model may be cut: ``ps.CutPoint()`` and ``ps.cut(x)``.
+
+x = self.blocks[0](x)
+x = self.cuts[0](x)      # the layers of the line are what lies between marks:
+x = self.blocks[1](x)    #   blocks.0 | blocks.1 …
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from penstock.errors import PlanError
+from penstock.split.chain import LayerChain
+from penstock.split.trace.state import recorder
+from penstock.suggest import did_you_mean
+
+__all__ = [
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
+    "CutPoint",
+    "Stage",
+    "begin_block_of",
+    "cut",
+    "cut_points",
+    "devices_of_stages",
+    "forward_block_of",
+    "groups_by_device",
+    "groups_by_name",
+    "remove_begin_block",
+]
+
+T = TypeVar("T")
+
+_SEARCH_DEPTH = 4
+"""How deep plain lists and dicts are searched for cut points."""
+
+
+class CutPoint(nn.Module):
+    """A mark: called on an activation, it gives the activation itself. Each is used once in a model's forward.
+
+    It may be an attribute, stand in an ``nn.ModuleList``, or in a plain list, tuple or dict.
+    """
+
+    def forward(self, value: T) -> T:
+        return value
+
+
+def cut(value: T) -> T:
+    """``value`` itself: the model may be cut here. Outside ``ps.split`` this does nothing."""
+    trace = recorder()
+    if trace is not None:
+        trace.mark(None, value)
+    return value
+
+
+def cut_points(model: nn.Module) -> dict[int, str]:
+    """The cut points of a model by identity, with the names by which the model reaches them."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, CutPoint):
+            found.setdefault(id(module), path)
+        for attribute, value in vars(module).items():
+            if attribute not in ("_modules", "_parameters", "_buffers"):
+                for name, point in _cut_points_in(value, _SEARCH_DEPTH):
+                    found.setdefault(id(point), f"{prefix}{attribute}{name}")
+    return found
+
+
+def _cut_points_in(value: Any, depth: int) -> Iterator[tuple[str, CutPoint]]:
+    if isinstance(value, CutPoint):
+        yield "", value
+    elif depth and isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from ((f"[{i}]{name}", point) for name, point in _cut_points_in(item, depth - 1))
+    elif depth and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from ((f"[{key!r}]{name}", point) for name, point in _cut_points_in(item, depth - 1))
+
+
+# Blocks: named parts of a forward, from which stages are made by name.
+#
+#     with ps.Block("B1"):            # a scope
+#         x = self.layer1(x)
+#     @ps.BlockFunction("B2")         # a function, a method or a forward
+#     ps.BeginBlock(self.layer3, "B3")    # from the call of this module on
+#
+# What runs before any block belongs to the first one that is entered; what runs after a block has ended, and in no
+# other, belongs to that block still. In a block within a block the inner one counts. Blocks without a name are
+# numbered, "0", "1", …, in the order in which they are met.
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ATTRIBUTE = "_penstock_block"
+
+
+class Block:
+    """A scope whose operations form the block ``name``. Outside ``ps.split`` it does nothing."""
+
+    def __init__(self, name: str | None = None, device: str | torch.device | None = None) -> None:
+        self.name = None if name is None else _check_name(name)
+        self.device = _check_device(f"block {name!r}", device)
+
+    def __enter__(self) -> Self:
+        trace = recorder()
+        if trace is not None:
+            trace.enter(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        trace = recorder()
+        if trace is not None:
+            trace.leave()
+
+
+class BlockFunction:
+    """A decorator: what the function or method does forms the block ``name``."""
+
+    def __init__(self, name: str | None = None, device: str | torch.device | None = None) -> None:
+        self.block = Block(name, device)
+
+    def __call__(self, function: F) -> F:
+        if not callable(function):
+            raise PlanError(f"BlockFunction({self.block.name!r}) decorates functions, got {type(function).__name__}")
+        block = self.block
+
+        @functools.wraps(function)
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with block:
+                return function(*args, **kwargs)
+
+        setattr(within, _ATTRIBUTE, block)
+        return within  # type: ignore[return-value]
+
+
+def BeginBlock(layer: F, name: str | None = None, device: str | torch.device | None = None) -> F:
+    """From each call of ``layer`` on, until another block is entered, the block is ``name``.
+
+    A module is given back as it is, with the same parameters and names; a function is given back wrapped.
+    """
+    block = Block(name, device)
+    if isinstance(layer, nn.Module):
+        before = begin_block_of(layer)
+        if before is not None:
+            kind = type(layer).__name__
+            raise PlanError(f"this {kind} already begins block {before.name!r}: it cannot begin {name!r} as well")
+        layer.__dict__[_ATTRIBUTE] = block
+        return layer
+    if not callable(layer):
+        raise PlanError(f"BeginBlock takes a module or a function, got {type(layer).__name__}")
+    if hasattr(layer, _ATTRIBUTE):
+        raise PlanError(f"this function already begins block {getattr(layer, _ATTRIBUTE).name!r}, not {name!r} as well")
+
+    @functools.wraps(layer)
+    def beginning(*args: Any, **kwargs: Any) -> Any:
+        trace = recorder()
+        if trace is not None:
+            trace.begin(block)
+        return layer(*args, **kwargs)
+
+    setattr(beginning, _ATTRIBUTE, block)
+    return beginning  # type: ignore[return-value]
+
+
+def begin_block_of(module: nn.Module) -> Block | None:
+    """The block that begins with a module's call."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def remove_begin_block(module: nn.Module) -> None:
+    """Take off what ``BeginBlock`` put on a module."""
+    module.__dict__.pop(_ATTRIBUTE, None)
+
+
+def forward_block_of(module: nn.Module) -> Block | None:
+    """The block that a module's forward is decorated with."""
+    return getattr(module.forward, _ATTRIBUTE, None)
+
+
+class Stage:
+    """The blocks of one stage, and where it goes: ``ps.Stage("B1", "B2").on("cuda:0")``."""
+
+    def __init__(self, *blocks: str, device: str | torch.device | None = None) -> None:
+        if not blocks:
+            raise PlanError("a stage needs blocks: ps.Stage('B1', 'B2')")
+        self.blocks = tuple(_check_name(block) for block in blocks)
+        self.device = _check_device(f"the stage of {', '.join(self.blocks)}", device)
+
+    def on(self, device: str | torch.device) -> Stage:
+        """The same stage, on ``device``."""
+        return Stage(*self.blocks, device=device)
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(repr, self.blocks))
+        return f"Stage({names})" + (f".on({self.device!r})" if self.device else "")
+
+
+def _check_name(name: object) -> str:
+    """A block's name, which is a string with something in it."""
+    if not isinstance(name, str) or not name:
+        raise PlanError(f"a block's name is a string that is not empty, got {name!r}")
+    return name
+
+
+def _check_device(name: str, device: object) -> str | None:
+    """A device's name."""
+    if device is None:
+        return None
+    if not isinstance(device, (str, torch.device)):
+        raise PlanError(f"the device of {name} is a string or a torch.device, got {device!r}")
+    try:
+        return str(torch.device(device))
+    except RuntimeError as error:
+        raise PlanError(f"{name} names a device {device!r} that torch does not know: {error}") from error
+
+
+# Stages from blocks: by their names, or by the devices that they were marked for.
+
+NamedStages = Sequence["str | Stage | Sequence[str]"]
+
+
+def groups_by_name(line: LayerChain, stages: NamedStages) -> list[tuple[str, ...]]:
+    """The blocks of each stage, checked: each block of the model in one stage, and nothing else."""
+    if isinstance(stages, (str, Stage)) or not isinstance(stages, Iterable):
+        raise PlanError(f'stages by name are a list, such as [["B1", "B2"], ["B3"]]: got {stages!r}')
+    groups = [_block_names(stage) for stage in stages]
+    seen: dict[str, int] = {}
+    for index, names in enumerate(groups):
+        if not names:
+            raise PlanError(f"stage {index} has no blocks: {stages!r}")
+        for name in names:
+            if not isinstance(name, str):
+                raise PlanError(f"blocks are named by strings, but stage {index} has {name!r} ({type(name).__name__})")
+            if name not in line.layers:
+                expected = ", ".join(map(repr, line.layers))
+                guess = did_you_mean(name, line.layers, otherwise=".", cutoff=0.4)
+                raise PlanError(f"stage {index} has an unknown block {name!r}{guess} The model has {expected}")
+            if name in seen:
+                raise PlanError(f"block {name!r} is in more than one stage, or twice in one: {seen[name]} and {index}")
+            seen[name] = index
+    missing = [name for name in line.layers if name not in seen]
+    if missing:
+        names_missing = ", ".join(map(repr, missing))
+        raise PlanError(f"no stage has the block(s) {names_missing}: every block of the model needs a stage")
+    line.edges(groups)  # says which value would have to flow back, if one would
+    return groups
+
+
+def _block_names(stage: str | Stage | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(stage, Stage):
+        return stage.blocks
+    if isinstance(stage, str):
+        return (stage,)
+    if isinstance(stage, (list, tuple)):
+        return tuple(stage)
+    raise PlanError(f"a stage is a block's name, a list of names or a ps.Stage, got {stage!r}")
+
+
+def devices_of_stages(stages: NamedStages) -> tuple[str, ...] | None:
+    """The devices of ``ps.Stage`` objects; None where none of them names one."""
+    devices = [stage.device if isinstance(stage, Stage) else None for stage in stages]
+    named = [device for device in devices if device is not None]
+    if named and len(named) < len(devices):
+        without = [index for index, device in enumerate(devices) if device is None]
+        raise PlanError(f"stages {without} name no device, but others do: say .on(device) for all of them or for none")
+    return tuple(named) or None
+
+
+def groups_by_device(line: LayerChain) -> list[tuple[str, ...]]:
+    """One stage per run of blocks that are marked for the same device, in the order of the blocks."""
+    devices = line.devices()
+    without = [layer for layer in line.layers if layer not in devices]
+    if without:
+        raise PlanError(
+            f"stages follow from the blocks' devices only where each block has one, but {', '.join(without)} has none: "
+            "give it a device, or say stages=… "
+        )
+    return [tuple(layers) for _, layers in groupby(line.layers, key=lambda layer: devices[layer])]

@@ -1,0 +1,192 @@
+"""Lanes between processes: what is sent is what is taken, or an error says why not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.channel.base import ChannelError, ChannelOps, Endpoint
+from penstock.engine.channel.process import BackwardChannel, ForwardChannel, ProcessChannel
+from penstock.engine.message import Message, MessageMeta, TensorMeta, detach_outputs, memory_order, meta_of
+from penstock.errors import PlanError
+
+CPU = torch.device("cpu")
+
+
+class Work:
+    """A send or receive: what is left to do is done when it is waited for."""
+
+    def __init__(self, rest: Callable[[], object]) -> None:
+        self.wait = rest
+
+
+class Ends:
+    """Both ends of a group of two; tensors' memory travels as it is."""
+
+    def __init__(self) -> None:
+        self.memory: deque[Tensor] = deque()
+        self.broken = False
+
+    def rank(self) -> int:
+        return 0
+
+    def name(self) -> str:
+        return "gloo"
+
+    def send(self, tensors: list[Tensor], there: int, tag: int) -> Work:
+        (tensor,) = tensors
+        assert tensor.is_contiguous()
+        self._check()
+        memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # bits alone, whatever they mean
+        self.memory.append(memory[tensor.storage_offset() :][: tensor.numel()].clone())
+        return Work(self._check)
+
+    def recv(self, tensors: list[Tensor], there: int, tag: int) -> Work:
+        (tensor,) = tensors
+        self._check()
+        return Work(partial(self._fill, tensor))
+
+    def _fill(self, tensor: Tensor) -> None:
+        self._check()
+        tensor.view(-1).copy_(self.memory.popleft())
+
+    def _check(self) -> None:
+        if self.broken:
+            raise RuntimeError("connection closed by peer")
+
+
+def carry(lane: ProcessChannel, payload: Any, k: int = 0) -> Any:
+    passage = lane.at(k)
+    assert passage.post is not None
+    assert passage.sent is not None
+    passage.send(payload)
+    passage.sent()
+    passage.post()
+    passage.land()
+    return passage.take()
+
+
+def forward(*messages: Message) -> tuple[ForwardChannel, Ends]:
+    ends = Ends()
+    return ForwardChannel(Endpoint(ends, 1, CPU), "stage 0", [meta_of(message) for message in messages]), ends
+
+
+def backward(meta: MessageMeta, present: Sequence[bool]) -> BackwardChannel:
+    return BackwardChannel(Endpoint(Ends(), 1, CPU), "stage 1", [meta], [present])
+
+
+def short(passage: ChannelOps) -> bool:
+    return hasattr(passage.land, "__self__")  # a berth's own method: nothing in between
+
+
+X = torch.arange(12.0).reshape(3, 4)
+Z = torch.complex(X, X + 1)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [X, X.t(), X[:, ::2], X[1:], torch.tensor(3.0), Z, Z.conj(), Z.conj().imag, Z[:1, :1].conj().imag, X[:0]],
+    ids=["plain", "turned", "strided", "part", "number", "complex", "conj", "neg", "one neg", "empty"],
+)
+def test_a_tensor_arrives_as_its_values_say(tensor: Tensor) -> None:
+    message, _ = detach_outputs(tensor)
+    lane, _ = forward(message)
+    assert short(lane.at(0)) == (bool(tensor.numel()) and memory_order(tensor) is None)
+    found = carry(lane, message)
+    assert memory_order(found.leaves[0]) == memory_order(tensor)
+    assert (found.spec, found.wants, found.shared) == (None, (), ())
+    assert torch.equal(found.leaves[0], tensor)
+    assert not found.leaves[0].is_neg()
+    (gradient,) = carry(backward(_wanted(tensor), [True]), [tensor])
+    assert torch.equal(gradient, tensor)
+
+
+def _wanted(*tensors: Tensor) -> MessageMeta:
+    leaves = tuple(TensorMeta(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    return MessageMeta(leaves, None, tuple(range(len(leaves))))
+
+
+@pytest.mark.parametrize("value", [(X,), {"x": X, "n": 3}, (X, Z)], ids=["tuple", "number beside it", "two"])
+def test_structures_arrive_whole(value: Any) -> None:
+    message, _ = detach_outputs(value)
+    lane, _ = forward(message)
+    assert not short(lane.at(0))
+    found = carry(lane, message)
+    assert found.spec == message.spec
+    for a, b in zip(found.leaves, message.leaves, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.parametrize("other", [X[:2], X.double(), (X,), X.clone().requires_grad_()])
+def test_another_output_than_was_inferred_is_refused(other: Any) -> None:
+    lane, ends = forward(detach_outputs(X)[0])
+    with pytest.raises(PlanError, match=r"stage 0 gave .* inferred"):
+        lane.at(0).send(detach_outputs(other)[0])
+    assert not ends.memory
+
+
+def test_a_gradient_that_there_is_not_is_zero() -> None:
+    assert torch.equal(carry(backward(_wanted(X), [True]), [None])[0], torch.zeros(3, 4))
+
+
+def test_gradients_go_to_those_that_get_one() -> None:
+    lane = backward(_wanted(X, Z), [False, True])
+    assert not short(lane.at(0))
+    nothing, gradient = carry(lane, [None, Z])
+    assert nothing is None
+    assert torch.equal(gradient, Z)
+
+
+def test_microbatches_of_one_shape_have_a_line_in_common_and_a_berth_each() -> None:
+    small, large = detach_outputs(X[:2])[0], detach_outputs(X)[0]
+    lane, _ = forward(large, large, small)
+    for k in range(3):
+        assert lane.at(k) == lane.at(k)
+    lines = [berth.line for berth in lane.in_flight.values()]
+    assert lines[0] is lines[1] is not lines[2]
+    first, second = lane.at(0), lane.at(1)
+    first.send(large)
+    second.send(large._replace(leaves=[X + 1]))
+    for passage in (first, second):
+        assert passage.sent is not None
+        passage.sent()
+        assert passage.post is not None
+        passage.post()
+    first.land()
+    second.land()
+    assert torch.equal(second.take().leaves[0], X + 1)
+    assert torch.equal(first.take().leaves[0], X)
+
+
+@pytest.mark.parametrize("when", ["send", "sent", "post", "land"])
+def test_a_broken_channel_is_named_and_nothing_of_it_is_held(when: str) -> None:
+    message, _ = detach_outputs(X)
+    lane, ends = forward(message)
+    passage = lane.at(0)
+    before = {"sent": partial(passage.send, message), "land": passage.post}.get(when)
+    if before is not None:
+        before()
+    work = None if before is None else weakref.ref(lane.in_flight[0].work)
+    ends.broken = True
+    call = partial(passage.send, message) if when == "send" else getattr(passage, when)
+    with pytest.raises(ChannelError, match="the channel with rank 1 broke: connection closed by peer") as caught:
+        call()
+    gc.collect()
+    assert work is None or work() is None, "the error's frames hold the connection"
+    assert caught.value.peer == 1
+
+
+def test_a_closed_lane_holds_nothing() -> None:
+    message, _ = detach_outputs(X)
+    lane, _ = forward(message)
+    lane.at(0).send(message)
+    lane.close()
+    assert (lane.in_flight[0].work, lane.in_flight[0].tensor) == (None, None)

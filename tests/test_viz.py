@@ -1,0 +1,178 @@
+"""The picture of a schedule: what it shows, and that it fits."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from penstock import viz
+from penstock.schedule.registry import build
+from penstock.schedule.simulate import Costs, Simulation, simulate
+from tests.schedule.zoo import VARIANTS, label, staircase
+
+
+def simulated(name: str, p: int, m: int, v: int | None = None, **costs: float) -> Simulation:
+    schedule = build(name, p, m, v)
+    return simulate(schedule, Costs.per_rank(v=schedule.num_stages // p, **costs))
+
+
+def chart(text: str) -> list[str]:
+    """The rows of the picture, without title, axis and what follows."""
+    lines = text.splitlines()[2:]
+    return lines[: lines.index("") - 1]
+
+
+def test_the_whole_picture() -> None:
+    text = viz.to_text_lines(simulated("1f1b", 2, 3), width=80)
+    assert text.splitlines() == [
+        "1f1b: 2 ranks, 2 stages, 3 micro-batches",
+        "",
+        "rank 0  F0--F1--········B0------F2--B1------····B2------",
+        "rank 1  ····F0--B0------F1--B1------F2--B2------········",
+        "        0                   5                   10",
+        "",
+        "F forward  B backward  · idle",
+        "",
+        "rank  stages  busy   idle  in flight  activations  deferred W",
+        "   0  0          9  25.0%          2            2           0",
+        "   1  1          9  25.0%          1            1           0",
+        "",
+        "bubble 25.0%   simulated time 12",
+    ]
+
+
+def test_numbers_go_below_where_they_do_not_fit_beside() -> None:
+    assert chart(viz.to_text_lines(simulated("zb_h1", 2, 8), 40)) == [
+        "rank 0  FF·IWFIWFIWFIWFIWFIWFIWIW",
+        "        01 0021132243354465576677",
+        "rank 1  ·FIFIWFIWFIWFIWFIWFIWFIWW",
+        "         001102213324435546657767",
+    ]
+
+
+def test_mixed_kinds_of_backward() -> None:
+    simulation = simulate(staircase("F0 F1 I0 W0 B1", "F0 I0 W0 F1 B1"))
+    assert chart(viz.to_text_lines(simulation, 60)) == [
+        "rank 0  F0--F1--····I0--W0--········B1------",
+        "rank 1  ····F0--I0--W0--F1--B1------········",
+    ]
+
+
+def test_lower_case_marks_the_second_stage_of_a_rank() -> None:
+    rows = chart(viz.to_text_lines(simulated("interleaved", 2, 2, 2), 80))
+    assert rows[0].startswith("rank 0  F0--F1--f0--f1--")
+    text = viz.to_text_lines(simulated("interleaved", 2, 2, 2), 80)
+    assert "lower case: every second stage of a rank" in text
+    assert "lower case" not in viz.to_text_lines(simulated("1f1b", 2, 2), 80)
+
+
+def test_zero_bubble_shows_both_bubbles() -> None:
+    assert "without a barrier between steps 0.0%" in viz.to_text_lines(simulated("zb_h2", 4, 8), 80)
+    assert "without" not in viz.to_text_lines(simulated("1f1b", 4, 8), 80)
+
+
+SIZES = [(1, 1), (2, 3), (4, 8), (4, 12), (4, 120), (12, 7), (16, 40)]
+
+
+@pytest.mark.parametrize(("name", "v"), VARIANTS, ids=label)
+@pytest.mark.parametrize("width", [60, 80, 133])
+def test_nothing_is_wider_than_asked(name: str, v: int | None, width: int) -> None:
+    for p, m in SIZES:
+        for comm in (0.0, 0.13):
+            simulation = simulated(name, p, m, v, comm=comm)
+            for text in (viz.to_text_lines(simulation, width), viz.to_rich(simulation, width).plain):
+                assert max(map(len, text.splitlines())) <= width
+                assert f"rank {p - 1}" in text
+
+
+@pytest.mark.parametrize(("name", "v"), VARIANTS, ids=label)
+def test_every_action_is_shown_where_there_is_room(name: str, v: int | None) -> None:
+    simulation = simulated(name, 3, 4, v)
+    shown = "".join(viz.to_text_lines(simulation, 1000).splitlines()[2:5]).upper()
+    for order in simulation.schedule.orders:
+        for action in order:
+            assert f"{action.kind}{action.microbatch}-" in shown
+    assert sum(shown.count(f"{kind}{k}") for kind in "FBIWR" for k in range(4)) == sum(
+        len(order) for order in simulation.schedule.orders
+    )
+
+
+def test_many_actions_in_a_column_keep_their_share() -> None:
+    """1F1B with 1000 micro-batches in 72 columns: a third of it is forward, as in the schedule."""
+    row = chart(viz.to_text_lines(simulated("1f1b", 4, 1000), 80))[3][8:]
+    assert len(row) == 72
+    assert row.count("F") == pytest.approx(24, abs=1)
+    assert row.count("B") == pytest.approx(48, abs=1)
+
+
+def test_work_of_no_length_takes_no_room() -> None:
+    assert chart(viz.to_text_lines(simulated("zb_h1", 1, 2, w=0), 80)) == ["rank 0  F0--I0--F1--I1--"]
+    assert "simulated time 0" in viz.to_text_lines(simulated("1f1b", 2, 2, f=0, i=0, w=0), 80)
+
+
+def test_stages_that_do_not_fit_are_cut() -> None:
+    text = viz.to_text_lines(simulated("looped_bfs", 4, 2, 24), 80)
+    assert any(line.startswith("   0  0 4 8 12 ") and "…" in line for line in text.splitlines())
+
+
+def test_colours_say_the_kind_and_shades_the_stage() -> None:
+    text = viz.to_rich(simulated("interleaved", 2, 2, 2), 80)
+    styles = {str(span.style) for span in text.spans}
+    assert {"bright_white on color(25)", "black on color(153)"} <= styles  # forward: first and second stage
+    assert {"bright_white on color(28)", "black on color(157)"} <= styles  # backward
+    assert "rank 0  0   1   0   1   " in text.plain
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = simulated("1f1b", 2, 3)
+    plain = viz.to_text_lines(simulation, 80) + "\n"
+    terminal, pipe = Terminal(), io.StringIO()
+    viz.print_schedule(simulation, terminal)
+    viz.print_schedule(simulation, pipe)
+    assert "\x1b[" in terminal.getvalue()
+    assert pipe.getvalue() == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    viz.print_schedule(simulation, terminal := Terminal())
+    assert terminal.getvalue() == plain
+
+
+def test_coloured_lines_do_not_wrap() -> None:
+    simulation = simulated("zbv", 4, 8)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="256")
+    text = viz.to_rich(simulation, 80)
+    with console.capture() as capture:
+        console.print(text)
+    assert len(capture.get().splitlines()) == len(text.plain.splitlines())
+
+
+def test_without_rich_there_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    simulation = simulated("1f1b", 2, 3)
+    viz.print_schedule(simulation, terminal := Terminal())
+    assert terminal.getvalue() == viz.to_text_lines(simulation, 80) + "\n"
+
+
+def test_a_file_without_dots_gets_points() -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    viz.print_schedule(simulated("looped_bfs", 4, 2, 24), file)
+    file.flush()
+    assert b". idle" in raw.getvalue()

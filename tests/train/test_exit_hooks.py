@@ -1,0 +1,179 @@
+"""A program may end anywhere. The other ranks hear of it, and why; and a program that just ends bothers nobody.
+
+rank 0   step  optimizer.step()  step ~~ ✗ rank 1: ValueError: the optimizer failed, with the traceback
+rank 1   step  optimizer.step() ✗          the process ends with this exception
+rank 2   step  optimizer.step()  step ~~ ✗ the same
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import penstock as ps
+from penstock.engine.failure import watch
+from tests.support.endings import Ended, run_processes, run_programs
+from tests.support.models import batch, mlp
+from tests.support.ranks import Ranks
+from tests.train.test_distributed_failures import pipeline
+
+PROGRAM = """
+import sys, time
+import torch, torch.nn.functional as F
+import penstock as ps
+from torch import nn
+
+class Fails(torch.optim.SGD):
+    def step(self):
+        raise ValueError("the optimizer failed")
+
+def main(how, at):
+    mesh = ps.Mesh()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    pipe = ps.Pipeline(ps.split(model, stages=3), F.mse_loss, microbatches=4, mesh=mesh)
+    fails = how != "end" and mesh.rank == at
+    optimizer = (Fails if how == "raise" and fails else torch.optim.SGD)(pipe.parameters(), lr=0.1)
+    for step in range(1000 if how != "end" else 3):
+        try:
+            pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+        except ps.PipelineError:
+            print(f"heard after {time.time() - float(open(sys.argv[3]).read()):.1f} s", flush=True)
+            raise
+        if fails:
+            open(sys.argv[3], "w").write(str(time.time()))
+            if how == "exit":
+                sys.exit(3)
+        optimizer.step()
+        optimizer.zero_grad()
+    time.sleep(mesh.rank)
+    print("done")
+
+main(sys.argv[1], int(sys.argv[2]))
+"""
+
+
+def run(how: str, at: int, when: Any) -> list[Ended]:
+    return run_programs(PROGRAM, 3, how, str(at), str(when))
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_exception_in_the_optimizer_reaches_every_rank(at: int, tmp_path: Any) -> None:
+    """Of the first rank too, which keeps the store, and takes it away with it."""
+    ended = run("raise", at, tmp_path / "when")
+    own = ended.pop(at)
+    assert own.code == 1
+    assert own.text.count("ValueError: the optimizer failed") == 1
+    for other in ended:
+        assert other.code == 1
+        assert f"PipelineError: rank {at}: ValueError: the optimizer failed" in other.text
+        assert f"On rank {at}:" in other.text
+        assert "in step" in other.text
+        (heard,) = [line for line in other.text.splitlines() if line.startswith("heard after")]
+        assert float(heard.split()[2]) < 10
+
+
+def test_a_program_that_exits_is_named(tmp_path: Any) -> None:
+    ended = run("exit", 1, tmp_path / "when")
+    assert ended.pop(1) == Ended(3, "")
+    for other in ended:
+        assert other.code == 1
+        assert "PipelineError: rank 1: it has closed its pipeline, or ended, while others still use it" in other.text
+
+
+def test_programs_that_end_without_closing_their_pipelines_end_in_peace() -> None:
+    """The first one ends first, and the store with it; the others have nothing to say to that."""
+    assert run("end", -1, "") == [Ended(0, "done\n")] * 3
+
+
+# ── processes of multiprocessing, which handle their exceptions themselves ───────────────────────────────────────
+
+
+def trains(rank: int, how: str) -> None:
+    torch.set_num_threads(1)
+    pipe = ps.Pipeline(ps.split(mlp(), stages=3), F.mse_loss, microbatches=4, mesh=ps.Mesh())
+    for step in range(1000):
+        pipe.step(batch(), batch())
+        if rank == 1 and step == 1:
+            if how == "raise":
+                raise ValueError("in a child")
+            if how == "spawn":
+                as_spawned()
+            return
+        time.sleep(0.01)
+
+
+def as_spawned() -> None:
+    """How ``torch.multiprocessing.spawn`` ends a process that has failed."""
+    try:
+        raise ValueError("in a child")
+    except ValueError:
+        sys.exit(1)
+
+
+@pytest.mark.parametrize("how", ["raise", "spawn", "return"])
+def test_children_say_how_they_end(how: str) -> None:
+    ended = run_processes(trains, 3, how)
+    own = ended.pop(1)
+    assert own.code == (0 if how == "return" else 1)
+    says = "ValueError: in a child" if how != "return" else "it has closed its pipeline, or ended"
+    for other in ended:
+        assert other.code == 1
+        assert f"PipelineError: rank 1: {says}" in other.text
+        assert ("On rank 1:\nTraceback" in other.text) == (how != "return")
+
+
+# ── the hooks ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def hooks(rank: int) -> None:
+    """The hook is in place while there is a pipeline, once for all of them, and gone with the last one."""
+    before = sys.excepthook
+    with pipeline(mlp()):
+        during = sys.excepthook
+        assert during is not before
+        with pipeline(mlp()):
+            assert sys.excepthook is during
+        assert sys.excepthook is during
+    assert sys.excepthook is before
+
+
+def hooked_on_top(rank: int) -> None:
+    """Somebody else's hook that leads to ours stays, and everything still comes to an end."""
+    before, seen = sys.excepthook, []
+    with pipeline(mlp()):
+        ours = sys.excepthook
+        sys.excepthook = theirs = lambda *args: (seen.append(args), ours(*args))
+    try:
+        assert sys.excepthook is theirs
+        with pipeline(mlp()):
+            assert sys.excepthook is theirs
+    finally:
+        sys.excepthook = before
+        watch._previous_excepthook = None
+
+
+def test_the_hook_comes_and_goes_with_the_pipelines(two: Ranks) -> None:
+    two.check(hooks)
+    two.check(hooked_on_top)
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (None, False),
+        (ValueError(), True),
+        (KeyboardInterrupt(), True),
+        (SystemExit(), False),
+        (SystemExit(0), False),
+        (SystemExit(2), True),
+        (SystemExit("no"), True),
+        (GeneratorExit(), False),
+    ],
+)
+def test_what_counts_as_a_failure(error: BaseException | None, failed: bool) -> None:
+    assert watch.is_failed_exit(error) is failed
