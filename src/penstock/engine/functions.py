@@ -61,7 +61,7 @@ class FunctionCrew(FailureGuard):
         self.watch = rendezvous.watch
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         try:
-            self.watch.doing.homes = self.ranks
+            self.watch.status.stage_ranks = self.ranks
             rendezvous.compare({**versions(), "schedule": source.name, "device": place.device.type})
             self.watch.limit(stuck_after, timeout)
             self._connect(place, source, edges)
@@ -70,18 +70,20 @@ class FunctionCrew(FailureGuard):
             raise
 
     def _connect(self, place: MeshCoordinates, source: ScheduleProvider, edges: list[tuple[int, int]]) -> None:
-        host, device, doing = torch.device("cpu"), place.device, self.watch.doing
+        host, device, status = torch.device("cpu"), place.device, self.watch.status
         self.connections = Connections(place, self.watch, WaitTimer())
         self.control = ControlChannel(
-            self.connections.group("control", range(len(self.ranks)), host), self.ranks, doing
+            self.connections.group("control", range(len(self.ranks)), host), self.ranks, status
         )
-        quiet = wires = self.connections.wires(edges, source.placement, "", device)
+        quiet = endpoints = self.connections.endpoints(edges, source.placement, "", device)
         if uses_nccl(device):
-            quiet = self.connections.wires(edges, source.placement, "quiet ", host)
+            quiet = self.connections.endpoints(edges, source.placement, "quiet ", host)
         self.stage = _FunctionStage(self.rank, device, last=self.rank == len(self.ranks) - 1)
         stages = {self.rank: self.stage}
-        self.jobs = ProgramCache(edges, source.placement, self.rank, device, stages, source, wires, quiet, dynamic=True)
-        doing.phase = NEXT_BATCH
+        self.jobs = ProgramCache(
+            edges, source.placement, self.rank, device, stages, source, endpoints, quiet, dynamic=True
+        )
+        status.phase = NEXT_BATCH
 
     def run(
         self, forward: Forward, backward: Backward | None, own: Sequence[Any], microbatches: int, *, training: bool
@@ -96,15 +98,15 @@ class FunctionCrew(FailureGuard):
     def _run(
         self, forward: Forward, backward: Backward | None, own: Sequence[Any], microbatches: int, training: bool
     ) -> Any:
-        doing, stage = self.watch.doing, self.stage
-        doing.phase = NEXT_BATCH
+        status, stage = self.watch.status, self.stage
+        status.phase = NEXT_BATCH
         share, rows = _cut(own, microbatches, training)
         count = _agree(self.ranks, self.control.gather(share))
         job = self.jobs.of(StepHeader(-1, training, caller_context(), (1,) * count, ()))
         leaves, spec = flatten(())
         job.ends.inputs = [Message([*leaves], spec, ()) for _ in range(count)]
         stage.begin(forward, backward, rows[:count] or [[]] * count)
-        doing.runner, doing.phase = job.runner, REDUCE_GRADS
+        status.runner, status.phase = job.runner, REDUCE_GRADS
         try:
             with torch.set_grad_enabled(training):
                 job.runner.run()
