@@ -163,7 +163,7 @@ def measure_costs(
 
 def _line(model: nn.Module | LayerChain | Plan) -> LayerChain:
     if isinstance(model, Plan):
-        return model.attached()
+        return model.require_chain()
     return model if isinstance(model, LayerChain) else chain_of(model)
 
 
