@@ -11,9 +11,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from penstock._torch import pytree
 from penstock.engine.microbatch import batch_size, scatter, split_targets
 from penstock.errors import PlanError
 from penstock.profile.analytic import Hardware, get_hardware

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from penstock._torch import pytree
 from penstock.errors import PlanError
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.plan import Plan, run_stages

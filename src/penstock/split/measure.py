@@ -15,9 +15,9 @@ from operator import add
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from penstock._torch import pytree
 from penstock.errors import PlanError
 from penstock.split.chain import LayerChain, build_plan
 from penstock.split.sample import accelerators_of, backward_roots, preserve_state, sample_arguments, temporary_copies

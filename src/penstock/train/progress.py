@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock._torch import default_store
 from penstock.errors import PlanError
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.train.launch import is_initialized, is_rank0
@@ -224,7 +225,7 @@ class _BubbleExchange:
         self.told: list[float | None] = []  # what was read last, and when
         self.read_at = -math.inf
         if is_initialized():
-            self.store = PrefixStore(f"penstock/progress/{_num_loops}", dist.distributed_c10d._get_default_store())
+            self.store = PrefixStore(f"penstock/progress/{_num_loops}", default_store())
             self.rank = dist.get_rank()
             self.silent = set(range(dist.get_world_size())) - {self.rank}  # the ranks that were not heard of yet
             self.others: list[int] = []
