@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock._torch import unsafe_view
 from penstock.engine.channel.base import WaitTimer
 from penstock.engine.channel.control import ControlChannel
 from penstock.engine.channel.groups import uses_nccl
@@ -38,8 +39,6 @@ __all__ = ["FunctionCrew"]
 
 Forward = Callable[[int, Any, Sequence[Any]], Any]
 Backward = Callable[[Any, Any], Any]
-
-_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 
 class FunctionCrew(FailureGuard):
@@ -256,7 +255,7 @@ def _alone(value: Any) -> Any:
     """A part of an input apart from its other parts: one that is changed in place must not spoil what others saved."""
     leaves, spec = flatten(value)
     apart = [
-        _unsafe_view(leaf, leaf.shape) if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
+        unsafe_view(leaf, leaf.shape) if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
         for leaf in leaves
     ]
     return unflatten(apart, spec)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock._torch import gloo_options
 from penstock.engine.failure.sockets import PipelineSockets
 
 __all__ = ["Group", "open_group", "uses_nccl"]
@@ -43,7 +44,7 @@ def open_group(sockets: PipelineSockets, name: str, ranks: Sequence[int], rank: 
             group = dist.ProcessGroupNCCL(store, index, len(ranks), options)
         sockets.nccl.append(group)
         return group
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = gloo_options()
     options._devices = [sockets.device]
     options._timeout = sockets.timeout
     options._threads = 1
