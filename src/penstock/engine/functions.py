@@ -62,7 +62,7 @@ class FunctionCrew(FailureGuard):
         try:
             self.watch.status.stage_ranks = self.ranks
             rendezvous.compare({**versions(), "schedule": source.name, "device": place.device.type})
-            self.watch.limit(stuck_after, timeout)
+            self.watch.set_limits(stuck_after, timeout)
             self._connect(place, source, edges)
         except BaseException as error:
             rendezvous.cancel(error)
