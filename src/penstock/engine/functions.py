@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock._torch import unsafe_view
 from penstock.engine.channel.base import WaitTimer
 from penstock.engine.channel.control import ControlChannel
 from penstock.engine.channel.groups import uses_nccl
@@ -39,8 +40,6 @@ __all__ = ["FunctionCrew"]
 Forward = Callable[[int, Any, Sequence[Any]], Any]
 Backward = Callable[[Any, Any], Any]
 
-_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-
 
 class FunctionCrew(FailureGuard):
     """This rank's functions, and its channels to the ranks before and after it. All ranks make it, and run it."""
@@ -61,7 +60,7 @@ class FunctionCrew(FailureGuard):
         self.watch = rendezvous.watch
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         try:
-            self.watch.doing.homes = self.ranks
+            self.watch.status.stage_ranks = self.ranks
             rendezvous.compare({**versions(), "schedule": source.name, "device": place.device.type})
             self.watch.limit(stuck_after, timeout)
             self._connect(place, source, edges)
@@ -70,18 +69,20 @@ class FunctionCrew(FailureGuard):
             raise
 
     def _connect(self, place: MeshCoordinates, source: ScheduleProvider, edges: list[tuple[int, int]]) -> None:
-        host, device, doing = torch.device("cpu"), place.device, self.watch.doing
+        host, device, status = torch.device("cpu"), place.device, self.watch.status
         self.connections = Connections(place, self.watch, WaitTimer())
         self.control = ControlChannel(
-            self.connections.group("control", range(len(self.ranks)), host), self.ranks, doing
+            self.connections.group("control", range(len(self.ranks)), host), self.ranks, status
         )
-        quiet = wires = self.connections.wires(edges, source.placement, "", device)
+        quiet = endpoints = self.connections.endpoints(edges, source.placement, "", device)
         if uses_nccl(device):
-            quiet = self.connections.wires(edges, source.placement, "quiet ", host)
+            quiet = self.connections.endpoints(edges, source.placement, "quiet ", host)
         self.stage = _FunctionStage(self.rank, device, last=self.rank == len(self.ranks) - 1)
         stages = {self.rank: self.stage}
-        self.jobs = ProgramCache(edges, source.placement, self.rank, device, stages, source, wires, quiet, dynamic=True)
-        doing.phase = NEXT_BATCH
+        self.jobs = ProgramCache(
+            edges, source.placement, self.rank, device, stages, source, endpoints, quiet, dynamic=True
+        )
+        status.phase = NEXT_BATCH
 
     def run(
         self, forward: Forward, backward: Backward | None, own: Sequence[Any], microbatches: int, *, training: bool
@@ -96,15 +97,15 @@ class FunctionCrew(FailureGuard):
     def _run(
         self, forward: Forward, backward: Backward | None, own: Sequence[Any], microbatches: int, training: bool
     ) -> Any:
-        doing, stage = self.watch.doing, self.stage
-        doing.phase = NEXT_BATCH
+        status, stage = self.watch.status, self.stage
+        status.phase = NEXT_BATCH
         share, rows = _cut(own, microbatches, training)
         count = _agree(self.ranks, self.control.gather(share))
         job = self.jobs.of(StepHeader(-1, training, caller_context(), (1,) * count, ()))
         leaves, spec = flatten(())
         job.ends.inputs = [Message([*leaves], spec, ()) for _ in range(count)]
         stage.begin(forward, backward, rows[:count] or [[]] * count)
-        doing.runner, doing.phase = job.runner, REDUCE_GRADS
+        status.runner, status.phase = job.runner, REDUCE_GRADS
         try:
             with torch.set_grad_enabled(training):
                 job.runner.run()
@@ -254,7 +255,7 @@ def _alone(value: Any) -> Any:
     """A part of an input apart from its other parts: one that is changed in place must not spoil what others saved."""
     leaves, spec = flatten(value)
     apart = [
-        _unsafe_view(leaf, leaf.shape) if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
+        unsafe_view(leaf, leaf.shape) if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
         for leaf in leaves
     ]
     return unflatten(apart, spec)
