@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd import profiler
 from torch.profiler import record_function
 
+from penstock._torch import profiler_enabled
 from penstock.engine.channel.base import Channel
 from penstock.engine.failure.status import Progress
 from penstock.engine.message import Message, merge_messages
@@ -184,7 +184,7 @@ class Runner:
 
     def named(self) -> Sequence[Call]:
         """The calls; while torch's profiler is on, each is a range with the name of its action."""
-        if not profiler._is_profiler_enabled:
+        if not profiler_enabled():
             return self.calls
         return [
             partial(_profiled, str(instruction), call)

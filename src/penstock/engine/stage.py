@@ -14,7 +14,7 @@ are edges out of the stage. The stage does not know where messages come from or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 
+from penstock._torch import run_backward, unsafe_view
 from penstock.engine.forward_context import MicroBatch, forward_state
 from penstock.engine.loss import LossAndOutputs
 from penstock.engine.message import (
@@ -179,8 +180,6 @@ def forward_contexts(
 
 
 # torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
-_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
-_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _NO_MODE = object()
 
 
@@ -302,7 +301,7 @@ class StageEngine:
             careful = self.mode is not self.no_input_mutation_in
             if careful:
                 for i, leaf in zip(wants, inputs, strict=True):
-                    leaves[i] = _unsafe_view(leaf, leaf.shape)
+                    leaves[i] = unsafe_view(leaf, leaf.shape)
         if shared and torch.is_inference_mode_enabled():
             for i in shared:
                 leaves[i] = version_counted(leaves[i])
@@ -378,10 +377,10 @@ class StageEngine:
                 roots, grads = _drop_missing_grads(roots, grads)
                 break
         if roots and self.norms is None:
-            _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
+            run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         elif roots and self.norms is not None:
             with self.norms.quiet:  # a checkpoint of the user's may run a forward in here
-                _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
+                run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         if len(inputs) == 1:
             (leaf,) = inputs
             slot.grads = (leaf.grad,)
@@ -421,7 +420,7 @@ class StageEngine:
             found = [None] * len(targets)
         else:
             with nullcontext() if self.norms is None else self.norms.quiet:
-                found = list(_run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
+                found = list(run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
         slot.grads = found[: len(slot.inputs)]
         if slot.shares:
             slot.rows = split_grads(slot.grads, slot.shares)

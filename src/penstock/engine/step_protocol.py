@@ -123,7 +123,7 @@ class StepProtocol:
         self.stages = stages
         self.plan = plan
         self.dynamic = dynamic
-        model = plan.attached().model
+        model = plan.require_chain().model
         # What is frozen and what is in training mode, in the whole model: a script does the same on every rank.
         self.parameters = list(model.parameters())
         self.modules = list(model.modules())

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import penstock as ps
-from penstock._torch import ddp_comm_hooks
+from penstock._torch import ddp_comm_hooks, queue_callback
 from penstock.compat.torchdistpackage.topology import tpc
 
 __all__ = ["NaiveDDP", "NativeScalerPP", "clip_grad_norm_", "defer_reduction"]
@@ -96,7 +96,7 @@ class NaiveDDP(nn.Module):
     def _on_grad(self, parameter: Tensor) -> None:
         if self.require_backward_grad_sync and not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+            queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         self._in_backward = False

@@ -7,16 +7,16 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import penstock as ps
+from penstock._torch import BatchNorm
 
 __all__ = ["DeferredBatchNorm"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """Normalises micro-batches by their own statistics and updates the running statistics once per ``chunks`` of them.
 
     In a ``GPipe`` the pipeline updates them at the end of each mini-batch, whatever its number of micro-batches.
@@ -80,7 +80,7 @@ class DeferredBatchNorm(_BatchNorm):
 def _convert(module: M, chunks: int, converted: dict[int, nn.Module]) -> M:
     result: nn.Module = module
     deferred = isinstance(module, DeferredBatchNorm) and module.chunks == chunks
-    if isinstance(module, _BatchNorm) and module.track_running_stats and not deferred:
+    if isinstance(module, BatchNorm) and module.track_running_stats and not deferred:
         if id(module) not in converted:
             new = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, chunks)
             new._parameters.update(module._parameters)

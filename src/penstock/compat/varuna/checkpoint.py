@@ -42,7 +42,7 @@ class Cuts:
 
     @classmethod
     def of(cls, plan: ps.Plan) -> Cuts:
-        chain = plan.attached()
+        chain = plan.require_chain()
         first: dict[int, str] = {}
         saved_as: dict[str, str] = {}
         cut_of: dict[str, int] = {}

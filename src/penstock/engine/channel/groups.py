@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock._torch import gloo_options
 from penstock.engine.failure.sockets import PipelineSockets
 
 __all__ = ["Group", "open_group", "uses_nccl"]
@@ -43,7 +44,7 @@ def open_group(lines: PipelineSockets, name: str, ranks: Sequence[int], rank: in
             group = dist.ProcessGroupNCCL(place, me, len(ranks), options)
         lines.nccl.append(group)
         return group
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = gloo_options()
     options._devices = [lines.device]
     options._timeout = lines.timeout
     options._threads = 1
