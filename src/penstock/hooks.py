@@ -3,8 +3,8 @@
 Training scripts do not need them. Like the names of ``penstock`` itself they are public and documented.
 
 - ``tree_flatten``, ``tree_unflatten``: nested tuples, lists and dicts of tensors;
-- ``LayerChain``, ``chain_of``, ``marked_chain``, ``trunk_chain``, ``WholeModelChain``, ``build_plan``: from a model to its
-  layers, and from groups of layers to a ``Plan``;
+- ``LayerChain``, ``chain_of``, ``marked_chain``, ``trunk_chain``, ``WholeModelChain``, ``build_plan``: from a model to
+  its layers, and from groups of layers to a ``Plan``;
 - ``partition``: balanced groups of consecutive costs;  ``parse_bytes``: a size such as ``"16GiB"``;
 - ``cut_points``, ``begin_block_of``, ``remove_begin_block``, ``mentions_marks``, ``recorder``: the marks of a model;
 - ``bind_arguments``: a call's arguments by name;

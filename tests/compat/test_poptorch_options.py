@@ -147,8 +147,7 @@ def test_what_is_about_the_ipu_is_accepted(monkeypatch: pytest.MonkeyPatch) -> N
     options = poptorch.Options()
     monkeypatch.setattr("penstock.compat.poptorch.options._warned", set())
     with pytest.warns(UserWarning, match="has no effect here") as seen:
-        for accept in (*ACCEPTED, *ACCEPTED):
-            assert accept(options) is not None
+        assert all(accept(options) is not None for accept in (*ACCEPTED, *ACCEPTED))
     told = [str(warning.message) for warning in seen]
     assert "poptorch.Options: autoRoundNumIPUs has no effect here" in told
     assert len(set(told)) == len(told)  # once for each

@@ -60,16 +60,17 @@ def install(*systems: str) -> None:
                 sys.modules[path.removeprefix(f"{__name__}.")] = module
 
 
-def publish(package: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
-    """Create submodules of ``package`` with the given contents: ``{"nn.pipe": {"Pipe": Pipe}}``.
+def publish(package: str, names: Mapping[str, Any], modules: Mapping[str, str]) -> None:
+    """Create submodules of ``package`` from a table such as ``{"nn.pipe": "AsyncPipe Pipe"}``.
 
     Facades are implemented in few files; the libraries' other module paths exist in ``sys.modules`` only.
     """
-    for path, names in modules.items():
+    for path, listed in modules.items():
         name = f"{package}.{path}"
         parent, _, child = name.rpartition(".")
         module = ModuleType(name, f"The names of ``{path}``.")
-        module.__dict__.update(names, __path__=[], __all__=[n for n in names if not n.startswith("__")])
+        public = [entry for entry in listed.split() if not entry.startswith("__")]
+        module.__dict__.update({entry: names[entry] for entry in listed.split()}, __path__=[], __all__=public)
         sys.modules[name] = module
         sys.modules[parent].__dict__.setdefault(child, module)  # a function of the same name stays
 

@@ -126,7 +126,7 @@ class Skippable:
 
     _skip_stash: ClassVar[tuple[str, ...]] = ()
     _skip_pop: ClassVar[tuple[str, ...]] = ()
-    _skip_namespaces: Mapping[str, Namespace] = {}
+    _skip_namespaces: Mapping[str, Namespace | None] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -15,30 +15,29 @@ def _no_attribute(name: str) -> NoReturn:
     )
 
 
-def _names(module: object) -> dict[str, object]:
-    return {name: getattr(module, name) for name in module.__all__}  # type: ignore[attr-defined]
-
-
-_flags = {"is_checkpointing": torchgpipe.is_checkpointing, "is_recomputing": torchgpipe.is_recomputing}
-_types = {name: getattr(pipe, name) for name in ("InputDevice", "LazyModule", "TensorOrTensors", "Tensors")}
+_modules = (torchgpipe, balance, batchnorm, microbatch, skip, pipe, model_parallel)
+_names = {name: entry for module in _modules for name, entry in vars(module).items()}
+_names |= {"verify_module": pipe.verify_children, "__getattr__": _no_attribute}
+_parallel = " ".join(model_parallel.__all__)
 
 publish(
     __name__,
+    _names,
     {
-        "nn": {"Pipe": pipe.Pipe, "__getattr__": _no_attribute},
-        "nn.model_parallel": _names(model_parallel),
-        "nn.model_parallel.initialize": _names(model_parallel),
-        "nn.pipe": {"AsyncPipe": pipe.AsyncPipe, "LazyModule": pipe.LazyModule, "Pipe": pipe.Pipe, **_flags},
-        "nn.pipe.async_pipe": {"AsyncPipe": pipe.AsyncPipe},
-        "nn.pipe.balance": _names(balance),
-        "nn.pipe.balance.blockpartition": {"solve": balance.solve},
-        "nn.pipe.balance.profile": {"layerwise_sandbox": balance.layerwise_sandbox},
-        "nn.pipe.batchnorm": _names(batchnorm),
-        "nn.pipe.microbatch": _names(microbatch),
-        "nn.pipe.pipe": {"Pipe": pipe.Pipe, "verify_module": pipe.verify_children},
-        "nn.pipe.skip": _names(skip),
-        "nn.pipe.skip.namespace": {"Namespace": skip.Namespace},
-        "nn.pipe.skip.skippable": torchgpipe.SKIPPABLE,
-        "nn.pipe.types": _types,
+        "nn": "Pipe __getattr__",
+        "nn.model_parallel": _parallel,
+        "nn.model_parallel.initialize": _parallel,
+        "nn.pipe": "AsyncPipe LazyModule Pipe is_checkpointing is_recomputing",
+        "nn.pipe.async_pipe": "AsyncPipe",
+        "nn.pipe.balance": "balance_by_size balance_by_time balance_cost",
+        "nn.pipe.balance.blockpartition": "solve",
+        "nn.pipe.balance.profile": "layerwise_sandbox",
+        "nn.pipe.batchnorm": "DeferredBatchNorm",
+        "nn.pipe.microbatch": "Batch TensorOrTensors Tensors check gather scatter",
+        "nn.pipe.pipe": "Pipe verify_module",
+        "nn.pipe.skip": "Namespace pop skippable stash verify_skippables",
+        "nn.pipe.skip.namespace": "Namespace",
+        "nn.pipe.skip.skippable": "Skippable pop skippable stash verify_skippables",
+        "nn.pipe.types": "InputDevice LazyModule TensorOrTensors Tensors",
     },
 )

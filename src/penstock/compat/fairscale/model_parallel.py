@@ -6,18 +6,10 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "destroy_model_parallel",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_model_parallel_group",
-    "get_model_parallel_rank",
-    "get_model_parallel_src_rank",
-    "get_model_parallel_world_size",
-    "get_pipeline_parallel_group",
-    "get_pipeline_parallel_ranks",
-    "initialize_model_parallel",
-    "model_parallel_is_initialized",
+    *("destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized"),
+    *("get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_world_size"),
+    *("get_model_parallel_group", "get_model_parallel_rank", "get_model_parallel_world_size"),
+    *("get_model_parallel_src_rank", "get_pipeline_parallel_group", "get_pipeline_parallel_ranks"),
 ]
 
 _groups: dict[str, dist.ProcessGroup] = {}  # this process's group of each kind

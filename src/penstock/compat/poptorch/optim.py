@@ -163,7 +163,7 @@ class LAMB(Optimizer, _LambBase):
     _added = ("bias_correction", "loss_scaling", "max_weight_norm", *_MOMENT_TYPES, "max_grad_norm")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         corrected, max_norm = self._extras["bias_correction"] is not False, self._extras["max_weight_norm"]

@@ -318,7 +318,8 @@ class Options(Group):
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return _restore(type(self), copy.deepcopy(self._state(), memo))
+        restored: Self = _restore(type(self), copy.deepcopy(self._state(), memo))
+        return restored
 
     def __reduce__(self) -> Any:
         return _restore, (type(self), self._state())

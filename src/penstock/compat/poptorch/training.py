@@ -125,7 +125,7 @@ class OutputCollector:
                 else:
                     leaf = torch.stack(list(column)) if len(column) > 1 else leaf.clone()
                 leaf = leaf.cpu()
-                leaf.backward = _refuse_backward
+                leaf.backward = _refuse_backward  # type: ignore[method-assign]
             leaves.append(leaf)
         result = hooks.tree_unflatten(leaves, self.spec)
         self.reset()

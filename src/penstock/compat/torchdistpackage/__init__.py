@@ -1,63 +1,11 @@
 """TorchDistPackage's topology, pipelines and NaiveDDP on Penstock, at the import paths of both its generations."""
 
-import random
-import sys
 from typing import NoReturn
 
-import torch
-
 from penstock.compat import publish
-from penstock.compat.torchdistpackage.gradients import NaiveDDP, NativeScalerPP, clip_grad_norm_
-from penstock.compat.torchdistpackage.pipeline import (
-    CallableModule,
-    flat_and_partition,
-    flatten_model,
-    forward_backward,
-    forward_eval,
-    partition_balanced,
-    partition_uniform,
-)
-from penstock.compat.torchdistpackage.topology import (
-    ProcessTopology,
-    get_mp_ckpt_suffix,
-    is_using_pp,
-    setup_distributed,
-    setup_node_groups,
-    test_comm,
-    torch_parallel_context,
-    tpc,
-)
-
-__all__ = [
-    "CallableModule",
-    "NaiveDDP",
-    "NativeScalerPP",
-    "clip_grad_norm_",
-    "fix_rand",
-    "flat_and_partition",
-    "flatten_model",
-    "forward_backward",
-    "forward_eval",
-    "get_mp_ckpt_suffix",
-    "is_using_pp",
-    "partition_balanced",
-    "partition_uniform",
-    "setup_distributed",
-    "setup_node_groups",
-    "test_comm",
-    "torch_parallel_context",
-    "tpc",
-]
-
-
-def fix_rand(rank: int = 0, seed: int = 1024) -> None:
-    """Seed all generators, differently on each rank, and make cuDNN deterministic."""
-    random.seed(seed + rank)
-    torch.manual_seed(seed + rank)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed + rank)
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
+from penstock.compat.torchdistpackage.gradients import *  # noqa: F403
+from penstock.compat.torchdistpackage.pipeline import *  # noqa: F403
+from penstock.compat.torchdistpackage.topology import *  # noqa: F403
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -67,40 +15,30 @@ def __getattr__(name: str) -> NoReturn:
     )
 
 
-_clip = {"NativeScalerPP": NativeScalerPP, "clip_grad_norm_": clip_grad_norm_}
-_schedule = {"forward_backward": forward_backward, "forward_eval": forward_eval}
-_helper = {
-    "CallableModule": CallableModule,
-    "flat_and_partition": flat_and_partition,
-    "flatten_model": flatten_model,
-    "partition_balanced": partition_balanced,
-    "partition_uniform": partition_uniform,
-}
-_topology = {
-    "is_using_pp": is_using_pp,
-    "test_comm": test_comm,
-    "torch_parallel_context": torch_parallel_context,
-    "tpc": tpc,
-}
-_dist = {
-    "launch_from_slurm": {"setup_distributed": setup_distributed},
-    "model_parallel_ckpt": {"get_mp_ckpt_suffix": get_mp_ckpt_suffix},
-    "node_group": {"setup_node_groups": setup_node_groups},
-    "process_topo": {"ProcessTopology": ProcessTopology, **_topology},
-}
-_pipeline = {"clip_grad_parallel": _clip, "pipeline_helper": _helper, "pipeline_sched": _schedule}
+_clip = "NativeScalerPP clip_grad_norm_"
+_helper = "CallableModule flat_and_partition flatten_model partition_balanced partition_uniform"
+_schedule = "forward_backward forward_eval"
+_topology = "is_using_pp test_comm torch_parallel_context tpc"
 
 publish(
     __name__,
+    globals(),
     {
-        "utils": {"fix_rand": fix_rand},
-        "ddp": {"NaiveDDP": NaiveDDP},
-        "ddp.naive_ddp": {"NaiveDDP": NaiveDDP},
-        "dist": {**_topology, **{name: entry for names in _dist.values() for name, entry in names.items()}},
-        **{f"dist.{path}": names for path, names in _dist.items()},
-        "parallel": {**_clip, **_helper, **_schedule},
-        **{f"parallel.{path}": names for path, names in _pipeline.items()},
-        "parallel.pipeline_parallel": {**_clip, **_helper, **_schedule},
-        **{f"parallel.pipeline_parallel.{path}": names for path, names in _pipeline.items()},
+        "utils": "fix_rand",
+        "ddp": "NaiveDDP",
+        "ddp.naive_ddp": "NaiveDDP",
+        "dist": f"{_topology} setup_distributed get_mp_ckpt_suffix setup_node_groups",
+        "dist.launch_from_slurm": "setup_distributed",
+        "dist.model_parallel_ckpt": "get_mp_ckpt_suffix",
+        "dist.node_group": "setup_node_groups",
+        "dist.process_topo": f"ProcessTopology {_topology}",
+        "parallel": f"{_clip} {_helper} {_schedule}",
+        "parallel.clip_grad_parallel": _clip,
+        "parallel.pipeline_helper": _helper,
+        "parallel.pipeline_sched": _schedule,
+        "parallel.pipeline_parallel": f"{_clip} {_helper} {_schedule}",
+        "parallel.pipeline_parallel.clip_grad_parallel": _clip,
+        "parallel.pipeline_parallel.pipeline_helper": _helper,
+        "parallel.pipeline_parallel.pipeline_sched": _schedule,
     },
 )

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.hooks import tree_flatten, tree_unflatten
 from penstock.compat import unwrap_local_errors
 from penstock.compat.torchdistpackage.gradients import NaiveDDP, defer_reduction
 from penstock.compat.torchdistpackage.topology import tpc
+from penstock.hooks import tree_flatten, tree_unflatten
 
 __all__ = [
     "CallableModule",
@@ -59,7 +59,9 @@ def forward_backward(
     if optimizer is not None:
         optimizer.zero_grad()
     own = [*inputs] if isinstance(inputs, (list, tuple)) else [] if inputs is None else [inputs]
-    after = {NaiveDDP: partial(NaiveDDP.after_backwards, count=num_microbatches)}
+    after: dict[type[nn.Module], Callable[[Any], None]] = {
+        NaiveDDP: lambda wrapper: wrapper.after_backwards(num_microbatches)
+    }
     pipeline: FunctionPipeline = tpc.pipeline()
     with nullcontext() if forward_only else defer_reduction(after), unwrap_local_errors():
         return pipeline.run(fwd_fn, bwd_fn, own, num_microbatches, training=not forward_only)
@@ -261,15 +263,12 @@ def _split_inputs(own: Sequence[Any], microbatches: int, training: bool) -> tupl
             return _Share(training, microbatches, problem=problem), []
         samples += lengths[:1]
     count = min([microbatches, *samples])
-    rows: list[list[Any]] = []
-    for k in range(count):
-        # ``.data`` has its own version counter: changing one part in place does not affect the others.
-        part = partial(_map_tensors, function=lambda leaf, k=k: _part(leaf, count, k))
-        rows.append([part(value) for value in own])
+    rows = [[_map_tensors(value, partial(_part, count=count, index=k)) for value in own] for k in range(count)]
     return _Share(training, microbatches, tuple(samples)), rows
 
 
 def _part(leaf: Tensor, count: int, index: int) -> Tensor:
+    """One micro-batch of a tensor. ``.data`` has its own version counter: parts may be changed in place."""
     part = torch.tensor_split(leaf, count)[index] if leaf.dim() else leaf
     return part if part.requires_grad else part.data
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 import os
+import random
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ import penstock as ps
 
 __all__ = [
     "ProcessTopology",
+    "fix_rand",
     "get_mp_ckpt_suffix",
     "is_using_pp",
     "setup_distributed",
@@ -32,7 +35,7 @@ __all__ = [
 
 
 class ProcessTopology:
-    """The groups of this process by mode: the dimensions of the grid, ``model`` (all but ``data``), ``global``, MoE's."""
+    """The groups of this process by mode: the grid's dimensions, ``model`` (all but ``data``), ``global``, MoE's."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, list[list[int]]] = {}
@@ -206,6 +209,16 @@ def setup_node_groups(num_per_node: int = 8) -> dist.ProcessGroup:
             own = group
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def fix_rand(rank: int = 0, seed: int = 1024) -> None:
+    """Seed all generators, differently on each rank, and make cuDNN deterministic."""
+    random.seed(seed + rank)
+    torch.manual_seed(seed + rank)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed + rank)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
 
 
 def get_mp_ckpt_suffix() -> str:

@@ -14,4 +14,4 @@ from penstock.compat.varuna.varuna import Varuna as Varuna
 
 CutPoint = ps.CutPoint
 
-publish(__name__, {"auto_config": {"AutoConfig": AutoConfig}})
+publish(__name__, globals(), {"auto_config": "AutoConfig"})

@@ -66,7 +66,9 @@ class Cuts:
         """The files of these layers; where ``parts`` replicas share the work, those of replica ``part``."""
         unknown = [name for name in state if name not in self.saved_as]
         if unknown:
-            raise ps.PlanError(f"{unknown[0]} is neither a parameter nor a buffer of any cut: it cannot be saved by cuts")
+            raise ps.PlanError(
+                f"{unknown[0]} is neither a parameter nor a buffer of any cut: it cannot be saved by cuts"
+            )
         values: dict[str, Tensor] = {}
         for name, tensor in state.items():
             values.setdefault(self.saved_as[name], tensor)

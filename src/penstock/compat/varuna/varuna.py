@@ -32,8 +32,8 @@ class Varuna(nn.Module):
     """Trains a model that computes its loss, cut at some of its ``CutPoint``s, as ``stage_to_rank_map`` says.
 
     The third argument says how the model is called: a dict of keyword arguments (``dry_run_input``), or a function
-    ``get_batch_fn(size, device)`` that returns one. ``batch_size`` counts the samples of a mini-batch over all replicas,
-    ``chunk_size`` those of a micro-batch. This module's parameters are those of this rank's stage, under the model's
+    ``get_batch_fn(size, device)`` that returns one. ``batch_size`` is that of a mini-batch over all replicas,
+    ``chunk_size`` that of a micro-batch. This module's parameters are those of this rank's stage, under the model's
     names.
     """
 
@@ -73,7 +73,8 @@ class Varuna(nn.Module):
             kind = type(model).__name__
             raise ps.PlanError(f"{kind} has no CutPoint: it cannot be cut into {self.partitions} stages")
         if (get_batch_fn is None) == (dry_run_input is None):
-            raise ps.PlanError("say how the model is called: by dry_run_input, a dict, or by get_batch_fn(size, device)")
+            ways = "by dry_run_input, a dict, or by get_batch_fn(size, device)"
+            raise ps.PlanError(f"say how the model is called: {ways}")
         call = dry_run_input if get_batch_fn is None else get_batch_fn
         sample = call(1, device="cpu") if callable(call) else call
         plan = ps.split(model, stages=self.partitions, balance="uniform", sample=sample, shared_weights=shared_weights)
