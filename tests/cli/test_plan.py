@@ -94,7 +94,7 @@ def test_a_real_model_on_devices_that_are_not_here(models: str, capsys: pytest.C
         (["{models}:fails", "--devices", "2"], 1, "ValueError: on purpose (some_models.py, line 13)"),
         (["{models}:Takes", "--devices", "2"], 1, "failed when it was called without arguments: TypeError"),
         (["{models}:build", "--devices", "2", "--seconds", "0"], 2, "'0' is not a number of seconds above 0"),
-        (["{models}:build", "--devices", "2", "--measure", "-1"], 2, "--measure: '-1' is not a number of seconds"),
+        (["{models}:build", "--devices", "2", "--measure", "-1"], 2, "'--measure': '-1' is not a number of seconds"),
         (["{models}:build", "--devices", "2", "--tensor", "2"], 2, "--tensor is for a model that is described"),
         (["{models}:build", "--devices", "2", "--half-layers"], 2, "--half-layers is for a model that is described"),
         (["{models}:build", "--devices", "2", "--hardware", "h101"], 1, "did you mean 'h100'"),
@@ -110,4 +110,4 @@ def test_wrong_words(
     assert main(["plan", *(word.format(models=models) for word in words)]) == code
     said = capsys.readouterr().err
     assert message in said
-    assert said.startswith("usage:") or said.count("\n") == 1
+    assert said.count("\n") == 1

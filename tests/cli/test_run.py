@@ -254,9 +254,9 @@ def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_p
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "required: --stages, train.py"),
-        (["SCRIPT"], "required: --stages"),
-        (["--stages", "2"], "required: train.py"),
+        ([], "Missing argument 'train.py'"),
+        (["SCRIPT"], "Missing option '--stages'"),
+        (["--stages", "2"], "Missing argument 'train.py'"),
         (["--stages", "0", "SCRIPT"], "'0' is not a whole number from 1"),
         (["--stages", "x", "SCRIPT"], "'x' is not a whole number from 1"),
         (["--stages", "2", "none.py"], "there is no file 'none.py'"),
