@@ -52,7 +52,7 @@ class DeferredBatchNorm(BatchNorm):
         if self._counted is None:
             self._counted = Counted(self)
         again = is_recomputing()
-        with self._counted.quiet if again else self._counted.counting:
+        with self._counted.ignoring if again else self._counted.counting:
             output = super().forward(input)
         self.tracked += not again
         if self.tracked == self.chunks:
