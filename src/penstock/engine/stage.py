@@ -9,7 +9,7 @@ What a stage keeps between its forward and the end of its backward lives in a sl
 A micro-batch that is recomputed keeps its input alone; R runs the module once more to get inputs and roots.
 
 Where several edges meet, their messages are taken as one, and one output is parted into as many messages as there
-are edges out of the stage. The stage does not know where messages come from or go to: that is the lanes' business.
+are edges out of the stage. The stage does not know where messages come from or go to: that is the channels' business.
 """
 
 from __future__ import annotations

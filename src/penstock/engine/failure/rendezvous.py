@@ -77,7 +77,7 @@ class Rendezvous:
         keys = [f"facts/{self._times}/{rank}" for rank in range(len(self.ranks))]
         self.store.set(keys[self.rank], json.dumps(facts))
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
-        with self.watch.doing.waiting(others, "until this pipeline is begun by"):
+        with self.watch.status.waiting(others, "until this pipeline is begun by"):
             self._wait(keys)
         if not self.met:
             self.met = True
