@@ -39,7 +39,7 @@ from penstock.errors import PlanError
 from penstock.profile.costs import Link
 from penstock.train.mesh import Mesh
 
-__all__ = ["Links", "fit_link", "host_time_per_message", "local_link", "measure_links", "process_link"]
+__all__ = ["LinkError", "Links", "fit_link", "host_time_per_message", "local_link", "measure_links", "process_link"]
 
 
 # What messages take of the time of ranks that compute on the host, where sending and receiving is the host's work.
@@ -310,7 +310,16 @@ def _check(size: int, repeats: int) -> None:
 _PATIENCE = 120.0  # seconds: to import torch takes most of it, on a machine that is busy
 
 
-def process_link(device: str, ranks: int) -> Link:
+class LinkError(PlanError):
+    """The link between two processes could not be measured, for this ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        remedy = "Give link=, its latency and bandwidth, or costs="
+        super().__init__(f"the link between processes could not be measured: {reason}. {remedy}")
+        self.reason = reason
+
+
+def process_link(device: str, ranks: int, timeout: float = _PATIENCE) -> Link:
     """The link between two of ``ranks`` processes of this machine; over NCCL if they are to have GPUs."""
     # The store is here, on a port that the system gave it: no other program can take it in between.
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -326,22 +335,18 @@ def process_link(device: str, ranks: int) -> Link:
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
             started.append(process)
-        said, errors = started[0].communicate(timeout=_PATIENCE)
-        return Link(**json.loads(said.splitlines()[-1]))
+        output, errors = started[0].communicate(timeout=timeout)
+        if not output:
+            errors = errors.strip() or f"process 0 ended with exit code {started[0].returncode}"
+        return Link(**json.loads(output.splitlines()[-1]))
     except subprocess.TimeoutExpired as error:
-        raise _unknown(f"two processes have not done so within {_PATIENCE:.0f} s") from error
+        raise LinkError(f"none arrived within {timeout:.0f} s") from error
     except (OSError, ValueError, IndexError) as error:
-        raise _unknown((errors.strip() or str(error)).splitlines()[-1]) from error
+        raise LinkError((errors.strip() or str(error)).splitlines()[-1]) from error
     finally:
         for process in started:
             process.kill()
             process.communicate()
-
-
-def _unknown(why: str) -> PlanError:
-    return PlanError(
-        f"the link between processes could not be measured: {why}. Give link=, its latency and bandwidth, or costs="
-    )
 
 
 def _work(rank: int, kind: str, port: int, threads: int) -> None:
