@@ -741,3 +741,12 @@ def test_captured_as_a_cuda_graph() -> None:
         plain(x).sum().backward()
     torch.cuda.synchronize()
     assert_same(module, plain)
+
+
+def test_norms_are_deferred_from_a_larger_size_on_a_gpu() -> None:
+    def worth(numel: int, *, is_cuda: bool) -> bool:
+        x = SimpleNamespace(numel=lambda: numel, is_cuda=is_cuda, dtype=torch.float32)
+        return norm.worth_deferring(x, torch.ones(1))  # type: ignore[arg-type]
+
+    assert (worth((1 << 20) - 1, is_cuda=False), worth(1 << 20, is_cuda=False)) == (False, True)
+    assert (worth((1 << 24) - 1, is_cuda=True), worth(1 << 24, is_cuda=True)) == (False, True)

@@ -117,7 +117,7 @@ def worth_deferring(x: Tensor, weight: Tensor) -> bool:
 
     Mixed dtypes, and dtypes that autocast may change, are left to the plain op.
     """
-    large = x.numel() >= _LARGE
+    large = x.numel() >= (_LARGE_ON_CUDA if x.is_cuda else _LARGE)
     return large and x.dtype is weight.dtype and (x.dtype.itemsize >= 4 or autocast_dtype(x) is None)
 
 
