@@ -18,7 +18,7 @@ from penstock.format import format_size, format_size_exact, format_table, format
 from penstock.profile.costs import Link, ModelCosts, Profile
 from penstock.profile.planner.candidates import device_grids
 from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, stage_costs, static_bytes
-from penstock.schedule import one_f_one_b
+from penstock.schedule import build
 from penstock.schedule.recompute import recompute_modes, with_recompute
 from penstock.schedule.simulate import simulate
 from penstock.split.measure import parse_bytes
@@ -100,7 +100,7 @@ class AutoConfig:
         ranks = Ranks((1.0,) * pipe, (inf,) * pipe, (1.0,) * pipe)
         placement = range(pipe)
         modes = recompute_modes(dict.fromkeys(range(pipe - 1), "always"), pipe)
-        schedule = with_recompute(one_f_one_b(pipe, count), modes)
+        schedule = with_recompute(build("1f1b", pipe, count), modes)
         simulation = simulate(
             schedule, stage_costs(segments, ranks, placement, cuts), tuple(edges_between(segments, cuts))
         )
