@@ -6,8 +6,9 @@ import pkgutil
 from importlib import import_module
 
 from penstock.schedule.costs import Costs
+from penstock.schedule.recompute import recompute_modes, with_recompute
 from penstock.schedule.registry import SCHEDULES, ScheduleKind, build, canonical_name, register
-from penstock.schedule.schedule import Action, Schedule
+from penstock.schedule.schedule import Action, Schedule, loop, vee
 from penstock.schedule.search import SearchResult, auto
 from penstock.schedule.simulate import Simulation, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
@@ -27,16 +28,20 @@ __all__ = [
     "canonical_name",
     "from_csv",
     "from_text",
+    "loop",
+    "recompute_modes",
     "register",
     "simulate",
     "to_csv",
     "to_text",
+    "vee",
     "verify",
+    "with_recompute",
 ]
 
 # Importing the module of a schedule registers it. These come first in listings and tables; a new module is found by
 # itself, and its schedules follow.
-_FAMILIES = ("fill_drain", "one_f_one_b", "interleaved", "zero_bubble", "v_shape", "dualpipe_v")
+_FAMILIES = ("one_f_one_b", "interleaved", "zero_bubble", "v_shape", "dualpipe_v", "fill_drain")
 
 for _module in dict.fromkeys((*_FAMILIES, *(module.name for module in pkgutil.iter_modules(__path__)))):
     import_module(f"{__name__}.{_module}")

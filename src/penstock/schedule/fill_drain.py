@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
+from penstock.schedule.one_f_one_b import even_groups
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 
-__all__ = ["even_groups", "fill_drain", "forward_only", "gpipe", "looped_bfs", "sharded"]
+__all__ = ["fill_drain", "forward_only", "gpipe", "looped_bfs", "sharded"]
 
 
 def fill_drain(placement: Sequence[int], m: int, *, backward: bool = True, name: str = "fill_drain") -> Schedule:
@@ -89,8 +89,3 @@ def forward_only(p: int, m: int, v: int = 1) -> Schedule:
         return [Action(s, "F", k) for group in groups for s in range(r, p * v, p) for k in group]
 
     return Schedule.of("forward_only", loop(p, v), map(order, range(p)), m)
-
-
-def even_groups(m: int, num_groups: int) -> list[range]:
-    """``m`` micro-batches in groups whose sizes differ by at most one, larger groups first."""
-    return [range(*pair) for pair in pairwise(-(-m * g // num_groups) for g in range(num_groups + 1))]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.schedule.fill_drain import even_groups
-from penstock.schedule.one_f_one_b import alternate, one_f_one_b
+from penstock.schedule.one_f_one_b import alternate, even_groups, one_f_one_b
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import TypeVar
 
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 
-__all__ = ["alternate", "one_f_one_b"]
+__all__ = ["alternate", "even_groups", "one_f_one_b"]
 
 T = TypeVar("T")
 
@@ -36,3 +36,8 @@ def alternate(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> lis
     """The first ``warmup`` forwards, then backwards and forwards alternating, then the remaining backwards."""
     steady = chain.from_iterable(zip_longest(backwards, forwards[warmup:]))
     return [*forwards[:warmup], *(action for action in steady if action is not None)]
+
+
+def even_groups(m: int, num_groups: int) -> list[range]:
+    """``m`` micro-batches in groups whose sizes differ by at most one, larger groups first."""
+    return [range(*pair) for pair in pairwise(-(-m * g // num_groups) for g in range(num_groups + 1))]
