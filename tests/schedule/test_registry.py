@@ -23,7 +23,7 @@ def test_names() -> None:
 def test_a_decorated_function_is_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.schedule.registry._kinds", kinds := {})
 
-    @register("reversed", "for this test", v="any", default_v=3, memory="m")
+    @register("reversed", "for this test", v=None, default_v=3, memory="m")
     def reversed_(p: int, m: int, v: int = 3) -> Schedule:
         return Schedule.of("reversed", loop(p, v), [()] * p, m)
 

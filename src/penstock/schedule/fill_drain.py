@@ -41,7 +41,7 @@ def gpipe(p: int, m: int) -> Schedule:
     return fill_drain(loop(p), m, name="gpipe")
 
 
-@register("looped_bfs", "GPipe over v stages per rank, breadth first", v="any", default_v=2, memory="m")
+@register("looped_bfs", "GPipe over v stages per rank, breadth first", v=None, default_v=2, memory="m")
 def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
     """Every micro-batch through a stage before the rank's next stage: the bubble of interleaved, the memory of GPipe.
 
@@ -55,7 +55,7 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
     return fill_drain(loop(p, v), m, name="looped_bfs")
 
 
-@register("sharded", "one micro-batch at a time, nothing overlaps", v="any", default_v=1, memory="1")
+@register("sharded", "one micro-batch at a time, nothing overlaps", v=None, default_v=1, memory="1")
 def sharded(p: int, m: int, v: int = 1) -> Schedule:
     """A micro-batch goes through all stages and back before the next one starts: to fit a model, and to debug.
 
@@ -73,7 +73,7 @@ def sharded(p: int, m: int, v: int = 1) -> Schedule:
     return Schedule.of("sharded", loop(p, v), map(order, range(p)), m)
 
 
-@register("forward_only", "no backward: evaluation", v="any", default_v=1, memory="0")
+@register("forward_only", "no backward: evaluation", v=None, default_v=1, memory="0")
 def forward_only(p: int, m: int, v: int = 1) -> Schedule:
     """Forwards, and no backward. With v > 1, micro-batches loop over the ranks in groups of at least p.
 

@@ -12,7 +12,7 @@ __all__ = ["interleaved"]
 
 
 @register(
-    "interleaved", "1F1B over v stages per rank; 1/v of its bubble", v="any", default_v=2, memory="p + (p - 1) / v"
+    "interleaved", "1F1B over v stages per rank; 1/v of its bubble", v=None, default_v=2, memory="p + (p - 1) / v"
 )
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     """1F1B with v stages per rank, looped: 1/v of its bubble, for more memory and v times the traffic.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
@@ -42,13 +42,16 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(_kinds)
 
 
 def register(
-    name: str, description: str, *, memory: str, v: int | Literal["any"] = 1, default_v: int = 1
+    name: str, description: str, *, memory: str, v: int | None = 1, default_v: int = 1
 ) -> Callable[[Make], Make]:
-    """Register the decorated function as the schedule ``name``; see ``ScheduleKind`` for the facts."""
-    free = v == "any"
+    """Register the decorated function as the schedule ``name``.
+
+    ``v`` is the number of stages per rank, None if the function takes it as an argument; ``default_v`` is then its
+    default. ``memory`` is that of ``ScheduleKind``.
+    """
 
     def decorator(make: Make) -> Make:
-        _kinds[name] = ScheduleKind(make, description, None if free else v, default_v if free else v, memory)
+        _kinds[name] = ScheduleKind(make, description, v, v or default_v, memory)
         return make
 
     return decorator

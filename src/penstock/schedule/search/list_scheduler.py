@@ -24,7 +24,7 @@ def list_schedule(problem: Problem) -> tuple[float, Orders]:
     recomputed = problem.recomputed
     never = math.inf
     targets, period = _travel_times(problem), max(*problem.work, *memory_bound_period(problem))
-    incoming, outgoing = connect_arcs(problem, [[] for _ in range(2 * len(problem.arcs))])
+    incoming, outgoing = connect_arcs(problem)
     limits = [cap * (1 + TOLERANCE) for cap in problem.cap]
     reserve = [0.0] * count  # memory for the rank's later stages, without which no micro-batch might ever finish
     for stages in problem.stages_of:

@@ -35,7 +35,7 @@ def place_weight_grads(
     weight_grads, recomputes, checkpoints = W * count, R * count, C * count
     durations, change, needs = problem.durations, problem.memory_change, problem.memory_need
     ranks = len(skeleton)
-    incoming, outgoing = connect_arcs(problem, [[] for _ in range(2 * len(problem.arcs))])
+    incoming, outgoing = connect_arcs(problem)
     done = [0] * (2 * count)  # by F and I of each stage
     position, clock, held = [0] * ranks, [0.0] * ranks, [0.0] * ranks
     pending: Orders = [[] for _ in skeleton]  # by rank, W whose I is done

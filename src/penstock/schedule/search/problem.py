@@ -15,15 +15,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 from penstock.errors import ScheduleError
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule, edges_of
 
 __all__ = ["KINDS", "TOLERANCE", "B", "C", "F", "I", "Orders", "Problem", "R", "W", "connect_arcs", "make_problem"]
-
-T = TypeVar("T")
 
 F, I, B, W, R, C = range(6)  # noqa: E741
 KINDS = "FIBWRF"
@@ -174,17 +171,16 @@ class Problem:
         return replace(self.with_full_backwards(), durations=times)
 
 
-def connect_arcs(
-    problem: Problem, arrivals: Sequence[list[T]]
-) -> tuple[list[list[list[T]]], list[list[tuple[list[T], float, int]]]]:
-    """For F and I of each stage: the lists of arrivals they wait for, and those they append to, each with its transfer
-    time and the receiving rank. ``arrivals`` has two lists for each arc, forward and backward.
+def connect_arcs(problem: Problem) -> tuple[list[list[list[float]]], list[list[tuple[list[float], float, int]]]]:
+    """For F and I of each stage: the lists of arrival times they wait for, and those they append to, each with its
+    transfer time and the receiving rank. Each arc has two lists, forward and backward.
     """
     count, placement = problem.num_stages, problem.placement
-    incoming: list[list[list[T]]] = [[] for _ in range(2 * count)]
-    outgoing: list[list[tuple[list[T], float, int]]] = [[] for _ in range(2 * count)]
-    for number, (src, dst, time) in enumerate(problem.arcs):
-        forward, backward = arrivals[2 * number], arrivals[2 * number + 1]
+    incoming: list[list[list[float]]] = [[] for _ in range(2 * count)]
+    outgoing: list[list[tuple[list[float], float, int]]] = [[] for _ in range(2 * count)]
+    for src, dst, time in problem.arcs:
+        forward: list[float] = []
+        backward: list[float] = []
         incoming[dst].append(forward)
         outgoing[src].append((forward, time, placement[dst]))
         incoming[count + src].append(backward)
