@@ -115,9 +115,9 @@ def _described(args: argparse.Namespace) -> PlanResult:
 
 
 def _from_costs(args: argparse.Namespace) -> PlanResult:
+    from penstock.format import parse_bytes
     from penstock.profile.costs import Profile
     from penstock.profile.planner.plan import plan_costs
-    from penstock.split.measure import parse_bytes
 
     if args.batch is None:
         args.usage_error("say --batch, how many samples a mini-batch has")

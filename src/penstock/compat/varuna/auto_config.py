@@ -14,14 +14,13 @@ import torch
 from penstock.compat.varuna.inputs import positive
 from penstock.compat.varuna.profiler import COSTS, links_of
 from penstock.errors import PlanError
-from penstock.format import format_size, format_size_exact, format_table, format_time
+from penstock.format import format_size, format_size_exact, format_table, format_time, parse_bytes
 from penstock.profile.costs import Link, ModelCosts, Profile
 from penstock.profile.planner.candidates import device_grids
 from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, stage_costs, static_bytes
 from penstock.schedule import one_f_one_b
 from penstock.schedule.recompute import recompute_modes, with_recompute
 from penstock.schedule.simulate import simulate
-from penstock.split.measure import parse_bytes
 from penstock.split.partition import partition
 
 __all__ = ["AutoConfig", "Choice"]
