@@ -124,7 +124,7 @@ class Skippable:
 
     _skip_stash: ClassVar[tuple[str, ...]] = ()
     _skip_pop: ClassVar[tuple[str, ...]] = ()
-    _skip_namespaces: Mapping[str, Namespace] = {}
+    _skip_namespaces: Mapping[str, Namespace | None] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -132,9 +132,9 @@ class Skippable:
         if own is not None:
             cls.forward = _generator_forward(own)  # type: ignore[attr-defined]
 
-    def isolate(self, namespace: Namespace, only: Iterable[str] | None = None) -> Self:
-        """Move this layer's names (or ``only`` some) to a namespace. Returns the layer."""
-        if not isinstance(namespace, Namespace):
+    def isolate(self, namespace: Namespace | None, only: Iterable[str] | None = None) -> Self:
+        """Move this layer's names (or ``only`` some) to a namespace, or to the default one. Returns the layer."""
+        if not isinstance(namespace, Namespace | None):
             raise PlanError(f"isolate takes a Namespace, got {type(namespace).__name__}: make one with ps.Namespace()")
         declared = dict.fromkeys((*self._skip_stash, *self._skip_pop))
         names = list(declared) if only is None else _names("only", only)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock import __version__
 from penstock._torch import default_store
 from penstock.engine.channel.base import ChannelError
 from penstock.engine.failure.watch import Watch
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
-from penstock.version import __version__
 
 __all__ = ["Rendezvous", "digest", "pipeline_config", "versions"]
 
@@ -77,7 +77,7 @@ class Rendezvous:
         keys = [f"facts/{self._times}/{rank}" for rank in range(len(self.ranks))]
         self.store.set(keys[self.rank], json.dumps(facts))
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
-        with self.watch.doing.waiting(others, "until this pipeline is begun by"):
+        with self.watch.status.waiting(others, "until this pipeline is begun by"):
             self._wait(keys)
         if not self.met:
             self.met = True
