@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from penstock.cli import main
 from tests.support.endings import said
 from tests.support.fork_python import fork_python
-from tests.support.ranks import forks
+from tests.support.ranks import forks, free_port
 
 __all__ = [
     "DEADLINE",
@@ -59,15 +57,6 @@ def warm(*arguments: object) -> list[str]:
 
 def torchrun(*arguments: object) -> list[str]:
     return warm("-m", "torch.distributed.run", *arguments)
-
-
-def free_port() -> int:
-    """A port below those that the system gives to connections of other tests, which could take it meanwhile."""
-    while True:
-        port = random.randrange(10000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def run(
