@@ -18,7 +18,6 @@ from penstock.schedule.schedule import Schedule as Schedule
 from penstock.split import split as split
 from penstock.split.balance import balance_by_size as balance_by_size
 from penstock.split.balance import balance_by_time as balance_by_time
-from penstock.split.flatten import FlatSequential as FlatSequential
 from penstock.split.flatten import flatten as flatten
 from penstock.split.lazy import Lazy as Lazy
 from penstock.split.marks import BeginBlock as BeginBlock

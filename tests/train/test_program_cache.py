@@ -30,7 +30,7 @@ def assert_plain(pipe: ps.Pipeline, model: nn.Module, x: Tensor) -> None:
 
 
 def few_remembered(rank: int, dynamic: bool) -> list[Any]:
-    """Kinds that come again while they are known, and when they are not; the first step of each over quiet wires."""
+    """Kinds that recur while they are cached, and after eviction; the first step of each uses the quiet endpoints."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     found = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from penstock._torch import graph_task_keeps_graph, queue_callback
 from penstock.engine.context import begin_run, caller_context
 from penstock.engine.loss import ModelLoss, check_joinable
 from penstock.engine.message import BorrowedInputs, Message, Spec, split_grads, unflatten
@@ -75,7 +76,7 @@ def skip_hooks_without_grad(parameters: Sequence[nn.Parameter]) -> None:
         for hooks in every:
             hooks.update({key: hook.hook for key, hook in hooks.items() if isinstance(hook, _HookUnlessNone)})
 
-    torch.autograd.Variable._execution_engine.queue_callback(restore)
+    queue_callback(restore)
 
 
 class PipelineCall(Protocol):
@@ -159,7 +160,7 @@ class ThreadCall:
                 "first time, or call the pipeline again"
             )
         self.lent.returned()
-        self.keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        self.keep = graph_task_keeps_graph()
         sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.of_stage}
         detours = _CrossStageGrads(self.slots, self.parameters) if self.around else None
 

@@ -33,18 +33,18 @@ class MeshCoordinates(Protocol):
 class Connections:
     """The groups of one rank. Ranks must open those that they share in the same order."""
 
-    def __init__(self, place: MeshCoordinates, watch: Watch, waited: WaitTimer) -> None:
+    def __init__(self, place: MeshCoordinates, watch: Watch, wait_timer: WaitTimer) -> None:
         self.place = place
         self.rank, self.ranks = place.pipe_rank, place.ranks("pipe")
-        self.lines, self.doing = watch.lines, watch.doing
-        self.waited = waited  # told how long this rank has to wait
+        self.sockets, self.status = watch.sockets, watch.status
+        self.wait_timer = wait_timer
         self.groups: list[Group] = []
 
     def group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
         """A group of this pipeline's ranks; for tensors of this rank's device, if no other is given."""
         name = f"pipeline {self.place.data_rank}.{self.place.tensor_rank} {name}"
-        with self.doing.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
-            group = open_group(self.lines, name, ranks, self.rank, device or self.place.device)
+        with self.status.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
+            group = open_group(self.sockets, name, ranks, self.rank, device or self.place.device)
         self.groups.append(group)
         return group
 
@@ -57,32 +57,34 @@ class Connections:
         others = {"data": place.data_rank, "pipe": place.pipe_rank, "tensor": place.tensor_rank}
         del others[dimension]
         name = f"{dimension} of {others}"
-        with self.doing.waiting([r for r in ranks if r != place.rank], "to connect with"):
-            numbers = open_group(self.lines, name, ranks, place.rank, torch.device("cpu"))
+        with self.status.waiting([r for r in ranks if r != place.rank], "to connect with"):
+            numbers = open_group(self.sockets, name, ranks, place.rank, torch.device("cpu"))
             groups = [numbers]
             if uses_nccl(place.device):
-                groups.append(open_group(self.lines, f"{name} on GPUs", ranks, place.rank, place.device))
+                groups.append(open_group(self.sockets, f"{name} on GPUs", ranks, place.rank, place.device))
         self.groups += groups
-        met = ReplicaGroup(ranks, place.rank, numbers, groups[-1], self.doing)
-        met.control.waited = self.waited
+        met = ReplicaGroup(ranks, place.rank, numbers, groups[-1], self.status)
+        met.control.wait_timer = self.wait_timer
         return met
 
-    def wires(self, edges: Sequence[Edge], placement: Sequence[int], prefix: str, device: torch.device) -> Endpoints:
-        """A group of two for every direction and lane in which this rank sends or receives."""
+    def endpoints(
+        self, edges: Sequence[Edge], placement: Sequence[int], prefix: str, device: torch.device
+    ) -> Endpoints:
+        """A group of two for every direction in which this rank sends or receives."""
         wanted = set()
         for src, dst in edges:
             a, b = placement[src], placement[dst]
             if a != b:
                 wanted |= {(a, b, "F"), (b, a, "B")}
-        wires = {}
-        for a, b, lane in sorted(wanted):  # both ends make their groups in the same order
+        endpoints = {}
+        for a, b, direction in sorted(wanted):  # both ends make their groups in the same order
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
-                group = self.group(f"{prefix}{a}>{b}{lane}", (a, b), device)
-                wires[a, b, lane] = Endpoint(group, peer, self.place.device, self.waited)
-                with self.doing.waiting([peer], "to connect with"):
-                    wires[a, b, lane].connect(sender=self.rank == a)
-        return wires
+                group = self.group(f"{prefix}{a}>{b}{direction}", (a, b), device)
+                endpoints[a, b, direction] = Endpoint(group, peer, self.place.device, self.wait_timer)
+                with self.status.waiting([peer], "to connect with"):
+                    endpoints[a, b, direction].connect(sender=self.rank == a)
+        return endpoints
 
     @property
     def closed(self) -> bool:

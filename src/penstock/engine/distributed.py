@@ -1,4 +1,4 @@
-"""One rank per process: lanes over torch.distributed, agreement on what comes, failures that reach everybody."""
+"""One rank per process: channels over torch.distributed, agreement on what comes, failures that reach everybody."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FailureGuard:
         try:
             with self.watch:
                 result = work()
-                self.control.settle()
+                self.control.wait_sends()
             return result
         except StepRejected as refused:
             error = PlanError(str(refused))
@@ -113,34 +113,34 @@ class DistributedExecutor(FailureGuard):
         self.placement = source.placement
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.pending: PendingBackward | None = None  # a mini-batch whose backward is still to come
-        self.waited = WaitTimer()
+        self.wait_timer = WaitTimer()
         self.tape: StepRecorder | None = None  # there while runs are traced
         self.traces = 0  # how many there have been
         self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
-        self.watch, self.doing = rendezvous.watch, rendezvous.watch.doing
-        self.doing.homes = [self.ranks[rank] for rank in self.placement]
+        self.watch, self.status = rendezvous.watch, rendezvous.watch.status
+        self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         rendezvous.compare(pipeline_config(plan, source, options))
         self.watch.limit(options["stuck_after"], options["timeout"])
-        self.connections = Connections(place, self.watch, self.waited)
+        self.connections = Connections(place, self.watch, self.wait_timer)
         host = torch.device("cpu")
         self.control = ControlChannel(
-            self.connections.group("control", range(len(self.ranks)), host), self.ranks, self.doing
+            self.connections.group("control", range(len(self.ranks)), host), self.ranks, self.status
         )
-        self.control.waited = self.waited
+        self.control.wait_timer = self.wait_timer
         self.replicas = self.connections.twins("data")
         self.twins = self.connections.twins("tensor")
-        wires = self.connections.wires(self.edges, self.placement, "", self.device)
-        quiet = wires
+        endpoints = self.connections.endpoints(self.edges, self.placement, "", self.device)
+        quiet = endpoints
         if uses_nccl(self.device):
-            quiet = self.connections.wires(self.edges, self.placement, "quiet ", host)
+            quiet = self.connections.endpoints(self.edges, self.placement, "quiet ", host)
         dynamic = bool(options["dynamic"])
         self.jobs = ProgramCache(
-            self.edges, self.placement, self.rank, self.device, self.stages, source, wires, quiet, dynamic
+            self.edges, self.placement, self.rank, self.device, self.stages, source, endpoints, quiet, dynamic
         )
         self.agreement = StepProtocol(self.control, self.rank, self.placement, self.stages, plan, dynamic)
         new_group = self.connections.group
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, new_group, self.device, self.doing)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, new_group, self.device, self.status)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.run_names = RunNames()
         self.norms = deferred_statistics_of(self.stages)
@@ -158,7 +158,7 @@ class DistributedExecutor(FailureGuard):
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
             if self.head is not None:
                 self.head.replicas = self.replicas
-        self.doing.phase = NEXT_BATCH
+        self.status.phase = NEXT_BATCH
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,10 +174,10 @@ class DistributedExecutor(FailureGuard):
         return self._timed("evaluate", lambda: self._evaluate(value, targets, outputs, loss))
 
     def _timed(self, kind: str, work: Callable[[], StepOutcome]) -> StepOutcome:
-        self.waited.seconds, start = 0.0, perf_counter()
+        self.wait_timer.seconds, start = 0.0, perf_counter()
         with recorded_run(self.tape, kind):
             outcome: StepOutcome = self.guarded(work)
-        self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
+        self.bubble = None if self.device.type == "cuda" else self.wait_timer.seconds / (perf_counter() - start)
         return outcome
 
     def reschedule(self, source: ScheduleProvider) -> None:
@@ -257,7 +257,7 @@ class DistributedExecutor(FailureGuard):
         self, value: Any, targets: Any, *, training: bool, apart: bool = False
     ) -> tuple[StepHeader, list[Message]]:
         """Agree with the other ranks on what comes: its kind, and on the first rank its micro-batches."""
-        self.doing.phase = NEXT_BATCH
+        self.status.phase = NEXT_BATCH
         given = targets is not None
         if self.rank != self.first_rank:
             return self.agreement.hear(training, caller_context(), value, given, apart), []
@@ -286,7 +286,7 @@ class DistributedExecutor(FailureGuard):
         ends = job.ends
         ends.grads = [()] * len(messages) if messages else None
         begin_run(self.stages.values(), caller_context(), len(announced.sizes), run_name)
-        self.doing.runner, self.doing.phase = job.runner, REDUCE_GRADS
+        self.status.runner, self.status.phase = job.runner, REDUCE_GRADS
         try:
             with torch.set_grad_enabled(grad), BorrowedInputs(messages) as ends.inputs:
                 recorded_program(self.tape, job.runner)()
@@ -313,14 +313,14 @@ class DistributedExecutor(FailureGuard):
 
     def gather(self, value: Any, call: int = STEP) -> list[Any]:
         """Every rank's value, on every rank; ``call`` is what this is a part of."""
-        with self.control.within(call):
+        with self.control.in_call(call):
             found: list[Any] = self.guarded(lambda: self.control.gather(value))
         return found
 
     def agree(self, number: float) -> float:
         """The largest of all ranks' numbers, over pipelines and replicas, on all of them."""
         for control in (self.control, *(r.control for r in (self.replicas, self.twins) if r is not None)):
-            with control.within(NUMBER):
+            with control.in_call(NUMBER):
                 number = max(self.guarded(partial(control.gather, number)))
         return number
 

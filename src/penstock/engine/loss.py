@@ -545,15 +545,15 @@ def broadcast_loss(
     head: LossAndOutputs | None, control: ControlChannel, last: int, device: torch.device
 ) -> tuple[Tensor | None, float | None, int]:
     """The loss, the factor and the samples that the ``last`` rank, which has the head, knows of, on all ranks."""
-    control.doing.phase = LOSS
+    control.status.phase = LOSS
     if head is None:
-        there, loss, factor, wide, samples = control.take_row(last, 5)
+        there, loss, factor, wide, samples = control.recv_row(last, 5)
         dtype = torch.float64 if wide else torch.float32
         value = torch.tensor(loss, dtype=dtype, device=device) if there else None
         return value, factor or None, int(samples)
     if uses_nccl(device):  # the host did not wait for what was received: now it does
         others = [rank for place, rank in enumerate(control.ranks) if place != last]
-        with control.doing.waiting(others, "for its GPU, and that for what comes from"):
+        with control.status.waiting(others, "for its GPU, and that for what comes from"):
             torch.cuda.current_stream(device).synchronize()
     value, factor_here = head.finish()
     if value is None:

@@ -10,11 +10,10 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
-from torch.utils._python_dispatch import _disable_current_modes
 
+from penstock._torch import PythonNode, disable_current_modes, pytree, storage_id, unsafe_view
 from penstock.errors import PlanError
 
 __all__ = [
@@ -88,8 +87,6 @@ def detach_tensors(value: Any) -> Any:
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
-_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-_PythonNode = torch._C._FunctionBase
 _FIRST = (0,)
 _new_tuple: Callable[..., Any] = tuple.__new__
 
@@ -117,7 +114,7 @@ class Message(NamedTuple):
         These are parts of one tensor, and share its version counter: a stage that changes one of them in place would
         spoil what was saved of the others.
         """
-        leaves = [_unsafe_view(leaf.detach(), leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        leaves = [unsafe_view(leaf.detach(), leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._replace(leaves=leaves)
 
 
@@ -192,7 +189,7 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     node = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
-    if isinstance(node, _PythonNode):  # a C++ node that points to it keeps it alive
+    if isinstance(node, PythonNode):  # a C++ node that points to it keeps it alive
         return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn)
     edge: GradientEdge = _new_tuple(GradientEdge, (node, tensor.output_nr, None))
     return edge
@@ -293,7 +290,7 @@ _StridedLayout = tuple[tuple[int, ...], tuple[int, ...], int]
 @lru_cache(maxsize=256)
 def _strides_intersect(a: _StridedLayout, b: _StridedLayout) -> bool:
     ends = [at + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) for shape, strides, at in (a, b)]
-    with _disable_current_modes(), torch.device("cpu"):
+    with disable_current_modes(), torch.device("cpu"):
         seen = torch.zeros(max(ends) + 1, dtype=torch.bool)
         seen.as_strided(*a).fill_(True)
         return bool(seen.as_strided(*b).any())
@@ -301,7 +298,7 @@ def _strides_intersect(a: _StridedLayout, b: _StridedLayout) -> bool:
 
 def _storage_key(tensor: Tensor) -> int:
     """What tells memory apart; a sparse tensor's is its own."""
-    return id(tensor) if tensor.layout is not torch.strided else int(tensor.untyped_storage()._cdata)
+    return id(tensor) if tensor.layout is not torch.strided else storage_id(tensor)
 
 
 # What a message looks like without its data: shapes, dtypes, structure. Known before anything is sent.

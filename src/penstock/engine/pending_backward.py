@@ -130,7 +130,7 @@ class PendingBackward:
     def _run(self, runner: Runner, *, grad: bool) -> None:
         stages = self.crew.stages.values()
         begin_run(stages, self.state, self.count, self.run_name)
-        self.crew.doing.runner, self.crew.doing.phase = runner, REDUCE_GRADS
+        self.crew.status.runner, self.crew.status.phase = runner, REDUCE_GRADS
         with torch.set_grad_enabled(grad):
             recorded_program(self.crew.tape, runner)()
         for stage in stages:

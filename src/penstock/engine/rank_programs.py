@@ -21,30 +21,30 @@ from penstock.schedule.schedule import Edge
 
 __all__ = ["Endpoints", "ProgramCache", "RankProgram"]
 
-Endpoints = dict[tuple[int, int, str], Endpoint]  # by sending rank, receiving rank and lane
+Endpoints = dict[tuple[int, int, str], Endpoint]  # by sending rank, receiving rank and direction
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """A program with its lanes, and the ends that a step fills and reads."""
+    """A program with its channels, and the ends that a step fills and reads."""
 
     runner: Runner
     ends: PipelineIO
-    lanes: tuple[Channel, ...]
+    channels: tuple[Channel, ...]
 
     def close(self) -> None:
-        for lane in self.lanes:
-            if isinstance(lane, ProcessChannel | DynamicForwardChannel):
-                lane.close()
+        for channel in self.channels:
+            if isinstance(channel, ProcessChannel | DynamicForwardChannel):
+                channel.close()
 
 
 class ProgramCache:
     """Compiled when a kind of mini-batch comes for the first time, and kept.
 
-    The first step of a kind runs over the ``quiet`` wires. It loads kernels, which a GPU may put off until no other
+    The first step of a kind runs over the ``quiet`` endpoints. It loads kernels, which a GPU may put off until no other
     one is running; and a receive of NCCL is a kernel that runs until its message has come. So nothing of NCCL's is
     under way then: what crosses is staged through the host. Of a ``dynamic`` pipeline's mini-batches no more is known
-    than how many micro-batches they have, and headers always go over the quiet wires.
+    than how many micro-batches they have, and headers always go over the quiet endpoints.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ProgramCache:
         device: torch.device,
         stages: Mapping[int, StageEngine],
         source: ScheduleProvider,
-        wires: Endpoints,
+        endpoints: Endpoints,
         quiet: Endpoints,
         dynamic: bool = False,
     ) -> None:
@@ -65,7 +65,7 @@ class ProgramCache:
         self.device = device
         self.stages = stages
         self.source = source
-        self.wires = wires
+        self.endpoints = endpoints
         self.quiet = quiet
         self.reducer: GradReducer | None = None  # there when the pipeline has replicas
         self.dynamic = dynamic
@@ -83,25 +83,25 @@ class ProgramCache:
             kind = (len(announced.sizes), announced.training, announced.apart)
         first = kind not in self._loaded
         self._loaded[kind] = True
-        if first and self.quiet is not self.wires:
+        if first and self.quiet is not self.endpoints:
             self._first = self._compile(announced, self.quiet)
             return self._first
         self._first = None
         if kind not in self._jobs:
-            self._jobs[kind] = self._compile(announced, self.wires)
+            self._jobs[kind] = self._compile(announced, self.endpoints)
         return self._jobs[kind]
 
-    def _compile(self, announced: StepHeader, wires: Endpoints) -> RankProgram:
+    def _compile(self, announced: StepHeader, endpoints: Endpoints) -> RankProgram:
         program = self._program(len(announced.sizes), announced.training, announced.apart)
-        forward, backward = self._lanes(announced, wires)
+        forward, backward = self._make_channels(announced, endpoints)
         head = self.stages[max(self.stages)].head
         ends = PipelineIO(seed=None if head is None else head.seed)
         # Gradients of weights that live on the host leave the device when their visit ends, sums under way or not.
         moving = any(stage.weights is not None for stage in self.stages.values())
         reduce = None if self.reducer is None or moving else self.reducer.ready
         wiring = Bindings(self.stages, make_slots(program, self.stages), forward, backward, ends, reduce)
-        lanes = (*forward.values(), *backward.values())
-        return RankProgram(compile_program(program.instructions, wiring), ends, lanes)
+        channels = (*forward.values(), *backward.values())
+        return RankProgram(compile_program(program.instructions, wiring), ends, channels)
 
     def _program(self, count: int, training: bool, apart: bool) -> Program:
         key = (count, training, apart)
@@ -111,9 +111,11 @@ class ProgramCache:
             self._programs[key] = lower(make(count), self.edges, described=self.dynamic)[self.rank]
         return self._programs[key]
 
-    def _lanes(self, announced: StepHeader, wires: Endpoints) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
+    def _make_channels(
+        self, announced: StepHeader, endpoints: Endpoints
+    ) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
         count = len(announced.sizes)
-        channels = DynamicEndpoints(wires, self.quiet) if self.dynamic else None
+        shared = DynamicEndpoints(endpoints, self.quiet) if self.dynamic else None
         forward: dict[Edge, Channel] = {}
         backward: dict[Edge, Channel] = {}
         for src, dst in self.edges:
@@ -124,15 +126,15 @@ class ProgramCache:
                 forward[src, dst] = LocalChannel(count, self.device, self.device)
                 backward[dst, src] = LocalChannel(count, self.device, self.device)
                 continue
-            if channels is not None:
-                forward[src, dst] = DynamicForwardChannel(channels, (a, b, "F"), f"stage {src}")
-                backward[dst, src] = DynamicBackwardChannel(channels, (b, a, "B"), f"stage {dst}")
+            if shared is not None:
+                forward[src, dst] = DynamicForwardChannel(shared, (a, b, "F"), f"stage {src}")
+                backward[dst, src] = DynamicBackwardChannel(shared, (b, a, "B"), f"stage {dst}")
                 continue
             metas = announced.metas((src, dst))
-            forward[src, dst] = ForwardChannel(wires[a, b, "F"], f"stage {src}", metas)
+            forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
             if announced.training:
                 present = announced.present((src, dst))
-                backward[dst, src] = BackwardChannel(wires[b, a, "B"], f"stage {dst}", metas, present)
+                backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], f"stage {dst}", metas, present)
         return forward, backward
 
     def reschedule(self, source: ScheduleProvider) -> None:
@@ -149,5 +151,5 @@ class ProgramCache:
 
     def close(self) -> None:
         self._forget()
-        for wire in (*self.wires.values(), *self.quiet.values()):
-            wire.close()
+        for endpoint in (*self.endpoints.values(), *self.quiet.values()):
+            endpoint.close()

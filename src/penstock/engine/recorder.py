@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
-from torch.utils._pytree import tree_leaves
 
+from penstock._torch import profiler_enabled, pytree, raw_saved_tensors
 from penstock.engine.message import Message
 from penstock.engine.runner import Call, CallInfo, Runner
 from penstock.engine.stage import Slot, StageEngine
@@ -136,7 +135,7 @@ def saved_bytes(slot: Slot, engine: StageEngine) -> int:
 def deferred_bytes(slot: Slot, engine: StageEngine) -> int:
     """The bytes of all tensors that weight gradients wait with, between I and W: parameters and buffers apart."""
     entries = () if slot.queue is None else slot.queue.entries
-    leaves = tree_leaves([arguments for _, arguments in entries])
+    leaves = pytree.tree_leaves([arguments for _, arguments in entries])
     return _unique_bytes([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided], engine)
 
 
@@ -155,13 +154,7 @@ def _unique_bytes(kept: Sequence[Tensor], engine: StageEngine) -> int:
 
 
 def _saved_tensors(node: Any) -> list[Tensor]:
-    saved = []
-    for name in dir(node):
-        if name.startswith("_raw_saved"):
-            found = getattr(node, name, None)
-            saved += list(found) if isinstance(found, tuple | list) else [found]
-    tensors = [getattr(one, "data", None) for one in saved]  # what lies there: nothing is unpacked
-    return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.layout is torch.strided]
+    return [tensor for tensor in raw_saved_tensors(node) if tensor.layout is torch.strided]
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, int]:
@@ -347,10 +340,10 @@ class StepRecorder:
         """The runner's calls: made for its first walk, for its second, when less is to be found out, and then kept."""
         script = runner.script
         known = isinstance(script, ProgramRecorder) and script.saved is self.saved
-        if isinstance(script, ProgramRecorder) and known and not script.curious and not profiler._is_profiler_enabled:
+        if isinstance(script, ProgramRecorder) and known and not script.curious and not profiler_enabled():
             return script
         made = ProgramRecorder(runner, self.clock, self.saved, self.times, curious=not known)
-        runner.script = None if profiler._is_profiler_enabled else made
+        runner.script = None if profiler_enabled() else made
         return made
 
     def finish(self) -> None:

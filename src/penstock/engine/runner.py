@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd import profiler
 from torch.profiler import record_function
 
+from penstock._torch import profiler_enabled
 from penstock.engine.channel.base import Channel
 from penstock.engine.failure.status import Progress
 from penstock.engine.message import Message, merge_messages
@@ -184,7 +184,7 @@ class Runner:
 
     def named(self) -> Sequence[Call]:
         """The calls; while torch's profiler is on, each is a range with the name of its action."""
-        if not profiler._is_profiler_enabled:
+        if not profiler_enabled():
             return self.calls
         return [
             partial(_profiled, str(instruction), call)
@@ -248,18 +248,18 @@ def _wait_calls(instruction: Instruction, wiring: Bindings) -> list[ProgramCall]
     kind, stage, k, _ = instruction
     if kind not in ("F", "B", "I"):
         return []
-    direction, lanes = ("F", wiring.forward) if kind == "F" else ("B", wiring.backward)
+    direction, channels = ("F", wiring.forward) if kind == "F" else ("B", wiring.backward)
     return [
-        (lane.at(k).land, Instruction(f"RECV_{direction}", stage, k, src), CallInfo("wait", peer=src))
-        for (src, dst), lane in sorted(lanes.items(), key=lambda pair: pair[0])
+        (channel.ops(k).wait_recv, Instruction(f"RECV_{direction}", stage, k, src), CallInfo("wait", peer=src))
+        for (src, dst), channel in sorted(channels.items(), key=lambda pair: pair[0])
         if dst == stage and src not in wiring.stages
     ]
 
 
 def _sent_calls(instruction: Instruction, wiring: Bindings) -> list[ProgramCall]:
-    """The wait until a message is taken, where a lane asks for it."""
+    """The wait until a message is taken, where a channel asks for it."""
     kind, stage, k, peer = instruction
-    taken = wiring.forward[stage, peer].at(k).taken if kind == "SEND_F" else None
+    taken = wiring.forward[stage, peer].ops(k).wait_taken if kind == "SEND_F" else None
     return [] if taken is None else [(taken, instruction._replace(kind="SENT_F"), CallInfo("sent", peer=peer))]
 
 
@@ -278,11 +278,11 @@ def _bind(instruction: Instruction, wiring: Bindings) -> list[BoundCall]:
     what, direction = kind.split("_")
     if what == "SEND":
         return [_bind_send(stage, peer, k, wiring, direction)]
-    lanes = wiring.forward if direction == "F" else wiring.backward
+    channels = wiring.forward if direction == "F" else wiring.backward
     if what == "RECV":
-        call, mark = lanes[peer, stage].at(k).post, _OTHER
+        call, mark = channels[peer, stage].ops(k).post_recv, _OTHER
     else:
-        call, mark = lanes[stage, peer].at(k).sent, CallInfo("sent", peer=peer)
+        call, mark = channels[stage, peer].ops(k).wait_send, CallInfo("sent", peer=peer)
     return [] if call is None else [(call, mark)]
 
 
@@ -310,9 +310,9 @@ def _bind_backward(kind: str, stage: int, k: int, wiring: Bindings) -> Call:
 
 def _bind_send(stage: int, peer: int, k: int, wiring: Bindings, direction: str) -> BoundCall:
     """The message of one edge out of the stage, or the gradients of one edge into it."""
-    lanes = wiring.forward if direction == "F" else wiring.backward
-    peers = sorted(dst for src, dst in lanes if src == stage)
-    send, slot = lanes[stage, peer].at(k).send, wiring.slots[stage, k]
+    channels = wiring.forward if direction == "F" else wiring.backward
+    peers = sorted(dst for src, dst in channels if src == stage)
+    send, slot = channels[stage, peer].ops(k).send, wiring.slots[stage, k]
     if len(peers) == 1:
         call, cargo = (send_output, "message") if direction == "F" else (send_grads, "grads")
         return partial(call, send, slot), CallInfo("send", peer=peer, cargo=partial(getattr, slot, cargo))
@@ -321,15 +321,15 @@ def _bind_send(stage: int, peer: int, k: int, wiring: Bindings, direction: str) 
     return partial(part, send, slot, at), CallInfo("send", peer=peer, cargo=partial(payload_of_edge, slot, cargo, at))
 
 
-def _receives(stage: int, k: int, lanes: Mapping[tuple[int, int], Channel]) -> list[Receive]:
+def _receives(stage: int, k: int, channels: Mapping[tuple[int, int], Channel]) -> list[Receive]:
     """What takes the messages of a micro-batch that come into a stage."""
-    return [lanes[src, dst].at(k).take for src, dst in sorted(lanes) if dst == stage]
+    return [channels[src, dst].ops(k).get for src, dst in sorted(channels) if dst == stage]
 
 
 def _local_sends(stage: int, k: int, wiring: Bindings, direction: str) -> list[BoundCall]:
     """What follows an action without an instruction of its own: edges inside this rank, and the pipeline's ends."""
-    lanes = wiring.forward if direction == "F" else wiring.backward
-    peers = sorted(dst for src, dst in lanes if src == stage)
+    channels = wiring.forward if direction == "F" else wiring.backward
+    peers = sorted(dst for src, dst in channels if src == stage)
     if not peers:
         leave = store_output if direction == "F" else store_input_grads
         return [(partial(leave, wiring.ends, k, wiring.slots[stage, k]), _OTHER)]

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock._torch import BatchNorm, fake_tensor_mode, unsafe_view
 from penstock.engine.context import CallerContext
 from penstock.engine.message import (
     Message,
@@ -47,7 +46,7 @@ class FakeStage:
     def __init__(self, stage: int, module: nn.Module, device: torch.device) -> None:
         self.stage = stage
         self.device = device
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_tensor_mode()
         parameters = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
         fakes: dict[int, Any] = {}
@@ -69,7 +68,7 @@ class FakeStage:
                 part._forward_pre_hooks.clear()
                 part._backward_hooks.clear()
                 part._backward_pre_hooks.clear()
-                if isinstance(part, _BatchNorm) and part.momentum is None:
+                if isinstance(part, BatchNorm) and part.momentum is None:
                     part.momentum = 0.0  # it would ask a fake tensor for its value, to learn nothing of shapes
             self.run = copied
             self.parts = list(zip(module.modules(), copied.modules(), strict=True))
@@ -116,7 +115,7 @@ class Propagation:
                 ]
                 self.inputs += [leaves[i].requires_grad_() for i in meta.wants]
                 for i in meta.wants:
-                    leaves[i] = torch.ops.aten._unsafe_view.default(leaves[i], leaves[i].shape)
+                    leaves[i] = unsafe_view(leaves[i], leaves[i].shape)
                 shared += [leaves[i] for i in meta.shared]
                 values.append(unflatten(leaves, meta.spec))
             for context in self.state.contexts():

@@ -9,12 +9,12 @@ What a stage keeps between its forward and the end of its backward lives in a sl
 A micro-batch that is recomputed keeps its input alone; R runs the module once more to get inputs and roots.
 
 Where several edges meet, their messages are taken as one, and one output is parted into as many messages as there
-are edges out of the stage. The stage does not know where messages come from or go to: that is the lanes' business.
+are edges out of the stage. The stage does not know where messages come from or go to: that is the channels' business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 
+from penstock._torch import run_backward, unsafe_view
 from penstock.engine.forward_context import MicroBatch, forward_state
 from penstock.engine.loss import LossAndOutputs
 from penstock.engine.message import (
@@ -167,20 +168,18 @@ def forward_contexts(
     if again:
         assert stage.unnoticed is not None
         assert slot.replay is not None
-        stack.enter_context(stage.unnoticed.quiet if stage.norms is None else stage.norms.quiet)
-        stack.enter_context(stage.unnoticed.guard.seeing(slot.replay.seen))
+        stack.enter_context(stage.unnoticed.batchnorm_freeze if stage.norms is None else stage.norms.ignoring)
+        stack.enter_context(stage.unnoticed.restored(slot.replay.seen))
     elif stage.norms is not None:
         stack.enter_context(stage.norms.counting)
     if slot.queue is not None:
         stack.enter_context(slot.queue.recording())
     if slot.replay is not None and slot.replay.keeper.used:
-        stack.enter_context(slot.replay.keeper.forward(again=again))
+        stack.enter_context(slot.replay.keeper.forward(recomputing=again))
     return stack
 
 
 # torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
-_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
-_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _NO_MODE = object()
 
 
@@ -263,10 +262,10 @@ class StageEngine:
         replay.keep(message, self.moments[microbatch] if self.moments else None)
         forward_state.checkpointing, forward_state.keeper = True, replay.keeper
         assert self.unnoticed is not None
-        self.unnoticed.guard.before(self.mode)
+        self.unnoticed.before(self.mode)
         try:
             self._run(microbatch, message, slot)
-            replay.seen = self.unnoticed.guard.after()
+            replay.seen = self.unnoticed.after()
         finally:
             forward_state.checkpointing, forward_state.keeper = False, None
         slot.inputs = slot.roots = ()
@@ -302,7 +301,7 @@ class StageEngine:
             careful = self.mode is not self.no_input_mutation_in
             if careful:
                 for i, leaf in zip(wants, inputs, strict=True):
-                    leaves[i] = _unsafe_view(leaf, leaf.shape)
+                    leaves[i] = unsafe_view(leaf, leaf.shape)
         if shared and torch.is_inference_mode_enabled():
             for i in shared:
                 leaves[i] = version_counted(leaves[i])
@@ -378,10 +377,10 @@ class StageEngine:
                 roots, grads = _drop_missing_grads(roots, grads)
                 break
         if roots and self.norms is None:
-            _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
+            run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         elif roots and self.norms is not None:
-            with self.norms.quiet:  # a checkpoint of the user's may run a forward in here
-                _run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
+            with self.norms.ignoring:  # a checkpoint of the user's may run a forward in here
+                run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         if len(inputs) == 1:
             (leaf,) = inputs
             slot.grads = (leaf.grad,)
@@ -420,8 +419,8 @@ class StageEngine:
         if not roots or not targets:
             found = [None] * len(targets)
         else:
-            with nullcontext() if self.norms is None else self.norms.quiet:
-                found = list(_run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
+            with nullcontext() if self.norms is None else self.norms.ignoring:
+                found = list(run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
         slot.grads = found[: len(slot.inputs)]
         if slot.shares:
             slot.rows = split_grads(slot.grads, slot.shares)

@@ -123,7 +123,7 @@ class StepProtocol:
         self.stages = stages
         self.plan = plan
         self.dynamic = dynamic
-        model = plan.attached().model
+        model = plan.require_chain().model
         # What is frozen and what is in training mode, in the whole model: a script does the same on every rank.
         self.parameters = list(model.parameters())
         self.modules = list(model.modules())
@@ -170,36 +170,36 @@ class StepProtocol:
     def fetch(self) -> Any:
         """The inputs, from a rank that was given them; None where nobody was."""
         self._tell([QUERY_INPUTS, 0])
-        there = [rank for rank in self._others() if self.control.take_row(rank, 1)[0]]
+        there = [rank for rank in self._others() if self.control.recv_row(rank, 1)[0]]
         if not there:
             return None
         self._tell([SEND_INPUTS, there[0]])
-        return self.control.take(there[0])
+        return self.control.recv(there[0])
 
     def refuse(self, message: str) -> None:
         """Tell the others that nothing comes, and why."""
         self._tell([REJECTED, 0])
         for rank in self._others():
             self.control.send(rank, message)
-        self.control.settle()
+        self.control.wait_sends()
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
     def hear(self, training: bool, state: CallerContext, inputs: Any, targets: bool, apart: bool = False) -> StepHeader:
         """Wait for the first rank's word. It is given what this rank has of the inputs, if it asks for them."""
         first = self.placement[0]
-        code, number = (int(x) for x in self.control.take_row(first, 2))
+        code, number = (int(x) for x in self.control.recv_row(first, 2))
         while code in (QUERY_INPUTS, SEND_INPUTS):
             if code == QUERY_INPUTS:
                 self.control.send_row(first, [float(inputs is not None)])
             elif number == self.rank:
                 self.control.send(first, on_host(inputs))
-            code, number = (int(x) for x in self.control.take_row(first, 2))
+            code, number = (int(x) for x in self.control.recv_row(first, 2))
         if code == REJECTED:
-            raise StepRejected(self.control.take(first))
+            raise StepRejected(self.control.recv(first))
         if code == EMPTY:
             return StepHeader(-1, training, state, (), ())
-        announced = self.control.take(first) if code == NEW else self.heard[number]
+        announced = self.control.recv(first) if code == NEW else self.heard[number]
         if (announced.training, announced.apart) != (training, apart):
             there, here = (
                 "a forward" if outside else "a step" if trains else "a call"
@@ -221,7 +221,7 @@ class StepProtocol:
             if self.rank == source:
                 self.control.send(last, on_host(targets))
             elif self.rank == last:
-                brought = self.control.take(source)
+                brought = self.control.recv(source)
                 return brought if targets is None else targets
         return targets
 
@@ -303,6 +303,6 @@ class _EdgeExchange:
         """What is known of an edge, if need be after waiting for its source, or, ``upward``, its destination."""
         there = self.placement[edge[1 if upward else 0]]
         while edge not in known:
-            found, letter = self.control.take(there)
+            found, letter = self.control.recv(there)
             known[found] = letter
         return known[edge]

@@ -1,4 +1,4 @@
-"""All ranks in one process: a thread for each, lanes in memory."""
+"""All ranks in one process: a thread for each, channels in memory."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ StageBackward = Callable[[StageEngine, Sequence[Tensor | None], Slot], None]
 
 @dataclass(frozen=True)
 class ThreadProgram:
-    """One compiled program per rank, the lanes between them, and the ends that a step fills and reads."""
+    """One compiled program per rank, the channels between them, and the ends that a step fills and reads."""
 
     runners: tuple[Runner, ...]
-    lanes: tuple[LocalChannel, ...]
+    channels: tuple[LocalChannel, ...]
     ends: PipelineIO
     microbatches: int
     waits: tuple[WaitTimer, ...]  # of each rank
 
     def cancel(self) -> None:
-        for lane in self.lanes:
-            lane.cancel()
+        for channel in self.channels:
+            channel.cancel()
 
 
 class ThreadExecutor:
@@ -169,16 +169,16 @@ class ThreadExecutor:
         """
         device = {index: stage.device for index, stage in self.stages.items()}
         waits = tuple(WaitTimer() for _ in orders)
-        waited = {s: waits[0 if together else self.placement[s]] for s in self.stages}
+        timers = {s: waits[0 if together else self.placement[s]] for s in self.stages}
         forward: dict[Edge, LocalChannel] = {}
         for a, b in self.edges:
             if lockstep:  # a skip over several stages may wait for as long as the activations beside it take to come
                 forward[a, b] = LockstepChannel(
-                    microbatches, device[a], device[b], waited[b], waited[a], room=b - a - 1
+                    microbatches, device[a], device[b], timers[b], timers[a], room=b - a - 1
                 )
             else:
-                forward[a, b] = LocalChannel(microbatches, device[a], device[b], waited[b])
-        backward = {(b, a): LocalChannel(microbatches, device[b], device[a], waited[a]) for a, b in self.edges}
+                forward[a, b] = LocalChannel(microbatches, device[a], device[b], timers[b])
+        backward = {(b, a): LocalChannel(microbatches, device[b], device[a], timers[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
             own = {s: stage for s, stage in self.stages.items() if together or self.placement[s] == rank}
@@ -204,7 +204,7 @@ class ThreadExecutor:
             for stage in self.stages.values():
                 stage.moments = ()
         seconds = perf_counter() - start
-        self.bubble = None if self.on_gpu else 1 - sum(waited.busy for waited in job.waits) / (seconds * len(job.waits))
+        self.bubble = None if self.on_gpu else 1 - sum(timer.busy for timer in job.waits) / (seconds * len(job.waits))
         return any(moment.known for moment in moments)
 
     def tasks(self, job: ThreadProgram, *, grad: bool) -> list[Callable[[], None]]:
@@ -213,28 +213,28 @@ class ThreadExecutor:
         streams = [torch.cuda.current_stream(device) for device in devices]
         inference = torch.is_inference_mode_enabled()
 
-        def task(runner: Runner, waited: WaitTimer) -> None:
+        def task(runner: Runner, timer: WaitTimer) -> None:
             with ExitStack() as stack:
                 # All ranks on one GPU use the caller's stream, so their order there needs no events.
                 for stream in streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 try:
-                    waited.run(recorded_program(self.tape, runner))
+                    timer.run(recorded_program(self.tape, runner))
                 except BaseException as error:
                     at = runner.current
                     if at is not None:
                         error.add_note(f"in stage {at.stage}, micro-batch {at.microbatch}, action {at}")
                     raise
 
-        return [partial(task, runner, waited) for runner, waited in zip(job.runners, job.waits, strict=True)]
+        return [partial(task, runner, timer) for runner, timer in zip(job.runners, job.waits, strict=True)]
 
     def patience(self, job: ThreadProgram) -> ThreadHangDetector:
         """What the caller looks after, while it waits for a job."""
         return ThreadHangDetector(job.runners, self.placement, self.workers.threads, self.limits)
 
     def forget(self) -> None:
-        """Drop what a failed run left behind: slots and lanes hold it."""
+        """Drop what a failed run left behind: slots and channels hold it."""
         self._jobs.clear()
         self.head.clear()
 

@@ -126,7 +126,7 @@ class Skippable:
 
     _skip_stash: ClassVar[tuple[str, ...]] = ()
     _skip_pop: ClassVar[tuple[str, ...]] = ()
-    _skip_namespaces: Mapping[str, Namespace] = {}
+    _skip_namespaces: Mapping[str, Namespace | None] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -134,9 +134,9 @@ class Skippable:
         if own is not None:
             cls.forward = _generator_forward(own)  # type: ignore[attr-defined]
 
-    def isolate(self, namespace: Namespace, only: Iterable[str] | None = None) -> Self:
-        """Put this layer's names (``only`` these of them) into a namespace; the layer itself is returned."""
-        if not isinstance(namespace, Namespace):
+    def isolate(self, namespace: Namespace | None, only: Iterable[str] | None = None) -> Self:
+        """Put this layer's names (``only`` these of them) into a namespace, or back into none; return the layer."""
+        if not isinstance(namespace, Namespace | None):
             raise PlanError(f"isolate takes a Namespace, got {type(namespace).__name__}: make one with ps.Namespace()")
         declared = dict.fromkeys((*self._skip_stash, *self._skip_pop))
         names = list(declared) if only is None else _names("only", only)

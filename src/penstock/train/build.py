@@ -50,7 +50,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
     """Everything is checked before anything is moved, made or started."""
     if not isinstance(plan, Plan):
         raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
-    plan.attached()
+    plan.require_chain()
     options.check()
     if mesh is not None and not isinstance(mesh, Mesh):
         raise PlanError(f"mesh must be ps.Mesh(pipe=…), got {type(mesh).__name__}")
@@ -98,7 +98,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
             from penstock.train.parallelize import parallelize_stages  # FSDP takes seconds to import
 
             rendezvous.compare(pipeline_config(placed, source, shared))
-            own_name = FqnMap(all_fqns(plan.attached().model))
+            own_name = FqnMap(all_fqns(plan.require_chain().model))
             parallel = parallelize_stages(modules, mesh, options, plan.ties, copies, own_name)
     pool = HostBufferPool(offload.budget_bytes) if offload is not None and offload.activations else None
     first = 0 if mesh is None else mesh.data_rank * source.microbatches
@@ -180,7 +180,7 @@ def _refuse_trained_loss(loss_fn: object) -> None:
 
 def _refuse_shared_statistics(plan: Plan, placement: Sequence[int]) -> None:
     """Running statistics that stages of several ranks update would be updated in no certain order, or fall apart."""
-    line = plan.attached()
+    line = plan.require_chain()
     home: dict[int, int] = {}
     for stage, layers in enumerate(plan.groups):
         for layer in layers:

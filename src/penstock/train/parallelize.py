@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._torch import fsdp_state
 from penstock.engine.message import flatten, unflatten
 from penstock.engine.parallelized import ParallelizedStage
 from penstock.engine.replicas import broadcast_from_first
@@ -175,7 +176,7 @@ def _cast_as(sharded: FsdpStage, fake: FakeStage) -> None:
                 for place, name in members:
                     place[name] = new
     for part in sharded.parts:
-        policy, twin = part._get_fsdp_state()._mp_policy, twins.get(id(part))
+        policy, twin = fsdp_state(part)._mp_policy, twins.get(id(part))
         if twin is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
             twin.register_forward_pre_hook(lambda _, args, to=policy.param_dtype: _cast(args, to))
         if twin is not None and policy.output_dtype is not None:

@@ -138,7 +138,7 @@ class Pipeline(PipelineState):
             raise
         self.plan = built.plan
         self.mesh = mesh
-        self._line = plan.attached()
+        self._line = plan.require_chain()
         self._model = self._line.model
         self._source = built.source
         self._modules = built.modules
@@ -153,7 +153,7 @@ class Pipeline(PipelineState):
         self._of_loss = list(loss_fn.parameters()) if isinstance(loss_fn, nn.Module) else []
         self._replicated = mesh is not None and mesh.data > 1
         self.last: StepResult | None = None  # the last step's result, without its outputs
-        self.tally = StepTotals()  # of all steps
+        self.step_totals = StepTotals()  # of all steps
         self._loss_scale = 1.0
         self._wide = Fp32GradAccumulator(self.parameters()) if accumulate == "fp32" else None
         self._offload = offload
@@ -187,7 +187,7 @@ class Pipeline(PipelineState):
             aside.add_back(outcome.factor)
         result = self._result(outcome, start)
         self.last = replace(result, outputs=None)
-        self.tally.add(result)
+        self.step_totals.add(result)
         return result
 
     def evaluate(self, inputs: Any = None, targets: Any = None, *, outputs: Outputs = "same") -> StepResult:

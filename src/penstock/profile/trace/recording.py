@@ -88,7 +88,7 @@ def measure_clock_offset(crew: DistributedExecutor, clock: Callable[[], int]) ->
     """This rank's offset from the first rank of the mesh. All ranks call it."""
     pipe = crew.control
     data, tensor = (None if twins is None else twins.control for twins in (crew.replicas, crew.twins))
-    with pipe.within(TRACE):
+    with pipe.in_call(TRACE):
         return _from_first(pipe, data, tensor, clock)
 
 
@@ -110,19 +110,19 @@ def _ask(control: ControlChannel, clock: Callable[[], int]) -> ClockOffset:
     if control.group.rank() == 0:
         for rank in range(1, len(control.ranks)):
             for _ in range(ROUNDS):
-                control.take_row(rank, 1)
+                control.recv_row(rank, 1)
                 control.send_row(rank, [float(clock())])
-        control.settle()
+        control.wait_sends()
         return ClockOffset()
     for _ in range(ROUNDS):
         asked = clock()
         control.send_row(0, [0.0])
-        (there,) = control.take_row(0, 1)
+        (there,) = control.recv_row(0, 1)
         answered = clock()
         half = (answered - asked) / 2
         if half < best.error:
             best = ClockOffset(there - asked - half, half)
-    control.settle()
+    control.wait_sends()
     return best
 
 
@@ -269,7 +269,7 @@ class TraceRecording:
             self._fill([self._share()], alone)
             if crew.ended is None and not crew.closed:
                 with contextlib.suppress(RuntimeError):  # a store that is gone has nobody left to tell
-                    crew.watch.lines.store.set(self._key(self._here), LEFT)
+                    crew.watch.sockets.store.set(self._key(self._here), LEFT)
             return
         self._fill([self._share()], "the others' could not be had")
         words = crew.guarded(lambda: self._words(OVER))
@@ -310,11 +310,11 @@ class TraceRecording:
         assert self.mesh is not None
         crew = self.crew
         assert isinstance(crew, DistributedExecutor)
-        store, ranks = crew.watch.lines.store, self.mesh.world_ranks
+        store, ranks = crew.watch.sockets.store, self.mesh.world_ranks
         store.set(self._key(self._here), word)
         keys = [self._key(rank) for rank in ranks]
         pause = 0.001
-        with crew.doing.waiting([rank for rank in ranks if rank != self._here], "until this trace is ended by"):
+        with crew.status.waiting([rank for rank in ranks if rank != self._here], "until this trace is ended by"):
             while not store.check(keys):
                 if crew.watch.cause is not None:
                     raise PipelineStopped(crew.watch.cause)
@@ -379,7 +379,7 @@ def _gpu(device: torch.device) -> str:
 
 def _gathered(crew: DistributedExecutor, share: _ProcessRecord) -> list[_ProcessRecord]:
     """Every process's, on every one of them, in the order of the replicas and of their ranks."""
-    with crew.control.within(TRACE):
+    with crew.control.in_call(TRACE):
         shares: list[Any] = crew.control.gather(share)
     for twins in (crew.twins, crew.replicas):
         if twins is not None:
