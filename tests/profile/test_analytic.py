@@ -19,10 +19,10 @@ from penstock.profile.analytic import (
     parse_transformer,
 )
 from penstock.profile.costs import Link, SharedParameters
-from penstock.profile.published import LEFT_OPEN, PUBLISHED, Published, step_on_paper
 from penstock.schedule.costs import Costs
 from penstock.schedule.registry import build
 from penstock.schedule.simulate import simulate
+from tests.support.published import LEFT_OPEN, PUBLISHED, Published, step_on_paper
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

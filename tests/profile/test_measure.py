@@ -98,7 +98,7 @@ def test_a_value_that_several_layers_need_is_known_as_one() -> None:
     direct = [crossing for crossing in costs.crossings if crossing.src == 0]
     assert [crossing.dst for crossing in direct] == [1, 2, 3]
     assert all(mask in dict(crossing.values).values() for crossing in direct)
-    assert costs.between([0], [1, 2, 3]) == direct[0].bytes
+    assert costs.bytes_between([0], [1, 2, 3]) == direct[0].bytes
     assert direct[0].bytes - direct[1].bytes == x
 
 

@@ -137,7 +137,7 @@ def plan(
                 between = elsewhere.link(len(places))
             else:
                 between = process_link(places[0], len(places)) if replicas else local_link(places[0], places[1])
-        answer = plan_costs(profile if between is None else profile.over(between), **asked)
+        answer = plan_costs(profile if between is None else profile.with_link(between), **asked)
         where = None
         if mesh is None and elsewhere is None:
             cluster = Cluster(asked["speeds"] or (1.0,) * len(places), asked["memory"])

@@ -91,7 +91,7 @@ class Segments:
 
     def deferred(self, i: int, j: int) -> float:
         """Bytes that its weight gradients need of one micro-batch, if they wait."""
-        return self.total("waits", i, j) if self._waits else self.activation(i, j)
+        return self.total("deferred_bytes", i, j) if self._waits else self.activation(i, j)
 
     def run(self, i: int, j: int) -> tuple[float, float, float, float]:
         """Of a run: seconds of the forward once more, bytes that stay, that the backward needs, and of these that came.
@@ -325,7 +325,7 @@ def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
     stage_of = [stage for stage, layers in enumerate(stages) for _ in layers]
     pairs = {(stage_of[crossing.src], stage_of[crossing.dst]) for crossing in segments.costs.crossings}
     wanted = sorted({pair for pair in pairs if pair[0] != pair[1]} | set(pairwise(range(len(cuts)))))
-    return {(src, dst): segments.costs.between(stages[src], stages[dst]) for src, dst in wanted}
+    return {(src, dst): segments.costs.bytes_between(stages[src], stages[dst]) for src, dst in wanted}
 
 
 def static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, p: int) -> tuple[float, ...]:
