@@ -141,7 +141,7 @@ def without(key: str) -> dict[str, Any]:
         (by_hand(shared=[{"layers": [1], "bytes": 1}]), "shared between layers [1]"),
         (by_hand(shared=[{"layers": [0, 1], "bytes": math.nan}]), "layers [0, 1] share: bytes is nan"),
         (by_hand(kept_together=[[0, 1]]), "write [layer, layer, bytes]"),
-        (by_hand(kept_together=[[0, 1, -1]]), "keep together: bytes is -1"),
+        (by_hand(kept_together=[[0, 1, -1]]), "activations saved by layers 0 and 1: bytes is -1"),
         (by_hand(samples=0), "samples is 0"),
         (by_hand(samples=1.5), "samples is 1.5"),
         (by_hand(link={"latency": math.nan}), "link: latency is nan"),
@@ -193,7 +193,7 @@ def test_the_costs_need_no_torch() -> None:
     code = (
         "import sys, types\n"
         "package = types.ModuleType('penstock'); package.__path__ = [sys.argv[1]]; sys.modules['penstock'] = package\n"
-        "from penstock.profile import costfile, costs, described, hardware, paper, published, sizes\n"
+        "from penstock.profile import analytic, costs\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, str(Path(ps.__file__).parent)], check=True, timeout=60)

@@ -276,7 +276,7 @@ def plan_analytic(
     """
     model, hardware = parse_transformer(model) if isinstance(model, str) else model, get_hardware(hardware)
     limit = hardware.memory if memory is None else float(parse_bytes(memory))
-    tries = [t for t in (1, 2, 4, 8, 16) if t <= hardware.per_machine] if tensor is None else [tensor]
+    tries = [t for t in (1, 2, 4, 8, 16) if t <= hardware.devices_per_node] if tensor is None else [tensor]
     fit = [t for t in tries if not (devices % t or model.heads % t or model.width % t)]
     if not fit:
         raise PlanError(
