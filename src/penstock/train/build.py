@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from penstock.engine.distributed import DistributedExecutor
-from penstock.engine.failure.hang import HangLimits
 from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
+from penstock.engine.failure.status import HangLimits
 from penstock.engine.loss import LossAndOutputs, loss_rule
 from penstock.engine.offload.activations import activation_offload
 from penstock.engine.offload.copies import HostBufferPool
