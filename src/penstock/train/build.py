@@ -66,7 +66,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
         [(edge.src, edge.dst) for edge in plan.edges],
         options.microbatches,
         ranks=None if mesh is None else mesh.pipe,
-        places=None if named is None else len(named),
+        max_ranks=None if named is None else len(named),
         recompute=options.recompute,
         microbatch_size=options.microbatch_size,
         costs=options.costs,
