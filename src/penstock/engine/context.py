@@ -60,7 +60,7 @@ def begin_run(
     for stage in stages:
         stage.moments = moments
         if stage.randomness is not None:
-            stage.randomness.moment = run_name
+            stage.randomness.run_name = run_name
         stage.around = ReentrantContext(state) if state else None
         mode = (state, *[part.training for part in stage.parts])
         stage.mode = stage.modes.setdefault(mode, mode)  # one object for each: it is compared by identity

@@ -168,14 +168,14 @@ def forward_contexts(
     if again:
         assert stage.unnoticed is not None
         assert slot.replay is not None
-        stack.enter_context(stage.unnoticed.quiet if stage.norms is None else stage.norms.quiet)
-        stack.enter_context(stage.unnoticed.guard.seeing(slot.replay.seen))
+        stack.enter_context(stage.unnoticed.batchnorm_freeze if stage.norms is None else stage.norms.ignoring)
+        stack.enter_context(stage.unnoticed.restored(slot.replay.seen))
     elif stage.norms is not None:
         stack.enter_context(stage.norms.counting)
     if slot.queue is not None:
         stack.enter_context(slot.queue.recording())
     if slot.replay is not None and slot.replay.keeper.used:
-        stack.enter_context(slot.replay.keeper.forward(again=again))
+        stack.enter_context(slot.replay.keeper.forward(recomputing=again))
     return stack
 
 
@@ -262,10 +262,10 @@ class StageEngine:
         replay.keep(message, self.moments[microbatch] if self.moments else None)
         forward_state.checkpointing, forward_state.keeper = True, replay.keeper
         assert self.unnoticed is not None
-        self.unnoticed.guard.before(self.mode)
+        self.unnoticed.before(self.mode)
         try:
             self._run(microbatch, message, slot)
-            replay.seen = self.unnoticed.guard.after()
+            replay.seen = self.unnoticed.after()
         finally:
             forward_state.checkpointing, forward_state.keeper = False, None
         slot.inputs = slot.roots = ()
@@ -379,7 +379,7 @@ class StageEngine:
         if roots and self.norms is None:
             run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         elif roots and self.norms is not None:
-            with self.norms.quiet:  # a checkpoint of the user's may run a forward in here
+            with self.norms.ignoring:  # a checkpoint of the user's may run a forward in here
                 run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         if len(inputs) == 1:
             (leaf,) = inputs
@@ -419,7 +419,7 @@ class StageEngine:
         if not roots or not targets:
             found = [None] * len(targets)
         else:
-            with nullcontext() if self.norms is None else self.norms.quiet:
+            with nullcontext() if self.norms is None else self.norms.ignoring:
                 found = list(run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
         slot.grads = found[: len(slot.inputs)]
         if slot.shares:

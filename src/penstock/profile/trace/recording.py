@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock import __version__
 from penstock.engine.channel.control import TRACE, ControlChannel
 from penstock.engine.distributed import DistributedExecutor
 from penstock.engine.failure.watch import PipelineStopped
@@ -44,7 +45,6 @@ from penstock.schedule.simulate import Prediction
 from penstock.split.plan import Plan
 from penstock.train.launch import is_rank0, print0
 from penstock.train.mesh import Mesh
-from penstock.version import __version__
 
 __all__ = ["AlignedClock", "ClockOffset", "TraceRecording", "measure_clock_offset", "rank_records"]
 
