@@ -22,8 +22,6 @@ from penstock.compat.torchdistpackage.topology import tpc
 
 __all__ = ["NaiveDDP", "NativeScalerPP", "clip_grad_norm_", "defer_reduction"]
 
-BUCKET_BYTES = 25 << 20
-
 
 # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,7 +137,7 @@ def _reduce_ddp(wrapper: DistributedDataParallel) -> None:
     parameters = [p for name, p in named if name not in wrapper.parameters_to_ignore]
     registered = ddp_comm_hooks(wrapper)
     hook = registered[-1] if registered else None
-    _reduce(parameters, wrapper.process_group, hook=hook, size=wrapper.bucket_bytes_cap)
+    _reduce(parameters, wrapper.process_group, hook=hook)
 
 
 @torch.no_grad()
@@ -149,7 +147,6 @@ def _reduce(
     *,
     mean: bool = True,
     hook: tuple[Callable[..., Any], Any] | None = None,
-    size: int = BUCKET_BYTES,
 ) -> None:
     """Replace gradients by their mean or sum over a group; a parameter without a gradient anywhere keeps none.
 
@@ -160,10 +157,13 @@ def _reduce(
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(used, dist.ReduceOp.MAX, group)
-    grads = [_dense_grad(p) for p, anywhere in zip(parameters, used.tolist(), strict=True) if anywhere]
-    buckets = _buckets(grads, size)
+    buckets: dict[Any, list[Tensor]] = {}  # by device and dtype
+    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+        if anywhere:
+            grad = _dense_grad(parameter)
+            buckets.setdefault((grad.device, grad.dtype), []).append(grad)
     started = []
-    for index, bucket in enumerate(buckets):
+    for index, bucket in enumerate(buckets.values()):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         if hook is None:
             started.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
@@ -186,17 +186,6 @@ def _dense_grad(parameter: nn.Parameter) -> Tensor:
     elif parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
     return parameter.grad
-
-
-def _buckets(grads: Iterable[Tensor], size: int) -> list[list[Tensor]]:
-    """Gradients of one device and dtype, at most ``size`` bytes together."""
-    buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
-    totals: dict[tuple[torch.device, torch.dtype], int] = {}
-    for grad in grads:
-        kind = grad.device, grad.dtype
-        buckets.setdefault((*kind, totals.get(kind, 0) // size), []).append(grad)
-        totals[kind] = totals.get(kind, 0) + grad.numel() * grad.element_size()
-    return list(buckets.values())
 
 
 # ── clipping ─────────────────────────────────────────────────────────────────────────────────────────────────────
