@@ -13,7 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli import main
-from penstock.schedule import SCHEDULES, Costs, Simulation, build, simulate
+from penstock.schedule import Costs, Simulation, build, simulate
 from penstock.viz import to_text_lines
 from tests.support.programs import run, torchrun
 
@@ -141,18 +141,6 @@ def test_pictures(name: str) -> None:
     for line in drawn:
         assert f" {line}\n" in README
     assert f"{simulation.bubble:.1%}" in README
-
-
-def test_table() -> None:
-    row = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \| .* \|$", re.MULTILINE)
-    expected = []
-    for name in SCHEDULES:
-        if name != "forward_only":
-            simulation = simulated(name)
-            bubbles = (f"{simulation.bubble:.1%}", f"{simulation.span_bubble:.1%}")
-            memory = f"{max(simulation.peak_memory):.4g}"
-            expected.append((name, str(simulation.schedule.num_stages // 4), *bubbles, memory))
-    assert row.findall(README) == expected
 
 
 def test_links() -> None:

@@ -18,10 +18,10 @@ from __future__ import annotations
 from penstock.engine.message import flatten as tree_flatten
 from penstock.engine.message import unflatten as tree_unflatten
 from penstock.engine.replicas.ddp import HookBucket
+from penstock.format import parse_bytes
 from penstock.split import chain_of
 from penstock.split.chain import LayerChain, WholeModelChain, bind_arguments, build_plan
 from penstock.split.marks import begin_block_of, cut_points, remove_begin_block
-from penstock.split.measure import parse_bytes
 from penstock.split.partition import partition
 from penstock.split.trace.errors import mentions_marks
 from penstock.split.trace.line import marked_chain

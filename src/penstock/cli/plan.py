@@ -168,9 +168,9 @@ def _plan_analytic(layers: str, hardware_name: str, devices: int, batch: int | N
 def _plan_costs(
     costs: str, devices: int, batch: int, memory: str | None, threads: bool, options: dict[str, Any]
 ) -> PlanResult:
+    from penstock.format import parse_bytes
     from penstock.profile.costs import Profile
     from penstock.profile.planner.plan import plan_costs
-    from penstock.split.measure import parse_bytes
 
     limit = float("inf") if memory is None else float(parse_bytes(memory))
     grids = [(1, p) for p in range(1, devices + 1)] if threads else None

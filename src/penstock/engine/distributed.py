@@ -121,7 +121,7 @@ class DistributedExecutor(FailureGuard):
         self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         rendezvous.compare(pipeline_config(plan, source, options))
-        self.watch.limit(options["stuck_after"], options["timeout"])
+        self.watch.set_limits(options["stuck_after"], options["timeout"])
         self.connections = Connections(place, self.watch, self.wait_timer)
         host = torch.device("cpu")
         self.control = ControlChannel(
@@ -345,7 +345,7 @@ class DistributedExecutor(FailureGuard):
 
     def leave(self, error: BaseException | None) -> None:
         """Close because the program leaves the pipeline, by an error or without one, which the others learn of."""
-        self.watch.part(error)
+        self.watch.on_exit(error)
         self.close()
 
     def close(self) -> None:

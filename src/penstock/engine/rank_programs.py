@@ -108,7 +108,7 @@ class ProgramCache:
         if key not in self._programs:
             source = self.source
             make = source.fill_drain if apart else source.training if training else source.forward_only
-            self._programs[key] = lower(make(count), self.edges, described=self.dynamic)[self.rank]
+            self._programs[key] = lower(make(count), self.edges, with_headers=self.dynamic)[self.rank]
         return self._programs[key]
 
     def _make_channels(

@@ -91,7 +91,7 @@ def _start(crew: ThreadExecutor, value: Any) -> _InFlightBatch:
 
 def _take(crew: ThreadExecutor, batch: _InFlightBatch) -> Any:
     try:
-        crew.workers.wait(batch.report, batch.job.cancel, crew.patience(batch.job).look)
+        crew.workers.wait(batch.report, batch.job.cancel, crew.hang_detector(batch.job).check)
     except BaseException:
         crew.forget()
         raise

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock.engine.channel.base import WaitTimer
 from penstock.engine.channel.local import LocalChannel, LockstepChannel
 from penstock.engine.context import CallerContext, RunNames, begin_run, caller_context
-from penstock.engine.failure.hang import HangLimits, ThreadHangDetector
+from penstock.engine.failure.status import HangLimits, ThreadHangDetector
 from penstock.engine.loss import LossAndOutputs, Outputs, StepOutcome, backward_inputs, input_edges
 from penstock.engine.message import BorrowedInputs
 from penstock.engine.microbatch import split_inputs, split_targets
@@ -194,7 +194,7 @@ class ThreadExecutor:
         moments = begin_run(self.stages.values(), state or caller_context(), job.microbatches, run_name)
         start = perf_counter()
         try:
-            self.workers.run(self.tasks(job, grad=grad), job.cancel, self.patience(job).look)
+            self.workers.run(self.tasks(job, grad=grad), job.cancel, self.hang_detector(job).check)
         except BaseException:
             self.forget()
             raise
@@ -229,8 +229,8 @@ class ThreadExecutor:
 
         return [partial(task, runner, timer) for runner, timer in zip(job.runners, job.waits, strict=True)]
 
-    def patience(self, job: ThreadProgram) -> ThreadHangDetector:
-        """What the caller looks after, while it waits for a job."""
+    def hang_detector(self, job: ThreadProgram) -> ThreadHangDetector:
+        """The hang detector that the caller polls while it waits for a job."""
         return ThreadHangDetector(job.runners, self.placement, self.workers.threads, self.limits)
 
     def forget(self) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from penstock.engine.distributed import DistributedExecutor
-from penstock.engine.failure.hang import HangLimits
 from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
+from penstock.engine.failure.status import HangLimits
 from penstock.engine.loss import LossAndOutputs, loss_rule
 from penstock.engine.offload.activations import activation_offload
 from penstock.engine.offload.copies import HostBufferPool
@@ -66,7 +66,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
         [(edge.src, edge.dst) for edge in plan.edges],
         options.microbatches,
         ranks=None if mesh is None else mesh.pipe,
-        places=None if named is None else len(named),
+        max_ranks=None if named is None else len(named),
         recompute=options.recompute,
         microbatch_size=options.microbatch_size,
         costs=options.costs,

@@ -333,8 +333,8 @@ class Pipeline(PipelineState):
         if self._meeting is not None:
             self._meeting.compare({"what replan was given": digest(repr(costs)), "its order": digest(str(schedule))})
         if found.changed:
-            self._source = self._source.replaced(schedule)
-            self._executor.reschedule(self._executor.source.replaced(schedule))
+            self._source = self._source.with_schedule(schedule)
+            self._executor.reschedule(self._executor.source.with_schedule(schedule))
         self.prediction = predict_from_costs("replan", costs, self._executor)
         return found
 

@@ -24,8 +24,7 @@ from penstock.profile.links import Links, measure_links
 from penstock.profile.measure import measure_costs
 from penstock.profile.planner.candidates import device_grids
 from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, stage_costs, static_bytes
-from penstock.schedule import one_f_one_b, simulate
-from penstock.schedule.recompute import recompute_modes, with_recompute
+from penstock.schedule import build, recompute_modes, simulate, with_recompute
 
 __all__ = ["AutoConfig", "Configuration", "Profiler", "load_links"]
 
@@ -187,7 +186,7 @@ class AutoConfig:
         cuts = even_cuts(segments, pipe)
         ranks = Ranks((1.0,) * pipe, (inf,) * pipe, (1.0,) * pipe)
         modes = recompute_modes(dict.fromkeys(range(pipe - 1), "always"), pipe)
-        schedule = with_recompute(one_f_one_b(pipe, count), modes)
+        schedule = with_recompute(build("1f1b", pipe, count), modes)
         edges = tuple(edges_between(segments, cuts))
         simulation = simulate(schedule, stage_costs(segments, ranks, range(pipe), cuts), edges)
         gradients = [segments.total("gradients", i, j) for i, j in pairwise((0, *cuts))]
