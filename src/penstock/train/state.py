@@ -190,7 +190,7 @@ class PipelineState:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model, on all ranks; a parameter of several stages counts once."""
         self._check_open()
-        counts, weights = self._executor.ties.counts, self._executor.weights
+        counts, weights = self._executor.ties.counts_in_norm, self._executor.weights
         how: dict[str, Any] = {} if weights is None else {"device_of": weights.device_of}
         if isinstance(self._executor, DistributedExecutor):
             how["reduce"] = self._executor.reduce
