@@ -349,7 +349,7 @@ def test_numbers_that_cannot_be(options: dict[str, Any], complaint: str) -> None
 
 
 def test_a_state_of_a_scaler_that_was_switched_off() -> None:
-    with pytest.raises(PlanError, match="switched off saves nothing"):
+    with pytest.raises(PlanError, match="disabled one saves nothing"):
         GradScaler(Alone()).load_state_dict({})
 
 
