@@ -22,7 +22,7 @@ class Alone:
     def __init__(self) -> None:
         self.loss_scale = 1.0
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         return number
 
 
@@ -33,7 +33,7 @@ class Member(Alone):
         super().__init__()
         self.world = world
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         world = self.world
         world.numbers.append(number)
         world.barrier.wait(10)

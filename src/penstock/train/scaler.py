@@ -33,7 +33,7 @@ class ScaledPipeline(Protocol):
 
     loss_scale: float  # the factor of a step's gradients
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """The maximum of the ranks' numbers. Every rank calls it."""
         ...
 
@@ -74,7 +74,7 @@ class GradScaler:
             self._check_equal("min_scale", 0.0 if min_scale is None else min_scale)
         else:
             pipe.loss_scale = 1.0
-        # Since the last update: the state of local gradients, the optimizers that stepped, and the states over all ranks.
+        # Since the last update: states of local gradients, optimizers that stepped, states over all ranks.
         self._local_states: dict[Optimizer, float] = {}
         self._stepped: set[Optimizer] = set()
         self._global_states: list[float] = []
@@ -118,7 +118,7 @@ class GradScaler:
             if optimizer not in self._local_states:
                 self.unscale_(optimizer)
             self._stepped.add(optimizer)
-        agreed = self._pipe.agree(_FINITE if optimizer is None else self._local_states[optimizer])
+        agreed = self._pipe.max_over_ranks(_FINITE if optimizer is None else self._local_states[optimizer])
         self._global_states.append(agreed)
         if agreed == _HALF:
             raise PlanError(
@@ -139,11 +139,9 @@ class GradScaler:
             self._set_state({**self.state_dict(), "scale": float(new_scale)})
         else:
             # ``step`` has exchanged its states; those of optimizers that were unscaled and not stepped are local.
-            found = self._pipe.agree(max([-1.0, *self._global_states, *self._local_states.values()]))
+            found = self._pipe.max_over_ranks(max([-1.0, *self._global_states, *self._local_states.values()]))
             if found < _FINITE:
-                raise PipelineError(
-                    "update() was called before step(): no gradients were checked since the last one"
-                )
+                raise PipelineError("update() was called before step(): no gradients were checked since the last one")
             self._adjust_scale(found)
         self._local_states.clear()
         self._stepped.clear()
@@ -172,7 +170,7 @@ class GradScaler:
     def _set_state(self, state: Mapping[str, Any]) -> None:
         """Set the state, if it is valid and the same on all ranks."""
         problem = _invalid_state(state, self._min_scale)
-        if self._pipe.agree(float(problem is not None)):
+        if self._pipe.max_over_ranks(float(problem is not None)):
             raise PlanError(problem or "GradScaler was given an invalid state on another rank: see its error")
         for name in _STATE_NAMES:
             self._check_equal(name, float(state[name]))
@@ -181,7 +179,7 @@ class GradScaler:
         self._growth_interval, self._growth_tracker = int(state["growth_interval"]), int(state["_growth_tracker"])
 
     def _check_equal(self, name: str, number: float) -> None:
-        largest, smallest = self._pipe.agree(number), -self._pipe.agree(-number)
+        largest, smallest = self._pipe.max_over_ranks(number), -self._pipe.max_over_ranks(-number)
         if largest != smallest:
             raise PlanError(
                 f"GradScaler's {name} is {number:g} here, and between {smallest:g} and {largest:g} over the ranks: "

@@ -97,7 +97,7 @@ class FunctionPipeline:
         self, fwd_fn: Forward, bwd_fn: Backward | None, own: Sequence[Any], microbatches: int, *, training: bool
     ) -> Any:
         share, rows = _split_inputs(own, microbatches, training)
-        self._guard(lambda: self.pipeline.agree(0.0))  # a rank that failed, or is gone, is reported here
+        self._guard(lambda: self.pipeline.max_over_ranks(0.0))  # a rank that failed, or is gone, is reported here
         shares: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(shares, share, self.group)
         count = _count(self.ranks, shares)
