@@ -1,4 +1,4 @@
-"""Progress of a loop on the terminal: permanent lines and, where stdout is a terminal, a bar below them."""
+"""Progress of a loop: lines that stay and, on a terminal, a live bar below them."""
 
 from __future__ import annotations
 
@@ -8,46 +8,51 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 __all__ = ["ProgressUI", "progress_ui"]
+
+
+class ProgressUI:
+    """Reports of a loop. Without a ``progress`` of rich there is no bar: for files, pipes and nested loops."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.progress = progress
+        self.task: TaskID | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether the text of ``advance`` is visible."""
+        return self.progress is not None
+
+    def begin(self, title: str, total: int | None) -> None:
+        """Start a bar of ``total`` steps; None: an unknown number."""
+        if self.progress is not None:
+            if self.task is not None:
+                self.progress.remove_task(self.task)
+            self.task = self.progress.add_task(title, total=total, text="")
+
+    def advance(self, text: str | None) -> None:
+        """Count one step. ``text`` replaces the text beside the bar; None keeps it."""
+        if self.progress is not None and self.task is not None:
+            self.progress.advance(self.task)
+            if text is not None:
+                self.progress.update(self.task, text=text)
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        if self.progress is None:
+            print(text, flush=True)
+        else:
+            self.progress.console.print(text, markup=False, highlight=False)
+
 
 _live_bars = 0
 
 
-class ProgressUI:
-    """Prints lines, and updates a bar if there is one (``live``)."""
-
-    def __init__(self, bar: Progress | None = None) -> None:
-        self.live = bar is not None
-        self._bar = bar
-
-    def begin(self, title: str, total: int | None) -> None:
-        """Start a new bar of ``total`` steps (None: unknown)."""
-        if self._bar is not None:
-            for task in self._bar.task_ids:
-                self._bar.remove_task(task)
-            self._bar.add_task(title, total=total, text="")
-
-    def advance(self, text: str | None) -> None:
-        """Advance the bar by one step; ``text`` replaces the text beside it."""
-        if self._bar is not None:
-            (task,) = self._bar.task_ids
-            self._bar.advance(task)
-            if text is not None:
-                self._bar.update(task, text=text)
-
-    def line(self, text: str) -> None:
-        """Print a permanent line."""
-        if self._bar is None:
-            print(text, flush=True)
-        else:
-            self._bar.console.print(text, markup=False, highlight=False)
-
-
 @contextmanager
 def progress_ui() -> Iterator[ProgressUI]:
-    """A bar if stdout is a terminal without one, else lines only."""
+    """A bar where stdout is a terminal, but not within a loop that has one already; otherwise lines only."""
     global _live_bars
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
@@ -59,7 +64,7 @@ def progress_ui() -> Iterator[ProgressUI]:
     columns = (TextColumn("{task.description}"), BarColumn(10), TextColumn("{task.fields[text]}"))
     _live_bars += 1
     try:
-        with Progress(*columns, console=console, transient=True) as bar:
-            yield ProgressUI(bar)
+        with Progress(*columns, console=console, transient=True) as progress:
+            yield ProgressUI(progress)
     finally:
         _live_bars -= 1
