@@ -143,7 +143,7 @@ def _check_options(modules: Mapping[int, nn.Module], options: Options) -> None:
     if sharded_names and options.accumulate is not None:
         raise PlanError(
             f"accumulate={options.accumulate!r} is not supported for sharded parameters ({sharded_names[0]} is one): "
-            "with fully_shard use MixedPrecisionPolicy(reduce_dtype=torch.float32), else keep the parameters in float32 "
+            "with fully_shard use MixedPrecisionPolicy(reduce_dtype=torch.float32), else keep parameters in float32 "
             "and run steps under torch.autocast"
         )
     if sharded_names and options.offload is not None:
