@@ -317,7 +317,7 @@ class DistributedExecutor(FailureGuard):
             found: list[Any] = self.guarded(lambda: self.control.gather(value))
         return found
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """The largest of all ranks' numbers, over pipelines and replicas, on all of them."""
         for control in (self.control, *(r.control for r in (self.replicas, self.twins) if r is not None)):
             with control.in_call(NUMBER):

@@ -243,12 +243,12 @@ class PipelineState:
             if stage.head is not None:
                 stage.head.scale = scale
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """The largest of the ranks' numbers, on all of them. Every rank calls it."""
         self._check_open()
         if not isinstance(self._executor, DistributedExecutor):
             return number
-        return self._executor.agree(number)
+        return self._executor.max_over_ranks(number)
 
     def _check_open(self) -> None:
         raise NotImplementedError
