@@ -74,22 +74,22 @@ def our_runner(schedule: Schedule, rank: int = RANK) -> Runner:
     meta = MessageMeta((TensorMeta((BATCH, WIDTH), torch.float32),), None, (0,))
     forward: dict[tuple[int, int], Channel] = {}
     backward: dict[tuple[int, int], Channel] = {}
-    wires: dict[tuple[int, int, str], Endpoint] = {}
+    endpoints: dict[tuple[int, int, str], Endpoint] = {}
 
-    def wire(sender: int, receiver: int, lane: str) -> Endpoint:
-        key = (sender, receiver, lane)
-        if key not in wires:
+    def endpoint(sender: int, receiver: int, direction: str) -> Endpoint:
+        key = (sender, receiver, direction)
+        if key not in endpoints:
             group = FakeProcessGroup._create_internal(0 if rank == sender else 1, 2, FakeProcessGroup.Options())
-            wires[key] = Endpoint(group, receiver if rank == sender else sender, CPU)
-        return wires[key]
+            endpoints[key] = Endpoint(group, receiver if rank == sender else sender, CPU)
+        return endpoints[key]
 
     for src, dst in edges:
         a, b = schedule.placement[src], schedule.placement[dst]
         if rank in (a, b):
             assert a != b, "the middle of a pipeline has no edge within a rank"
             metas, present = [meta] * schedule.num_microbatches, [[True]] * schedule.num_microbatches
-            forward[src, dst] = ForwardChannel(wire(a, b, "F"), f"stage {src}", metas)
-            backward[dst, src] = BackwardChannel(wire(b, a, "B"), f"stage {dst}", metas, present)
+            forward[src, dst] = ForwardChannel(endpoint(a, b, "F"), f"stage {src}", metas)
+            backward[dst, src] = BackwardChannel(endpoint(b, a, "B"), f"stage {dst}", metas, present)
     wiring = Bindings(stages, make_slots(program, stages), forward, backward, PipelineIO())
     return compile_program(program.instructions, wiring)
 

@@ -1,4 +1,4 @@
-"""Several stages on one GPU: what threads, lanes and split backwards cost where there is nothing to gain.
+"""Several stages on one GPU: what threads, channels and split backwards cost where there is nothing to gain.
 
 Twelve transformer blocks in bfloat16, trained as 4 ranks on one device, against the plain model that accumulates
 gradients over the same micro-batches. One GPU does the same work either way, so the best possible ratio is near 1.

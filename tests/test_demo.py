@@ -143,9 +143,9 @@ def test_calls(few: Path) -> None:
     with closing(PipelineRun(settings)) as pipeline:
         steps = pipeline.steps(digits)
         next(steps)
-        assert pipeline.pipe.tally.steps == 2
+        assert pipeline.pipe.step_totals.steps == 2
         next(steps)
-        assert pipeline.pipe.tally.steps == 2
+        assert pipeline.pipe.step_totals.steps == 2
         assert len(list(steps)) == 4
     one_by_one = replace(settings, device_iterations=1)
     assert [y.tolist() for _, y in one_by_one.batches(digits)] == [y.tolist() for _, y in settings.batches(digits)]

@@ -18,7 +18,6 @@ from penstock.schedule.schedule import Schedule as Schedule
 from penstock.split import split as split
 from penstock.split.balance import balance_by_size as balance_by_size
 from penstock.split.balance import balance_by_time as balance_by_time
-from penstock.split.flatten import FlatSequential as FlatSequential
 from penstock.split.flatten import flatten as flatten
 from penstock.split.lazy import Lazy as Lazy
 from penstock.split.marks import BeginBlock as BeginBlock
@@ -42,7 +41,18 @@ from penstock.train.loader import DataLoader as DataLoader
 from penstock.train.mesh import Mesh as Mesh
 from penstock.train.optimizer_offload import Offload as Offload
 from penstock.train.pipeline import Pipeline as Pipeline
+from penstock.train.pipeline import register_trace as _register_trace
 from penstock.train.progress import progress as progress
 from penstock.train.result import StepResult as StepResult
 from penstock.train.scaler import GradScaler as GradScaler
 from penstock.version import __version__ as __version__
+
+
+def _trace(*arguments: object) -> object:
+    """The context manager of ``Pipeline.trace``; the profiler loads when it is first used."""
+    from penstock.profile.trace.recording import TraceRecording
+
+    return TraceRecording(*arguments)  # type: ignore[arg-type]
+
+
+_register_trace(_trace)

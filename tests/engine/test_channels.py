@@ -63,15 +63,15 @@ class Ends:
             raise RuntimeError("connection closed by peer")
 
 
-def carry(lane: ProcessChannel, payload: Any, k: int = 0) -> Any:
-    passage = lane.at(k)
-    assert passage.post is not None
-    assert passage.sent is not None
-    passage.send(payload)
-    passage.sent()
-    passage.post()
-    passage.land()
-    return passage.take()
+def carry(channel: ProcessChannel, payload: Any, k: int = 0) -> Any:
+    ops = channel.ops(k)
+    assert ops.post_recv is not None
+    assert ops.wait_send is not None
+    ops.send(payload)
+    ops.wait_send()
+    ops.post_recv()
+    ops.wait_recv()
+    return ops.get()
 
 
 def forward(*messages: Message) -> tuple[ForwardChannel, Ends]:
@@ -83,8 +83,8 @@ def backward(meta: MessageMeta, present: Sequence[bool]) -> BackwardChannel:
     return BackwardChannel(Endpoint(Ends(), 1, CPU), "stage 1", [meta], [present])
 
 
-def short(passage: ChannelOps) -> bool:
-    return hasattr(passage.land, "__self__")  # a berth's own method: nothing in between
+def short(ops: ChannelOps) -> bool:
+    return hasattr(ops.wait_recv, "__self__")  # a berth's own method: nothing in between
 
 
 X = torch.arange(12.0).reshape(3, 4)
@@ -98,9 +98,9 @@ Z = torch.complex(X, X + 1)
 )
 def test_a_tensor_arrives_as_its_values_say(tensor: Tensor) -> None:
     message, _ = detach_outputs(tensor)
-    lane, _ = forward(message)
-    assert short(lane.at(0)) == (bool(tensor.numel()) and memory_order(tensor) is None)
-    found = carry(lane, message)
+    channel, _ = forward(message)
+    assert short(channel.ops(0)) == (bool(tensor.numel()) and memory_order(tensor) is None)
+    found = carry(channel, message)
     assert memory_order(found.leaves[0]) == memory_order(tensor)
     assert (found.spec, found.wants, found.shared) == (None, (), ())
     assert torch.equal(found.leaves[0], tensor)
@@ -117,9 +117,9 @@ def _wanted(*tensors: Tensor) -> MessageMeta:
 @pytest.mark.parametrize("value", [(X,), {"x": X, "n": 3}, (X, Z)], ids=["tuple", "number beside it", "two"])
 def test_structures_arrive_whole(value: Any) -> None:
     message, _ = detach_outputs(value)
-    lane, _ = forward(message)
-    assert not short(lane.at(0))
-    found = carry(lane, message)
+    channel, _ = forward(message)
+    assert not short(channel.ops(0))
+    found = carry(channel, message)
     assert found.spec == message.spec
     for a, b in zip(found.leaves, message.leaves, strict=True):
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
@@ -127,9 +127,9 @@ def test_structures_arrive_whole(value: Any) -> None:
 
 @pytest.mark.parametrize("other", [X[:2], X.double(), (X,), X.clone().requires_grad_()])
 def test_another_output_than_was_inferred_is_refused(other: Any) -> None:
-    lane, ends = forward(detach_outputs(X)[0])
+    channel, ends = forward(detach_outputs(X)[0])
     with pytest.raises(PlanError, match=r"stage 0 gave .* inferred"):
-        lane.at(0).send(detach_outputs(other)[0])
+        channel.ops(0).send(detach_outputs(other)[0])
     assert not ends.memory
 
 
@@ -138,45 +138,45 @@ def test_a_gradient_that_there_is_not_is_zero() -> None:
 
 
 def test_gradients_go_to_those_that_get_one() -> None:
-    lane = backward(_wanted(X, Z), [False, True])
-    assert not short(lane.at(0))
-    nothing, gradient = carry(lane, [None, Z])
+    channel = backward(_wanted(X, Z), [False, True])
+    assert not short(channel.ops(0))
+    nothing, gradient = carry(channel, [None, Z])
     assert nothing is None
     assert torch.equal(gradient, Z)
 
 
-def test_microbatches_of_one_shape_have_a_line_in_common_and_a_berth_each() -> None:
+def test_microbatches_of_one_shape_share_a_format_and_have_a_slot_each() -> None:
     small, large = detach_outputs(X[:2])[0], detach_outputs(X)[0]
-    lane, _ = forward(large, large, small)
+    channel, _ = forward(large, large, small)
     for k in range(3):
-        assert lane.at(k) == lane.at(k)
-    lines = [berth.line for berth in lane.in_flight.values()]
-    assert lines[0] is lines[1] is not lines[2]
-    first, second = lane.at(0), lane.at(1)
+        assert channel.ops(k) == channel.ops(k)
+    formats = [message.format for message in channel.in_flight.values()]
+    assert formats[0] is formats[1] is not formats[2]
+    first, second = channel.ops(0), channel.ops(1)
     first.send(large)
     second.send(large._replace(leaves=[X + 1]))
-    for passage in (first, second):
-        assert passage.sent is not None
-        passage.sent()
-        assert passage.post is not None
-        passage.post()
-    first.land()
-    second.land()
-    assert torch.equal(second.take().leaves[0], X + 1)
-    assert torch.equal(first.take().leaves[0], X)
+    for ops in (first, second):
+        assert ops.wait_send is not None
+        ops.wait_send()
+        assert ops.post_recv is not None
+        ops.post_recv()
+    first.wait_recv()
+    second.wait_recv()
+    assert torch.equal(second.get().leaves[0], X + 1)
+    assert torch.equal(first.get().leaves[0], X)
 
 
-@pytest.mark.parametrize("when", ["send", "sent", "post", "land"])
+@pytest.mark.parametrize("when", ["send", "wait_send", "post_recv", "wait_recv"])
 def test_a_broken_channel_is_named_and_nothing_of_it_is_held(when: str) -> None:
     message, _ = detach_outputs(X)
-    lane, ends = forward(message)
-    passage = lane.at(0)
-    before = {"sent": partial(passage.send, message), "land": passage.post}.get(when)
+    channel, ends = forward(message)
+    ops = channel.ops(0)
+    before = {"wait_send": partial(ops.send, message), "wait_recv": ops.post_recv}.get(when)
     if before is not None:
         before()
-    work = None if before is None else weakref.ref(lane.in_flight[0].work)
+    work = None if before is None else weakref.ref(channel.in_flight[0].work)
     ends.broken = True
-    call = partial(passage.send, message) if when == "send" else getattr(passage, when)
+    call = partial(ops.send, message) if when == "send" else getattr(ops, when)
     with pytest.raises(ChannelError, match="the channel with rank 1 broke: connection closed by peer") as caught:
         call()
     gc.collect()
@@ -186,7 +186,7 @@ def test_a_broken_channel_is_named_and_nothing_of_it_is_held(when: str) -> None:
 
 def test_a_closed_lane_holds_nothing() -> None:
     message, _ = detach_outputs(X)
-    lane, _ = forward(message)
-    lane.at(0).send(message)
-    lane.close()
-    assert (lane.in_flight[0].work, lane.in_flight[0].tensor) == (None, None)
+    channel, _ = forward(message)
+    channel.ops(0).send(message)
+    channel.close()
+    assert (channel.in_flight[0].work, channel.in_flight[0].tensor) == (None, None)

@@ -169,58 +169,58 @@ def runner_at(instruction: Instruction) -> Runner:
     ],
 )
 def test_a_program_shows_what_its_rank_does(instruction: Instruction, says: str) -> None:
-    doing = RankStatus()
-    doing.homes = [10, 11, 12]
-    doing.enter()
-    doing.runner = runner_at(instruction)
-    assert str(doing.look()[1]) == says
+    status = RankStatus()
+    status.stage_ranks = [10, 11, 12]
+    status.enter()
+    status.runner = runner_at(instruction)
+    assert str(status.look()[1]) == says
 
 
 def test_the_parts_of_a_call_outside_of_its_program() -> None:
-    doing = RankStatus()
-    assert str(doing.look()[1]) == "has been building its pipeline for 0 s"
-    doing.phase = NEXT_BATCH
-    assert str(doing.look()[1]).startswith("is not in a step: it has run none")
-    doing.enter()
-    doing.phase = NEXT_BATCH
-    assert str(doing.look()[1]) == "has been getting ready for a mini-batch for 0 s"
-    with doing.waiting([4]):
-        assert str(doing.look()[1]) == "waits for word of the next mini-batch from rank 4"
-    doing.phase = LOSS
-    with doing.waiting([4, 6]):
-        assert str(doing.look()[1]) == "waits for the loss from ranks 4, 6"
-    doing.inside = 0
-    assert str(doing.look()[1]).startswith("is not in a step: its last one ended")
+    status = RankStatus()
+    assert str(status.look()[1]) == "has been building its pipeline for 0 s"
+    status.phase = NEXT_BATCH
+    assert str(status.look()[1]).startswith("is not in a step: it has run none")
+    status.enter()
+    status.phase = NEXT_BATCH
+    assert str(status.look()[1]) == "has been getting ready for a mini-batch for 0 s"
+    with status.waiting([4]):
+        assert str(status.look()[1]) == "waits for word of the next mini-batch from rank 4"
+    status.phase = LOSS
+    with status.waiting([4, 6]):
+        assert str(status.look()[1]) == "waits for the loss from ranks 4, 6"
+    status.inside = 0
+    assert str(status.look()[1]).startswith("is not in a step: its last one ended")
 
 
 def test_the_same_place_in_another_step_is_another_place() -> None:
-    doing = RankStatus()
-    doing.runner = runner_at(Instruction("F", 0, 0))
+    status = RankStatus()
+    status.runner = runner_at(Instruction("F", 0, 0))
     keys = []
     for _ in range(2):
-        doing.enter()
-        keys += [doing.look()[0], doing.look()[0]]
-        doing.inside = 0
+        status.enter()
+        keys += [status.look()[0], status.look()[0]]
+        status.inside = 0
     assert keys[0] == keys[1]
     assert keys[2] == keys[3] != keys[0]
 
 
 def test_two_waits_for_the_same_are_two() -> None:
-    doing = RankStatus()
+    status = RankStatus()
     keys = []
     for _ in range(2):
-        with doing.waiting([1]):
-            keys.append(doing.look()[0])
+        with status.waiting([1]):
+            keys.append(status.look()[0])
     assert keys[0] != keys[1]
 
 
 def test_a_line_of_python_is_the_users_own() -> None:
     """What waits in a queue is in Python's own files; the line is the one that called them."""
     inside, leave = threading.Event(), threading.Event()
-    doing = RankStatus()
+    status = RankStatus()
 
     def hang() -> None:
-        doing.thread = threading.get_ident()
+        status.thread = threading.get_ident()
         inside.set()
         leave.wait(10)
 
@@ -229,10 +229,10 @@ def test_a_line_of_python_is_the_users_own() -> None:
     inside.wait(10)
     try:
         end = time.monotonic() + 10
-        while "wait" not in doing.python()[1] and time.monotonic() < end:
+        while "wait" not in status.python()[1] and time.monotonic() < end:
             time.sleep(0.01)
-        at, stack = doing.python()
-        assert at.startswith("test_stuck.py:")
+        at, stack = status.python()
+        assert at.startswith("test_hang_detector.py:")
         assert at.endswith(", in hang")
         assert "leave.wait(10)" in stack
     finally:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.context import begin_run, caller_context
+from penstock.engine.forward_context import caller_context
 from penstock.engine.forward_context import current_microbatch
 from penstock.engine.message import Message
 from penstock.engine.stage import Slot, StageEngine

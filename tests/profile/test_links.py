@@ -37,7 +37,7 @@ def test_latency_is_what_a_small_value_takes_and_bandwidth_what_the_large_one_ad
 
 
 class Costly:
-    """A wire that takes some of a rank's own time for each of a number of bytes, and waits for nobody."""
+    """An endpoint that takes some of a rank's own time for each of a number of bytes, and waits for nobody."""
 
     device = torch.device("cpu")
 
@@ -45,10 +45,10 @@ class Costly:
         self.seconds = seconds
         self.sent: list[int] = []
 
-    def makers(self, metas: Any) -> Any:
+    def buffer_factories(self, metas: Any) -> Any:
         return metas
 
-    def receive(self, makers: Any) -> list[Any]:
+    def recv(self, buffers: Any) -> list[Any]:
         return []
 
     def send(self, values: list[torch.Tensor]) -> list[Any]:
@@ -61,22 +61,22 @@ class Costly:
 
     def wait(self, works: list[Any]) -> None: ...
 
-    def finish(self, works: list[Any]) -> list[torch.Tensor]:
+    def wait_tensors(self, works: list[Any]) -> list[torch.Tensor]:
         return []
 
 
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_value_takes_the_time_on_the_cores_that_it_adds(turn: int) -> None:
-    wire: Any = Costly(1e-5)
+    endpoint: Any = Costly(1e-5)
     threads = torch.get_num_threads()
-    found = host_time_per_message(wire, wire, 200, 0.0, turn)
-    assert wire.sent.count(200) == wire.sent.count(0) == ROUNDS
+    found = host_time_per_message(endpoint, endpoint, 200, 0.0, turn)
+    assert endpoint.sent.count(200) == endpoint.sent.count(0) == ROUNDS
     assert 0.7 * 200e-5 / 2 < found < 1.8 * 200e-5 / 2  # of two ends, each has half; other threads here are few
     assert torch.get_num_threads() == threads
 
 
 class Air:
-    """A wire that is not there: all arrives at once."""
+    """An endpoint that is not there: all arrives at once."""
 
     device = torch.device("cpu")
 

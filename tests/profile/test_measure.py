@@ -241,7 +241,7 @@ def test_the_first_run_does_not_count_and_a_median_does(clock: Clock, monkeypatc
         layer.forward_time = 1000.0 if runs in (2, 3, 6, 8) else 0.001  # 2 and 3 warm up, 6 and 8 are disturbed
         return Timed.forward(layer, x)
 
-    monkeypatch.setattr(timing, "LONG", 1e9)
+    monkeypatch.setattr(timing, "LONG_LAYER", 1e9)
     layer.forward = forward  # type: ignore[method-assign]
     assert measured(nn.Sequential(layer), batch(1)).layers[0].forward == 0.001
 

@@ -175,10 +175,10 @@ def check_chrome(trace: ps.Trace, events: list[dict[str, Any]]) -> None:
         arrows[start["args"]["step"]] += 1
         if all(track.clock_error == 0 for track in trace.tracks):
             maker, taker = (_around(slices, event) for event in (start, end))
-            (src, lane, k), (dst, back, j) = ps.Action.parse(maker), ps.Action.parse(taker)
+            (src, kind, k), (dst, back, j) = ps.Action.parse(maker), ps.Action.parse(taker)
             assert j == k
-            assert (lane == "F") == (back == "F")
-            assert ((src, dst) if lane == "F" else (dst, src)) in trace.edges
+            assert (kind == "F") == (back == "F")
+            assert ((src, dst) if kind == "F" else (dst, src)) in trace.edges
     actions = [e for row in slices.values() for e in row if e["cat"] not in ("wait", "outside", "step")]
     assert len(actions) == sum(len(part.actions) for step in trace.steps for part in step.parts)
     for step in trace.steps:

@@ -168,7 +168,7 @@ def test_nothing_in_the_model_or_the_generators_changes() -> None:
         try:
             check_plan(plan, sample)
         except ps.PlanError:
-            assert isinstance(plan.line, Broken)
+            assert isinstance(plan.chain, Broken)
         assert_same(snapshot(model), before)
         assert model[0].weight.grad is grad
         assert torch.equal(torch.get_rng_state(), states[0])
@@ -339,4 +339,4 @@ def test_nan_equals_nan() -> None:
 
 def test_a_plan_without_its_model_cannot_be_checked() -> None:
     with pytest.raises(ps.PlanError, match="no model"):
-        check_plan(replace(ps.split(mlp(), stages=2), line=None), batch())
+        check_plan(replace(ps.split(mlp(), stages=2), chain=None), batch())

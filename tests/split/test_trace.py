@@ -119,7 +119,7 @@ def test_a_targets_argument_goes_from_the_first_stage_to_the_loss() -> None:
 
 
 def assert_runs_as_plain_eval(plan: Plan, *args: Any, **kwargs: Any) -> None:
-    expected = plan.attached().model(*args, **kwargs)
+    expected = plan.require_chain().model(*args, **kwargs)
     torch.testing.assert_close(run_stages(plan, args, kwargs), expected, rtol=0, atol=0)
 
 

@@ -35,7 +35,7 @@ def test_it_runs_as_it_is(kind: dict[str, Any]) -> None:
     model = Choosing()
     plain = copy.deepcopy(model)
     plan = ps.split(model, stages=1)
-    assert isinstance(plan.line, WholeModelChain)
+    assert isinstance(plan.chain, WholeModelChain)
     assert plan.groups == [("model",)]
     assert plan.check((X, X) if not kind else {"x": X, **kind})
     with ps.Pipeline(plan, lambda out: out.square().mean(), microbatches=2, devices="cpu") as pipe:

@@ -63,7 +63,7 @@ def backward(value: Any) -> None:
 
 def assert_runs_as_plain(plan: Plan, *args: Any, **kwargs: Any) -> Any:
     """Output, gradients, buffers and random state of the stages are those of the plain model, in train and in eval."""
-    model = plan.attached().model
+    model = plan.require_chain().model
     modes = [module.training for module in model.modules()]
     for training in (True, False):
         plain = copy.deepcopy(model)
@@ -93,12 +93,12 @@ def assert_runs_as_plain(plan: Plan, *args: Any, **kwargs: Any) -> Any:
 
 def assert_owned(plan: Plan) -> None:
     """The stages hold all of the model's state under its own names, and its own objects."""
-    model = plan.attached().model
+    model = plan.require_chain().model
     names: dict[str, Tensor] = {}
     for index in range(plan.num_stages):
         stage = plan.stage_module(index)
         mine = dict(stage.named_parameters(remove_duplicate=False)) | dict(stage.named_buffers(remove_duplicate=False))
-        listed = {name for layer in plan.groups[index] for name, _ in plan.attached().members(layer)}
+        listed = {name for layer in plan.groups[index] for name, _ in plan.require_chain().members(layer)}
         assert set(mine) == listed
         names |= mine
         assert set(stage.state_dict()) <= set(model.state_dict())

@@ -103,7 +103,7 @@ def test_the_last_result_is_kept_without_its_outputs() -> None:
         assert pipe.evaluate(torch.ones(5, 2)).bubble is not None
         assert pipe.last is last
         pipe.step(torch.ones(4, 2), torch.ones(4, 2))
-        assert (pipe.tally.steps, pipe.tally.samples) == (2, 7)
+        assert (pipe.step_totals.steps, pipe.step_totals.samples) == (2, 7)
 
 
 @pytest.mark.cuda
@@ -112,4 +112,4 @@ def test_nothing_is_said_of_a_gpu() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with ps.Pipeline(ps.split(model, stages=2), nn.MSELoss(), devices="cuda:0") as pipe:
         assert pipe.step(torch.ones(3, 2), torch.ones(3, 2, device="cuda:0")).bubble is None
-        assert pipe.tally.bubble is None
+        assert pipe.step_totals.bubble is None

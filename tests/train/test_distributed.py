@@ -46,17 +46,17 @@ def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: Plain) -> N
 
 @contextmanager
 def sends() -> Iterator[list[Endpoint]]:
-    """The wire of every tensor that this rank sends meanwhile."""
+    """The endpoint of every tensor that this rank sends meanwhile."""
     sent: list[Endpoint] = []
     several, one = Endpoint.send, InFlight.send_tensor
 
-    def count_one(berth: InFlight, tensor: Tensor, line: TensorFormat) -> None:
-        sent.append(line.wire)
-        one(berth, tensor, line)
+    def count_one(message: InFlight, tensor: Tensor, format: TensorFormat) -> None:
+        sent.append(format.endpoint)
+        one(message, tensor, format)
 
-    def count_several(wire: Endpoint, tensors: Sequence[Tensor]) -> list[Any]:
-        sent.extend([wire] * len(tensors))
-        return several(wire, tensors)
+    def count_several(endpoint: Endpoint, tensors: Sequence[Tensor]) -> list[Any]:
+        sent.extend([endpoint] * len(tensors))
+        return several(endpoint, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Endpoint, "send", count_several)
@@ -76,8 +76,8 @@ def first_step_apart(rank: int, schedule: str) -> None:
                 expected = plain_step(model, x, y, F.mse_loss)
                 assert_plain(pipe, pipe.step(x, y), expected)
                 pipe.zero_grad()
-                quiet = set(map(id, pipe._executor.jobs.quiet.values()))
-                used.append({id(wire) in quiet for wire in sent})
+                quiet = set(map(id, pipe._executor.programs.staged.values()))
+                used.append({id(endpoint) in quiet for endpoint in sent})
                 sent.clear()
     assert used == [{True}, {False}, {True}, {False}, {False}]
 

@@ -49,7 +49,7 @@ def headers() -> Iterator[Counter[str]]:
     send = dynamic.DynamicEndpoint.send
 
     def count(channel: dynamic.DynamicEndpoint, tensors: Sequence[Tensor], header: bytes | None) -> list[Any]:
-        counts["same" if header is None else "row" if len(header) <= dynamic.ROOM else "long"] += 1
+        counts["same" if header is None else "row" if len(header) <= dynamic.DATA_BYTES else "long"] += 1
         return send(channel, tensors, header)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -143,14 +143,14 @@ class Slow(nn.Module):
 def ahead(rank: int) -> list[bool]:
     """For each output that lands: whether its header had been read by then."""
     found: list[bool] = []
-    land = dynamic.DynamicForwardChannel.land
+    wait_recv = dynamic.DynamicForwardChannel.wait_recv
 
-    def note(lane: dynamic.DynamicForwardChannel, microbatch: int) -> None:
-        found.append(microbatch in lane.under_way)
-        land(lane, microbatch)
+    def note(channel: dynamic.DynamicForwardChannel, microbatch: int) -> None:
+        found.append(microbatch in channel.pending)
+        wait_recv(channel, microbatch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic.DynamicForwardChannel, "land", note)
+        patch.setattr(dynamic.DynamicForwardChannel, "wait_recv", note)
         with pipeline(nn.Sequential(nn.Linear(4, 4), Slow())) as pipe:
             pipe.evaluate(batch())
     return found
@@ -449,13 +449,13 @@ def test_precision_may_change_between_steps(two: Ranks) -> None:
 
 
 def first_step_apart(rank: int, schedule: str) -> None:
-    """As with NCCL: the first step of each number of micro-batches goes over the quiet wires, and headers always do."""
+    """As with NCCL: the first step of each micro-batch count uses the quiet endpoints, and headers always do."""
     sent: list[tuple[int, int]] = []
     send = Endpoint.send
 
-    def note(wire: Endpoint, tensors: Sequence[Tensor], tag: int = 0) -> list[Any]:
-        sent.append((id(wire), tag))
-        return send(wire, tensors, tag)
+    def note(endpoint: Endpoint, tensors: Sequence[Tensor], tag: int = 0) -> list[Any]:
+        sent.append((id(endpoint), tag))
+        return send(endpoint, tensors, tag)
 
     used: list[tuple[set[bool], set[bool]]] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -463,11 +463,11 @@ def first_step_apart(rank: int, schedule: str) -> None:
         patch.setattr(Endpoint, "send", note)
         model = mlp()
         with pipeline(model, stages=4, schedule=schedule) as pipe:
-            quiet = set(map(id, pipe._executor.jobs.quiet.values()))
+            quiet = set(map(id, pipe._executor.programs.staged.values()))
             for samples in (8, 8, 3, 12, 3):
                 assert_plain(pipe, model, batch(samples), batch(samples, seed=1))
-                tensors = {wire in quiet for wire, tag in sent if tag == 0}
-                used.append((tensors, {wire in quiet for wire, tag in sent if tag}))
+                tensors = {endpoint in quiet for endpoint, tag in sent if tag == 0}
+                used.append((tensors, {endpoint in quiet for endpoint, tag in sent if tag}))
                 sent.clear()
     assert used == [({quietly}, {True}) for quietly in (True, False, True, False, False)]
 

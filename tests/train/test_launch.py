@@ -35,7 +35,7 @@ import penstock as ps
 device = ps.init(timeout=60)
 assert ps.init() == device
 mesh = ps.Mesh(data=2)
-ps.say("hello")
+ps.print0("hello")
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 told = {
     "device": str(device),
@@ -91,7 +91,7 @@ for x, y in ps.progress(data, pipe):
     result = pipe.step(x, y)
     optimizer.step()
     optimizer.zero_grad()
-    ps.say(f"{float(result.loss):.12f}")
+    ps.print0(f"{float(result.loss):.12f}")
 """
 
 
@@ -263,7 +263,8 @@ def test_who_has_set_the_threads() -> None:
     assert omp_threads_set_by_user({"OMP_NUM_THREADS": "1"})
     assert omp_threads_set_by_user({**under_torchrun, "OMP_NUM_THREADS": "2"})
     parent = "import sys, subprocess; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)"
-    child = f"import runpy, sys; sys.exit(runpy.run_path({launch.__file__!r})['set_by_user']({under_torchrun}))"
+    function = f"runpy.run_path({launch.__file__!r})['omp_threads_set_by_user']"
+    child = f"import runpy, sys; sys.exit({function}({under_torchrun}))"
     for before, expected in (({}, 0), ({"OMP_NUM_THREADS": "1"}, 1), ({"NOT_OMP_NUM_THREADS": "1"}, 0)):
         assert run(python("-c", parent, "-c", child), environment(**before)).returncode == expected
 
@@ -358,7 +359,7 @@ from datetime import timedelta
 import penstock as ps
 from penstock.train.launch import is_rank0
 
-assert speaks() == (os.environ["RANK"] == "0")
+assert is_rank0() == (os.environ["RANK"] == "0")
 torch.set_num_threads(3)  # somebody has chosen
 assert ps.init("cpu", timeout=timedelta(seconds=30)) == torch.device("cpu")
 assert torch.get_num_threads() == 3
@@ -371,7 +372,7 @@ assert torch.get_num_threads() == 1
 dist.destroy_process_group()
 dist.init_process_group("gloo")  # theirs, which is left as it is
 assert ps.Mesh().pipe == 1
-ps.say("a", 1, sep="-", end="!")
+ps.print0("a", 1, sep="-", end="!")
 """
 
 

@@ -45,7 +45,7 @@ def test_a_line_at_every_so_many_steps_and_one_at_the_end(capsys: pytest.Capture
     with pipeline() as pipe:
         for x, y in ps.progress(data(5), pipe, every=2, label="epoch1"):
             loss = pipe.step(x, y).loss
-        assert pipe.tally.steps == 5
+        assert pipe.step_totals.steps == 5
     second, fourth, last = lines(capsys)
     shown = f"{float(loss):.4f}"
     assert LINE.fullmatch(second).groups()[:4] == ("epoch1", "2", "5", shown)
@@ -55,7 +55,7 @@ def test_a_line_at_every_so_many_steps_and_one_at_the_end(capsys: pytest.Capture
 
 
 def test_lines_every_few_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LINES", 0.05)
+    monkeypatch.setattr(module, "_LINE_INTERVAL", 0.05)
     with pipeline() as pipe:
         for number, (x, y) in enumerate(ps.progress(iter(data(4)), pipe)):
             pipe.step(x, y)
@@ -98,11 +98,11 @@ def test_a_loop_that_is_left_or_fails_says_how_far_it_came(capsys: pytest.Captur
     with pipeline() as pipe:
         for x, y in ps.progress(data(5), pipe):
             pipe.step(x, y)
-            if pipe.tally.steps == 2:
+            if pipe.step_totals.steps == 2:
                 break
         assert [LAST.fullmatch(line)[2] for line in lines(capsys)] == ["2"]
         for x, y in ps.progress(data(5), pipe):
-            if pipe.tally.steps == 3:
+            if pipe.step_totals.steps == 3:
                 break
             pipe.step(x, y)
         assert [LAST.fullmatch(line)[2] for line in lines(capsys)] == ["1"]
@@ -144,14 +144,14 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tally() -> None:
     result = ps.StepResult(None, None, samples=3, microbatches=1, seconds=2.0, bubble=0.25)
-    tally = StepTotals()
-    assert tally.bubble is None
-    tally.add(result)
-    before = StepTotals(tally.steps, tally.samples, tally.watched, tally.idle)
-    tally.add(ps.StepResult(None, None, samples=3, microbatches=1, seconds=6.0, bubble=0.75))
-    tally.add(ps.StepResult(None, None, samples=3, microbatches=1, seconds=9.0))  # of which nothing is known
-    assert (tally.steps, tally.samples, tally.bubble) == (3, 9, (0.5 + 4.5) / 8)
-    assert tally.since(before) == StepTotals(2, 6, 6.0, 4.5)
+    totals = StepTotals()
+    assert totals.bubble is None
+    totals.add(result)
+    before = StepTotals(totals.steps, totals.samples, totals.watched, totals.idle)
+    totals.add(ps.StepResult(None, None, samples=3, microbatches=1, seconds=6.0, bubble=0.75))
+    totals.add(ps.StepResult(None, None, samples=3, microbatches=1, seconds=9.0))  # of which nothing is known
+    assert (totals.steps, totals.samples, totals.bubble) == (3, 9, (0.5 + 4.5) / 8)
+    assert totals.since(before) == StepTotals(2, 6, 6.0, 4.5)
 
 
 # Under a mesh -----------------------------------------------------------------------------------------------
@@ -165,11 +165,11 @@ def shown_by(rank: int, how: str) -> tuple[list[str], float]:
         for number, (x, y) in enumerate(ps.progress(data(6), pipe, every=3) if shows else data(6)):
             pipe.step(x, y)
             if number == 0:
-                warm = StepTotals(**vars(pipe.tally))
+                warm = StepTotals(**vars(pipe.step_totals))
             if how == "left" and number == 4:
                 break
         ps.print0("done")
-    bubble = pipe.tally.since(warm).bubble
+    bubble = pipe.step_totals.since(warm).bubble
     assert bubble is not None
     return out.getvalue().splitlines(), bubble
 

@@ -1,4 +1,4 @@
-"""The ``penstock`` command. Each subcommand is a file in ``penstock.commands``, imported when it is used.
+"""The ``penstock`` command. Each subcommand is a file in ``penstock.cli``, imported when it is used.
 
 Such a file has ``configure(parser)``, which adds its arguments, and ``run(args)``, which returns the exit code.
 """
@@ -63,7 +63,7 @@ def parser(wanted: Container[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in _COMMANDS.items():
-        if find_spec(f"penstock.commands.{name}") is None:
+        if find_spec(f"penstock.cli.{name}") is None:
             continue
         command = commands.add_parser(
             name,
@@ -72,7 +72,7 @@ def parser(wanted: Container[str] | None = None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if wanted is None or name in wanted:
-            module = import_module(f"penstock.commands.{name}")
+            module = import_module(f"penstock.cli.{name}")
             module.configure(command)
             command.set_defaults(run=module.run)
     return parser

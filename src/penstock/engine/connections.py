@@ -45,18 +45,18 @@ class MeshCoordinates(Protocol):
 class Connections:
     """The process groups of one rank. Ranks must open shared groups in the same order."""
 
-    def __init__(self, mesh: MeshCoordinates, watch: Watch, waited: WaitTimer) -> None:
+    def __init__(self, mesh: MeshCoordinates, watch: Watch, wait_timer: WaitTimer) -> None:
         self.mesh = mesh
         self.rank, self.ranks = mesh.pipe_rank, mesh.ranks("pipe")
-        self.lines, self.doing = watch.lines, watch.doing
-        self.waited = waited  # counts how long this rank waits
+        self.sockets, self.status = watch.sockets, watch.status
+        self.wait_timer = wait_timer  # counts how long this rank waits
         self.groups: list[Group] = []
 
     def group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
         """A group of this pipeline's ranks, for tensors on ``device`` (default: this rank's)."""
         name = f"pipeline {self.mesh.data_rank}.{self.mesh.tensor_rank} {name}"
-        with self.doing.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
-            group = open_group(self.lines, name, ranks, self.rank, device or self.mesh.device)
+        with self.status.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
+            group = open_group(self.sockets, name, ranks, self.rank, device or self.mesh.device)
         self.groups.append(group)
         return group
 
@@ -69,14 +69,14 @@ class Connections:
         others = {"data": mesh.data_rank, "pipe": mesh.pipe_rank, "tensor": mesh.tensor_rank}
         del others[dimension]
         name = f"{dimension} of {others}"
-        with self.doing.waiting([r for r in ranks if r != mesh.rank], "to connect with"):
-            numbers = open_group(self.lines, name, ranks, mesh.rank, torch.device("cpu"))
+        with self.status.waiting([r for r in ranks if r != mesh.rank], "to connect with"):
+            numbers = open_group(self.sockets, name, ranks, mesh.rank, torch.device("cpu"))
             groups = [numbers]
             if uses_nccl(mesh.device):
-                groups.append(open_group(self.lines, f"{name} on GPUs", ranks, mesh.rank, mesh.device))
+                groups.append(open_group(self.sockets, f"{name} on GPUs", ranks, mesh.rank, mesh.device))
         self.groups += groups
-        found = ReplicaGroup(ranks, mesh.rank, numbers, groups[-1], self.doing)
-        found.control.waited = self.waited
+        found = ReplicaGroup(ranks, mesh.rank, numbers, groups[-1], self.status)
+        found.control.wait_timer = self.wait_timer
         return found
 
     def endpoints(
@@ -93,8 +93,8 @@ class Connections:
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self.group(f"{prefix}{a}>{b}{direction}", (a, b), device)
-                endpoints[a, b, direction] = Endpoint(group, peer, self.mesh.device, self.waited)
-                with self.doing.waiting([peer], "to connect with"):
+                endpoints[a, b, direction] = Endpoint(group, peer, self.mesh.device, self.wait_timer)
+                with self.status.waiting([peer], "to connect with"):
                     endpoints[a, b, direction].connect(sender=self.rank == a)
         return endpoints
 

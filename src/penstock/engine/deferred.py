@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock._torch import ddp_comm_hooks
 from penstock.engine.replicas.ddp import DdpSettings, HookBucket
 from penstock.errors import PlanError
 
@@ -66,7 +67,7 @@ def _after_ddp(wrapper: DistributedDataParallel) -> None:
     wrapper.require_forward_param_sync = True  # buffers are made equal in the next forward, as after any reduction
     named = wrapper.module.named_parameters()
     parameters = [p for name, p in named if name not in wrapper.parameters_to_ignore]
-    hook = DdpSettings(wrapper._comm_hooks, wrapper.bucket_bytes_cap) if wrapper._comm_hooks else None
+    hook = DdpSettings(ddp_comm_hooks(wrapper), wrapper.bucket_bytes_cap) if ddp_comm_hooks(wrapper) else None
     reduce_gradients(parameters, wrapper.process_group, wrapping=hook)
 
 

@@ -74,7 +74,7 @@ class FailureGuard:
         try:
             with self.watch:
                 result = work()
-                self.control.settle()
+                self.control.wait_sends()
             return result
         except StepRejected as rejected:
             error = PlanError(str(rejected))
@@ -132,19 +132,19 @@ class DistributedExecutor(FailureGuard, Executor):
         self.device = mesh.device
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.pending: _PendingBackward | None = None  # a mini-batch whose backward is still to come
-        self.waited = WaitTimer()
+        self.wait_timer = WaitTimer()
         self.recordings = 0  # so far
-        self.watch, self.doing = rendezvous.watch, rendezvous.watch.doing
-        self.doing.homes = [self.ranks[rank] for rank in self.placement]
+        self.watch, self.status = rendezvous.watch, rendezvous.watch.status
+        self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive an executor that was not closed
         rendezvous.compare(pipeline_config(plan, source, options))
         self.watch.limit(*options["timeout"])
-        self.connections = Connections(mesh, self.watch, self.waited)
+        self.connections = Connections(mesh, self.watch, self.wait_timer)
         host = torch.device("cpu")
         self.control = ControlChannel(
-            self.connections.group("control", range(len(self.ranks)), host), self.ranks, self.doing
+            self.connections.group("control", range(len(self.ranks)), host), self.ranks, self.status
         )
-        self.control.waited = self.waited
+        self.control.wait_timer = self.wait_timer
         self.replicas = self.connections.replicas("data")
         self.tensor_parallel = self.connections.replicas("tensor")
         endpoints = self.connections.endpoints(self.edges, self.placement, "", self.device)
@@ -157,7 +157,7 @@ class DistributedExecutor(FailureGuard, Executor):
         )
         self.protocol = StepProtocol(self.control, self.rank, self.placement, self.stages, plan, dynamic)
         new_group = self.connections.group
-        self.ties = ProcessTies(plan, copies, self.placement, self.rank, new_group, self.device, self.doing)
+        self.ties = ProcessTies(plan, copies, self.placement, self.rank, new_group, self.device, self.status)
         self.reducer: GradReducer | None = None
         self.statistics: RunningStatistics | None = None
         modules = {s: stage.module for s, stage in self.stages.items()}
@@ -172,7 +172,7 @@ class DistributedExecutor(FailureGuard, Executor):
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
             if self.loss is not None:
                 self.loss.replicas = self.replicas
-        self.doing.phase = NEXT_BATCH
+        self.status.phase = NEXT_BATCH
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,10 +187,10 @@ class DistributedExecutor(FailureGuard, Executor):
         return self._timed("evaluate", lambda: self._run_evaluation(value, targets, outputs, loss))
 
     def _timed(self, kind: str, work: Callable[[], StepOutcome]) -> StepOutcome:
-        self.waited.seconds, start = 0.0, perf_counter()
+        self.wait_timer.seconds, start = 0.0, perf_counter()
         with self.recording_run(kind):
             outcome: StepOutcome = self.guarded(work)
-        self.bubble = None if self.device.type == "cuda" else self.waited.seconds / (perf_counter() - start)
+        self.bubble = None if self.device.type == "cuda" else self.wait_timer.seconds / (perf_counter() - start)
         return outcome
 
     def _run_step(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
@@ -241,7 +241,7 @@ class DistributedExecutor(FailureGuard, Executor):
         self, value: Any, targets: Any, *, training: bool, caller_loss: bool = False
     ) -> tuple[StepHeader, list[Message]]:
         """Agree with the other ranks on the next mini-batch; on the first rank, split it into micro-batches."""
-        self.doing.phase = NEXT_BATCH
+        self.status.phase = NEXT_BATCH
         given = targets is not None
         if self.rank != self.first_rank:
             return self.protocol.receive(training, caller_context(), value, given, caller_loss), []
@@ -270,7 +270,7 @@ class DistributedExecutor(FailureGuard, Executor):
         io = program.io
         io.grads = [()] * len(messages) if messages else None
         begin_run(self.stages.values(), caller_context(), len(header.sizes), run_name)
-        self.doing.runner, self.doing.phase = program.runner, REDUCE_GRADS
+        self.status.runner, self.status.phase = program.runner, REDUCE_GRADS
         try:
             with torch.set_grad_enabled(grad), BorrowedInputs(messages) as io.inputs:
                 self.recorded(program.runner)()
@@ -303,15 +303,15 @@ class DistributedExecutor(FailureGuard, Executor):
     def _broadcast_loss(self) -> tuple[Tensor | None, float | None, int]:
         """Loss, gradient factor and samples, from the rank of the last stage to all ranks."""
         control, loss = self.control, self.loss
-        self.doing.phase = LOSS
+        self.status.phase = LOSS
         if loss is None:
-            present, number, factor, double, samples = control.take_row(self.last_rank, 5)
+            present, number, factor, double, samples = control.recv_row(self.last_rank, 5)
             dtype = torch.float64 if double else torch.float32
             received = torch.tensor(number, dtype=dtype, device=self.device) if present else None
             return received, factor or None, int(samples)
         if uses_nccl(self.device):  # the host did not wait for received messages: now it does
             others = [rank for place, rank in enumerate(self.ranks) if place != self.last_rank]
-            with self.doing.waiting(others, "for its GPU, and that for what comes from"):
+            with self.status.waiting(others, "for its GPU, and that for what comes from"):
                 torch.cuda.current_stream(self.device).synchronize()
         value, own_factor = loss.finish()
         if value is None:
@@ -367,7 +367,7 @@ class DistributedExecutor(FailureGuard, Executor):
     def maximum(self, number: float) -> float:
         groups = (self.replicas, self.tensor_parallel)
         for control in (self.control, *(group.control for group in groups if group is not None)):
-            with control.within(NUMBER):
+            with control.in_call(NUMBER):
                 number = max(self.guarded(partial(control.gather, number)))
         return number
 
@@ -380,7 +380,7 @@ class DistributedExecutor(FailureGuard, Executor):
 
     def _gather(self, value: Any, call: int) -> list[Any]:
         """Every rank's value, on every rank; ``call`` names the operation that this is a part of."""
-        with self.control.within(call):
+        with self.control.in_call(call):
             found: list[Any] = self.guarded(lambda: self.control.gather(value))
         return found
 
@@ -403,7 +403,7 @@ class DistributedExecutor(FailureGuard, Executor):
         if alone is not None:
             if self.ended is None and not self.closed:
                 with suppress(RuntimeError):  # the store may be gone
-                    self.watch.lines.store.set(self._recording_key(self.mesh.rank), _TRACE_LEFT)
+                    self.watch.sockets.store.set(self._recording_key(self.mesh.rank), _TRACE_LEFT)
             return [part()], alone
         ends = self.guarded(self._exchange_recording_ends)
         left = [rank for rank, end in ends.items() if end != _TRACE_ENDED]
@@ -415,7 +415,7 @@ class DistributedExecutor(FailureGuard, Executor):
 
     def _clock_offset(self, recorder: StepRecorder) -> Any:
         data, tensor = (None if group is None else group.control for group in (self.replicas, self.tensor_parallel))
-        with self.control.within(TRACE):
+        with self.control.in_call(TRACE):
             return measure_clock_offset(self.control, data, tensor, recorder.elapsed)
 
     def _recording_key(self, rank: int) -> str:
@@ -426,12 +426,12 @@ class DistributedExecutor(FailureGuard, Executor):
 
         The store is polled: a rank that is gone must not be waited for.
         """
-        store, ranks = self.watch.lines.store, self.mesh.world_ranks
+        store, ranks = self.watch.sockets.store, self.mesh.world_ranks
         store.set(self._recording_key(self.mesh.rank), _TRACE_ENDED)
         keys = [self._recording_key(rank) for rank in ranks]
         pause = 0.001
         others = [rank for rank in ranks if rank != self.mesh.rank]
-        with self.doing.waiting(others, "until this trace is ended by"):
+        with self.status.waiting(others, "until this trace is ended by"):
             while not store.check(keys):
                 if self.watch.cause is not None:
                     raise PipelineStopped(self.watch.cause)
@@ -441,7 +441,7 @@ class DistributedExecutor(FailureGuard, Executor):
 
     def _gather_parts(self, part: T) -> list[T]:
         """Every process's part, on every one of them, in the order of the replicas and of their ranks."""
-        with self.control.within(TRACE):
+        with self.control.in_call(TRACE):
             parts: list[T] = self.control.gather(part)
         for group in (self.tensor_parallel, self.replicas):
             if group is not None:
@@ -576,7 +576,7 @@ class _PendingBackward:
         executor = self.executor
         stages = executor.stages.values()
         begin_run(stages, self.context, self.count, self.run_name)
-        executor.doing.runner, executor.doing.phase = runner, REDUCE_GRADS
+        executor.status.runner, executor.status.phase = runner, REDUCE_GRADS
         with torch.set_grad_enabled(grad):
             executor.recorded(runner)()
         for stage in stages:

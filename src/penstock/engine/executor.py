@@ -28,6 +28,7 @@ from penstock.engine.replicas.fp32_accumulate import Fp32GradAccumulator
 from penstock.engine.replicas.ties import Ties
 from penstock.engine.runner import Runner
 from penstock.engine.stage import StageEngine
+from penstock.errors import PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 
@@ -59,6 +60,7 @@ class Executor(ABC):
         self.norms = deferred_statistics_of(self.stages)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.recorder: StepRecorder | None = None  # set while steps are recorded
+        self.lockstep = False  # see ``set_lockstep``
         self.bubble: float | None = None  # share of the last run's time spent waiting for other ranks
         self.fp32 = Fp32GradAccumulator(self.parameters()) if fp32_gradients else None
         self.loss_parameters = loss_parameters
@@ -122,6 +124,11 @@ class Executor(ABC):
     @abstractmethod
     def forward(self, value: Any) -> Any:
         """``pipe.forward(x)``: like ``call``; under a mesh the other ranks wait for the caller's backward."""
+
+    def set_lockstep(self, value: bool) -> None:
+        """Whether, in forward-only runs, a stage starts its next forward only when its last output is taken."""
+        if value:
+            raise PlanError("lockstep=True is for threads of this process that have one stage each")
 
     @abstractmethod
     def reschedule(self, source: ScheduleProvider) -> None:

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock._torch import unsafe_view
 from penstock.engine.channel.base import WaitTimer
 from penstock.engine.channel.control import ControlChannel
 from penstock.engine.channel.groups import uses_nccl
-from penstock.engine.connections import Connections, MeshCoordinates
-from penstock.engine.context import caller_context
+from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
+from penstock.engine.forward_context import caller_context
 from penstock.engine.distributed import FailureGuard
 from penstock.engine.failure.rendezvous import Rendezvous, versions
 from penstock.engine.failure.status import NEXT_BATCH, REDUCE_GRADS
 from penstock.engine.loss import LossAndOutputs, loss_rule
 from penstock.engine.message import Message, detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import batch_size, microbatch_sizes, scatter
-from penstock.engine.rank_programs import ProgramCache
 from penstock.engine.stage import Slot, StageEngine
 from penstock.engine.step_protocol import StepHeader, StepRejected
 from penstock.errors import PlanError
@@ -38,8 +38,6 @@ __all__ = ["FunctionCrew"]
 
 Forward = Callable[[int, Any, Sequence[Any]], Any]
 Backward = Callable[[Any, Any], Any]
-
-_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 
 class FunctionCrew(FailureGuard):
@@ -61,7 +59,7 @@ class FunctionCrew(FailureGuard):
         self.watch = rendezvous.watch
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
         try:
-            self.watch.doing.homes = self.ranks
+            self.watch.status.stage_ranks = self.ranks
             rendezvous.compare({**versions(), "schedule": source.name, "device": place.device.type})
             self.watch.limit(stuck_after, timeout)
             self._connect(place, source, edges)
@@ -70,18 +68,20 @@ class FunctionCrew(FailureGuard):
             raise
 
     def _connect(self, place: MeshCoordinates, source: ScheduleProvider, edges: list[tuple[int, int]]) -> None:
-        host, device, doing = torch.device("cpu"), place.device, self.watch.doing
+        host, device, status = torch.device("cpu"), place.device, self.watch.status
         self.connections = Connections(place, self.watch, WaitTimer())
         self.control = ControlChannel(
-            self.connections.group("control", range(len(self.ranks)), host), self.ranks, doing
+            self.connections.group("control", range(len(self.ranks)), host), self.ranks, status
         )
-        quiet = wires = self.connections.wires(edges, source.placement, "", device)
+        quiet = endpoints = self.connections.endpoints(edges, source.placement, "", device)
         if uses_nccl(device):
-            quiet = self.connections.wires(edges, source.placement, "quiet ", host)
+            quiet = self.connections.endpoints(edges, source.placement, "quiet ", host)
         self.stage = _FunctionStage(self.rank, device, last=self.rank == len(self.ranks) - 1)
         stages = {self.rank: self.stage}
-        self.jobs = ProgramCache(edges, source.placement, self.rank, device, stages, source, wires, quiet, dynamic=True)
-        doing.phase = NEXT_BATCH
+        self.jobs = ProgramCache(
+            edges, source.placement, self.rank, device, stages, source, endpoints, quiet, dynamic=True
+        )
+        status.phase = NEXT_BATCH
 
     def run(
         self, forward: Forward, backward: Backward | None, own: Sequence[Any], microbatches: int, *, training: bool
@@ -96,15 +96,15 @@ class FunctionCrew(FailureGuard):
     def _run(
         self, forward: Forward, backward: Backward | None, own: Sequence[Any], microbatches: int, training: bool
     ) -> Any:
-        doing, stage = self.watch.doing, self.stage
-        doing.phase = NEXT_BATCH
+        status, stage = self.watch.status, self.stage
+        status.phase = NEXT_BATCH
         share, rows = _cut(own, microbatches, training)
         count = _agree(self.ranks, self.control.gather(share))
-        job = self.jobs.of(StepHeader(-1, training, caller_context(), (1,) * count, ()))
+        job = self.jobs.get(StepHeader(-1, training, caller_context(), (1,) * count, ()))
         leaves, spec = flatten(())
-        job.ends.inputs = [Message([*leaves], spec, ()) for _ in range(count)]
+        job.io.inputs = [Message([*leaves], spec, ()) for _ in range(count)]
         stage.begin(forward, backward, rows[:count] or [[]] * count)
-        doing.runner, doing.phase = job.runner, REDUCE_GRADS
+        status.runner, status.phase = job.runner, REDUCE_GRADS
         try:
             with torch.set_grad_enabled(training):
                 job.runner.run()
@@ -146,19 +146,19 @@ class _FunctionStage(StageEngine):
         forward, backward = self.functions
         assert forward is not None
         output = forward(microbatch, value, self.own[microbatch])
-        if torch.is_grad_enabled() and (backward is not None or self.head is not None):
+        if torch.is_grad_enabled() and (backward is not None or self.loss is not None):
             self.kept[slot] = output
         if microbatch == len(self.own) - 1:
             self.last = detach_tensors(output)
         return output
 
-    def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
-        super()._look_for_changes(leaves, wants, inputs)
+    def _learn_input_mutation(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
+        super()._learn_input_mutation(leaves, wants, inputs)
         self.mode = object()  # a function may do another thing each time
 
     def backward(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
         output, (_, backward) = self.kept.pop(slot, None), self.functions
-        if self.head is not None:
+        if self.loss is not None:
             self._turn(output, backward)
         elif backward is None:
             super().backward(grads, slot)
@@ -254,7 +254,7 @@ def _alone(value: Any) -> Any:
     """A part of an input apart from its other parts: one that is changed in place must not spoil what others saved."""
     leaves, spec = flatten(value)
     apart = [
-        _unsafe_view(leaf, leaf.shape) if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
+        unsafe_view(leaf, leaf.shape) if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
         for leaf in leaves
     ]
     return unflatten(apart, spec)

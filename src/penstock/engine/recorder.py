@@ -171,19 +171,19 @@ def _offset_in_group(control: ControlChannel, clock: Callable[[], int]) -> Clock
     if control.group.rank() == 0:
         for rank in range(1, len(control.ranks)):
             for _ in range(CLOCK_ROUNDS):
-                control.take_row(rank, 1)
+                control.recv_row(rank, 1)
                 control.send_row(rank, [float(clock())])
-        control.settle()
+        control.wait_sends()
         return ClockOffset()
     for _ in range(CLOCK_ROUNDS):
         asked = clock()
         control.send_row(0, [0.0])
-        (there,) = control.take_row(0, 1)
+        (there,) = control.recv_row(0, 1)
         answered = clock()
         half = (answered - asked) / 2
         if half < best.error:
             best = ClockOffset(there - asked - half, half)
-    control.settle()
+    control.wait_sends()
     return best
 
 

@@ -250,7 +250,7 @@ def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> 
             calls.append((partial(offload_next_forward, bindings.slots[stage, k]), instruction, _OTHER))
         calls += _wait_calls(instruction, bindings)
         calls += _bind(instruction, bindings)
-        taken = bindings.forward[stage, peer].at(k).taken if kind == "SEND_F" else None
+        taken = bindings.forward[stage, peer].ops(k).wait_taken if kind == "SEND_F" else None
         if taken is not None:  # the sender waits until the message is taken
             calls.append((taken, instruction._replace(kind="SENT_F"), CallInfo("sent", peer=peer)))
     if len(instructions) in transfers:
@@ -265,7 +265,7 @@ def _wait_calls(instruction: Instruction, bindings: Bindings) -> list[BoundCall]
         return []
     direction, channels = ("F", bindings.forward) if kind == "F" else ("B", bindings.backward)
     return [
-        (channel.at(k).land, Instruction(f"RECV_{direction}", stage, k, src), CallInfo("wait", peer=src))
+        (channel.ops(k).wait_recv, Instruction(f"RECV_{direction}", stage, k, src), CallInfo("wait", peer=src))
         for (src, dst), channel in sorted(channels.items(), key=lambda pair: pair[0])
         if dst == stage and src not in bindings.stages
     ]
@@ -290,9 +290,9 @@ def _bind(instruction: Instruction, bindings: Bindings) -> list[BoundCall]:
         return [_bind_send(instruction, peer, bindings, direction)]
     channels = bindings.forward if direction == "F" else bindings.backward
     if operation == "RECV":
-        post, info = channels[peer, stage].at(k).post, _OTHER
+        post, info = channels[peer, stage].ops(k).post_recv, _OTHER
     else:
-        post, info = channels[stage, peer].at(k).sent, CallInfo("sent", peer=peer)
+        post, info = channels[stage, peer].ops(k).wait_send, CallInfo("sent", peer=peer)
     return [] if post is None else [(post, instruction, info)]
 
 
@@ -322,7 +322,7 @@ def _bind_backward(kind: str, stage: int, k: int, bindings: Bindings) -> Call:
 
 def _receives(stage: int, k: int, channels: Mapping[tuple[int, int], Channel]) -> list[Receive]:
     """Take a micro-batch's message from each incoming channel."""
-    return [channels[src, dst].at(k).take for src, dst in sorted(channels) if dst == stage]
+    return [channels[src, dst].ops(k).get for src, dst in sorted(channels) if dst == stage]
 
 
 def _bind_send(instruction: Instruction, peer: int, bindings: Bindings, direction: str) -> BoundCall:
@@ -330,7 +330,7 @@ def _bind_send(instruction: Instruction, peer: int, bindings: Bindings, directio
     _, stage, k, _ = instruction
     channels = bindings.forward if direction == "F" else bindings.backward
     peers = sorted(dst for src, dst in channels if src == stage)
-    send, slot = channels[stage, peer].at(k).send, bindings.slots[stage, k]
+    send, slot = channels[stage, peer].ops(k).send, bindings.slots[stage, k]
     call: Call
     payload: Callable[[], Any]
     if len(peers) == 1:

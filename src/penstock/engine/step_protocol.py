@@ -81,7 +81,7 @@ class StepProtocol:
         self.stages = stages
         self.plan = plan
         self.dynamic = dynamic
-        model = plan.attached().model
+        model = plan.require_chain().model
         # Frozen parameters and training flags of the whole model: a script sets the same on every rank.
         self.parameters = list(model.parameters())
         self.modules = list(model.modules())
@@ -128,18 +128,18 @@ class StepProtocol:
     def fetch_inputs(self) -> Any:
         """The inputs, from a rank that was given them; None where no rank was."""
         self._send_all([QUERY_INPUTS, 0])
-        having = [rank for rank in self._others() if self.control.take_row(rank, 1)[0]]
+        having = [rank for rank in self._others() if self.control.recv_row(rank, 1)[0]]
         if not having:
             return None
         self._send_all([SEND_INPUTS, having[0]])
-        return self.control.take(having[0])
+        return self.control.recv(having[0])
 
     def reject(self, message: str) -> None:
         """Tell the other ranks that there is no step, and why."""
         self._send_all([REJECTED, 0])
         for rank in self._others():
             self.control.send(rank, message)
-        self.control.settle()
+        self.control.wait_sends()
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -148,18 +148,18 @@ class StepProtocol:
     ) -> StepHeader:
         """Wait for the first rank's announcement, and send it this rank's inputs if it asks for them."""
         first = self.placement[0]
-        code, number = (int(x) for x in self.control.take_row(first, 2))
+        code, number = (int(x) for x in self.control.recv_row(first, 2))
         while code in (QUERY_INPUTS, SEND_INPUTS):
             if code == QUERY_INPUTS:
                 self.control.send_row(first, [float(inputs is not None)])
             elif number == self.rank:
                 self.control.send(first, _to_host(inputs))
-            code, number = (int(x) for x in self.control.take_row(first, 2))
+            code, number = (int(x) for x in self.control.recv_row(first, 2))
         if code == REJECTED:
-            raise StepRejected(self.control.take(first))
+            raise StepRejected(self.control.recv(first))
         if code == EMPTY:
             return StepHeader(-1, training, context, (), ())
-        header = self.control.take(first) if code == NEW else self.headers[number]
+        header = self.control.recv(first) if code == NEW else self.headers[number]
         if (header.training, header.caller_loss) != (training, caller_loss):
             there, here = (
                 "a forward" if outside else "a step" if trains else "a call"
@@ -181,7 +181,7 @@ class StepProtocol:
             if self.rank == source:
                 self.control.send(last, _to_host(targets))
             elif self.rank == last:
-                received = self.control.take(source)
+                received = self.control.recv(source)
                 return received if targets is None else targets
         return targets
 
@@ -229,7 +229,7 @@ class StepProtocol:
     def _receive_meta(self, edge: Edge, known: dict[Edge, Any], stage: int) -> Any:
         """What is known of an edge, received if need be. Messages come in the sender's order, and may be early."""
         while edge not in known:
-            found, value = self.control.take(self.placement[stage])
+            found, value = self.control.recv(self.placement[stage])
             known[found] = value
         return known[edge]
 

@@ -91,7 +91,6 @@ class ThreadExecutor(Executor):
         loss_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
-        self.lockstep = False  # whether, in forward-only runs, a stage waits until its last output is taken
         self.limits = limits or HangLimits()
         self.ties = LocalTies(copies)
         self.streaming = False
@@ -162,6 +161,18 @@ class ThreadExecutor(Executor):
         stack.enter_context(self.recording_run(kind))
         if self.norms:
             stack.enter_context(commit_statistics(self.norms))
+
+    def set_lockstep(self, value: bool) -> None:
+        if value and len(set(self.placement)) < len(self.stages):
+            if self.weights is None:
+                super().set_lockstep(value)
+            raise PlanError(
+                "lockstep=True is for threads that have one stage each, but with Offload(weights=True) one thread has "
+                "all stages of a GPU: leave one of them out, or give every stage a GPU of its own"
+            )
+        with self.lock:
+            self.lockstep = value
+            self._programs.clear()
 
     def reschedule(self, source: ScheduleProvider) -> None:
         with self.lock:
@@ -243,7 +254,9 @@ class ThreadExecutor(Executor):
                     stack.enter_context(torch.cuda.stream(stream))
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 try:
-                    timer.run(self.recorded(runner))
+                    timer.seconds, start = 0.0, perf_counter()
+                    self.recorded(runner)()
+                    timer.busy = perf_counter() - start - timer.seconds
                 except BaseException as error:
                     at = runner.current
                     if at is not None:

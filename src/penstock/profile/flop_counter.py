@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from penstock._torch import TorchDispatchMode, pytree
 from penstock.profile.analytic import Hardware
 from penstock.profile.timing import Clock, Span
 from penstock.split.measure import tensor_bytes

@@ -31,10 +31,9 @@ from torch import Tensor
 import penstock
 from penstock.engine.channel.base import Endpoint, WaitTimer
 from penstock.engine.channel.local import LocalChannel
-from penstock.engine.connections import Connections
+from penstock.engine.connections import Connections, Endpoints
 from penstock.engine.failure.rendezvous import Rendezvous
 from penstock.engine.message import TensorMeta
-from penstock.engine.rank_programs import Endpoints
 from penstock.errors import PlanError
 from penstock.profile.costs import Link
 from penstock.train.mesh import Mesh
@@ -97,10 +96,10 @@ def _load(seconds: float) -> Callable[[], None]:
 def _cores(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int, turn: int) -> float:
     """The time of all threads on the cores, without that of the load. Of 0 bytes nothing is sent."""
     value = torch.zeros(size, dtype=torch.uint8)
-    makers = back.makers([TensorMeta(value.shape, value.dtype)])
+    buffers = back.buffer_factories([TensorMeta(value.shape, value.dtype)])
     computed, works = 0.0, list[object]()
     begin = process_time()
-    coming = back.receive(makers)
+    coming = back.recv(buffers)
     for number in range(ROUNDS):
         for half in (0, 1):
             if half == turn:
@@ -109,8 +108,8 @@ def _cores(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int, t
             start = thread_time()
             load()
             computed += thread_time() - start
-        after = back.receive(makers) if number < ROUNDS - 1 else []
-        back.finish(coming)
+        after = back.recv(buffers) if number < ROUNDS - 1 else []
+        back.wait_tensors(coming)
         coming = after
     out.wait(works)
     return process_time() - begin - computed
@@ -165,29 +164,29 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
         raise PlanError(f"links are measured between the ranks of a ps.Mesh, got {type(mesh).__name__}")
     rendezvous = Rendezvous(mesh.world_ranks, mesh.rank)
     connections = Connections(mesh, rendezvous.watch, WaitTimer())
-    wires: Endpoints = {}
+    endpoints: Endpoints = {}
     try:
         rendezvous.compare({"links of values of": f"{size} bytes, {repeats} times", "mesh": mesh.sizes})
         count = mesh.pipe
         ring = [(rank, (rank + 1) % count) for rank in range(count if count > 2 else count - 1)]
-        wires = connections.wires(ring, range(count), "links ", mesh.device)
+        endpoints = connections.endpoints(ring, range(count), "links ", mesh.device)
         found: dict[str, tuple[float, float]] = {}
         for a, b in ring:
             if mesh.pipe_rank in (a, b):
-                times = _ping_pong(wires[a, b, "F"], wires[b, a, "B"], mesh.pipe_rank == a, size, repeats)
+                times = _ping_pong(endpoints[a, b, "F"], endpoints[b, a, "B"], mesh.pipe_rank == a, size, repeats)
                 if mesh.pipe_rank == a:
                     found[f"{mesh.pipe_ranks[a]} {mesh.pipe_ranks[b]}"] = times
         everyone = rendezvous.gather(found)
         host = (0.0, inf)
         if ring and mesh.device.type == "cpu":
             slowest = max(large for measured in everyone for _, large in measured.values())
-            host = _host(rendezvous, wires, mesh, slowest, size)
+            host = _host(rendezvous, endpoints, mesh, slowest, size)
     except BaseException as error:
         rendezvous.cancel(error)
         raise
     finally:
-        for wire in wires.values():
-            wire.close()
+        for endpoint in endpoints.values():
+            endpoint.close()
         connections.close()
     rendezvous.watch.stop()
     pairs = {}
@@ -198,12 +197,12 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
     return Links(dict(sorted(pairs.items())))
 
 
-def _host(rendezvous: Rendezvous, wires: Endpoints, mesh: Mesh, slowest: float, size: int) -> tuple[float, float]:
+def _host(rendezvous: Rendezvous, endpoints: Endpoints, mesh: Mesh, slowest: float, size: int) -> tuple[float, float]:
     """What values take of a rank's own time, in the mean of all ranks; those of ``size`` are ``slowest`` under way."""
     rank, count = mesh.pipe_rank, mesh.pipe
     last, after = (rank - 1) % count, (rank + 1) % count
-    out = wires.get((rank, after, "F")) or wires[rank, after, "B"]
-    back = wires.get((last, rank, "F")) or wires[last, rank, "B"]
+    out = endpoints.get((rank, after, "F")) or endpoints[rank, after, "B"]
+    back = endpoints.get((last, rank, "F")) or endpoints[last, rank, "B"]
     sizes = [max(1, size // part) for part in PARTS]
     found = rendezvous.gather(
         {f"{n}": host_time_per_message(out, back, n, slowest * n / size, rank % 2) for n in sizes}
@@ -219,13 +218,13 @@ def _ping_pong(out: Endpoint, back: Endpoint, begins: bool, size: int, repeats: 
         out, back = back, out
     for count in (1, size):
         value = torch.zeros(count, dtype=torch.uint8, device=device)
-        makers = back.makers([TensorMeta(value.shape, value.dtype)])
+        buffers = back.buffer_factories([TensorMeta(value.shape, value.dtype)])
         times = []
         for _ in range(repeats + 1):
             start = perf_counter()
-            posted = back.receive(makers)
+            posted = back.recv(buffers)
             works = out.send([value]) if begins else []
-            back.finish(posted)
+            back.wait_tensors(posted)
             _settle(device)
             if not begins:
                 works = out.send([value])
@@ -283,9 +282,9 @@ def _hand_over(src: torch.device, dst: torch.device, size: int, repeats: int) ->
     return statistics.median(times[1:])
 
 
-def _taken(lane: LocalChannel, k: int, device: torch.device) -> list[Tensor]:
-    lane.land(k)
-    found: list[Tensor] = lane.take(k)
+def _taken(channel: LocalChannel, k: int, device: torch.device) -> list[Tensor]:
+    channel.wait_recv(k)
+    found: list[Tensor] = channel.get(k)
     _settle(device)
     return found
 

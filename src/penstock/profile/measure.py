@@ -11,9 +11,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from penstock._torch import pytree
 from penstock.engine.microbatch import batch_size, scatter, split_targets
 from penstock.errors import PlanError
 from penstock.profile.analytic import Hardware, get_hardware
@@ -163,7 +163,7 @@ def measure_costs(
 
 def _line(model: nn.Module | LayerChain | Plan) -> LayerChain:
     if isinstance(model, Plan):
-        return model.attached()
+        return model.require_chain()
     return model if isinstance(model, LayerChain) else chain_of(model)
 
 

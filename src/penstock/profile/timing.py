@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.context import begin_run, caller_context
+from penstock.engine.forward_context import caller_context
 from penstock.engine.message import Message, flatten, merge_messages
 from penstock.engine.recompute.buffers import BufferGuard, version_of
 from penstock.engine.recompute.rng import StageRng
 from penstock.engine.recorder import deferred_bytes
-from penstock.engine.stage import SavedForward, Slot, StageEngine
+from penstock.engine.stage import SavedForward, Slot, StageEngine, begin_run
 from penstock.split.measure import LONG_LAYER, REPEATS, LayerRun
 from penstock.split.sample import backward_roots
 
@@ -184,7 +184,7 @@ def runs_of(turn: LayerRun, device: torch.device, budget: float, others: int = 0
         done = timed(engine.forward, numbers, messages, slots, hot=_tensors(messages[0]))
         return done, [_ones(slot) for slot in slots]
 
-    keeping = StageEngine(turn.index, module, device, takes=takes, gives=gives)
+    keeping = StageEngine(turn.index, module, device, num_sources=takes, num_targets=gives)
     wholes, splits = [Slot() for _ in numbers], [Slot(keeping.new_queue()) for _ in numbers]
 
     waiting: list[int] = []
@@ -198,9 +198,9 @@ def runs_of(turn: LayerRun, device: torch.device, budget: float, others: int = 0
             waiting.append(deferred_bytes(splits[0], keeping))
         return [forward, backward, input_gradient, timed(keeping.weight_gradient, splits)]
 
-    again = StageEngine(turn.index, module, device, takes=takes, gives=gives)
-    again.randomness, again.unnoticed = StageRng(module, device, None), BufferGuard(module)
-    dropped = [Slot(replay=SavedForward()) for _ in numbers]
+    again = StageEngine(turn.index, module, device, num_sources=takes, num_targets=gives)
+    again.rng, again.buffer_guard = StageRng(module, device, None), BufferGuard(module)
+    dropped = [Slot(saved=SavedForward()) for _ in numbers]
 
     def recomputed() -> list[_Timed]:
         _, grads = forwards(again, dropped)

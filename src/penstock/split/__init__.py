@@ -27,7 +27,7 @@ from penstock.split.trunk.line import TrunkChain, trunk_chain
 __all__ = ["Edge", "Plan", "StageSpec", "Tie", "chain_from_recipe", "chain_of", "split"]
 
 
-# The front ends: which one takes a model, and how a saved plan finds its line again.
+# The front ends: which one takes a model, and how a saved plan finds its chain again.
 
 
 def chain_of(
@@ -38,7 +38,7 @@ def chain_of(
     blocks: str | None = None,
     sample: Any = None,
 ) -> LayerChain:
-    """The line of a model, by the front end that was asked for, or the one that suits it.
+    """The chain of a model, by the front end that was asked for, or the one that suits it.
 
     A Sequential without marks is cut between its layers, a model that says where its trunk is, there; all others are
     traced. One that cannot be traced can still be one stage.
@@ -81,7 +81,7 @@ _FRONT_ENDS: dict[str, Callable[[nn.Module, Mapping[str, Any]], LayerChain]] = {
 
 
 def chain_from_recipe(model: nn.Module, recipe: Mapping[str, Any]) -> LayerChain:
-    """The line that ``recipe``, of a saved plan, describes."""
+    """The chain that ``recipe``, of a saved plan, describes."""
     front = recipe.get("front")
     if front not in _FRONT_ENDS:
         raise PlanError(f"the plan was made by a front end {front!r} that is not known here")
@@ -118,24 +118,24 @@ def split(
     shared = shared_weights or ()
     sample = sample_inputs(model, sample)
     named = isinstance(stages, (list, tuple))
-    line = chain_of(model, stages=None if named else stages, cuts=cuts, blocks=blocks, sample=sample)  # type: ignore[arg-type]
+    chain = chain_of(model, stages=None if named else stages, cuts=cuts, blocks=blocks, sample=sample)  # type: ignore[arg-type]
     if not isinstance(stages, (list, tuple)):
-        return build_plan(line, _groups(line, stages, balance, cuts, sample, memory), shared)
+        return build_plan(chain, _groups(chain, stages, balance, cuts, sample, memory), shared)
     if balance is not None:
         raise PlanError(f"stages={list(stages)} says which blocks each stage has: balance={balance!r} cannot change it")
-    groups = groups_by_name(line, stages)
+    groups = groups_by_name(chain, stages)
     if memory is not None:
-        check_limits(line, groups, memory, sample)
-    plan = build_plan(line, groups, shared)
+        check_limits(chain, groups, memory, sample)
+    plan = build_plan(chain, groups, shared)
     return replace(plan, devices=devices_of_stages(stages) or plan.devices)
 
 
 def _groups(
-    line: LayerChain, stages: Any, balance: Sequence[int] | str | None, cuts: Any, sample: Any, memory: Any
+    chain: LayerChain, stages: Any, balance: Sequence[int] | str | None, cuts: Any, sample: Any, memory: Any
 ) -> Groups:
-    if stages is None and balance is None and (cuts is not None or line.devices()):
-        groups = [(layer,) for layer in line.layers] if cuts is not None else groups_by_device(line)
+    if stages is None and balance is None and (cuts is not None or chain.devices()):
+        groups = [(layer,) for layer in chain.layers] if cuts is not None else groups_by_device(chain)
         if memory is not None:
-            check_limits(line, groups, memory, sample)
+            check_limits(chain, groups, memory, sample)
         return groups
-    return balance_stages(line, balance=balance, stages=stages, sample=sample, memory=memory)
+    return balance_stages(chain, balance=balance, stages=stages, sample=sample, memory=memory)

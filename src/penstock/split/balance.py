@@ -21,7 +21,7 @@ BALANCE_CRITERIA = ("uniform", "parameters", "time", "memory")
 
 
 def balance_stages(
-    line: LayerChain,
+    chain: LayerChain,
     *,
     balance: Sequence[int] | str | None,
     stages: int | None,
@@ -44,19 +44,19 @@ def balance_stages(
     if word is None and (balance is None) == (stages is None):
         raise PlanError("say how to cut: either balance=[2, 2] (layers per stage) or stages=2, not both")
     if word is None and balance is not None:
-        sizes = _check_sizes(line, balance)
+        sizes = _check_sizes(chain, balance)
     else:
-        count = _check_stage_count(line, stages)
+        count = _check_stage_count(chain, stages)
         word = word or ("parameters" if sample is None else "time")
         if sample is None and word in ("time", "memory"):
             raise PlanError(f"balance={word!r} is measured: give sample=, what the model would be called with")
         limits = None if memory is None else memory_limits(memory, count)
-        measured = _measure_if_sample(line, sample) if limits is not None or word in ("time", "memory") else None
-        sizes = _partition_layers(line, count, word, measured, limits=limits)
+        measured = _measure_if_sample(chain, sample) if limits is not None or word in ("time", "memory") else None
+        sizes = _partition_layers(chain, count, word, measured, limits=limits)
     ends = list(accumulate(sizes))
-    groups = [line.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    groups = [chain.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     if memory is not None and word is None:
-        check_limits(line, groups, memory, sample)
+        check_limits(chain, groups, memory, sample)
     return groups
 
 
@@ -72,9 +72,9 @@ def balance_by_time(
 
     Layers are measured for about ``timeout`` seconds, on ``device``, or where they are; the model is not changed.
     """
-    line = _chain(model)
-    count = _check_stage_count(line, stages)
-    return _partition_layers(line, count, "time", measure(line, sample, timeout=timeout, device=device))
+    chain = _chain(model)
+    count = _check_stage_count(chain, stages)
+    return _partition_layers(chain, count, "time", measure(chain, sample, timeout=timeout, device=device))
 
 
 def balance_by_size(
@@ -91,14 +91,14 @@ def balance_by_size(
     What counts are the parameters, ``param_scale`` times if they are trained (2: with their gradients; 3 for SGD with
     momentum, 4 for Adam), and what backward needs of one of the ``chunks`` micro-batches of ``sample``.
     """
-    line = _chain(model)
-    count = _check_stage_count(line, stages)
+    chain = _chain(model)
+    count = _check_stage_count(chain, stages)
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise PlanError(f"chunks must be a positive whole number, got {chunks!r}")
     if not param_scale >= 0:
         raise PlanError(f"param_scale must be a number from 0 up, got {param_scale!r}")
-    measured = measure(line, sample, timeout=0.0, device=device)
-    return _partition_layers(line, count, "memory", measured, scale=param_scale, chunks=chunks)
+    measured = measure(chain, sample, timeout=0.0, device=device)
+    return _partition_layers(chain, count, "memory", measured, scale=param_scale, chunks=chunks)
 
 
 def _chain(model: nn.Module | LayerChain) -> LayerChain:
@@ -107,12 +107,12 @@ def _chain(model: nn.Module | LayerChain) -> LayerChain:
     return model if isinstance(model, LayerChain) else chain_of(model)
 
 
-def _measure_if_sample(line: LayerChain, sample: Any) -> Measurement | None:
-    return None if sample is None else measure(line, sample)
+def _measure_if_sample(chain: LayerChain, sample: Any) -> Measurement | None:
+    return None if sample is None else measure(chain, sample)
 
 
 def _partition_layers(
-    line: LayerChain,
+    chain: LayerChain,
     stages: int,
     word: str,
     measured: Measurement | None,
@@ -123,31 +123,31 @@ def _partition_layers(
 ) -> list[int]:
     pieces: list[dict[Hashable, float]] = []
     if word == "memory" or limits is not None:
-        pieces = layer_memory(line, measured, scale=scale, chunks=chunks)
+        pieces = layer_memory(chain, measured, scale=scale, chunks=chunks)
     weights: Sequence[float | WeightPieces]
     if word == "uniform":
-        weights = [1] * len(line.layers)
+        weights = [1] * len(chain.layers)
     elif word == "memory":
         weights = pieces
     elif word == "time" and measured is not None:
         weights = [layer.forward + layer.backward for layer in measured.layers]
     else:
-        weights = parameter_counts(line)
+        weights = parameter_counts(chain)
     if measured is not None:
         crossing: Sequence[float] = measured.crossing
     else:
-        crossing = [0.0, *(line.crossing(cut) for cut in range(1, len(line.layers)))]
+        crossing = [0.0, *(chain.crossing(cut) for cut in range(1, len(chain.layers)))]
     try:
         return partition(weights, stages, crossing=crossing, memory=pieces, limits=limits)
     except MemoryLimitError as error:
-        raise PlanError(_limit_message(line, stages, limits or [], error, measured)) from None
+        raise PlanError(_limit_message(chain, stages, limits or [], error, measured)) from None
 
 
 def _limit_message(
-    line: LayerChain, stages: int, limits: list[int], error: MemoryLimitError, measured: Measurement | None
+    chain: LayerChain, stages: int, limits: list[int], error: MemoryLimitError, measured: Measurement | None
 ) -> str:
     what = "parameters, gradients and optimizer states" + ("" if measured is None else " and activations")
-    lines = [f"{len(line.layers)} layers do not fit into {stages} stages with their {what}:"]
+    lines = [f"{len(chain.layers)} layers do not fit into {stages} stages with their {what}:"]
     if len(set(limits)) == 1:
         lines.append(
             f"the limit is {format_size_exact(limits[0])} a stage, "
@@ -160,7 +160,7 @@ def _limit_message(
         )
     if error.item is not None:
         lines.append(
-            f"layer {line.layers[error.item]} alone needs {format_size_exact(error.needs)}: "
+            f"layer {chain.layers[error.item]} alone needs {format_size_exact(error.needs)}: "
             "divide it into smaller layers"
         )
     else:
@@ -168,9 +168,9 @@ def _limit_message(
     return "; ".join(lines).replace(":;", ":")
 
 
-def check_limits(line: LayerChain, groups: Groups, memory: Any, sample: Any) -> None:
+def check_limits(chain: LayerChain, groups: Groups, memory: Any, sample: Any) -> None:
     """Stages that the user chose must keep the limits that the user gave."""
-    pieces = dict(zip(line.layers, layer_memory(line, _measure_if_sample(line, sample)), strict=True))
+    pieces = dict(zip(chain.layers, layer_memory(chain, _measure_if_sample(chain, sample)), strict=True))
     for stage, (layers, limit) in enumerate(zip(groups, memory_limits(memory, len(groups)), strict=True)):
         needs = sum({key: value for layer in layers for key, value in pieces[layer].items()}.values())
         if needs > limit:
@@ -188,23 +188,23 @@ def _invalid_balance(balance: object) -> NoReturn:
     )
 
 
-def _check_sizes(line: LayerChain, balance: Sequence[int] | str) -> list[int]:
+def _check_sizes(chain: LayerChain, balance: Sequence[int] | str) -> list[int]:
     if isinstance(balance, str) or not isinstance(balance, Iterable):
         _invalid_balance(balance)
     sizes = list(balance)
     if not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
         raise PlanError(f"every stage needs at least one layer: balance={sizes}")
-    if sum(sizes) != len(line.layers):
+    if sum(sizes) != len(chain.layers):
         raise PlanError(
-            f"balance={sizes} is for {sum(sizes)} layers, but the model has {len(line.layers)}: "
-            f"make the numbers add up to {len(line.layers)}"
+            f"balance={sizes} is for {sum(sizes)} layers, but the model has {len(chain.layers)}: "
+            f"make the numbers add up to {len(chain.layers)}"
         )
     return sizes
 
 
-def _check_stage_count(line: LayerChain, stages: int | None) -> int:
+def _check_stage_count(chain: LayerChain, stages: int | None) -> int:
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
         raise PlanError(f"stages must be a positive number, got {stages!r}")
-    if stages > len(line.layers):
-        raise PlanError(f"{stages} stages asked for, but the model has only {len(line.layers)} layers to divide")
+    if stages > len(chain.layers):
+        raise PlanError(f"{stages} stages asked for, but the model has only {len(chain.layers)} layers to divide")
     return stages

@@ -1,4 +1,4 @@
-"""A model as a line of layers: what every front end makes of a model, and what is cut into stages.
+"""A model as a chain of layers: what every front end makes of a model, and what is cut into stages.
 
     model ──front end──▶ Line ──balance──▶ groups of layers ──▶ Plan, and one module per stage
 
@@ -48,7 +48,7 @@ class LayerChain(ABC):
     model: nn.Module
     layers: tuple[str, ...]
     recipe: Mapping[str, Any]
-    """What finds the same line in the same model again; JSON. ``recipe["front"]`` names the front end."""
+    """What finds the same chain in the same model again; JSON. ``recipe["front"]`` names the front end."""
     fixed: Mapping[str, Any] = MappingProxyType({})
     """Arguments that the stages always give the model."""
 
@@ -168,13 +168,13 @@ SharedWeights = Sequence[Sequence[str]]
 """Names of separate parameters that are to be one, such as ``[("embed.weight", "head.weight")]``."""
 
 
-def find_ties(line: LayerChain, groups: Groups, shared: SharedWeights = ()) -> tuple[Tie, ...]:
+def find_ties(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> tuple[Tie, ...]:
     """One tie per parameter that occurs in several stages, or under several names that are said to be one."""
     stages: dict[str, set[int]] = {}
     parameters: dict[str, nn.Parameter] = {}
     for stage, layers in enumerate(groups):
         for layer in layers:
-            for name, tensor in line.members(layer):
+            for name, tensor in chain.members(layer):
                 if isinstance(tensor, nn.Parameter):
                     parameters[name] = tensor
                     stages.setdefault(name, set()).add(stage)
@@ -213,26 +213,26 @@ def _check_shared(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> 
             )
 
 
-# From a line and its groups to the plan.
+# From a chain and its groups to the plan.
 
 
-def build_plan(line: LayerChain, groups: Groups, shared: SharedWeights = ()) -> Plan:
+def build_plan(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> Plan:
     """The plan whose stage ``i`` has the layers ``groups[i]``; parameters that ``shared`` names together are one."""
     specs = []
     for layers in groups:
-        members: dict[int, Tensor] = {id(tensor): tensor for layer in layers for _, tensor in line.members(layer)}
+        members: dict[int, Tensor] = {id(tensor): tensor for layer in layers for _, tensor in chain.members(layer)}
         count = sum(tensor.numel() for tensor in members.values() if isinstance(tensor, nn.Parameter))
         specs.append(
             StageSpec(tuple(layers), count, sum(tensor.numel() * tensor.element_size() for tensor in members.values()))
         )
-    marked = line.devices()
+    marked = chain.devices()
     devices = [next((marked[layer] for layer in layers if layer in marked), None) for layers in groups]
     wanted = tuple(device for device in devices if device is not None)
     return Plan(
         tuple(specs),
-        line.edges(groups),
-        find_ties(line, groups, shared),
+        chain.edges(groups),
+        find_ties(chain, groups, shared),
         devices=wanted if len(wanted) == len(groups) else None,
-        recipe={**line.recipe, **({"shared_weights": [list(names) for names in shared]} if shared else {})},
-        line=line,
+        recipe={**chain.recipe, **({"shared_weights": [list(names) for names in shared]} if shared else {})},
+        chain=chain,
     )

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from penstock._torch import pytree
 from penstock.errors import PlanError
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.plan import Plan, run_stages
@@ -118,18 +118,18 @@ def check_plan(plan: Plan, sample: Any, *, rtol: float | None = None, atol: floa
     are the same arithmetic; ``rtol`` and ``atol`` allow for kernels that add in no fixed order.
     Hooks on the model's modules run with it.
     """
-    line, (args, kwargs) = plan.attached(), sample_arguments(sample)
-    model = line.model
+    chain, (args, kwargs) = plan.require_chain(), sample_arguments(sample)
+    model = chain.model
     _check_shared_equal(model, plan)
     devices = accelerators_of(model, (args, kwargs))
     alike = Tolerance(rtol or 0.0, atol or 0.0)
     last = plan.num_stages - 1
 
-    fixed = line.fixed
+    fixed = chain.fixed
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         return (
-            model(line.arguments(args, kwargs)) if is_plain_sequential(model) else model(*args, **{**kwargs, **fixed})
+            model(chain.arguments(args, kwargs)) if is_plain_sequential(model) else model(*args, **{**kwargs, **fixed})
         )
 
     with torch.inference_mode(False), torch.enable_grad(), preserve_state(model, devices) as again:

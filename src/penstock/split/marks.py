@@ -1,7 +1,7 @@
 """Marks in a forward at which the model may be cut: ``ps.CutPoint()`` and ``ps.cut(x)``.
 
 x = self.blocks[0](x)
-x = self.cuts[0](x)      # the layers of the line are what lies between marks:
+x = self.cuts[0](x)      # the layers of the chain are what lies between marks:
 x = self.blocks[1](x)    #   blocks.0 | blocks.1 …
 """
 
@@ -226,7 +226,7 @@ def _check_device(name: str, device: object) -> str | None:
 NamedStages = Sequence["str | Stage | Sequence[str]"]
 
 
-def groups_by_name(line: LayerChain, stages: NamedStages) -> list[tuple[str, ...]]:
+def groups_by_name(chain: LayerChain, stages: NamedStages) -> list[tuple[str, ...]]:
     """The blocks of each stage, checked: each block of the model in one stage, and nothing else."""
     if isinstance(stages, (str, Stage)) or not isinstance(stages, Iterable):
         raise PlanError(f'stages by name are a list, such as [["B1", "B2"], ["B3"]]: got {stages!r}')
@@ -238,18 +238,18 @@ def groups_by_name(line: LayerChain, stages: NamedStages) -> list[tuple[str, ...
         for name in names:
             if not isinstance(name, str):
                 raise PlanError(f"blocks are named by strings, but stage {index} has {name!r} ({type(name).__name__})")
-            if name not in line.layers:
-                expected = ", ".join(map(repr, line.layers))
-                guess = did_you_mean(name, line.layers, otherwise=".", cutoff=0.4)
+            if name not in chain.layers:
+                expected = ", ".join(map(repr, chain.layers))
+                guess = did_you_mean(name, chain.layers, otherwise=".", cutoff=0.4)
                 raise PlanError(f"stage {index} has an unknown block {name!r}{guess} The model has {expected}")
             if name in seen:
                 raise PlanError(f"block {name!r} is in more than one stage, or twice in one: {seen[name]} and {index}")
             seen[name] = index
-    missing = [name for name in line.layers if name not in seen]
+    missing = [name for name in chain.layers if name not in seen]
     if missing:
         names_missing = ", ".join(map(repr, missing))
         raise PlanError(f"no stage has the block(s) {names_missing}: every block of the model needs a stage")
-    line.edges(groups)  # says which value would have to flow back, if one would
+    chain.edges(groups)  # says which value would have to flow back, if one would
     return groups
 
 
@@ -273,13 +273,13 @@ def devices_of_stages(stages: NamedStages) -> tuple[str, ...] | None:
     return tuple(named) or None
 
 
-def groups_by_device(line: LayerChain) -> list[tuple[str, ...]]:
+def groups_by_device(chain: LayerChain) -> list[tuple[str, ...]]:
     """One stage per run of blocks that are marked for the same device, in the order of the blocks."""
-    devices = line.devices()
-    without = [layer for layer in line.layers if layer not in devices]
+    devices = chain.devices()
+    without = [layer for layer in chain.layers if layer not in devices]
     if without:
         raise PlanError(
             f"stages follow from the blocks' devices only where each block has one, but {', '.join(without)} has none: "
             "give it a device, or say stages=… "
         )
-    return [tuple(layers) for _, layers in groupby(line.layers, key=lambda layer: devices[layer])]
+    return [tuple(layers) for _, layers in groupby(chain.layers, key=lambda layer: devices[layer])]

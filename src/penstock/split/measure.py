@@ -1,4 +1,4 @@
-"""What the layers of a line weigh: their parameters, the memory that they take, and limits on it."""
+"""What the layers of a chain weigh: their parameters, the memory that they take, and limits on it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from operator import add
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from penstock._torch import pytree
 from penstock.errors import PlanError
 from penstock.split.chain import LayerChain, build_plan
 from penstock.split.sample import accelerators_of, backward_roots, preserve_state, sample_arguments, temporary_copies
@@ -81,21 +81,21 @@ def tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def parameter_counts(line: LayerChain) -> list[int]:
+def parameter_counts(chain: LayerChain) -> list[int]:
     """The number of parameters of each layer, and one more.
 
     A layer without parameters is not free: one unit keeps such layers from all landing in one stage. What two layers
     share counts in both, since both have to compute with it.
     """
     counts = []
-    for layer in line.layers:
-        own = {id(tensor): tensor.numel() for _, tensor in line.members(layer) if isinstance(tensor, nn.Parameter)}
+    for layer in chain.layers:
+        own = {id(tensor): tensor.numel() for _, tensor in chain.members(layer) if isinstance(tensor, nn.Parameter)}
         counts.append(1 + sum(own.values()))
     return counts
 
 
 def layer_memory(
-    line: LayerChain, measured: Measurement | None, *, scale: float = TRAINING_FACTOR, chunks: int = 1
+    chain: LayerChain, measured: Measurement | None, *, scale: float = TRAINING_FACTOR, chunks: int = 1
 ) -> list[dict[Hashable, float]]:
     """The bytes that each layer takes, piece by piece, so that a stage counts what its layers share once.
 
@@ -103,9 +103,9 @@ def layer_memory(
     values that its backward needs count too: those of one micro-batch, if the sample makes ``chunks`` of them.
     """
     pieces: list[dict[Hashable, float]] = []
-    for i, layer in enumerate(line.layers):
+    for i, layer in enumerate(chain.layers):
         taken: dict[Hashable, float] = {}
-        for _, tensor in line.members(layer):
+        for _, tensor in chain.members(layer):
             trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
             taken["member", id(tensor)] = tensor_bytes(tensor) * (scale if trained else 1)
         if measured is not None:
@@ -137,7 +137,7 @@ def parse_bytes(size: Any) -> int:
     return int(number * _UNITS[unit])
 
 
-# What each layer of a line costs, measured on a sample: time of forward and backward, memory, bytes sent on.
+# What each layer of a chain costs, measured on a sample: time of forward and backward, memory, bytes sent on.
 #
 # Every layer runs as a stage of its own, with the values that come to it along the edges, and the model is left as it
 # was. A copy of the model might not fit, so the layers take turns: only one at a time works on copies of its tensors.
@@ -185,7 +185,7 @@ LayerTimer = Callable[[LayerRun], tuple[float, float]]
 
 
 def measure(
-    line: LayerChain,
+    chain: LayerChain,
     sample: Any,
     *,
     timeout: float = 1.0,
@@ -193,7 +193,7 @@ def measure(
     finish: Callable[[Any], Any] | None = None,
     timer: LayerTimer | None = None,
 ) -> Measurement:
-    """Run the line layer by layer on ``sample``, forward and backward, each in the modes that it is in.
+    """Run the chain layer by layer on ``sample``, forward and backward, each in the modes that it is in.
 
     ``sample`` is what the model is called with: a tensor, a tuple of positional arguments or a dict of keywords.
     Layers are repeated for about ``timeout`` seconds altogether, and the medians taken; on ``device``, if given,
@@ -202,26 +202,26 @@ def measure(
     ``finish`` is called with the model's output, such as its loss, and belongs to the last layer. ``timer`` times a
     layer otherwise than as said.
     """
-    entry = line.arguments(*sample_arguments(sample))
-    plan = build_plan(line, [(layer,) for layer in line.layers])
+    entry = chain.arguments(*sample_arguments(sample))
+    plan = build_plan(chain, [(layer,) for layer in chain.layers])
     there = None if device is None else torch.device(device)
-    devices = accelerators_of(line.model, entry)
+    devices = accelerators_of(chain.model, entry)
     if there is not None and there.type != "cpu":
         devices.add(there)
-    storages, count = _Storages(), len(line.layers)
+    storages, count = _Storages(), len(chain.layers)
     timer = timer or partial(_median_times, budget=timeout / count)
     layers, kept, crossing = list[LayerCost](), list[Mapping[int, int]](), [0] * count
 
-    with torch.inference_mode(False), torch.enable_grad(), preserve_state(line.model, devices):
+    with torch.inference_mode(False), torch.enable_grad(), preserve_state(chain.model, devices):
         under_way: dict[tuple[int, int], Any] = {(-1, 0): _to_edge_tensors(entry, storages, {}, there)}
-        for s, layer in enumerate(line.layers):
+        for s, layer in enumerate(chain.layers):
             values = [under_way.pop((src, s)) for src in plan.sources(s) or [-1]]
             targets, passed, last = plan.targets(s), dict[int, _EdgeTensor](), s == count - 1
-            with _name_layer_in_errors(line, s):
+            with _name_layer_in_errors(chain, s):
                 stage = plan.stage_module(s)
                 if last and finish is not None:
                     stage = _StageWithLoss(stage, finish)
-                members = [*stage.parameters(), *stage.buffers(), *(tensor for _, tensor in line.members(layer))]
+                members = [*stage.parameters(), *stage.buffers(), *(tensor for _, tensor in chain.members(layer))]
                 with temporary_copies(members, there):
                     output, keeps = _run_counting_memory(stage, values, members, storages)
                     for dst, value in zip(targets, output if len(targets) > 1 else [output], strict=not last):
@@ -234,7 +234,7 @@ def measure(
             for one in passed.values():
                 for cut in range(s + 1, one.dst + 1):
                     crossing[cut] += tensor_bytes(one.data)
-            own = {id(t): tensor_bytes(t) for _, t in line.members(layer) if isinstance(t, nn.Parameter)}
+            own = {id(t): tensor_bytes(t) for _, t in chain.members(layer) if isinstance(t, nn.Parameter)}
             sent = tuple(_sizes(under_way[s, dst], list(passed.values())) for dst in targets)
             layers.append(LayerCost(layer, forward, backward, sum(keeps.values()), sum(own.values()), sent))
             kept.append(keeps)
@@ -392,10 +392,10 @@ def _synchronized_time(devices: set[torch.device]) -> float:
 
 
 @contextmanager
-def _name_layer_in_errors(line: LayerChain, index: int) -> Iterator[None]:
+def _name_layer_in_errors(chain: LayerChain, index: int) -> Iterator[None]:
     """Errors say which layer it was."""
     try:
         yield
     except Exception as error:
-        where = f"layer {line.layers[index]} (number {index + 1} of {len(line.layers)})"
+        where = f"layer {chain.layers[index]} (number {index + 1} of {len(chain.layers)})"
         raise PlanError(f"{where} does not run on the sample: {type(error).__name__}: {error}") from error

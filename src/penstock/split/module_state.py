@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._torch import DisableTorchFunction
+
 __all__ = ["ModuleState"]
 
 
@@ -22,7 +24,7 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module], alone: bool = True) -> None:
         self.alone = alone
         self.modules = [(module, dict(vars(module)), _contents(vars(module))) for module in modules]
-        with torch._C.DisableTorchFunction():  # this may run within a trace
+        with DisableTorchFunction():  # this may run within a trace
             self.torch = torch.get_rng_state()
         self.python = random.getstate()
         numpy: Any = sys.modules.get("numpy.random")
@@ -44,7 +46,7 @@ class ModuleState:
             return False
         numpy: Any = sys.modules.get("numpy.random")
         moved = self.numpy is not None and str(numpy.get_state()) != str(self.numpy)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             drawn = not torch.equal(torch.get_rng_state(), self.torch)
         return moved or drawn or random.getstate() != self.python
 
@@ -59,7 +61,7 @@ class ModuleState:
                     _refill(now[name], items)
         if not self.alone:
             return
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             torch.set_rng_state(self.torch)
         random.setstate(self.python)
         if self.numpy is not None:

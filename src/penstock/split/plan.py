@@ -59,7 +59,7 @@ class Plan:
     devices: tuple[str, ...] | None = None
     ranks: tuple[int, ...] | None = None
     recipe: Mapping[str, Any] = field(default_factory=lambda: {"front": "sequential"}, repr=False)
-    line: LayerChain | None = field(default=None, repr=False, compare=False)
+    chain: LayerChain | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_stages(self) -> int:
@@ -68,7 +68,7 @@ class Plan:
     @property
     def model(self) -> nn.Module | None:
         """The model that was cut; None for a plan that was read from a file without one."""
-        return None if self.line is None else self.line.model
+        return None if self.chain is None else self.chain.model
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -83,11 +83,11 @@ class Plan:
         """The stages that a stage feeds, in the order in which it gives their values."""
         return sorted(edge.dst for edge in self.edges if edge.src == stage)
 
-    def attached(self) -> LayerChain:
-        """The line that was cut, or an error where the plan has no model."""
-        if self.line is None:
+    def require_chain(self) -> LayerChain:
+        """The chain that was cut, or an error where the plan has no model."""
+        if self.chain is None:
             raise PlanError("this plan has no model: load it with Plan.load(path, model)")
-        return self.line
+        return self.chain
 
     def placed(self, ranks: Sequence[int], devices: Sequence[object] | None) -> Plan:
         """The same plan with each stage's rank and device written in."""
@@ -98,7 +98,7 @@ class Plan:
         """One stage: the model's own module objects, under their own names."""
         if not 0 <= index < self.num_stages:
             raise PlanError(f"there is no stage {index}: the plan has {self.num_stages} (0..{self.num_stages - 1})")
-        return self.attached().stage(self.groups, index)
+        return self.require_chain().stage(self.groups, index)
 
     def check(self, sample: Any, *, rtol: float | None = None, atol: float | None = None) -> CheckReport:
         """Compare the stages with the whole model on ``sample``, what the model would be called with.
@@ -114,7 +114,7 @@ class Plan:
         Path(path).write_text(self.to_json())
 
     def to_json(self) -> str:
-        data = {k: v for k, v in asdict(replace(self, line=None)).items() if k != "line"}
+        data = {k: v for k, v in asdict(replace(self, chain=None)).items() if k != "chain"}
         return json.dumps({"penstock_plan": FORMAT, **data}, indent=2) + "\n"
 
     @classmethod
@@ -150,14 +150,14 @@ class Plan:
 
         if not isinstance(model, nn.Module):
             raise PlanError(f"a plan is attached to an nn.Module, got {type(model).__name__}")
-        line = chain_from_recipe(model, self.recipe)
+        chain = chain_from_recipe(model, self.recipe)
         mine = [layer for layers in self.groups for layer in layers]
-        if sorted(mine) != sorted(line.layers):
+        if sorted(mine) != sorted(chain.layers):
             raise PlanError(
-                f"the plan is for {len(mine)} layers ({_shorten(mine)}), but the model has {len(line.layers)} "
-                f"({_shorten(line.layers)}): this is a plan of another model"
+                f"the plan is for {len(mine)} layers ({_shorten(mine)}), but the model has {len(chain.layers)} "
+                f"({_shorten(chain.layers)}): this is a plan of another model"
             )
-        fresh = build_plan(line, self.groups, self.recipe.get("shared_weights", ()))
+        fresh = build_plan(chain, self.groups, self.recipe.get("shared_weights", ()))
         for index, (spec, its) in enumerate(zip(self.stages, fresh.stages, strict=True)):
             if spec != its:
                 raise PlanError(
@@ -175,7 +175,7 @@ class Plan:
             raise PlanError(
                 f"the plan ties {', '.join(shown[0])}, but in the model {', '.join(shown[1])} is tied: split it again"
             )
-        return replace(self, line=line)
+        return replace(self, chain=chain)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What was found out about the model is found out again: it holds on to code, locks and the like.
@@ -227,13 +227,13 @@ def run_stages(
     plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Sequence[nn.Module] | None = None
 ) -> Any:
     """The model's output for these arguments, from the plan's stages (``modules``, or new ones)."""
-    line = plan.attached()
+    chain = plan.require_chain()
     modules = modules or [plan.stage_module(s) for s in range(plan.num_stages)]
     under_way: dict[tuple[int, int], Any] = {}
     output: Any = None
     for s, module in enumerate(modules):
         taken = [under_way.pop((src, s)) for src in plan.sources(s)]
-        output = module(*(taken or [line.arguments(args, kwargs)]))
+        output = module(*(taken or [chain.arguments(args, kwargs)]))
         targets = plan.targets(s)
         values = output if len(targets) > 1 else [output]
         under_way.update(((s, dst), value) for dst, value in zip(targets, values, strict=False))

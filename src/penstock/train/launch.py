@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from penstock._torch import default_store
 from penstock.errors import PipelineError, PlanError
 
 __all__ = [
@@ -386,7 +387,7 @@ def _leave() -> None:
 def _wait_for_exits() -> None:
     """The store lives in rank 0: it stays a moment longer than those who may still look there."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     with suppress(RuntimeError):
         if rank != 0:
             store.set(f"penstock/left/{_joins}/{rank}", "")

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from penstock._torch import storage_id
 from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, UpdateLease
 from penstock.engine.offload.weights import HostWeights
 from penstock.errors import PlanError
@@ -187,13 +188,15 @@ class OffloadedOptimizer:
             for place in _tensors(self.optimizer.state.get(key))
         ]
         # What is one memory under two names must stay so: it does not go. Nor does a parameter.
-        uses = Counter(_storage(tensor) for *_, tensor in found)
-        uses.update(_storage(p) for group in self.optimizer.param_groups for p in group["params"] if type(p) in _PLAIN)
+        uses = Counter(storage_id(tensor) for *_, tensor in found)
+        uses.update(
+            storage_id(p) for group in self.optimizer.param_groups for p in group["params"] if type(p) in _PLAIN
+        )
         for key, container, at, path, tensor in found:
             homes = self._homes.setdefault(key, {})
             home = homes.get(path)
             copies = None if home is not None and tensor is home.host else self.copies_for(tensor)
-            if copies is None or tensor.nbytes < max(1, self.smallest) or uses[_storage(tensor)] > 1:
+            if copies is None or tensor.nbytes < max(1, self.smallest) or uses[storage_id(tensor)] > 1:
                 continue
             if home is None or not home.fits(tensor):
                 home = homes[path] = _HostTensor(copies, tensor.device, copies.host(tensor))
@@ -263,10 +266,6 @@ def _tensors(state: Any, path: _Path = ()) -> Iterator[tuple[Any, Any, _Path, Te
             yield state, at, (*path, at), value
         else:
             yield from _tensors(value, (*path, at))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True)

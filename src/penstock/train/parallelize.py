@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._torch import fsdp_state
 from penstock.engine.message import flatten, unflatten
-from penstock.engine.parallelized import ParallelizedStage
+from penstock.engine.stage import ParallelizedStage
 from penstock.engine.replicas import broadcast_from_first
 from penstock.engine.replicas.ddp import unwrap_ddp
 from penstock.engine.replicas.dtensor import is_dtensor, keep_edges_plain
@@ -24,7 +25,6 @@ from penstock.engine.shapes import FakeStage
 from penstock.errors import PlanError
 from penstock.split.plan import Tie
 from penstock.train.mesh import Mesh
-from penstock.train.options import Options
 from penstock.train.state import FqnMap
 
 __all__ = ["parallelize_stages"]
@@ -33,7 +33,7 @@ __all__ = ["parallelize_stages"]
 def parallelize_stages(
     modules: dict[int, nn.Module],
     mesh: Mesh,
-    options: Options,
+    options: Any,
     ties: Sequence[Tie],
     copies: list[list[nn.Parameter]],
     own: FqnMap,
@@ -57,7 +57,7 @@ def parallelize_stages(
         sharded = fsdp_stage(result, stage, mesh.ranks("data"))
         _refuse_foreign_meshes(stage, result, sharded, mesh)
         changed = result is not module or sharded is not None or mesh.tensor > 1
-        if changed and not fake.parts and not options.dynamic:
+        if changed and not fake.pairs and not options.dynamic:
             raise PlanError(
                 f"stage {stage} cannot be copied (copy.deepcopy fails), and a copy of the stage as it was before "
                 "parallelize is needed, to learn what crosses its edges"
@@ -140,7 +140,7 @@ def _refuse_foreign_meshes(stage: int, module: nn.Module, sharded: FsdpStage | N
                 )
 
 
-def _refuse_options(modules: Mapping[int, nn.Module], options: Options) -> None:
+def _refuse_options(modules: Mapping[int, nn.Module], options: Any) -> None:
     in_parts = [name for m in modules.values() for name, p in m.named_parameters() if is_dtensor(p)]
     if in_parts and options.accumulate is not None:
         raise PlanError(
@@ -160,7 +160,7 @@ def _refuse_options(modules: Mapping[int, nn.Module], options: Options) -> None:
 
 def _cast_as(sharded: FsdpStage, fake: FakeStage) -> None:
     """Let the fake stage compute in the types that FSDP's mixed precision makes of inputs, parameters and outputs."""
-    twins = {id(part): twin for part, twin in fake.parts}
+    twins = {id(part): twin for part, twin in fake.pairs}
     for group in sharded.groups:
         dtype = group.mp_policy.param_dtype
         for parameter in group.fsdp_params if dtype is not None else ():
@@ -175,7 +175,7 @@ def _cast_as(sharded: FsdpStage, fake: FakeStage) -> None:
                 for place, name in members:
                     place[name] = new
     for part in sharded.parts:
-        policy, twin = part._get_fsdp_state()._mp_policy, twins.get(id(part))
+        policy, twin = fsdp_state(part)._mp_policy, twins.get(id(part))
         if twin is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
             twin.register_forward_pre_hook(lambda _, args, to=policy.param_dtype: _cast(args, to))
         if twin is not None and policy.output_dtype is not None:

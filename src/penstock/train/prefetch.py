@@ -12,9 +12,9 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
+from penstock._torch import pytree
 from penstock.errors import PlanError
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock._torch import default_store
 from penstock.errors import PlanError
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.train.launch import is_initialized, is_rank0
@@ -145,7 +146,7 @@ class _LoopStats:
         self.board = _BubbleExchange()
         self.steps = 0
         self.start = self.lined = self.blinked = time.monotonic()
-        self.before = StepTotals() if pipe is None else replace(pipe.tally)
+        self.before = StepTotals() if pipe is None else replace(pipe.step_totals)
         self.warm = self.before  # after the first step, which is slower than the others
         self.warm_at = self.start
         self.counted = self.before.steps  # of the pipeline's steps
@@ -154,13 +155,13 @@ class _LoopStats:
         """One more is over."""
         self.steps += 1
         if self.pipe is not None:
-            self.counted = self.pipe.tally.steps
+            self.counted = self.pipe.step_totals.steps
             if self.steps == 1:
-                self.warm, self.warm_at = replace(self.pipe.tally), time.monotonic()
+                self.warm, self.warm_at = replace(self.pipe.step_totals), time.monotonic()
 
     def leave(self) -> None:
         """The loop was left in the middle of a step, which counts if the pipeline has made its own."""
-        if self.pipe is not None and self.pipe.tally.steps > self.counted:
+        if self.pipe is not None and self.pipe.step_totals.steps > self.counted:
             self.step()
 
     def show(self, shown: ProgressUI, every: int | None) -> None:
@@ -192,15 +193,15 @@ class _LoopStats:
     def _done(self) -> StepTotals | None:
         if self.pipe is None:
             return None
-        done = self.pipe.tally.since(self.warm)
-        return done if done.steps else self.pipe.tally.since(self.before)
+        done = self.pipe.step_totals.since(self.warm)
+        return done if done.steps else self.pipe.step_totals.since(self.before)
 
     def _numbers(self) -> list[str]:
         now = time.monotonic()
         done = self._done()
         if self.pipe is None or done is None or done.steps == 0:
             return [f"{self.steps / max(now - self.start, 1e-9):,.1f} steps/s"]
-        warmed = self.pipe.tally.steps > self.warm.steps
+        warmed = self.pipe.step_totals.steps > self.warm.steps
         speed = done.samples / max(now - (self.warm_at if warmed else self.start), 1e-9)
         numbers = [f"{speed:,.0f} samples/s"]
         if self.pipe.last is not None and self.pipe.last.loss is not None:
@@ -224,7 +225,7 @@ class _BubbleExchange:
         self.told: list[float | None] = []  # what was read last, and when
         self.read_at = -math.inf
         if is_initialized():
-            self.store = PrefixStore(f"penstock/progress/{_num_loops}", dist.distributed_c10d._get_default_store())
+            self.store = PrefixStore(f"penstock/progress/{_num_loops}", default_store())
             self.rank = dist.get_rank()
             self.silent = set(range(dist.get_world_size())) - {self.rank}  # the ranks that were not heard of yet
             self.others: list[int] = []

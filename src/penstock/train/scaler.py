@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock._torch import foreach_unscale_
 from penstock.engine.replicas.dtensor import to_local
 from penstock.errors import PipelineError, PlanError
 
@@ -222,7 +223,7 @@ class GradScaler:
             if device not in found:
                 found[device] = torch.zeros((), device=device)
             inverse = torch.full((), 1 / self._scale, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], inverse)
+            foreach_unscale_(group, found[device], inverse)
         return max((float(flag) for flag in found.values()), default=_FINITE)
 
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
+
+from penstock._torch import profile_all_threads
 
 __all__ = ["profiled"]
 
@@ -19,6 +20,6 @@ def profiled(directory: str | None, name: str) -> Iterator[None]:
         yield
         return
     Path(directory).mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profile:
+    with torch.profiler.profile(experimental_config=profile_all_threads()) as profile:
         yield
     profile.export_chrome_trace(str(Path(directory) / f"{name}.json"))

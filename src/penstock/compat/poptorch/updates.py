@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock._torch import foreach_div_
 from penstock.compat.poptorch.errors import Error
 from penstock.compat.poptorch.options import Options
 from penstock.compat.poptorch.variables import check_constants
@@ -73,7 +74,7 @@ class Updates:
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         elif self._scale != 1.0:
-            torch._foreach_div_([p.grad for p in pipe.parameters() if p.grad is not None], self._scale)
+            foreach_div_([p.grad for p in pipe.parameters() if p.grad is not None], self._scale)
         if norm is not None:
             pipe.clip_grad_norm_(norm)
         if self._scaler is None:

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock._torch import BatchNorm
 from penstock.engine.forward_context import is_recomputing
 from penstock.engine.recompute.batchnorm import DeferredStatistics as Counted
 
@@ -16,7 +16,7 @@ __all__ = ["DeferredBatchNorm"]
 M = TypeVar("M", bound=nn.Module)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """Normalises micro-batches by their own statistics, and updates the running ones once for ``chunks`` of them.
 
     In a ``GPipe`` the mini-batch is known, and its end is when they are updated, however many micro-batches it has.
@@ -69,7 +69,7 @@ class DeferredBatchNorm(_BatchNorm):
 def _converted(module: M, chunks: int, known: dict[int, nn.Module]) -> M:
     found: nn.Module = module
     deferred = isinstance(module, DeferredBatchNorm) and module.chunks == chunks
-    if isinstance(module, _BatchNorm) and module.track_running_stats and not deferred:
+    if isinstance(module, BatchNorm) and module.track_running_stats and not deferred:
         found = known.get(id(module)) or _like(module, chunks)
         known[id(module)] = found
     for name, child in module.named_children():
@@ -77,7 +77,7 @@ def _converted(module: M, chunks: int, known: dict[int, nn.Module]) -> M:
     return found  # type: ignore[return-value]
 
 
-def _like(module: _BatchNorm, chunks: int) -> DeferredBatchNorm:
+def _like(module: BatchNorm, chunks: int) -> DeferredBatchNorm:
     made = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, chunks)
     made._parameters.update(module._parameters)
     made._buffers.update(module._buffers)

@@ -14,7 +14,7 @@ import torch
 
 from penstock.compat.torchgpipe.microbatch import Batch
 from penstock.compat.torchgpipe.stream import AbstractStream, use_device, use_stream
-from penstock.engine.context import caller_context
+from penstock.engine.forward_context import caller_context
 
 __all__ = ["ExcInfo", "InQueue", "OutQueue", "Task", "create_workers", "join_workers", "spawn_workers", "worker"]
 

@@ -58,7 +58,7 @@ class Cuts:
 
     @classmethod
     def of(cls, plan: Plan) -> Cuts:
-        line = plan.attached()
+        line = plan.require_chain()
         first: dict[int, str] = {}
         saved_as: dict[str, str] = {}
         home: dict[str, int] = {}

@@ -1,1 +1,1 @@
-"""How messages get from one stage to another: within a process, or between two."""
+"""Channels between stages: within one process, between two processes, and for control messages."""

@@ -1,13 +1,13 @@
-"""Lanes between two processes whose messages describe themselves, for shapes that nobody can infer.
+"""Channels between two processes whose messages describe themselves, for shapes that cannot be inferred.
 
-    header    ▪ ▪ ▪ ▪      rows of one size: their receives are posted ahead, as the program says
-    rest          ▪        of a header that is longer than a row
-    tensors     ━ ━━ ━     received into buffers that are made when their header has come
+    header    ▪ ▪ ▪ ▪      rows of fixed size, whose receives are posted ahead as the program says
+    rest          ▪        the remainder of a header that is longer than a row
+    tensors     ━ ━━ ━     received into buffers that are allocated when the header has been read
 
-Each of the three goes under a tag of its own, and each tag in the sender's order. Headers go over gloo, where tensors
-may go over NCCL. A rank looks for headers that have come whenever it sends or posts, so that tensors arrive while it
-computes; at the latest it waits for them when a message is to land. Only then is the sender sure that its send is over:
-``lower`` counts with that.
+Each of the three has its own tag, and the messages of a tag keep the sender's order. Headers are sent over gloo even
+where tensors are sent over NCCL. A rank reads the headers that have arrived whenever it sends or posts a receive, so
+that tensors are received while it computes. It waits for headers at the latest in ``wait_recv``. Only then is the
+sender's send sure to complete, which ``lower`` takes into account.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["DynamicBackwardChannel", "DynamicEndpoint", "DynamicEndpoints", "Dyn
 
 HEADER, REST = 1, 2  # tags; tensors have 0
 
-ROW = 512  # bytes: enough for a score of tensors
-FRONT = struct.Struct("<Bq")  # what comes, and how long it is in bytes
-ROOM = ROW - FRONT.size
+ROW_BYTES = 512  # enough for about twenty tensors
+PREFIX = struct.Struct("<Bq")  # code and length in bytes
+DATA_BYTES = ROW_BYTES - PREFIX.size
 
-NEW, SAME = 1, 2  # no zero: that is a row that has not come
+NEW, SAME = 1, 2  # codes; a row that has not arrived has 0
 
 
 def _row(code: int, length: int = 0, data: bytes = b"") -> Tensor:
-    return torch.frombuffer(bytearray((FRONT.pack(code, length) + data).ljust(ROW)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray((PREFIX.pack(code, length) + data).ljust(ROW_BYTES)), dtype=torch.uint8)
 
 
 _SAME_ROW = _row(SAME)
@@ -47,49 +47,49 @@ _SAME_ROW = _row(SAME)
 class _PendingHeader(NamedTuple):
     """A message whose header has not been read."""
 
-    lane: DynamicForwardChannel
+    channel: DynamicForwardChannel
     microbatch: int
     row: bytearray
     works: list[Any]
 
 
 class DynamicEndpoint:
-    """One end of a channel. The messages of several edges share it, in the sender's order, and so do their headers."""
+    """One end of a connection. The channels of several edges share it and its headers, in the sender's order."""
 
-    def __init__(self, wire: Endpoint, headers: Endpoint) -> None:
-        self.wire = wire
+    def __init__(self, tensors: Endpoint, headers: Endpoint) -> None:
+        self.tensors = tensors
         self.headers = headers
-        self.coming: deque[_PendingHeader] = deque()
+        self.pending: deque[_PendingHeader] = deque()
 
-    def post(self, lane: DynamicForwardChannel, microbatch: int) -> None:
-        row = bytearray(ROW)
-        works = self.headers.receive([partial(torch.frombuffer, row, dtype=torch.uint8)], HEADER)
-        self.coming.append(_PendingHeader(lane, microbatch, row, works))
+    def post_header(self, channel: DynamicForwardChannel, microbatch: int) -> None:
+        row = bytearray(ROW_BYTES)
+        works = self.headers.recv([partial(torch.frombuffer, row, dtype=torch.uint8)], HEADER)
+        self.pending.append(_PendingHeader(channel, microbatch, row, works))
 
-    def read(self) -> None:
+    def read_header(self) -> None:
         """Wait for the next header, and post the receives of its tensors."""
-        lane, microbatch, row, works = self.coming.popleft()
+        channel, microbatch, row, works = self.pending.popleft()
         self.headers.wait(works)
-        code, length = FRONT.unpack_from(row)
+        code, length = PREFIX.unpack_from(row)
         if code == NEW:
-            data = row[FRONT.size : FRONT.size + length] if length <= ROOM else self._rest(length)
-            lane.expect(pickle.loads(data))
-        lane.under_way[microbatch] = (lane.meta, self.wire.receive(lane.makers))
+            data = row[PREFIX.size : PREFIX.size + length] if length <= DATA_BYTES else self._recv_rest(length)
+            channel.expect(pickle.loads(data))
+        channel.pending[microbatch] = (channel.meta, self.tensors.recv(channel.buffers))
 
-    def _rest(self, length: int) -> bytearray:
+    def _recv_rest(self, length: int) -> bytearray:
         data = bytearray(length)
-        self.headers.wait(self.headers.receive([partial(torch.frombuffer, data, dtype=torch.uint8)], REST))
+        self.headers.wait(self.headers.recv([partial(torch.frombuffer, data, dtype=torch.uint8)], REST))
         return data
 
     def send(self, tensors: Sequence[Tensor], header: bytes | None) -> list[Any]:
-        """Start sending a message, with its header, or with the word that it is the edge's last one again.
+        """Start sending a message; None as its header repeats the last header of the edge.
 
-        The tensors go first: a receive that NCCL has begun must not wait for anything this rank has yet to do.
+        The tensors go first: a receive that NCCL has started must not depend on anything this rank has yet to do.
         """
-        works = self.wire.send(tensors)
+        works = self.tensors.send(tensors)
         if header is None:
             works += self.headers.send([_SAME_ROW], HEADER)
-        elif len(header) <= ROOM:
+        elif len(header) <= DATA_BYTES:
             works += self.headers.send([_row(NEW, len(header), header)], HEADER)
         else:
             works += self.headers.send([_row(NEW, len(header))], HEADER)
@@ -98,72 +98,72 @@ class DynamicEndpoint:
 
 
 class DynamicEndpoints:
-    """The ends of channels that one program uses."""
+    """The endpoints that one program uses."""
 
-    def __init__(self, wires: Mapping[Any, Endpoint], headers: Mapping[Any, Endpoint]) -> None:
-        self.all = {key: DynamicEndpoint(wire, headers[key]) for key, wire in wires.items()}
-        self._ends = tuple(self.all.values())
+    def __init__(self, tensors: Mapping[Any, Endpoint], headers: Mapping[Any, Endpoint]) -> None:
+        self.by_key = {key: DynamicEndpoint(endpoint, headers[key]) for key, endpoint in tensors.items()}
+        self._all = tuple(self.by_key.values())
 
-    def look(self) -> None:
-        """Read the headers that have come. Their first byte tells; to be sure, reading waits for what may be left."""
-        for channel in self._ends:
-            while channel.coming and channel.coming[0].row[0]:
-                channel.read()
+    def read_arrived_headers(self) -> None:
+        """Read the headers whose first byte has arrived; the read waits for the rest of the row."""
+        for endpoint in self._all:
+            while endpoint.pending and endpoint.pending[0].row[0]:
+                endpoint.read_header()
 
 
 class DynamicForwardChannel:
     """One edge in one direction: outputs to a later stage."""
 
-    def __init__(self, channels: DynamicEndpoints, key: Any, name: str) -> None:
-        self.channels = channels
-        self.channel = channels.all[key]
+    def __init__(self, endpoints: DynamicEndpoints, key: Any, name: str) -> None:
+        self.endpoints = endpoints
+        self.endpoint = endpoints.by_key[key]
         self.name = name
         self.meta: MessageMeta | None = None  # of the last message
-        self.header = b""  # that of the last message, if another one like it need not be described again
-        self.makers: Sequence[Callable[[], Tensor]] = ()
-        self.under_way: dict[int, Any] = {}  # works with their tensors; of what comes, the meta too
-        self.landed: dict[int, tuple[MessageMeta, list[Tensor]]] = {}
+        self.header = b""  # of the last message, if it may be repeated
+        self.buffers: Sequence[Callable[[], Tensor]] = ()
+        self.pending: dict[int, Any] = {}  # works with their tensors; for receives, with the meta
+        self.received: dict[int, tuple[MessageMeta, list[Tensor]]] = {}
 
-    def at(self, microbatch: int) -> ChannelOps:
+    def ops(self, microbatch: int) -> ChannelOps:
         return bind_ops(self, microbatch)
 
-    def post(self, microbatch: int) -> None:
-        self.channel.post(self, microbatch)
-        self.channels.look()
+    def post_recv(self, microbatch: int) -> None:
+        self.endpoint.post_header(self, microbatch)
+        self.endpoints.read_arrived_headers()
 
     def expect(self, meta: MessageMeta) -> None:
+        """Set the format of the messages that follow."""
         self.meta = meta
-        self.makers = self.channel.wire.makers([tensor.in_memory() for tensor in meta.tensors()])
+        self.buffers = self.endpoint.tensors.buffer_factories([tensor.in_memory() for tensor in meta.tensors()])
 
-    def land(self, microbatch: int) -> None:
-        """Wait until the message is there to be taken."""
-        while microbatch not in self.under_way:
-            self.channel.read()
-        meta, works = self.under_way.pop(microbatch)
-        self.landed[microbatch] = (meta, self.channel.wire.finish(works))
+    def wait_recv(self, microbatch: int) -> None:
+        while microbatch not in self.pending:
+            self.endpoint.read_header()
+        meta, works = self.pending.pop(microbatch)
+        self.received[microbatch] = (meta, self.endpoint.tensors.wait_tensors(works))
 
-    def take(self, microbatch: int) -> Any:
-        meta, tensors = self.landed.pop(microbatch)
-        coming = iter(tensors)
-        leaves = [leaf.from_memory(next(coming)) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
+    def get(self, microbatch: int) -> Any:
+        meta, received = self.received.pop(microbatch)
+        tensors = iter(received)
+        leaves = [leaf.from_memory(next(tensors)) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
         return Message(leaves, meta.spec, meta.wants, meta.shared)
 
     def send(self, microbatch: int, message: Any) -> None:
         header = self._header(message)
-        tensors = [_memory_order(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
-        self.under_way[microbatch] = self.channel.send(tensors, header)
-        self.channels.look()
+        tensors = [_to_memory_order(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
+        self.pending[microbatch] = self.endpoint.send(tensors, header)
+        self.endpoints.read_arrived_headers()
 
-    def sent(self, microbatch: int) -> None:
-        self.channel.wire.wait(self.under_way.pop(microbatch))
+    def wait_send(self, microbatch: int) -> None:
+        self.endpoint.tensors.wait(self.pending.pop(microbatch))
 
     def close(self) -> None:
-        self.under_way.clear()
-        self.landed.clear()
-        self.channel.coming.clear()
+        self.pending.clear()
+        self.received.clear()
+        self.endpoint.pending.clear()
 
     def _header(self, message: Message) -> bytes | None:
-        """What describes the message; None if the last one's header does."""
+        """The header of a message; None if it is that of the last message."""
         if self.meta is not None and _matches_meta(message, self.meta):
             return None
         meta = meta_of(message)
@@ -174,25 +174,25 @@ class DynamicForwardChannel:
             raise PlanError(f"{self.name} gave {meta}, which cannot be sent to another process: {error}") from error
         if header == self.header:
             return None
-        # An object that somebody may change is sent each time.
-        lasting = all(type(leaf) in (TensorMeta, *PLAIN_TYPES) for leaf in meta.leaves)
-        self.meta, self.header = (meta, header) if lasting else (None, b"")
+        # A mutable object is sent every time.
+        immutable = all(type(leaf) in (TensorMeta, *PLAIN_TYPES) for leaf in meta.leaves)
+        self.meta, self.header = (meta, header) if immutable else (None, b"")
         return header
 
 
 class DynamicBackwardChannel(DynamicForwardChannel):
-    """The same for gradients back to an earlier stage, None for those that there are not."""
+    """Gradients to an earlier stage, None for missing ones."""
 
     def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
         super().send(microbatch, Message(list(grads), None, ()))
 
-    def take(self, microbatch: int) -> Sequence[Tensor | None]:
-        message: Message = super().take(microbatch)
+    def get(self, microbatch: int) -> Sequence[Tensor | None]:
+        message: Message = super().get(microbatch)
         return message.leaves
 
 
 def _matches_meta(message: Message, meta: MessageMeta) -> bool:
-    """Whether a message that has no structure, as most have none, looks like this; for others it does not know."""
+    """Whether a message without structure has this format; False for any message with structure."""
     leaves, spec, wants, shared = message
     if spec is not None or meta.spec is not None or len(leaves) != len(meta.leaves):
         return False
@@ -210,6 +210,6 @@ def _matches_meta(message: Message, meta: MessageMeta) -> bool:
     return True
 
 
-def _memory_order(tensor: Tensor) -> Tensor:
+def _to_memory_order(tensor: Tensor) -> Tensor:
     order = memory_order(tensor)
     return tensor if order is None else tensor.permute(order)

@@ -1,7 +1,7 @@
-"""Groups of ranks that talk, made straight from torch's backends under names of our own.
+"""Process groups of a pipeline, made directly from torch's backends.
 
-``torch.distributed.new_group`` wants every rank of the world to take part, or names a group after its members, so
-that a second pipeline over the same ranks would meet what the first one left in the store.
+``torch.distributed.new_group`` needs every rank of the world to take part, or names a group after its members, so that
+a second pipeline over the same ranks would find the keys of the first one in the store.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock._torch import gloo_options
 from penstock.engine.failure.sockets import PipelineSockets
 
 __all__ = ["Group", "open_group", "uses_nccl"]
@@ -25,37 +26,37 @@ Group = Any  # a backend: ProcessGroupGloo or ProcessGroupNCCL
 
 
 def uses_nccl(device: torch.device) -> bool:
-    """Whether ranks on such devices talk through NCCL: between GPUs, where the world uses it."""
+    """Whether ranks on such a device communicate by NCCL: GPUs, if the default group has an NCCL backend."""
     return device.type == "cuda" and dist.is_nccl_available() and "nccl" in dist.get_backend()
 
 
-def open_group(lines: PipelineSockets, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> Group:
-    """The group of ``ranks`` as seen by ``rank``, one of them: NCCL where ``device`` speaks it, else gloo.
+def open_group(sockets: PipelineSockets, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> Group:
+    """Connect the group of ``ranks``, of which this process is ``rank``: over NCCL if ``device`` uses it, else gloo.
 
-    All groups of gloo use the device of ``lines``, whose one thread moves their bytes: by default each has its own.
+    All gloo groups use the device of ``sockets``, and so share its one thread. By default each group has its own.
     """
-    place = PrefixStore(name, lines.store)
-    me = list(ranks).index(rank)
+    store = PrefixStore(name, sockets.store)
+    index = list(ranks).index(rank)
     if uses_nccl(device):
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = lines.timeout
+        options._timeout = sockets.timeout
         with _nccl_without_error_handling():
-            group = dist.ProcessGroupNCCL(place, me, len(ranks), options)
-        lines.nccl.append(group)
+            group = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+        sockets.nccl.append(group)
         return group
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [lines.device]
-    options._timeout = lines.timeout
+    options = gloo_options()
+    options._devices = [sockets.device]
+    options._timeout = sockets.timeout
     options._threads = 1
-    return dist.ProcessGroupGloo(place, me, len(ranks), options)
+    return dist.ProcessGroupGloo(store, index, len(ranks), options)
 
 
 @contextmanager
 def _nccl_without_error_handling() -> Iterator[None]:
-    """While a group of NCCL is made: what it reads from the environment then.
+    """Set the environment variables that a new NCCL group reads, so that it leaves failures to the watch.
 
-    By default a group whose peer is gone waits a minute for a dump, and ends its process. Here the watch sees to
-    it that all ranks raise the cause, and programs may catch that.
+    By default a group whose peer is gone waits a minute for a dump, and then ends its process. The watch instead makes
+    all ranks raise the cause, which programs may catch.
     """
     before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
     os.environ.update(_NCCL_ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""Lanes inside one process: a message is handed over, and moved if the other stage is on another device."""
+"""Channels within one process: queues, with a copy where the other stage is on another device."""
 
 from __future__ import annotations
 
@@ -17,80 +17,79 @@ __all__ = ["Cancelled", "LocalChannel", "LockstepChannel"]
 
 
 class Cancelled(Exception):
-    """Another rank failed: there is nothing left to wait for."""
+    """Raised in a rank's thread when another rank has failed."""
 
 
 class LocalChannel:
-    """One edge in one direction. Every micro-batch has a cell of its own, so any order of taking is right."""
+    """One edge in one direction. Each micro-batch has its own queue, so messages may be received in any order."""
 
     def __init__(
-        self, microbatches: int, src: torch.device, dst: torch.device, waited: WaitTimer | None = None
+        self, microbatches: int, src: torch.device, dst: torch.device, wait_timer: WaitTimer | None = None
     ) -> None:
-        self._waited = waited or WaitTimer()  # told how long the rank that takes has to wait
-        self._cells: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
-        self._landed: dict[int, Any] = {}
-        self._move = None if src == dst else _DeviceCopier(src, dst)
+        self._wait_timer = wait_timer or WaitTimer()  # of the receiving rank
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(microbatches)]
+        self._received: dict[int, Any] = {}
+        self._copier = None if src == dst else _DeviceCopier(src, dst)
         self._cancelled = False
 
-    def at(self, microbatch: int) -> ChannelOps:
-        return ChannelOps(*(partial(call, microbatch) for call in (self.send, self.land, self.take)))
+    def ops(self, microbatch: int) -> ChannelOps:
+        return ChannelOps(*(partial(method, microbatch) for method in (self.send, self.wait_recv, self.get)))
 
     def send(self, microbatch: int, leaves: Any) -> None:
-        if self._move is not None:
-            leaves = self._move(leaves)
-        self._cells[microbatch].put(leaves)
+        if self._copier is not None:
+            leaves = self._copier(leaves)
+        self._queues[microbatch].put(leaves)
         if self._cancelled:
             raise Cancelled
 
-    def land(self, microbatch: int) -> None:
-        """Wait for the message of one micro-batch."""
-        message = _timed_get(self._cells[microbatch], self._waited)
+    def wait_recv(self, microbatch: int) -> None:
+        message = _timed_get(self._queues[microbatch], self._wait_timer)
         if self._cancelled:
             raise Cancelled
-        if self._move is not None:
-            self._move.landed(message)
-        self._landed[microbatch] = message
+        if self._copier is not None:
+            self._copier.wait_copies(message)
+        self._received[microbatch] = message
 
-    def take(self, microbatch: int) -> Any:
-        if microbatch not in self._landed:  # sent by this rank itself
-            self.land(microbatch)
-        return self._landed.pop(microbatch)
+    def get(self, microbatch: int) -> Any:
+        if microbatch not in self._received:  # sent by this rank itself
+            self.wait_recv(microbatch)
+        return self._received.pop(microbatch)
 
     def cancel(self) -> None:
-        """Wake whoever waits here, and stop whoever comes later, even for a message that is there."""
+        """Raise ``Cancelled`` in every thread that waits here, and in every later call."""
         self._cancelled = True
-        for cell in self._cells:
-            cell.put(None)
+        for queue in self._queues:
+            queue.put(None)
 
 
 class LockstepChannel(LocalChannel):
-    """A lane whose sender goes on when no more than ``room`` messages wait for somebody who is ready to take them."""
+    """A channel whose sender waits while more than ``room`` messages have no receiver that is ready for them."""
 
     def __init__(
         self,
         microbatches: int,
         src: torch.device,
         dst: torch.device,
-        waited: WaitTimer,
-        sender_waited: WaitTimer,
+        wait_timer: WaitTimer,
+        sender_wait_timer: WaitTimer,
         room: int,
     ) -> None:
-        super().__init__(microbatches, src, dst, waited)
-        self._sender_waited = sender_waited
+        super().__init__(microbatches, src, dst, wait_timer)
+        self._sender_wait_timer = sender_wait_timer
         self._ready: SimpleQueue[None] = SimpleQueue()
         for _ in range(room):
             self._ready.put(None)
 
-    def at(self, microbatch: int) -> ChannelOps:
-        return super().at(microbatch)._replace(taken=self.taken)
+    def ops(self, microbatch: int) -> ChannelOps:
+        return super().ops(microbatch)._replace(wait_taken=self.wait_taken)
 
-    def land(self, microbatch: int) -> None:
+    def wait_recv(self, microbatch: int) -> None:
         self._ready.put(None)
-        super().land(microbatch)
+        super().wait_recv(microbatch)
 
-    def taken(self) -> None:
-        """Wait until the sender may go on."""
-        _timed_get(self._ready, self._sender_waited)
+    def wait_taken(self) -> None:
+        """Wait until the sender may continue."""
+        _timed_get(self._ready, self._sender_wait_timer)
         if self._cancelled:
             raise Cancelled
 
@@ -99,18 +98,18 @@ class LockstepChannel(LocalChannel):
         self._ready.put(None)
 
 
-def _timed_get(queue: SimpleQueue[Any], waited: WaitTimer) -> Any:
-    """What comes out of a queue. The clock is read where it has to be waited for."""
+def _timed_get(queue: SimpleQueue[Any], wait_timer: WaitTimer) -> Any:
+    """The next item of a queue; the time is taken only if it has to be waited for."""
     if not queue.empty():
         return queue.get()
     start = perf_counter()
-    found = queue.get()
-    waited.seconds += perf_counter() - start
-    return found
+    item = queue.get()
+    wait_timer.seconds += perf_counter() - start
+    return item
 
 
 class _DeviceCopier:
-    """Copies between devices, beside the compute of both.
+    """Copies messages between devices, on streams of their own.
 
     source stream   ──made──●                         the copy waits until the value is made,
     copy streams            └──copy──●                and compute on the other side until it has landed
@@ -134,12 +133,12 @@ class _DeviceCopier:
         tensor.record_stream(source)
         if self.dst.type != "cuda":
             with torch.cuda.stream(source):
-                return tensor.to(self.dst)  # to the host: waits until it is there
+                return tensor.to(self.dst)  # to the host: blocks until the copy is complete
         with torch.cuda.stream(self.streams[self.dst]), torch.cuda.stream(source):
             return tensor.to(self.dst, non_blocking=True)
 
-    def landed(self, message: Any) -> None:
-        """Make compute on the target wait for the copies of this message, and keep its memory until then."""
+    def wait_copies(self, message: Any) -> None:
+        """Make compute on the target device wait for the copies of this message, and keep its memory until then."""
         if self.dst.type != "cuda":
             return
         compute = torch.cuda.current_stream(self.dst)

@@ -130,14 +130,14 @@ class Heartbeat:
         """This rank does something else now."""
         self._python = ("", "")
 
-    def tell(self, doing: RankStatus, look: Snapshot, age: float, now: float) -> None:
+    def tell(self, status: RankStatus, look: Snapshot, age: float, now: float) -> None:
         """Tell the others, if it is time to."""
         if self._beat and now - self._told < self.limits.pause:
             return
         self._told = now
         self._beat += 1
         if not self._python[0] and self.limits.first is not None and age > self.limits.first / 2:
-            self._python = doing.python()
+            self._python = status.python()
         at, stack = self._python
         look = replace(look, age=age, beat=self._beat, at=at, stack=stack)
         self.store.set(f"doing/{self.rank}", json.dumps(asdict(look)))
@@ -162,23 +162,23 @@ class Heartbeat:
 class _ThreadRank:
     """One rank, as the caller sees it."""
 
-    def __init__(self, runner: Runner, thread: int, homes: Sequence[int], limits: HangLimits) -> None:
-        self.doing = RankStatus()
-        self.doing.enter()
-        self.doing.runner, self.doing.homes, self.doing.thread = runner, homes, thread
+    def __init__(self, runner: Runner, thread: int, stage_ranks: Sequence[int], limits: HangLimits) -> None:
+        self.status = RankStatus()
+        self.status.enter()
+        self.status.runner, self.status.stage_ranks, self.status.thread = runner, stage_ranks, thread
         self.judge = HangDetector(limits)
         self.key: Hashable = None
         self.since = 0.0
         self.look = Snapshot("idle")
 
     def see(self, now: float) -> None:
-        key, look = self.doing.look()
+        key, look = self.status.look()
         if key != self.key:
             self.key, self.since = key, now
             self.judge.moved()
         age = now - self.since
         first = self.judge.limits.first
-        at, stack = self.doing.python() if first is not None and age > first / 2 else ("", "")
+        at, stack = self.status.python() if first is not None and age > first / 2 else ("", "")
         self.look = replace(look, age=age, at=at, stack=stack)
 
 
@@ -186,18 +186,17 @@ class ThreadHangDetector:
     """Looks at all ranks of a job from time to time."""
 
     def __init__(
-        self, runners: Sequence[Runner], homes: Sequence[int], threads: Sequence[int], limits: HangLimits
+        self, runners: Sequence[Runner], stage_ranks: Sequence[int], threads: Sequence[int], limits: HangLimits
     ) -> None:
-        self._what = (runners, homes, threads, limits)
+        self._what = (runners, stage_ranks, threads, limits)
         self.ranks: list[_ThreadRank] = []
 
     def look(self) -> None:
         """Log what ranks wait for that have done so for long; raise a ``PipelineError`` if it was too long."""
         if not self.ranks:  # most jobs are done before the first look
-            runners, homes, threads, limits = self._what
-            self.ranks = [
-                _ThreadRank(runner, thread, homes, limits) for runner, thread in zip(runners, threads, strict=True)
-            ]
+            runners, stage_ranks, threads, limits = self._what
+            for runner, thread in zip(runners, threads, strict=True):
+                self.ranks.append(_ThreadRank(runner, thread, stage_ranks, limits))
         now = time.monotonic()
         for rank in self.ranks:
             rank.see(now)

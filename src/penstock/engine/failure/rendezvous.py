@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock._torch import default_store
 from penstock.engine.channel.base import ChannelError
 from penstock.engine.failure.watch import Watch
 from penstock.errors import PenstockError, PipelineError, PlanError
@@ -41,7 +41,7 @@ class Rendezvous:
         self.rank = self.ranks.index(rank)
         _rendezvous_counts[self.ranks] += 1
         name = f"penstock/{digest(str(self.ranks))}/{_rendezvous_counts[self.ranks]}"
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         self.store = PrefixStore(name, store)
         self.patience = patience  # seconds to wait for ranks that have not come
         self.met = False  # whether all have
@@ -77,7 +77,7 @@ class Rendezvous:
         keys = [f"facts/{self._times}/{rank}" for rank in range(len(self.ranks))]
         self.store.set(keys[self.rank], json.dumps(facts))
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
-        with self.watch.doing.waiting(others, "until this pipeline is begun by"):
+        with self.watch.status.waiting(others, "until this pipeline is begun by"):
             self._wait(keys)
         if not self.met:
             self.met = True

@@ -26,9 +26,10 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from penstock._torch import nccl_backend, process_groups
 
 __all__ = [
     "Address",
@@ -343,9 +344,9 @@ _aborted: WeakSet[Any] = WeakSet()
 def _nccl_groups(ranks: Collection[int]) -> list[Any]:
     """Torch's own groups of NCCL that have one of these ranks, and are not aborted yet."""
     found = []
-    for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()):
+    for group, backend in process_groups():
         if "nccl" in backend and not set(ranks).isdisjoint(dist.get_process_group_ranks(group)):
-            own = group._get_backend(torch.device("cuda"))
+            own = nccl_backend(group)
             if own not in _aborted:
                 found.append(own)
     return found

@@ -36,7 +36,7 @@ __all__ = [
 
 _TORCH = f"{Path(torch.__file__).parent.resolve()}{os.sep}"
 _COLLECTIVES = f"{_TORCH}distributed{os.sep}"
-_LIBRARIES = (f"{Path(__file__).parents[1].resolve()}{os.sep}", _TORCH)
+_LIBRARIES = (f"{Path(__file__).parents[2].resolve()}{os.sep}", _TORCH)
 _STDLIB = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
 
 
@@ -112,7 +112,7 @@ class RankStatus:
         self.thread = threading.get_ident()
         self.phase = BUILD
         self.runner: RunningProgram | None = None
-        self.homes: Sequence[int] = ()  # the rank of each stage, in the world
+        self.stage_ranks: Sequence[int] = ()  # the rank of each stage, in the world
         self.inside = 0  # how many calls deep
         self.calls = 0
         self._waits = 0
@@ -153,10 +153,10 @@ class RankStatus:
         instruction = runner.instructions[at]
         kind, stage, microbatch, peer = instruction
         if kind.startswith("RECV"):
-            return Snapshot("waits", f"for {instruction} from", (self.homes[peer],))
+            return Snapshot("waits", f"for {instruction} from", (self.stage_ranks[peer],))
         if kind.startswith("SENT"):
             send = instruction._replace(kind=kind.replace("SENT", "SEND"))
-            return Snapshot("waits", f"until {send} is taken by", (self.homes[peer],))
+            return Snapshot("waits", f"until {send} is taken by", (self.stage_ranks[peer],))
         return Snapshot("works", f"in {instruction}", place=(stage, microbatch, str(instruction)))
 
     def python(self) -> tuple[str, str]:

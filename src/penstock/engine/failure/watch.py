@@ -204,8 +204,8 @@ class Watch:
     def __init__(self, store: Any, name: str, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are those of the mesh in the world, ``rank`` is this one's; ``name`` is the pipeline's."""
         self.rank = rank
-        self.doing = RankStatus()
-        self.lines = PipelineSockets(store, name)
+        self.status = RankStatus()
+        self.sockets = PipelineSockets(store, name)
         self._corner = corner = PrefixStore(name, store)
         self.failures = FailureStore(corner, ranks, rank)
         self.cause: Cause | None = None
@@ -216,9 +216,9 @@ class Watch:
         self._limits = HangLimits()
         self._judge = HangDetector(self._limits)
         self._gossip = Heartbeat(self._line.store, rank, self._limits)
-        self._beacon = None if self.lines.address is None else LivenessListener(self.lines.address[0])
+        self._beacon = None if self.sockets.address is None else LivenessListener(self.sockets.address[0])
         beacon = None if self._beacon is None else self._beacon.address
-        corner.set(f"address/{rank}", json.dumps({"gloo": self.lines.address, "beacon": beacon}))
+        corner.set(f"address/{rank}", json.dumps({"gloo": self.sockets.address, "beacon": beacon}))
         place = list(ranks).index(rank)
         self._next: int | None = ranks[(place + 1) % len(ranks)] if len(ranks) > 1 else None
         self._lifeline: LivenessConnection | None = None
@@ -237,12 +237,12 @@ class Watch:
         """When to report, and when to give up; None is never."""
         self._limits.stuck_after, self._limits.timeout = stuck_after, timeout
         # Beyond ours, so that it is ours that tells: gloo cannot say who is stuck.
-        self.lines.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
+        self.sockets.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
 
     def meet(self, addresses: Sequence[bytes]) -> None:
         """All ranks have come: learn where their devices listen."""
         found = [json.loads(address)["gloo"] for address in addresses]
-        self.lines.theirs |= {(host, port) for host, port in filter(None, found)}
+        self.sockets.theirs |= {(host, port) for host, port in filter(None, found)}
 
     # ── around each call ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -250,19 +250,19 @@ class Watch:
         if self.cause is not None:
             raise PipelineStopped(self.cause)
         self.interrupt.listen()
-        self.doing.enter()
+        self.status.enter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        outside = self.doing.inside - 1
+        outside = self.status.inside - 1
         try:
             with self._lock:  # no interrupt is sent from here on
-                self.doing.inside = outside
+                self.status.inside = outside
             if self.interrupt.sent:
                 time.sleep(0.1)  # where the one that was sent comes at the latest
         finally:
-            self.doing.inside = outside  # it may have come while the lock was waited for
+            self.status.inside = outside  # it may have come while the lock was waited for
             if not outside:
                 self.interrupt.end()
         if self.cause is not None and (self.interrupt.sent or error is None or isinstance(error, Exception)):
@@ -275,7 +275,7 @@ class Watch:
         known = self.cause if self.interrupt.sent else self.failures.ask() if is_connection_error(error) else None
         if known is not None:
             return known.error()
-        at = self.doing.runner.current if self.doing.runner is not None else None
+        at = self.status.runner.current if self.status.runner is not None else None
         stage = error.stage if isinstance(error, PlanError) else None
         place = (at.stage, at.microbatch, str(at)) if at is not None else (stage, None, None)
         return self.failures.failed(error, *place).error()
@@ -287,7 +287,7 @@ class Watch:
         if self._ended or os.getpid() != self._pid:
             return
         self._ended = True
-        self.doing.inside = 0
+        self.status.inside = 0
         unregister_exit_hook(self)
         if not self._line.gone:
             if self.cause is not None or self.failures.knew is not None:
@@ -303,9 +303,9 @@ class Watch:
                 end.close()
         del self._board, self._gossip  # a connection is closed with the last reference to its store
         well = self.cause is None and not self._thread.is_alive()
-        self.lines.close(keep=well)
+        self.sockets.close(keep=well)
         self._line.close(keep=well)
-        self.doing.runner = None
+        self.status.runner = None
 
     def part(self, error: BaseException | None) -> None:
         """The process ends, or the program leaves the pipeline, by an error or without one."""
@@ -336,7 +336,7 @@ class Watch:
                 logger.exception("the watch of rank %d failed; the pipeline goes on without it", self.rank)
 
     def _tick(self, now: float) -> None:
-        key, look = self.doing.look()
+        key, look = self.status.look()
         if key != self._key:
             self._key, self._since = key, now
             self._gossip.moved()
@@ -353,9 +353,9 @@ class Watch:
             self._ask_store(partial(sockets.publish_foreign_connections, rank=self.rank))
             if cause.kind == TIMEOUT and cause.rank == self.rank:
                 logger.error("%s", cause.error())
-        if self.doing.inside or look.kind != "idle":
-            self.lines.cut()
-        if self.doing.inside:
+        if self.status.inside or look.kind != "idle":
+            self.sockets.cut()
+        if self.status.inside:
             self._press(look, now - self._halted)
 
     def _find(self, look: Snapshot, age: float, now: float) -> Cause | None:
@@ -365,7 +365,7 @@ class Watch:
             left = next((rank for rank in look.ranks if self._board.left(rank)), None)
             cause = None if left is None else self._board.publish(Cause(left, "", RANK_CLOSED))
         if cause is None:
-            self._gossip.tell(self.doing, look, age, now)
+            self._gossip.tell(self.status, look, age, now)
             chain = partial(wait_chain, self.rank, look, lambda rank: self._gossip.hear(rank, now))
             cause = self._judge.judge(look, age, now, chain)
             cause = None if cause is None else self._board.publish(cause)
@@ -411,14 +411,14 @@ class Watch:
         if (
             look.kind == "works"
             and waited > ABORT_FOREIGN_AFTER[0]
-            and (waited > ABORT_FOREIGN_AFTER[1] or self.doing.in_collective())
+            and (waited > ABORT_FOREIGN_AFTER[1] or self.status.in_collective())
         ):
             self._ask_store(
                 partial(sockets.abort_foreign_groups, ranks=[rank for rank in self._board.ranks if rank != self.rank])
             )
         patience = EXIT_AFTER if self.cause.kind == TIMEOUT else self._limits.timeout
         if patience is not None and waited > patience:
-            _, stack = self.doing.python()
+            _, stack = self.status.python()
             report = f"rank {self.rank} {look}, and ends, because the pipeline has stopped:\n{self.cause.error()}\n"
             os.write(2, f"{report}\nOn rank {self.rank}:\n{stack}".encode())
             os._exit(1)
@@ -430,7 +430,7 @@ class Watch:
                 what(self._line.store)
 
     def _interrupt(self) -> None:
-        if self.interrupt.heard_by(self.doing.thread):
+        if self.interrupt.heard_by(self.status.thread):
             with self._lock:
-                if self.doing.inside:
+                if self.status.inside:
                     self.interrupt.send()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock._torch import storage_id
 from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, HostBufferPool
 from penstock.errors import PipelineError
 from penstock.schedule.lower import Instruction
@@ -90,7 +91,7 @@ class ActivationOffload:
     def saving(self, key: Hashable, inputs: Iterable[Any] = ()) -> saved_tensors_hooks:
         """Around a stage's forward on ``inputs``: what it saves is packed under ``key``."""
         gone = self._gone[key] = []
-        held = {_storage_id(t) for t in (*self.resident, *inputs) if type(t) in _KINDS and t.layout is torch.strided}
+        held = {storage_id(t) for t in (*self.resident, *inputs) if type(t) in _KINDS and t.layout is torch.strided}
         return saved_tensors_hooks(PackHook(self, gone, held), _unpack)
 
     def prefetch(self, key: Hashable) -> None:
@@ -202,7 +203,7 @@ class PackHook:
             and tensor.nbytes >= max(1, self.owner.smallest)
             and not tensor.is_conj()
             and not tensor.is_neg()
-            and _storage_id(tensor) not in self.held
+            and storage_id(tensor) not in self.held
         )
 
 
@@ -255,7 +256,3 @@ def _check_version(stamp: Tensor, version: int, shape: tuple[int, ...]) -> None:
             f"after the forward saved it: it is at version {stamp._version}, saved at version {version}. "
             "Change a copy instead (x.clone())"
         )
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

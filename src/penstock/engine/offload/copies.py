@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock._torch import storage_id
 from penstock.engine.replicas.fp32_accumulate import set_grad
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "is_stored_at",
     "same_layout",
     "set_data_and_grad",
-    "storage_id",
 ]
 
 CopyEvent = Any  # the end of a copy: an event, on CUDA
@@ -281,10 +281,6 @@ def is_stored_at(parameter: Tensor, home: Tensor) -> bool:
 
 def is_plain_tensor(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _same_view(parameter: Tensor, memory: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from penstock._torch import storage_id
 from penstock.engine.offload.copies import (
     CopyEvent,
     CopyStreams,
@@ -37,7 +38,6 @@ from penstock.engine.offload.copies import (
     is_stored_at,
     same_layout,
     set_data_and_grad,
-    storage_id,
 )
 from penstock.engine.replicas.fp32_accumulate import set_grad
 from penstock.errors import PlanError

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock._torch import BatchNorm, DisableTorchFunctionSubclass
 from penstock.engine.recompute.buffers import (
     STATISTICS,
     ScratchStatistics,
@@ -139,7 +139,7 @@ class DeferredStatistics:
                     f"{where}{name} is a scripted {part.original_name}, whose forward cannot be watched: with "
                     "batchnorm='deferred' do not script it, or use batchnorm='microbatch'"
                 )
-            if isinstance(part, _BatchNorm):
+            if isinstance(part, BatchNorm):
                 self.layers.append(_DeferredLayer(f"{where}{name}", part))
         self.counting = _ProbesInPlace(self.layers, True)
         self.quiet = _ProbesInPlace(self.layers, False)
@@ -193,7 +193,7 @@ def deferred_statistics_of(stages: Mapping[int, Any]) -> list[DeferredStatistics
 class _DeferredLayer:
     """One BatchNorm layer, and the statistics of its calls in a step: the first of each micro-batch, the second, …"""
 
-    def __init__(self, name: str, module: _BatchNorm) -> None:
+    def __init__(self, name: str, module: BatchNorm) -> None:
         self.name = name
         self.module = module
         self.own_forward = not has_torch_forward(module)
@@ -331,11 +331,11 @@ class _StatisticsProbe(Tensor):
                 return output
         elif func == _take_data:  # what is written to that leaves no trace
             args[0].layer.exposed = args[0].layer.own_forward
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.detach().clone()
 
 
@@ -357,10 +357,10 @@ class RunningStatistics:
     """The statistics of a rank's layers, brought together after each step."""
 
     def __init__(self, modules: Iterable[nn.Module], gather: Gather) -> None:
-        layers = {id(part): part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
+        layers = {id(part): part for module in modules for part in module.modules() if isinstance(part, BatchNorm)}
         self.layers = [layer for layer in layers.values() if layer.num_batches_tracked is not None]
         self.gather = gather
-        self._before: list[tuple[_BatchNorm, _Statistics]] = []
+        self._before: list[tuple[BatchNorm, _Statistics]] = []
 
     def begin(self) -> None:
         """Before the forwards of a step."""
@@ -383,7 +383,7 @@ class RunningStatistics:
             layer.num_batches_tracked.fill_(old.updates + sum(seen.updates - old.updates for seen in new))
 
 
-def _read_statistics(layer: _BatchNorm) -> _Statistics:
+def _read_statistics(layer: BatchNorm) -> _Statistics:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert layer.num_batches_tracked is not None

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock._torch import BatchNorm
 from penstock.errors import PlanError
 
 __all__ = [
@@ -94,8 +94,8 @@ class ScratchStatistics:
 
 def has_torch_forward(module: nn.Module) -> bool:
     """Whether this is a BatchNorm layer that runs torch's code and no other."""
-    own = _BatchNorm.forward, nn.SyncBatchNorm.forward
-    return isinstance(module, _BatchNorm) and type(module).forward in own and "forward" not in module.__dict__
+    own = BatchNorm.forward, nn.SyncBatchNorm.forward
+    return isinstance(module, BatchNorm) and type(module).forward in own and "forward" not in module.__dict__
 
 
 class BufferSnapshots:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock._torch import TorchDispatchMode, storage_id
 from penstock.engine.forward_context import forward_state
 from penstock.errors import PlanError
 
@@ -66,7 +66,7 @@ class KeptValues:
 
 
 def _memory_key(tensor: Tensor) -> tuple[int, int, torch.Size]:
-    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()), tensor.shape
+    return storage_id(tensor), int(tensor.storage_offset()), tensor.shape
 
 
 class _OpHistory(TorchDispatchMode):  # type: ignore[no-untyped-call]

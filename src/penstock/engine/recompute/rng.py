@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
+
+from penstock._torch import TorchDispatchMode
 
 __all__ = ["RngStates", "StageRng"]
 

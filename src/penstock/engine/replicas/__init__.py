@@ -29,11 +29,11 @@ PendingSum = Callable[[], list[float]]  # numbers on their way: called, it waits
 class ReplicaGroup:
     """This rank and its twins, one in each replica. All of them make the same calls in the same order."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, numbers: Group, group: Group, doing: RankStatus) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, numbers: Group, group: Group, status: RankStatus) -> None:
         """``ranks`` are the twins' in the world; ``numbers`` is their group on the CPU, ``group`` on their device."""
         self.count = len(ranks)
-        self.control = ControlChannel(numbers, ranks, doing)
-        self.doing = doing
+        self.control = ControlChannel(numbers, ranks, status)
+        self.status = status
         self.others = [r for r in ranks if r != rank]
         self.numbers = numbers
         self.group = group
@@ -55,9 +55,9 @@ class ReplicaGroup:
         """Wait for what was started, and give what it gives; on a GPU, its stream waits."""
         start = perf_counter()
         try:
-            with self.doing.waiting(self.others):
+            with self.status.waiting(self.others):
                 found = work.wait()
-            self.control.waited.seconds += perf_counter() - start
+            self.control.wait_timer.seconds += perf_counter() - start
             return found
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock._torch import ddp_builtin_hook, ddp_comm_hooks
 from penstock.errors import PlanError
 
 __all__ = ["DdpSettings", "HookBucket", "unwrap_ddp"]
@@ -90,7 +91,7 @@ def _unwrap_one(
     what = _unsupported(wrapper)
     if what is not None:
         raise PlanError(f"stage {stage}: a pipeline does not support {what}")
-    wrapping = DdpSettings(wrapper._comm_hooks, wrapper.bucket_bytes_cap)
+    wrapping = DdpSettings(ddp_comm_hooks(wrapper), wrapper.bucket_bytes_cap)
     module: nn.Module = wrapper.module
     found.update((id(parameter), wrapping) for parameter in module.parameters())
     return module
@@ -107,7 +108,7 @@ def _unsupported(wrapper: DistributedDataParallel) -> str | None:
         return f"parameters that DistributedDataParallel ignores ({ignored}): replicas would drift apart"
     if wrapper._forward_hooks or wrapper._forward_pre_hooks or wrapper._backward_hooks:
         return "hooks on DistributedDataParallel itself: put them on the module in it"
-    kind = wrapper._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
-    if kind and not wrapper._comm_hooks:
+    kind = ddp_builtin_hook(wrapper)
+    if kind and not ddp_comm_hooks(wrapper):
         return f"the built-in communication hook {kind}: register torch.distributed.algorithms.ddp_comm_hooks'"
     return None

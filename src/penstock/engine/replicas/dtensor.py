@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock._torch import is_async_collective, unsafe_view
 from penstock.engine.message import flatten, unflatten
 from penstock.engine.replicas.fp32_accumulate import set_grad
 from penstock.errors import PlanError
@@ -122,8 +123,4 @@ def keep_edges_plain(module: nn.Module, stage: int) -> None:
 
 def _wait_collective(tensor: Tensor) -> Tensor:
     """A tensor whose collective is over; autograd sees the same value."""
-    collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is None or not isinstance(tensor, collectives.AsyncCollectiveTensor):
-        return tensor
-    plain: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
-    return plain
+    return unsafe_view(tensor, tensor.shape) if is_async_collective(tensor) else tensor

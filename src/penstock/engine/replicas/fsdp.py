@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from penstock._torch import composable_registry, fsdp_param_groups, fsdp_state
 from penstock.engine.channel.base import ChannelError
 from penstock.errors import PlanError
 
@@ -30,7 +30,7 @@ def fsdp_stage(module: nn.Module, stage: int, ranks: Sequence[int]) -> FsdpStage
     for name, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel):
             raise PlanError(f"stage {stage}: {name or 'it'} is in FullyShardedDataParallel: use fully_shard (FSDP2)")
-        if "replicate" in (_get_registry(part) or ()):
+        if "replicate" in composable_registry(part):
             raise PlanError(
                 f"stage {stage}: replicate(…) was called on {name or 'it'}: leave that out, a pipeline sums the "
                 'gradients over mesh["data"] by itself'
@@ -58,10 +58,12 @@ class FsdpStage:
     def __init__(self, roots: Sequence[Any]) -> None:
         self.roots = roots
         self.parts: list[Any] = [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]
-        self._states: list[Any] = [root._get_fsdp_state() for root in roots]
+        self._states: list[Any] = [fsdp_state(root) for root in roots]
         for state in self._states:
             state._lazy_init()
-        self.groups = [group for state in self._states for one in state._state_ctx.all_states for group in _groups(one)]
+        self.groups = [
+            group for state in self._states for one in state._state_ctx.all_states for group in fsdp_param_groups(one)
+        ]
         self.parameters: dict[int, Any] = {
             id(parameter.sharded_param): parameter for group in self.groups for parameter in group.fsdp_params
         }
@@ -159,13 +161,6 @@ def _roots(module: nn.Module) -> Iterator[Any]:
         return
     for child in module.children():
         yield from _roots(child)
-
-
-def _groups(state: Any) -> list[Any]:
-    """A state's groups of parameters; before torch 2.12 it had one at most."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _has_gradient(parameter: Any) -> bool:

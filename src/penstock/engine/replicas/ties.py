@@ -108,19 +108,19 @@ class ProcessTies(Ties):
         rank: int,
         new_group: Callable[[str, Sequence[int]], Group],
         device: torch.device,
-        doing: RankStatus,
+        status: RankStatus,
     ) -> None:
         super().__init__()
         self.device = device
         self.groups: list[Group] = []
-        self.doing = doing
+        self.status = status
         self.others: list[list[int]] = []  # the ranks, in the world, that each group is with
         for tie, mine in zip(plan.ties, copies, strict=True):
             ranks = sorted({placement[stage] for stage in tie.stages})
             if len(ranks) > 1 and rank in ranks:
                 (parameter,) = mine
                 self.groups.append(new_group(f"tie {tie.names[0]}", ranks))
-                self.others.append([doing.homes[placement.index(r)] for r in ranks if r != rank])
+                self.others.append([status.stage_ranks[placement.index(r)] for r in ranks if r != rank])
                 self._compare_layouts(tie, parameter)
                 self._share(-1, to_local(parameter).detach(), lambda group, there: group.broadcast(there, 0))
                 self.copies.append([parameter])
@@ -158,7 +158,7 @@ class ProcessTies(Ties):
     def _wait(self, number: int, start: Callable[[Group], Any]) -> None:
         others = self.others[number]
         try:
-            with self.doing.waiting(others, "for the other copies of a tied parameter from"):
+            with self.status.waiting(others, "for the other copies of a tied parameter from"):
                 start(self.groups[number]).wait()
         except RuntimeError as error:
             raise ChannelError(others[0] if len(others) == 1 else None, str(error)) from None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from penstock._torch import unchecked_apply
 from penstock.engine.weightgrad.queue import (
     accumulate,
     autocast,
@@ -18,7 +19,6 @@ from penstock.engine.weightgrad.queue import (
     backward_in_forward,
     defers,
     modified_error,
-    unchecked_apply,
 )
 
 if TYPE_CHECKING:

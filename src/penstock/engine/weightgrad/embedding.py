@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from penstock.engine.weightgrad.queue import accumulate, backward_in_forward, defers, modified_error, unchecked_apply
+from penstock._torch import unchecked_apply
+from penstock.engine.weightgrad.queue import accumulate, backward_in_forward, defers, modified_error
 
 if TYPE_CHECKING:
     from penstock.engine.weightgrad.queue import WeightGradQueue

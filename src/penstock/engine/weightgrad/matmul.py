@@ -6,24 +6,23 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from penstock._torch import any_autocast_enabled, functorch_active, unchecked_apply, unsafe_view
 from penstock.engine.weightgrad.queue import (
     accumulate,
     active,
     autocast,
     autocast_cached,
     autocast_dtype,
-    autocast_enabled,
     backward_in_forward,
     defers,
     foreign_hooks,
     is_compiling,
     is_grad_enabled,
     modified_error,
-    transforms_active,
-    unchecked_apply,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PRODUCTS", "linear_forward"]
 
-_linear = torch._C._nn.linear
+_linear = F.linear
 _addmm, _matmul, _mm = torch.addmm, torch.matmul, torch.mm
-_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _SMALL = 1 << 22  # elements under which, on a CPU, a product with ones is as quick as a sum, and precise enough
 
 
@@ -67,8 +65,8 @@ def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
                 or (bias.requires_grad and not bias._backward_hooks and not bias._post_accumulate_grad_hooks)
             )
             and is_grad_enabled()
-            and not autocast_enabled()
-            and not transforms_active()
+            and not any_autocast_enabled()
+            and not functorch_active()
             and not foreign_hooks()
             and input.layout is torch.strided
             and not input.is_nested
@@ -166,7 +164,7 @@ class _MatMul(Function):
 
 def _own(output: Tensor) -> Tensor:
     """The output as a tensor of its own: what is a view when it leaves a node cannot be changed in place."""
-    return _unsafe_view(output, output.shape) if output._is_view() else output
+    return unsafe_view(output, output.shape) if output._is_view() else output
 
 
 _linear_node, _matmul_node = unchecked_apply(_Linear), unchecked_apply(_MatMul)

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from penstock._torch import fused_rms_norm, fused_rms_norm_backward, unchecked_apply
 from penstock.engine.weightgrad.queue import (
     accumulate,
     autocast_dtype,
     backward_in_forward,
     defers,
     modified_error,
-    unchecked_apply,
 )
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ __all__ = ["group_norm", "layer_norm", "rms_norm", "worth_deferring"]
 _aten = torch.ops.aten
 _layer_backward = _aten.native_layer_norm_backward.default
 _group_backward = _aten.native_group_norm_backward.default
-_rms_forward = _aten._fused_rms_norm.default
-_rms_backward = _aten._fused_rms_norm_backward.default
 _LARGE, _LARGE_ON_CUDA = 1 << 20, 1 << 24  # elements: tens of microseconds of weight gradient and more
 _NONE = (None, None, None, None)
 
@@ -80,7 +78,8 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    if weight is None or not worth_deferring(input, weight) or not defers(input, weight):
+    supported = fused_rms_norm is not None or not input.is_cuda
+    if weight is None or not supported or not worth_deferring(input, weight) or not defers(input, weight):
         return F.rms_norm(input, normalized_shape, weight, eps)
     if input.is_cuda:
         return _apply(queue, _RMS, input, weight, None, (normalized_shape, eps))
@@ -195,14 +194,14 @@ def _group_b(
 
 
 def _rms_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    out: tuple[Tensor, ...] = _rms_forward(x, options[0], w, options[1])
+    out: tuple[Tensor, ...] = fused_rms_norm(x, options[0], w, options[1])
     return out
 
 
 def _rms_b(
     g: Tensor, x: Tensor, stats: Any, w: Tensor, b: Tensor | None, options: tuple[Any, ...], mask: list[bool]
 ) -> Any:
-    return _rms_backward(g, x, options[0], stats[0], w, mask[:2])
+    return fused_rms_norm_backward(g, x, options[0], stats[0], w, mask[:2])
 
 
 def _scale_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from penstock._torch import (
+    current_graph_task,
+    functorch_active,
+    set_grad_enabled,
+    top_saved_tensors_hooks,
+)
 from penstock.engine.offload.activations import PackHook
 from penstock.engine.replicas.fp32_accumulate import fp32_sums
 from penstock.errors import PipelineError
@@ -28,7 +33,6 @@ __all__ = [
     "autocast",
     "autocast_cached",
     "autocast_dtype",
-    "autocast_enabled",
     "backward_in_forward",
     "defer_weight_grad",
     "deferrable",
@@ -37,15 +41,10 @@ __all__ = [
     "is_compiling",
     "is_grad_enabled",
     "modified_error",
-    "transforms_active",
-    "unchecked_apply",
 ]
 
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled = torch.is_grad_enabled
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _strided = torch.strided
 _TENSORS = frozenset({Tensor, Parameter})
 
@@ -82,7 +81,7 @@ def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool
         and type(x) in _TENSORS
         and x.layout is _strided
         and not x.is_nested
-        and not transforms_active()
+        and not functorch_active()
         # Someone else keeps what is saved in here, such as a checkpoint that will run this code again without us.
         and not foreign_hooks()
     )
@@ -90,16 +89,8 @@ def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool
 
 def foreign_hooks() -> bool:
     """Whether someone else keeps what is saved now. What our own hooks send to the host comes back as it was."""
-    top = _top_hooks(True)
+    top = top_saved_tensors_hooks(True)
     return top is not None and type(top[0]) is not PackHook
-
-
-def unchecked_apply(function: type[Function]) -> Callable[..., Tensor]:
-    """``function.apply``, and ``backward``, without torch's checks in Python: for functorch, which ``defers`` has made,
-    and for which of ``backward`` and ``vjp`` the function has."""
-    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
-    apply: Callable[..., Tensor] = super(Function, function).apply  # type: ignore[misc]
-    return apply
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -145,8 +136,6 @@ def backward_in_forward(
 
 # What ``I`` leaves for ``W``: the queue of one micro-batch, and how its work reaches ``param.grad``.
 
-_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # no_grad() costs six times as much
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The backward calls that are an I, by the number that autograd gives them: its threads for devices know no other.
 _tasks: dict[int, WeightGradQueue] = {}
@@ -201,13 +190,13 @@ class WeightGradQueue:
             return
         entries.reverse()
         before = torch.is_grad_enabled()
-        _set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             while entries:
                 work, arguments = entries.pop()
                 work(*arguments)
         finally:
-            _set_grad_enabled(before)
+            set_grad_enabled(before)
             entries.clear()
 
     def clear(self) -> None:
@@ -237,7 +226,7 @@ class _DeferringContext(AbstractContextManager[None]):
             self.roots = ()
 
     def _begin(self, _: object) -> None:
-        self.task = _graph_task()
+        self.task = current_graph_task()
         _tasks[self.task] = self.queue
 
     def __exit__(self, *_: object) -> None:
@@ -291,7 +280,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -
     """
     queue = active.taking
     if queue is None:
-        queue = _tasks.get(_graph_task())
+        queue = _tasks.get(current_graph_task())
     # A graph of the gradient is wanted where grad mode is on: that cannot be put off.
     if queue is None or not deferrable(parameter) or torch.is_grad_enabled():
         return compute()

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from penstock._torch import is_compiled
 from penstock.engine.weightgrad.conv import CONVOLUTIONS
 from penstock.engine.weightgrad.embedding import embedding
 from penstock.engine.weightgrad.matmul import PRODUCTS, linear_forward
@@ -117,8 +118,7 @@ def _eager_modules(module: nn.Module, seen: set[int] | None = None) -> Iterable[
     if id(module) in seen or isinstance(module, torch.jit.ScriptModule):
         return
     seen.add(id(module))
-    dynamo = sys.modules.get("torch._dynamo")
-    if module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule)):
+    if is_compiled(module):
         return
     yield module
     for child in module.children():

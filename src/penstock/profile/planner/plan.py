@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from penstock._torch import default_store
 from penstock.engine.microbatch import batch_size
 from penstock.errors import PlanError
 from penstock.profile.analytic import Hardware, Transformer, analytic_costs, get_hardware, parse_transformer
@@ -233,7 +233,7 @@ def _together(mesh: Mesh, work: Callable[[], PlanResult], model: nn.Module) -> P
     """The first process of a mesh plans; the others get its answer, or its error."""
     _times[mesh.world_ranks] += 1
     key = f"penstock/plan/{mesh.world_ranks}/{_times[mesh.world_ranks]}"
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if mesh.rank != mesh.world_ranks[0]:
         store.wait([key], _PATIENCE)
         told = json.loads(store.get(key))

@@ -87,7 +87,7 @@ class PlanResult:
         """The pipeline of this plan; ``options`` are those of ``ps.Pipeline``, such as ``mesh``."""
         if self.plan is None:
             raise PlanError("this was planned without a model: plan it with one, ps.plan(model, …)")
-        if self.plan.line is None:
+        if self.plan.chain is None:
             raise PlanError("this was read without its model: read it with it, ps.PlanResult.load(path, model)")
         for option in ("microbatches", "microbatch_size", "schedule"):
             if option in options:

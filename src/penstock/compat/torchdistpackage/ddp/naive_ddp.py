@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock._torch import queue_callback
 from penstock.compat.torchdistpackage.dist.process_topo import tpc
 from penstock.engine.deferred import reduce_gradients
 
@@ -80,7 +81,7 @@ class NaiveDDP(nn.Module):
     def _arrived(self, parameter: torch.Tensor) -> None:
         if self.require_backward_grad_sync and not self._begun:
             self._begun = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._over)
+            queue_callback(self._over)
 
     def _over(self) -> None:
         self._begun = False

@@ -1,0 +1,311 @@
+"""Every private torch API that Penstock uses; ``split/trace`` and ``split/trunk`` have their own.
+
+Entries are looked up when this module is imported, so that a call on the hot path costs no more than the API itself.
+Where torch lacks an API, its entry is a fallback on public API, or raises on use an error that names the torch version.
+APIs whose modules take long to import are looked up on first use.
+
+Private attributes of public classes (``Tensor._version``, ``nn.Module._buffers``) are read where they are needed.
+``ATTRIBUTES`` lists them; importing this module checks that they exist.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function, profiler
+
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+TESTED = ("2.10", "2.11", "2.12", "2.13")
+
+
+def _error(name: str) -> PenstockError:
+    return PenstockError(
+        f"Penstock uses {name}, which torch {torch.__version__} does not have: "
+        f"install a version that Penstock was tested with ({', '.join(TESTED)})"
+    )
+
+
+def _find(path: str, fallback: Any = None) -> Any:
+    """The object at a dotted path in torch. Without it: ``fallback``, or else a function that raises."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            return _raising(f"torch.{path}") if fallback is None else fallback
+    return found
+
+
+def _raising(name: str) -> Any:
+    class Missing:
+        """Stands for a function or a class: calling it, or making an instance of a subclass, raises."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise _error(name)
+
+    return Missing
+
+
+# ── autograd ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# ``torch.set_grad_enabled`` costs six times as much, for the object that it makes.
+set_grad_enabled: Callable[[bool], Any] = _find("_C._set_grad_enabled", torch.set_grad_enabled)
+
+
+def _run_backward(
+    roots: Sequence[Any],
+    grads: Sequence[Tensor | None],
+    keep_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    allow_unreachable: bool,
+    accumulate_grad: bool,
+) -> Sequence[Tensor | None]:
+    if not accumulate_grad:
+        return torch.autograd.grad(
+            roots, inputs, grads, retain_graph=keep_graph, create_graph=create_graph, allow_unused=allow_unreachable
+        )
+    torch.autograd.backward(roots, grads, keep_graph, create_graph, inputs=inputs or None)
+    return ()
+
+
+# Autograd's engine without the argument checks of ``torch.autograd.backward``, which cost as much as a small backward.
+run_backward: Callable[..., Any] = _find("autograd.Variable._execution_engine.run_backward", _run_backward)
+
+# Calls a function at the end of the backward that is running.
+queue_callback: Callable[[Callable[[], None]], None] = _find("autograd.Variable._execution_engine.queue_callback")
+
+# The number of the backward that is running, the same in all of autograd's threads. Numbers that never repeat say that
+# two calls are never in one backward: weight gradients that device threads compute are then not deferred.
+current_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", itertools.count().__next__)
+
+# Whether the backward that is running was called with ``retain_graph``. If unknown, graphs are kept.
+graph_task_keeps_graph: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
+
+# The innermost saved-tensor hooks, or None. If unknown there may always be some: then nothing is deferred.
+top_saved_tensors_hooks: Callable[[bool], Any] = _find(
+    "_C._autograd._top_saved_tensors_default_hooks", lambda _: (None, None)
+)
+
+# The class of autograd nodes that are written in Python.
+PythonNode: Any = _find("_C._FunctionBase", torch.autograd.function.BackwardCFunction)
+
+
+def unchecked_apply(function: type[Function]) -> Callable[..., Tensor]:
+    """``function.apply``, and its ``backward``, without their checks in Python (functorch, ``vjp``)."""
+    base = getattr(super(Function, function), "apply", None)
+    if base is None or not hasattr(function, "_backward_cls"):
+        return function.apply
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    return base  # type: ignore[no-any-return]
+
+
+def raw_saved_tensors(node: Any) -> list[Tensor]:
+    """The tensors that an autograd node has saved, without calling unpack hooks; none where torch does not tell."""
+    found: list[Any] = []
+    for name in dir(node):
+        if name.startswith("_raw_saved"):
+            value = getattr(node, name, None)
+            found += list(value) if isinstance(value, tuple | list) else [value]
+    tensors = [getattr(saved, "data", None) for saved in found]
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+
+
+# ── dispatch and modes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+try:  # the base class of modes that see every operator
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+except ImportError:
+    TorchDispatchMode = _raising("torch.utils._python_dispatch.TorchDispatchMode")  # type: ignore[misc]
+
+# Leaves such modes for a computation of our own, which they would otherwise count or trace.
+disable_current_modes: Callable[[], AbstractContextManager[Any]] = _find(
+    "utils._python_dispatch._disable_current_modes", nullcontext
+)
+
+# Leave ``__torch_function__`` out: of subclasses and modes, and of subclasses alone.
+DisableTorchFunction: Any = _find("_C.DisableTorchFunction")
+DisableTorchFunctionSubclass: Any = _find("_C.DisableTorchFunctionSubclass")
+
+# Both are asked for each op of a forward. If unknown, the answer is yes: ops then take the plain path.
+functorch_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", lambda: True)
+any_autocast_enabled: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
+
+try:  # trees of tuples, lists and dicts
+    from torch.utils import _pytree
+
+    pytree = _pytree
+except ImportError:
+    raise _error("torch.utils._pytree") from None
+
+
+def profiler_enabled() -> bool:
+    """Whether torch's profiler is on; if unknown it is off, and its traces lack the names of actions."""
+    return bool(getattr(profiler, "_is_profiler_enabled", False))
+
+
+def profile_all_threads() -> Any:
+    """The ``experimental_config`` with which the profiler sees all threads; None, its default, without one."""
+    config = _find("_C._profiler._ExperimentalConfig", lambda **_: None)
+    return config(profile_all_threads=True)
+
+
+def fake_tensor_mode() -> FakeTensorMode:
+    """A mode whose tensors have shapes and no memory. Meta tensors would not do: they forget their device."""
+    try:
+        return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError):
+        raise _error("torch._subclasses.fake_tensor.FakeTensorMode") from None
+
+
+# ── tensors and operators ────────────────────────────────────────────────────────────────────────────────────────────
+
+# The same memory as a tensor that is no view: it may be changed in place where a view may not.
+unsafe_view: Callable[..., Tensor] = _find("ops.aten._unsafe_view.default")
+
+# The CUDA kernels of RMSNorm; None where its weight gradient is left to autograd.
+fused_rms_norm: Any = getattr(getattr(torch.ops.aten, "_fused_rms_norm", None), "default", None)
+fused_rms_norm_backward: Any = getattr(getattr(torch.ops.aten, "_fused_rms_norm_backward", None), "default", None)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, which is also one where it has no memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except AttributeError:
+        raise _error("UntypedStorage._cdata") from None
+
+
+def _foreach_div_(tensors: Sequence[Tensor], divisor: float) -> None:
+    for tensor in tensors:
+        tensor.div_(divisor)
+
+
+def _foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    for grad in grads:
+        found_inf.logical_or_(~grad.isfinite().all())
+        grad.mul_(inverse_scale.to(grad.dtype))
+
+
+# One kernel for many gradients: a division, and a multiplication that also looks for values that are not finite.
+foreach_div_: Callable[..., None] = _find("_foreach_div_", _foreach_div_)
+foreach_unscale_: Callable[..., None] = _find("_amp_foreach_non_finite_check_and_unscale_", _foreach_unscale_)
+
+
+# ── modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+try:  # the base class of all BatchNorm layers
+    from torch.nn.modules.batchnorm import _BatchNorm
+except ImportError:
+    _BatchNorm = nn.BatchNorm1d.__base__  # type: ignore[assignment,misc]
+BatchNorm = _BatchNorm
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile runs this module: its backward is compiled, too."""
+    dynamo = sys.modules.get("torch._dynamo")  # imported only by a program that compiles
+    return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+
+
+# ── torch.distributed ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return _find("distributed.distributed_c10d._get_default_store")()
+
+
+def gloo_options() -> Any:
+    """Options of a gloo group: its device, timeout and number of threads."""
+    return _find("distributed.ProcessGroupGloo._Options", _find("distributed.ProcessGroupGloo.Options"))()
+
+
+def process_groups() -> list[tuple[dist.ProcessGroup, str]]:
+    """All process groups that torch knows of, with their backends' names; none where it does not tell."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return [(group, backend) for group, (backend, _) in list(world.pg_map.items())] if world is not None else []
+
+
+def nccl_backend(group: dist.ProcessGroup) -> Any:
+    """The NCCL backend of a process group, which can be aborted."""
+    if not hasattr(group, "_get_backend"):
+        raise _error("ProcessGroup._get_backend")
+    return group._get_backend(torch.device("cuda"))
+
+
+def ddp_comm_hooks(wrapper: nn.parallel.DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """The communication hooks that were registered on a DDP module: its own list, to which one may be added later."""
+    hooks: list[tuple[Callable[..., Any], object]] | None = getattr(wrapper, "_comm_hooks", None)
+    if hooks is None:
+        raise _error("DistributedDataParallel._comm_hooks")
+    return hooks
+
+
+def ddp_builtin_hook(wrapper: nn.parallel.DistributedDataParallel) -> str | None:
+    """The name of a communication hook in C++ that was registered on a DDP module."""
+    read = getattr(wrapper, "_get_ddp_logging_data", None)
+    return read().get("comm_hook") or None if read is not None else None
+
+
+def composable_registry(module: nn.Module) -> Any:
+    """Which of torch's composable APIs (``replicate``, ``fully_shard``) were called on a module; none if unknown."""
+    try:
+        contract = importlib.import_module("torch.distributed._composable.contract")
+        return contract._get_registry(module) or ()
+    except (ImportError, AttributeError):
+        return ()
+
+
+def fsdp_state(module: Any) -> Any:
+    """FSDP2's state of a module that ``fully_shard`` was called on, checked for the parts that Penstock uses."""
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    for name in ("_lazy_init", "_state_ctx", "_mp_policy", "_root_post_backward_final_callback"):
+        if not hasattr(state, name):
+            raise _error(f"FSDPState.{name}")
+    return state
+
+
+def fsdp_param_groups(state: Any) -> list[Any]:
+    """The parameter groups of an FSDP2 state; before torch 2.12 it had one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def is_async_collective(tensor: Tensor) -> bool:
+    """Whether a tensor is the result of a functional collective that may still be running."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    return collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor)
+
+
+# ── attributes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ATTRIBUTES: dict[Any, tuple[str, ...]] = {
+    Tensor: ("_version", "_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    nn.Module(): (
+        *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"),
+        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+    ),
+}
+
+
+def _check_attributes() -> None:
+    for owner, names in ATTRIBUTES.items():
+        for name in names:
+            if not hasattr(owner, name):
+                kind = owner if isinstance(owner, type) else type(owner)
+                raise _error(f"{kind.__name__}.{name}")
+
+
+_check_attributes()

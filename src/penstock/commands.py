@@ -1,1 +1,0 @@
-"""The commands of the ``penstock`` command line, one file each (see ``penstock.cli``)."""
