@@ -22,10 +22,10 @@ from penstock.engine.channel.base import WaitTimer
 from penstock.engine.channel.control import ControlChannel
 from penstock.engine.channel.groups import uses_nccl
 from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
-from penstock.engine.forward_context import caller_context
 from penstock.engine.distributed import FailureGuard
 from penstock.engine.failure.rendezvous import Rendezvous, versions
 from penstock.engine.failure.status import NEXT_BATCH, REDUCE_GRADS
+from penstock.engine.forward_context import caller_context
 from penstock.engine.loss import LossAndOutputs, loss_rule
 from penstock.engine.message import Message, detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import batch_size, microbatch_sizes, scatter

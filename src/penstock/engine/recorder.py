@@ -123,8 +123,8 @@ class ClockOffset(NamedTuple):
 class AlignedClock:
     """A clock whose offset is measured at the beginning and at the end, and drifts linearly in between."""
 
-    def __init__(self, at: int = 0, offset: ClockOffset = ClockOffset()) -> None:
-        self.begin = self.end = (at, offset)
+    def __init__(self, at: int = 0, offset: ClockOffset | None = None) -> None:
+        self.begin = self.end = (at, offset or ClockOffset())
 
     def set_end(self, at: int, offset: ClockOffset) -> None:
         self.end = (at, offset)

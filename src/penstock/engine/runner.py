@@ -128,7 +128,9 @@ class Runner:
         if not profiler_enabled():
             return self.calls
         return [
-            partial(_profiled, str(instruction), call) if info.kind == "work" or instruction.kind not in COMPUTE else call
+            partial(_profiled, str(instruction), call)
+            if info.kind == "work" or instruction.kind not in COMPUTE
+            else call
             for call, instruction, info in zip(self.calls, self.instructions, self.infos, strict=True)
         ]
 

@@ -213,7 +213,7 @@ class StageEngine:
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
-        """Run the module. Its output is left in ``slot.message``, the gradient edges of the output in ``slot.roots``."""
+        """Run the module. Its output is left in ``slot.message``, the output's gradient edges in ``slot.roots``."""
         leaves, spec, wants, shared = message
         if (
             self.mode is not (self.fast_path_in if wants else self.fast_path_no_grad_in)

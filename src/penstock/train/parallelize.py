@@ -16,12 +16,12 @@ from torch import nn
 
 from penstock._torch import fsdp_state
 from penstock.engine.message import flatten, unflatten
-from penstock.engine.stage import ParallelizedStage
 from penstock.engine.replicas import broadcast_from_first
 from penstock.engine.replicas.ddp import unwrap_ddp
 from penstock.engine.replicas.dtensor import is_dtensor, keep_edges_plain
 from penstock.engine.replicas.fsdp import FsdpStage, fsdp_stage
 from penstock.engine.shapes import FakeStage
+from penstock.engine.stage import ParallelizedStage
 from penstock.errors import PlanError
 from penstock.split.plan import Tie
 from penstock.train.mesh import Mesh

@@ -38,7 +38,7 @@ def pipeline_of(
         plan,
         _no_loss if updates is None else loss_of,
         microbatches=turns * options.replication_factor,
-        strategy=strategy.name,
+        schedule="sharded" if strategy.name == "sharded" else "1f1b",
         devices=[device_of_ipu(ipu) for ipu in ipus],
         reduction="mean" if training.accumulation_and_replication_reduction_type == ReductionType.Mean else "sum",
         outputs=outputs,

@@ -17,8 +17,13 @@ from torch import Tensor
 
 from penstock.compat.torchgpipe.microbatch import Batch, TensorOrTensors
 from penstock.compat.torchgpipe.phony import get_phony
-from penstock.engine.forward_context import CallerContext, caller_context
-from penstock.engine.forward_context import forward_state, is_checkpointing, is_recomputing
+from penstock.engine.forward_context import (
+    CallerContext,
+    caller_context,
+    forward_state,
+    is_checkpointing,
+    is_recomputing,
+)
 
 __all__ = [
     "Checkpointing",

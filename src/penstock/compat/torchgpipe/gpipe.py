@@ -134,8 +134,8 @@ class GPipe(nn.Module):
                 devices=self.devices,
                 recompute=how[1],
                 batchnorm="deferred" if deferred else "microbatch",
-                lockstep=True,
             )
+            pipeline.lockstep = True
             self._pipelines[training] = (how, pipeline)
         return pipeline
 

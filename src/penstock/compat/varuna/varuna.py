@@ -20,7 +20,7 @@ from penstock.compat.varuna.utils import StageToRankMap, get_this_rank_config_va
 from penstock.errors import PipelineError, PlanError
 from penstock.split import split
 from penstock.split.marks import cut_points
-from penstock.train.grad_stash import GradStash
+from penstock.engine.executor import GradStash
 from penstock.train.launch import init, is_initialized
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
@@ -150,7 +150,7 @@ class Varuna(nn.Module):
         """A step in half precision, and whether its gradients are not finite: then they are dropped."""
         if self._scaler is None:
             raise PlanError("with fp16=True the loss is scaled: call set_optimizer(optimizer) before step")
-        aside = GradStash(self.pipeline.parameters(), apart=True)
+        stash = GradStash(self.pipeline.parameters(), apart=True)
         overflow = True
         try:
             with torch.autocast(self.device.type, torch.float16):
@@ -159,9 +159,9 @@ class Varuna(nn.Module):
             overflow = self._scaler.update()
         finally:
             if overflow:
-                aside.give_back()
+                stash.restore()
             else:
-                aside.add_back(None)
+                stash.add_back(None)
         return loss, overflow
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
