@@ -309,7 +309,7 @@ class DistributedExecutor(FailureGuard, Executor):
             dtype = torch.float64 if double else torch.float32
             received = torch.tensor(number, dtype=dtype, device=self.device) if present else None
             return received, factor or None, int(samples)
-        if uses_nccl(self.device):  # the host did not wait for received messages: now it does
+        if self.device.type == "cuda" and uses_nccl(self.device):  # the host did not wait for received messages: now it does
             others = [rank for place, rank in enumerate(self.ranks) if place != self.last_rank]
             with self.status.waiting(others, "for its GPU, and that for what comes from"):
                 torch.cuda.current_stream(self.device).synchronize()
