@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: demo test browser shells bench docs lint clean
+.PHONY: demo test browser bench docs lint clean
 
 # What builds the package comes first: without isolation, pip builds it with what is in the environment.
 $(READY): pyproject.toml constraints.txt
@@ -22,7 +22,7 @@ lint: $(READY)
 
 # The report's page is tested in a browser; where none can be installed, those tests say that they were skipped. The site
 # is built by a test, too. Much of the time tests wait for processes: two at a time.
-test: lint browser shells $(VENV)/.docs
+test: lint browser $(VENV)/.docs
 	$(PY) -m pytest -n 2 --dist loadfile
 
 # What a machine has not, Debian's packages bring, where they can be installed.
@@ -32,10 +32,6 @@ APT := test "$$(id -u)" = 0 && command -v apt-get >/dev/null && timeout 300 sh -
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { $(APT) chromium; } || \
 	  echo "no browser here: the tests that need one are skipped"
-
-shells:
-	@{ command -v zsh && command -v fish; } >/dev/null || { $(APT) zsh fish; } || \
-	  echo "no zsh or fish here: the tests that need them are skipped"
 
 bench: $(READY)
 	$(PY) -m benchmarks

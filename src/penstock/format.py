@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Sequence
+from typing import Any
 
-__all__ = ["format_size", "format_size_exact", "format_table", "format_time"]
+from penstock.errors import PlanError
+
+__all__ = ["format_size", "format_size_exact", "format_table", "format_time", "parse_bytes"]
 
 _UNITS = ((1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
 
@@ -44,3 +48,22 @@ def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Col
         return "  ".join(padded).rstrip()
 
     return [line(heads), "  ".join("─" * width for width in widths), *map(line, rows)]
+
+
+_UNIT_BYTES = {"": 1} | {
+    f"{letter}{i}b": (1024 if i else 1000) ** n for n, letter in enumerate("kmgt", 1) for i in ("", "i")
+}
+_UNIT_BYTES["b"] = 1
+
+
+def parse_bytes(size: Any) -> int:
+    """A number of bytes, from a number or a text such as "16GiB" or "500 MB"."""
+    number, unit = size, ""
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", size)
+        if match is None or match[2].lower() not in _UNIT_BYTES:
+            raise PlanError(f'memory={size!r} is not a size: write a number of bytes, "16GiB" or "500MB"')
+        number, unit = float(match[1]), match[2].lower()
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
+        raise PlanError(f'memory={size!r} is not a size: write a number of bytes, "16GiB" or "500MB"')
+    return int(number * _UNIT_BYTES[unit])

@@ -20,7 +20,7 @@ WIDTH = 4
 def plainly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On the CPU, unless a test is for a GPU; and in one thread: on so few samples others are no help."""
     if "cuda" not in request.keywords:
-        monkeypatch.setattr("penstock.compat.poptorch.running.device_of_ipu", lambda ipu: torch.device("cpu"))
+        monkeypatch.setattr("penstock.compat.poptorch.executor.device_of_ipu", lambda ipu: torch.device("cpu"))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -29,7 +29,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_every_module_of_a_system_is_ours_under_its_old_name() -> None:
     compat.install(*compat.SYSTEMS)
     for name in (
-        *("torchgpipe", "torchgpipe.gpipe", "torchgpipe.skip.layout", "torchgpipe.balance.profile"),
+        *("torchgpipe", "torchgpipe.gpipe", "torchgpipe.skip.skippable", "torchgpipe.balance.profile"),
         *("torchgpipe_balancing", "fairscale.nn.pipe.async_pipe", "fairscale.nn.model_parallel.initialize"),
         *("poptorch", "poptorch.optim", "poptorch.options"),
         *("varuna", "varuna.varuna", "varuna.utils", "varuna.run_varuna"),
@@ -71,11 +71,11 @@ from torchgpipe import GPipe
 from torchgpipe_balancing import balance_by_time
 import fairscale
 assert GPipe.__module__ == "penstock.compat.torchgpipe.gpipe"
-assert fairscale.nn.Pipe.__module__ == "penstock.compat.fairscale.nn.pipe.pipe"
+assert fairscale.nn.Pipe.__module__ == "penstock.compat.fairscale.pipe"
 if __name__ == "__main__":
     print(sys.argv[1:])
     if "child" in sys.argv:
-        code = "from torchgpipe.skip.layout import SkipLayout; print(SkipLayout.__module__)"
+        code = "from torchgpipe.skip.skippable import Skippable; print(Skippable.__module__)"
         print(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 """
 
@@ -94,7 +94,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_program_and_the_processes_that_it_starts_find_ours(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert alias.main(["torchgpipe", "fairscale", "--", "aliased_program.py", "child"]) == 0
-    assert capsys.readouterr().out.split() == ["['child']", "penstock.compat.torchgpipe.skip.layout"]
+    assert capsys.readouterr().out.split() == ["['child']", "penstock.compat.torchgpipe.skip"]
 
 
 def test_modules_and_code_run_as_well(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compat.torchgpipe.balance import balance_by_size, balance_by_time, balance_cost, blockpartition
-from penstock.compat.torchgpipe.balance.profile import layerwise_sandbox, profile_sizes, profile_times
+from penstock.compat.torchgpipe.balance.profile import layerwise_sandbox
 from penstock.compat.torchgpipe_balancing import balance_by_time as old_balance_by_time
 from tests.support.models import assert_same, snapshot
 
@@ -128,16 +128,6 @@ def test_samples_may_be_tuples() -> None:
 def test_a_layer_that_changes_the_shape_finds_its_own_input_each_time() -> None:
     model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.Linear(128, 10))
     assert sum(balance_by_time(2, model, torch.rand(10, 3, 8, 8), timeout=0.1, device="cpu")) == 3
-
-
-def test_profiles_of_single_layers() -> None:
-    times = profile_times(delays(), torch.rand(1), 0.0, torch.device("cpu"))
-    assert times == sorted(times)
-    assert times[0] >= 20_000
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), Fn(torch.exp))
-    x = torch.rand(4, 8, requires_grad=True)
-    sizes = profile_sizes(model, x, chunks=2, param_scale=2.0, device=torch.device("cpu"))
-    assert sizes == [4 * 8 * 4 // 2 + 2 * 256, 4 * 8 * 4 // 2]
 
 
 def test_the_sandbox_has_copies_in_training_mode() -> None:

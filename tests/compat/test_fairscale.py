@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from penstock.compat import fairscale
 from penstock.compat.fairscale.nn.pipe import Pipe, is_checkpointing, is_recomputing
 from penstock.compat.fairscale.nn.pipe.balance import balance_by_time
-from penstock.compat.fairscale.nn.pipe.phony import get_phony
 from penstock.compat.fairscale.nn.pipe.pipe import verify_module
 from penstock.compat.torchgpipe import GPipe
 from tests.support.models import assert_same, batch, gradients, mlp
@@ -83,21 +81,3 @@ def test_names_are_where_its_users_look_for_them() -> None:
     assert callable(fairscale.nn.model_parallel.initialize_model_parallel)
     with pytest.raises(AttributeError, match=r"Pipe and AsyncPipe, and nothing else of it: no nn\.MOELayer"):
         _ = fairscale.nn.MOELayer
-
-
-PARTS = ["stream", "copy", "worker", "dependency", "microbatch", "checkpoint"]
-
-
-@pytest.mark.parametrize("part", [*PARTS, "skip.layout", "skip.portal", "skip.tracker"])
-def test_the_parts_are_torchgpipes(part: str) -> None:
-    ours = importlib.import_module(f"penstock.compat.fairscale.nn.pipe.{part}")
-    its = importlib.import_module(f"penstock.compat.torchgpipe.{part}")
-    assert set(ours.__all__) == set(its.__all__)
-    assert all(getattr(ours, name) is getattr(its, name) for name in its.__all__)
-
-
-def test_its_phonies_have_a_size() -> None:
-    phony = get_phony(torch.device("cpu"), requires_grad=True)
-    assert phony.shape == (1,)
-    assert phony.requires_grad
-    assert phony is get_phony(torch.device("cpu"), requires_grad=True)

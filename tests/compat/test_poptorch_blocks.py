@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 import penstock.compat.poptorch as poptorch
-from penstock.compat.poptorch import staging
+from penstock.compat.poptorch import blocks
 from tests.compat.poptorch_models import Net, data, made, options
 from tests.compat.poptorch_models import plainly as plainly
 
@@ -60,7 +60,7 @@ def begun(**blocks: tuple[Any, ...]) -> Base:
 
 def stages(model: nn.Module, strategy: Any = None) -> list[tuple[set[str], int]]:
     """The modules of each stage, and its IPU."""
-    plan, ipus = staging.staged(model, strategy or poptorch.PipelinedExecution(), ((X,), {}))
+    plan, ipus = blocks.plan_stages(model, strategy or poptorch.PipelinedExecution(), ((X,), {}))
     modules = []
     for index in range(plan.num_stages):
         modules.append({name.split(".")[0] for name, _ in plan.stage_module(index).named_parameters()})
@@ -112,10 +112,10 @@ def test_a_block_that_the_model_does_not_have_is_another_models() -> None:
 
 def test_ipus_are_devices_modulo_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert [str(staging.device_of_ipu(n)) for n in range(3)] == ["cpu"] * 3
+    assert [str(blocks.device_of_ipu(n)) for n in range(3)] == ["cpu"] * 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [str(staging.device_of_ipu(n)) for n in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [str(blocks.device_of_ipu(n)) for n in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
 def test_blocks_inside_of_the_layers_of_a_sequential() -> None:

@@ -18,7 +18,7 @@ from tests.compat.poptorch_models import plainly as plainly
 
 
 def test_settings_are_chained_and_read() -> None:
-    options = poptorch.Options().deviceIterations(10).replicationFactor(2).randomSeed(7).useIpuModel(True)
+    options = poptorch.Options().deviceIterations(10).replicationFactor(2).randomSeed(7)
     assert options.Training.gradientAccumulation(4) is options.Training
     assert (options.device_iterations, options.replication_factor, options.random_seed) == (10, 2, 7)
     assert options.Training.gradient_accumulation == 4
@@ -56,7 +56,7 @@ def test_options_are_frozen_once_they_are_used(use: Any) -> None:
         lambda o: o.deviceIterations(3),
         lambda o: o.Training.gradientAccumulation(2),
         lambda o: o.TensorLocations.setWeightLocation(poptorch.TensorLocationSettings()),
-        lambda o: o.useIpuModel(True),
+        lambda o: o.outputMode(poptorch.OutputMode.All),
         lambda o: o._Popart.set("autoRecomputation", 1),
         lambda o: setattr(o, "device_iterations", 3),
     ]
@@ -143,10 +143,15 @@ ACCEPTED: list[Any] = [
 ]
 
 
-def test_what_is_about_the_ipu_is_accepted() -> None:
+def test_what_is_about_the_ipu_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     options = poptorch.Options()
-    for accept in ACCEPTED:
-        assert accept(options) is not None
+    monkeypatch.setattr("penstock.compat.poptorch.options._warned", set())
+    with pytest.warns(UserWarning, match="has no effect here") as seen:
+        assert all(accept(options) is not None for accept in (*ACCEPTED, *ACCEPTED))
+    told = [str(warning.message) for warning in seen]
+    assert "poptorch.Options: autoRoundNumIPUs has no effect here" in told
+    assert len(set(told)) == len(told)  # once for each
+    assert seen[0].filename == __file__
     model = made()
     expected = model(data(4)[0])
     model.eval()

@@ -1,9 +1,8 @@
-"""torchgpipe's skips: the decorator, its errors, namespaces, layouts, trackers. With GPipe: test_gpipe_training."""
+"""torchgpipe's skips: the decorator, its errors, namespaces. With GPipe: test_gpipe_training."""
 
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from torch import Tensor, nn
 
 from penstock.compat.torchgpipe import GPipe
 from penstock.compat.torchgpipe.skip import Namespace, pop, skippable, stash, verify_skippables
-from penstock.compat.torchgpipe.skip.layout import SkipLayout, inspect_skip_layout
 from penstock.compat.torchgpipe.skip.skippable import Skippable
-from penstock.compat.torchgpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
 
 
 def stashes(*names: str) -> Any:
@@ -198,52 +195,3 @@ def test_what_matches_passes() -> None:
     verify_skippables(nn.Sequential(stashes("foo"), stashes("bar"), pops("foo"), pops("bar")))
     verify_skippables(nn.Sequential(stashes("foo"), stashes("foo").isolate(ns), pops("foo").isolate(ns), pops("foo")))
     verify_skippables(nn.Sequential(stashes("foo"), pops("foo"), stashes("foo").isolate(ns), pops("foo").isolate(ns)))
-
-
-# ── layout and tracker ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def policy(*partitions: list[Any]) -> list[list[Any]]:
-    layout = inspect_skip_layout([nn.Sequential(*layers) for layers in partitions])
-    return [list(layout.copy_policy(j)) for j in range(len(partitions))]
-
-
-def test_the_layout_says_what_comes_to_each_partition_and_from_where() -> None:
-    ns, same = Namespace(), nn.Identity()
-    assert policy([same], [same]) == [[], []]
-    assert policy([stashes("foo"), pops("foo")], [same]) == [[], []]
-    assert policy([stashes("foo")], [pops("foo")]) == [[], [(0, None, "foo")]]
-    assert policy([stashes("foo")], [same], [pops("foo")]) == [[], [], [(0, None, "foo")]]
-    foobar = [[], [], [(0, None, "foo"), (1, None, "bar")]]
-    assert policy([stashes("foo")], [stashes("bar")], [pops("bar"), pops("foo")]) == foobar
-    isolated = [[stashes("foo").isolate(ns)], [stashes("foo")], [pops("foo"), pops("foo").isolate(ns)]]
-    assert policy(*isolated) == [[], [], [(0, ns, "foo"), (1, None, "foo")]]
-
-
-def test_a_layout_can_be_made_by_hand() -> None:
-    layout = SkipLayout(2, {(None, "far"): (0, 1), (None, "near"): (1, 1)})
-    assert layout.requires_copy(None, "far")
-    assert not layout.requires_copy(None, "near")
-    assert not layout.requires_copy(None, "unknown")
-    assert list(layout.copy_policy_by_src(0)) == [(1, None, "far")]
-
-
-def test_a_tracker_holds_what_is_stashed() -> None:
-    tracker = SkipTracker()
-    with use_skip_tracker(tracker):
-        stashes("foo")(torch.tensor(42))
-        assert tracker.tensors == {(None, "foo"): torch.tensor(42)}
-        assert current_skip_tracker().tensors is tracker.tensors
-        assert pops("foo")(torch.tensor(0)) == 42
-    assert not tracker.tensors
-    tracker.save(None, None, "x", torch.ones(1))
-    assert tracker.load(None, None, "x") == 1
-
-
-def test_every_thread_has_a_tracker_of_its_own() -> None:
-    found: list[SkipTracker] = []
-    thread = threading.Thread(target=lambda: found.append(current_skip_tracker()))
-    thread.start()
-    thread.join()
-    assert type(found[0]) is SkipTracker
-    assert found[0].tensors is not current_skip_tracker().tensors

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.compat import install
 from penstock.compat.varuna import CutPoint, Varuna, get_this_rank_config_varuna, get_varuna_config
-from penstock.compat.varuna.inputs import arguments_of
+from penstock.compat.varuna.varuna import _arguments as arguments_of
 from tests.compat.varuna_models import Tower, adam, data
 from tests.support.models import assert_same
 from tests.support.ranks import Ranks

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import penstock as ps
 from penstock.compat.varuna import AutoConfig, Profiler, run_varuna
-from penstock.compat.varuna.auto_config import _even
-from penstock.compat.varuna.profiler import links_of
+from penstock.compat.varuna.profiler import even_cuts, load_links
 from penstock.profile.costs import Profile
 from penstock.profile.planner.segments import Segments
 from tests.compat.varuna_models import Tower, data
@@ -67,8 +66,8 @@ def together(rank: int, folder: Path) -> None:
 
 def test_ranks_measure_the_links_between_them(tmp_path: Path) -> None:
     run_ranks(together, 2, tmp_path)
-    (outside,) = links_of(tmp_path / "1").items()
-    (inside,) = links_of(tmp_path / "2").items()
+    (outside,) = load_links(tmp_path / "1").items()
+    (inside,) = load_links(tmp_path / "2").items()
     assert (outside[0], inside[0]) == ("outside", "inside")
     assert 0 < inside[1].latency < 1
     config = AutoConfig(2, 2, 8, tmp_path / "2")
@@ -111,7 +110,7 @@ def test_the_model_is_cut_as_varuna_cuts_it() -> None:
     for cuts in (3, 6, 7):
         plan = ps.split(Tower(cuts), stages=3, balance="uniform", sample=data(4))
         profile = Profiler(Tower(cuts), get_batch, "cpu")._measure([4], 0.0)
-        ends = _even(Segments(profile.at(4)), 3)
+        ends = even_cuts(Segments(profile.at(4)), 3)
         assert [len(stage.layers) for stage in plan.stages] == [j - i for i, j in zip((0, *ends), ends, strict=False)]
 
 
@@ -124,7 +123,7 @@ def test_the_launcher_chooses_by_a_profile(tmp_path: Path, monkeypatch: pytest.M
     line = "--gpus_per_node 2 --batch_size 8 --no_morphing --profile_folder . {} train.py"
     run_varuna.main(line.format("").split())
     run_varuna.main(line.format("--nstages 2").split())
-    started = "-m penstock.compat.varuna.started"
+    started = "-m penstock.compat.varuna.run_varuna --this-is-a-rank"
     assert seen[0] == f"run --stages 1 --data 2 {started} 0,1; 4 1 train.py"
     assert seen[1] == f"run --stages 2 --data 1 {started} 0;1; 8 1 train.py"
 

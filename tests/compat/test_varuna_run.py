@@ -82,7 +82,8 @@ def test_how_ranks_and_samples_are_divided(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(run_varuna.cli, "main", lambda arguments: seen.append(arguments) or 3)
     line = "--gpus_per_node 6 --nstages 2 --batch_size 24 --chunk_size 4 --no_morphing train.py --lr 0.1"
     assert run_varuna.main(line.split()) == 3
-    words = "run --stages 2 --data 3 -m penstock.compat.varuna.started 0,2,4;1,3,5; 8 4 train.py --lr 0.1"
+    rank = "-m penstock.compat.varuna.run_varuna --this-is-a-rank"
+    words = f"run --stages 2 --data 3 {rank} 0,2,4;1,3,5; 8 4 train.py --lr 0.1"
     assert [" ".join(arguments) for arguments in seen] == [words]
 
 

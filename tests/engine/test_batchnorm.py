@@ -43,7 +43,7 @@ def run(
         for part in x.split(list(sizes)):
             with deferred.counting:
                 outputs.append(module(part))
-            with deferred.quiet:
+            with deferred.ignoring:
                 assert torch.equal(module(part), outputs[-1])
     return tuple(outputs)
 
@@ -529,7 +529,7 @@ def test_a_run_within_another_says_whether_it_counts() -> None:
     x = values(6, 3)
     with commit_statistics([deferred]), deferred.counting:
         layer(x)
-        with deferred.quiet, deferred.quiet:
+        with deferred.ignoring, deferred.ignoring:
             layer(x * 100)
     plain(x)
     same(layer, plain, 1e-5)
@@ -547,7 +547,7 @@ def test_nested_checkpoints_do_not_count_again() -> None:
         for part in x.split(3):
             with deferred.counting:
                 output = checkpoint(layer, part, use_reentrant=False)
-            with deferred.quiet:  # as around B: the checkpointed layer runs again here
+            with deferred.ignoring:  # as around B: the checkpointed layer runs again here
                 output.sum().backward()
     plain(x)
     same(layer, plain, 1e-5)

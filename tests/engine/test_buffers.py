@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from penstock.engine.recompute.buffers import BatchNormFreeze, BufferSnapshots
+from penstock.engine.recompute.buffers import BatchNormFreeze, BufferGuard
 from penstock.errors import PlanError
 
 
@@ -18,20 +18,18 @@ def values(batch: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(seed)) * 2 + 1
 
 
-def step(
-    module: nn.Module, parts: list[Tensor], guard: BufferSnapshots, quiet: BatchNormFreeze, mode: object = "mode"
-) -> None:
-    """All forwards, then all again, last first: outputs are the same, and so are the buffers."""
-    outputs, seen = [], []
+def step(module: nn.Module, parts: list[Tensor], guard: BufferGuard, mode: object = "mode") -> None:
+    """Run all forwards, then recompute them, last first: outputs and buffers are the same."""
+    outputs, saved = [], []
     for part in parts:
         guard.before(mode)
         outputs.append(module(part))
-        seen.append(guard.after())
+        saved.append(guard.after())
     state = {name: tensor.clone() for name, tensor in module.named_buffers()}
     kept = dict(module.named_buffers())
-    for part, output, record in reversed(list(zip(parts, outputs, seen, strict=True))):
+    for part, output, record in reversed(list(zip(parts, outputs, saved, strict=True))):
         for _ in range(2):
-            with quiet, guard.seeing(record):
+            with guard.batchnorm_freeze, guard.restored(record):
                 assert torch.equal(module(part), output)
     for name, tensor in module.named_buffers():
         assert tensor is kept[name]
@@ -39,13 +37,13 @@ def step(
 
 
 def check(make: Callable[[], nn.Module], *shape: int) -> None:
-    """Two steps with second runs leave the module as two steps of a plain loop."""
+    """Two steps with recomputes leave the module as two steps of a plain loop."""
     ours = make()
     plain = copy.deepcopy(ours)
-    guard, quiet = BufferSnapshots(ours), BatchNormFreeze(ours)
+    guard = BufferGuard(ours)
     for n in range(2):
         parts = [values(3, *shape, seed=10 * n + k) for k in range(3)]
-        step(ours, parts, guard, quiet)
+        step(ours, parts, guard)
         for part in parts:
             plain(part)
     expected = dict(plain.named_buffers())
@@ -116,31 +114,31 @@ SINGLE, DOUBLE, HALF = torch.float32, torch.float64, torch.bfloat16
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize(("dtype", "of_layer"), [(SINGLE, SINGLE), (DOUBLE, DOUBLE), (HALF, HALF), (HALF, SINGLE)])
-def test_a_quiet_batchnorm_computes_the_same(dtype: torch.dtype, of_layer: torch.dtype, affine: bool) -> None:
+def test_a_frozen_batchnorm_computes_the_same(dtype: torch.dtype, of_layer: torch.dtype, affine: bool) -> None:
     layer = nn.BatchNorm1d(3, affine=affine, dtype=of_layer)
-    quiet = BatchNormFreeze(layer)
+    freeze = BatchNormFreeze(layer)
     x = values(64, 3).to(dtype)
     output = layer(x)
     state = copy.deepcopy(layer.state_dict())
-    with quiet, quiet:
+    with freeze, freeze:
         assert torch.equal(layer(x), output)
     assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
-    layer(x)  # and is loud again
+    layer(x)  # updates again
     assert int(layer.num_batches_tracked) == 2
 
 
-def test_quiet_leaves_layers_in_evaluation_mode_their_statistics() -> None:
+def test_freeze_leaves_layers_in_evaluation_mode_their_statistics() -> None:
     layer = nn.BatchNorm1d(3)
-    quiet = BatchNormFreeze(layer)
-    with quiet:
+    freeze = BatchNormFreeze(layer)
+    with freeze:
         layer(values(8, 3))
     layer(values(8, 3, seed=1))
     output = layer.eval()(values(8, 3))
-    with quiet:
+    with freeze:
         assert torch.equal(layer(values(8, 3)), output)
 
 
-def test_quiet_ends_with_an_error() -> None:
+def test_freeze_ends_with_an_error() -> None:
     layer = nn.BatchNorm1d(3)
     buffers = dict(layer._buffers)
     with pytest.raises(ValueError, match="more than 1 value"), BatchNormFreeze(layer):
@@ -148,14 +146,14 @@ def test_quiet_ends_with_an_error() -> None:
     assert all(layer._buffers[name] is tensor for name, tensor in buffers.items())
 
 
-def test_a_second_run_that_fails_puts_the_buffers_back() -> None:
+def test_a_recompute_that_fails_restores_the_buffers() -> None:
     module = Counts("in place")
-    guard = BufferSnapshots(module)
+    guard = BufferGuard(module)
     guard.before(0)
     module(values(2, 2))
-    seen = guard.after()
+    saved = guard.after()
     count = module.count
-    with pytest.raises(RuntimeError, match="must match"), guard.seeing(seen):
+    with pytest.raises(RuntimeError, match="must match"), guard.restored(saved):
         module(values(2, 2) + module(torch.zeros(2, 3)))
     assert module.count is count
     assert count.tolist() == [1, 1]
@@ -181,24 +179,24 @@ def test_a_mode_in_which_buffers_change_is_learnt_anew() -> None:
             return output
 
     module = Sometimes(3).eval()
-    guard, quiet = BufferSnapshots(module), BatchNormFreeze(module)
+    guard = BufferGuard(module)
     parts = [values(2, 3, seed=k) for k in range(3)]
-    step(module, parts, guard, quiet, "eval")
+    step(module, parts, guard, "eval")
     module.train()
-    step(module, parts, guard, quiet, "train")
+    step(module, parts, guard, "train")
     module.eval()
-    step(module, parts, guard, quiet, "eval")
+    step(module, parts, guard, "eval")
     assert module.count.tolist() == [3, 3, 3]
 
 
 def test_a_layer_that_is_thawed_later_on() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Norm(3))
     model[1].eval()  # frozen, while the model trains
-    guard, quiet = BufferSnapshots(model), BatchNormFreeze(model)
+    guard = BufferGuard(model)
     parts = [values(2, 3, seed=k) for k in range(3)]
-    step(model, parts, guard, quiet)
+    step(model, parts, guard)
     model[1].train()
-    step(model, parts, guard, quiet)
+    step(model, parts, guard)
     assert int(model[1].num_batches_tracked) == 3
 
 
@@ -220,25 +218,25 @@ class Rarely(nn.Module):
 
 def test_a_small_buffer_may_change_later_on() -> None:
     module = Rarely(3)
-    guard, quiet = BufferSnapshots(module), BatchNormFreeze(module)
+    guard = BufferGuard(module)
     parts = [values(2, 3, seed=k) for k in range(3)]
-    step(module, parts, guard, quiet)
+    step(module, parts, guard)
     module.table.fill_(7)  # somebody else's doing, between steps
-    step(module, parts, guard, quiet)
+    step(module, parts, guard)
     module.now = True
-    step(module, parts, guard, quiet)
+    step(module, parts, guard)
     assert module.table.tolist() == [10, 10, 10]
 
 
 def test_a_large_buffer_that_begins_to_change_is_an_error_once() -> None:
     module = Rarely(1 << 19)
-    guard, quiet = BufferSnapshots(module), BatchNormFreeze(module)
+    guard = BufferGuard(module)
     parts = [values(2, 1, seed=k) for k in range(3)]
-    step(module, parts, guard, quiet)
+    step(module, parts, guard)
     module.now = True
-    with pytest.raises(PlanError, match=r"changed table, of 2097152 bytes.*run the step again"):
-        step(module, parts, guard, quiet)
-    step(module, parts, guard, quiet)
+    with pytest.raises(PlanError, match=r"changed table \(2097152 bytes\).*run the step again"):
+        step(module, parts, guard)
+    step(module, parts, guard)
 
 
 def test_what_does_not_change_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +249,7 @@ def test_what_does_not_change_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("penstock.engine.recompute.buffers.clone_buffer", counting)
     module = nn.Sequential(Counts("in place"), Rarely(1 << 19))
-    guard = BufferSnapshots(module)
+    guard = BufferGuard(module)
     sizes = []
     for _ in range(3):
         copied.clear()
@@ -265,11 +263,11 @@ def test_what_does_not_change_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context: Callable[[], torch.no_grad]) -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), Norm(3), Counts("in place"))
-    guard, quiet = BufferSnapshots(module), BatchNormFreeze(module)
+    guard = BufferGuard(module)
     parts = [values(3, 3, seed=k).requires_grad_() for k in range(2)]
     with context():
-        step(module, parts, guard, quiet)
-    step(module, parts, guard, quiet)
-    with quiet:
+        step(module, parts, guard)
+    step(module, parts, guard)
+    with guard.batchnorm_freeze:
         module(parts[0]).sum().backward()
     assert int(module[0].num_batches_tracked) == 4

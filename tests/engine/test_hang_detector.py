@@ -17,8 +17,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock.engine.failure.hang import HangDetector, HangLimits, Heartbeat, WaitChain, wait_chain
-from penstock.engine.failure.status import LOSS, NEXT_BATCH, RankStatus, Snapshot
+from penstock.engine.failure.status import (
+    LOSS,
+    NEXT_BATCH,
+    HangDetector,
+    HangLimits,
+    Heartbeat,
+    RankStatus,
+    Snapshot,
+    WaitChain,
+    wait_chain,
+)
 from penstock.engine.runner import Runner
 from penstock.schedule.lower import Instruction
 
@@ -29,51 +38,51 @@ def waits(*ranks: int, what: str = "for the loss from") -> Snapshot:
     return Snapshot("waits", what, ranks)
 
 
-def chain_of(looks: dict[int, Snapshot], start: int) -> WaitChain:
-    return wait_chain(start, looks[start], looks.get)
+def chain_of(snapshots: dict[int, Snapshot], start: int) -> WaitChain:
+    return wait_chain(start, snapshots[start], snapshots.get)
 
 
 # ── the chain ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_one_rank_waits_for_one_that_works() -> None:
-    looks = {1: replace(WORKS, what="in 1F1"), 2: waits(1, what="for 3RECV_F1 from")}
-    text, end, found = chain_of(looks, 2)
+    snapshots = {1: replace(WORKS, what="in 1F1"), 2: waits(1, what="for 3RECV_F1 from")}
+    text, end, found = chain_of(snapshots, 2)
     assert text == "rank 2 waits for 3RECV_F1 from rank 1, which has been in 1F1 for 31 s"
-    assert (end, found) == (1, looks[1])
+    assert (end, found) == (1, snapshots[1])
 
 
 def test_a_chain_is_followed_to_its_end() -> None:
-    looks = {0: WORKS, 1: waits(0, what="for 1RECV_F1 from"), 2: waits(1, what="until 2SEND_B0 is taken by")}
-    assert chain_of(looks, 2).text == (
+    snapshots = {0: WORKS, 1: waits(0, what="for 1RECV_F1 from"), 2: waits(1, what="until 2SEND_B0 is taken by")}
+    assert chain_of(snapshots, 2).text == (
         "rank 2 waits until 2SEND_B0 is taken by rank 1, which waits for 1RECV_F1 from rank 0, "
         "which has been in 0F1 for 31 s"
     )
 
 
 def test_a_circle_is_named_and_left() -> None:
-    looks = {0: waits(2), 1: waits(0), 2: waits(1)}
-    assert chain_of(looks, 2).text == (
+    snapshots = {0: waits(2), 1: waits(0), 2: waits(1)}
+    assert chain_of(snapshots, 2).text == (
         "rank 2 waits for the loss from rank 1, which waits for the loss from rank 0, "
         "which waits for the loss from rank 2: they wait for each other"
     )
 
 
 def test_a_circle_further_on_is_left_too() -> None:
-    looks = {0: waits(1), 1: waits(0), 2: waits(1)}
-    assert chain_of(looks, 2).text.endswith("which waits for the loss from rank 1: they wait for each other")
+    snapshots = {0: waits(1), 1: waits(0), 2: waits(1)}
+    assert chain_of(snapshots, 2).text.endswith("which waits for the loss from rank 1: they wait for each other")
 
 
 def test_of_several_the_one_is_named_that_does_not_wait() -> None:
-    looks = {0: waits(1, 2, 3), 1: waits(0, 2, 3), 2: replace(WORKS, what="in 2B0"), 3: waits(0, 1, 2)}
-    text, end, _ = chain_of(looks, 0)
+    snapshots = {0: waits(1, 2, 3), 1: waits(0, 2, 3), 2: replace(WORKS, what="in 2B0"), 3: waits(0, 1, 2)}
+    text, end, _ = chain_of(snapshots, 0)
     assert text == "rank 0 waits for the loss from ranks 1, 2, 3, of which rank 2 has been in 2B0 for 31 s"
     assert end == 2
 
 
 def test_of_several_that_all_wait_one_is_followed_that_waits_for_others() -> None:
-    looks = {0: waits(1, 2), 1: waits(0, 2), 2: waits(5), 5: WORKS}
-    text, end, _ = chain_of(looks, 0)
+    snapshots = {0: waits(1, 2), 1: waits(0, 2), 2: waits(5), 5: WORKS}
+    text, end, _ = chain_of(snapshots, 0)
     assert text == (
         "rank 0 waits for the loss from ranks 1, 2, of which rank 2 waits for the loss from rank 5, "
         "which has been in 0F1 for 31 s"
@@ -82,47 +91,47 @@ def test_of_several_that_all_wait_one_is_followed_that_waits_for_others() -> Non
 
 
 @pytest.mark.parametrize(
-    ("look", "says"),
+    ("snapshot", "expected"),
     [
-        (None, "has not come yet"),
+        (None, "has sent no status yet"),
         (Snapshot("idle", "a step", age=31), "is not in a step: its last one ended 31 s ago"),
         (Snapshot("idle", age=31), "is not in a step: it has run none since it built its pipeline 31 s ago"),
-        (replace(WORKS, at="train.py:12, in forward"), "has been in 0F1 for 31 s (at train.py:12, in forward)"),
-        (replace(WORKS, silent=8.0), "has not been heard of for 8 s (is its process stopped?), when it was in 0F1"),
+        (replace(WORKS, line="train.py:12, in forward"), "has been in 0F1 for 31 s (at train.py:12, in forward)"),
+        (replace(WORKS, silent=8.0), "has sent no heartbeat for 8 s (is its process stopped?) and was last in 0F1"),
         (
             replace(waits(3), silent=8.0),
-            "has not been heard of for 8 s (is its process stopped?), when it waited for the loss from rank 3",
+            "has sent no heartbeat for 8 s (is its process stopped?) and last waited for the loss from rank 3",
         ),
     ],
 )
-def test_what_the_last_one_does(look: Snapshot | None, says: str) -> None:
-    text, end, found = wait_chain(1, waits(0), lambda rank: look)
-    assert text == f"rank 1 waits for the loss from rank 0, which {says}"
-    assert (end, found) == (0, look)
+def test_what_the_last_one_does(snapshot: Snapshot | None, expected: str) -> None:
+    text, end, found = wait_chain(1, waits(0), lambda rank: snapshot)
+    assert text == f"rank 1 waits for the loss from rank 0, which {expected}"
+    assert (end, found) == (0, snapshot)
 
 
 # ── when it is said ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def said(judge: HangDetector, ages: list[float], caplog: pytest.LogCaptureFixture) -> list[float]:
+def said(detector: HangDetector, ages: list[float], caplog: pytest.LogCaptureFixture) -> list[float]:
     """At which of these ages something was logged."""
     found = []
     for age in ages:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "penstock"):
-            assert judge.judge(waits(0), age, age, lambda: WaitChain("rank 1 waits", 0, WORKS)) is None
+            assert detector.check(waits(0), age, age, lambda: WaitChain("rank 1 waits", 0, WORKS)) is None
         if caplog.messages:
             found.append(age)
     return found
 
 
 def test_reports_come_after_the_time_and_then_twice_as_late_each(caplog: pytest.LogCaptureFixture) -> None:
-    judge = HangDetector(HangLimits(10.0, None))
+    detector = HangDetector(HangLimits(10.0, None))
     ages = [float(age) for age in range(100)]
-    assert said(judge, ages, caplog) == [10, 20, 40, 80]
-    assert said(judge, ages, caplog) == []
-    judge.moved()
-    assert said(judge, [100.0], caplog) == [100]
+    assert said(detector, ages, caplog) == [10, 20, 40, 80]
+    assert said(detector, ages, caplog) == []
+    detector.reset()
+    assert said(detector, [100.0], caplog) == [100]
 
 
 def test_without_a_limit_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,18 +139,18 @@ def test_without_a_limit_nothing_is_said(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_rank_that_works_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
-    judge = HangDetector(HangLimits(10.0, 20.0))
+    detector = HangDetector(HangLimits(10.0, 20.0))
     with caplog.at_level(logging.WARNING, "penstock"):
-        for look in (WORKS, Snapshot("idle", "a step")):
-            assert judge.judge(look, 1e6, 1e6, lambda: WaitChain("", 0, None)) is None
+        for snapshot in (WORKS, Snapshot("idle", "a step")):
+            assert detector.check(snapshot, 1e6, 1e6, lambda: WaitChain("", 0, None)) is None
     assert not caplog.messages
 
 
 def test_a_timeout_is_a_cause_that_names_the_last_rank_of_the_chain() -> None:
-    judge = HangDetector(HangLimits(None, 30.0))
+    detector = HangDetector(HangLimits(None, 30.0))
     found = replace(WORKS, stack="the stack")
-    assert judge.judge(waits(0), 29.0, 29.0, lambda: WaitChain("rank 1 waits", 0, found)) is None
-    cause = judge.judge(waits(0), 30.5, 30.5, lambda: WaitChain("rank 1 waits", 0, found))
+    assert detector.check(waits(0), 29.0, 29.0, lambda: WaitChain("rank 1 waits", 0, found)) is None
+    cause = detector.check(waits(0), 30.5, 30.5, lambda: WaitChain("rank 1 waits", 0, found))
     assert cause is not None
     error = cause.error()
     assert (error.rank, error.stage, error.microbatch, error.action) == (0, 0, 1, "0F1")
@@ -159,7 +168,7 @@ def runner_at(instruction: Instruction) -> Runner:
 
 
 @pytest.mark.parametrize(
-    ("instruction", "says"),
+    ("instruction", "expected"),
     [
         (Instruction("F", 1, 3), "has been in 1F3 for 0 s"),
         (Instruction("RECV_F", 1, 3, 0), "waits for 1RECV_F3 from rank 10"),
@@ -168,29 +177,29 @@ def runner_at(instruction: Instruction) -> Runner:
         (Instruction("SEND_F", 1, 3, 2), "has been in 1SEND_F3 for 0 s"),
     ],
 )
-def test_a_program_shows_what_its_rank_does(instruction: Instruction, says: str) -> None:
+def test_a_program_shows_what_its_rank_does(instruction: Instruction, expected: str) -> None:
     status = RankStatus()
     status.stage_ranks = [10, 11, 12]
-    status.enter()
+    status.enter_call()
     status.runner = runner_at(instruction)
-    assert str(status.look()[1]) == says
+    assert str(status.snapshot()[1]) == expected
 
 
 def test_the_parts_of_a_call_outside_of_its_program() -> None:
     status = RankStatus()
-    assert str(status.look()[1]) == "has been building its pipeline for 0 s"
+    assert str(status.snapshot()[1]) == "has been building its pipeline for 0 s"
     status.phase = NEXT_BATCH
-    assert str(status.look()[1]).startswith("is not in a step: it has run none")
-    status.enter()
+    assert str(status.snapshot()[1]).startswith("is not in a step: it has run none")
+    status.enter_call()
     status.phase = NEXT_BATCH
-    assert str(status.look()[1]) == "has been getting ready for a mini-batch for 0 s"
+    assert str(status.snapshot()[1]) == "has been preparing a mini-batch for 0 s"
     with status.waiting([4]):
-        assert str(status.look()[1]) == "waits for word of the next mini-batch from rank 4"
+        assert str(status.snapshot()[1]) == "waits for the next mini-batch from rank 4"
     status.phase = LOSS
     with status.waiting([4, 6]):
-        assert str(status.look()[1]) == "waits for the loss from ranks 4, 6"
-    status.inside = 0
-    assert str(status.look()[1]).startswith("is not in a step: its last one ended")
+        assert str(status.snapshot()[1]) == "waits for the loss from ranks 4, 6"
+    status.call_depth = 0
+    assert str(status.snapshot()[1]).startswith("is not in a step: its last one ended")
 
 
 def test_the_same_place_in_another_step_is_another_place() -> None:
@@ -198,9 +207,9 @@ def test_the_same_place_in_another_step_is_another_place() -> None:
     status.runner = runner_at(Instruction("F", 0, 0))
     keys = []
     for _ in range(2):
-        status.enter()
-        keys += [status.look()[0], status.look()[0]]
-        status.inside = 0
+        status.enter_call()
+        keys += [status.snapshot()[0], status.snapshot()[0]]
+        status.call_depth = 0
     assert keys[0] == keys[1]
     assert keys[2] == keys[3] != keys[0]
 
@@ -210,7 +219,7 @@ def test_two_waits_for_the_same_are_two() -> None:
     keys = []
     for _ in range(2):
         with status.waiting([1]):
-            keys.append(status.look()[0])
+            keys.append(status.snapshot()[0])
     assert keys[0] != keys[1]
 
 
@@ -229,9 +238,9 @@ def test_a_line_of_python_is_the_users_own() -> None:
     inside.wait(10)
     try:
         end = time.monotonic() + 10
-        while "wait" not in status.python()[1] and time.monotonic() < end:
+        while "wait" not in status.python_stack()[1] and time.monotonic() < end:
             time.sleep(0.01)
-        at, stack = status.python()
+        at, stack = status.python_stack()
         assert at.startswith("test_hang_detector.py:")
         assert at.endswith(", in hang")
         assert "leave.wait(10)" in stack
@@ -244,37 +253,37 @@ def test_a_line_of_python_is_the_users_own() -> None:
 
 
 @pytest.fixture
-def gossips() -> Callable[[int], Heartbeat]:
+def heartbeats() -> Callable[[int], Heartbeat]:
     store: Any = dist.HashStore()
     limits = HangLimits(8.0, None)
     return lambda rank: Heartbeat(store, rank, limits)
 
 
-def test_what_is_told_is_heard(gossips: Callable[[int], Heartbeat]) -> None:
-    here, there = gossips(0), gossips(1)
-    assert there.hear(0, 0.0) is None
-    here.tell(RankStatus(), replace(WORKS, ranks=(3, 4)), 2.0, 0.0)
-    heard = there.hear(0, 0.0)
-    assert heard is not None
-    assert heard == replace(WORKS, ranks=(3, 4), age=2.0, beat=1)
+def test_what_is_told_is_heard(heartbeats: Callable[[int], Heartbeat]) -> None:
+    sender, reader = heartbeats(0), heartbeats(1)
+    assert reader.read(0, 0.0) is None
+    sender.send(RankStatus(), replace(WORKS, ranks=(3, 4)), 2.0, 0.0)
+    snapshot = reader.read(0, 0.0)
+    assert snapshot is not None
+    assert snapshot == replace(WORKS, ranks=(3, 4), age=2.0, beat=1)
 
 
-def test_where_python_is_is_told_of_what_has_not_moved_for_long(gossips: Callable[[int], Heartbeat]) -> None:
-    here, there = gossips(0), gossips(1)
+def test_where_python_is_is_told_of_what_has_not_moved_for_long(heartbeats: Callable[[int], Heartbeat]) -> None:
+    sender, reader = heartbeats(0), heartbeats(1)
     for age, wanted in ((3.0, False), (5.0, True)):
-        here.tell(RankStatus(), WORKS, age, age)
-        heard = there.hear(0, 0.0)
-        assert heard is not None
-        assert bool(heard.at) == bool(heard.stack) == wanted
+        sender.send(RankStatus(), WORKS, age, age)
+        snapshot = reader.read(0, 0.0)
+        assert snapshot is not None
+        assert bool(snapshot.line) == bool(snapshot.stack) == wanted
 
 
-def test_a_rank_that_says_nothing_new_is_silent_after_a_while(gossips: Callable[[int], Heartbeat]) -> None:
-    here, there = gossips(0), gossips(1)
+def test_a_rank_that_says_nothing_new_is_silent_after_a_while(heartbeats: Callable[[int], Heartbeat]) -> None:
+    sender, reader = heartbeats(0), heartbeats(1)
     silences = []
     for now in range(12):
         if now < 5:
-            here.tell(RankStatus(), WORKS, float(now), float(now))
-        heard = there.hear(0, float(now))
-        assert heard is not None
-        silences.append(heard.silent)
+            sender.send(RankStatus(), WORKS, float(now), float(now))
+        snapshot = reader.read(0, float(now))
+        assert snapshot is not None
+        silences.append(snapshot.silent)
     assert silences == [0] * 9 + [5, 6, 7]  # last heard of at 4

@@ -108,7 +108,7 @@ def test_an_interrupt_never_comes_after_the_call(watch: Watch) -> None:
             stopped += 1
         except KeyboardInterrupt:  # as it may come when the call is being left
             assert watch.interrupt.sent
-            watch.status.inside = 0
+            watch.status.call_depth = 0
             stopped += 1
         thread.join()
         time.sleep(0.0005)  # where a late one would come

@@ -50,7 +50,7 @@ def pair(make: Callable[[], PipelineSockets], name: str) -> tuple[list[PipelineS
     lines = [make(), make()]
     for mine, other in (lines, lines[::-1]):
         assert other.address is not None
-        mine.theirs.add(other.address)
+        mine.peer_addresses.add(other.address)
         mine.timeout = timedelta(seconds=60)
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(lambda rank: open_group(lines[rank], name, (0, 1), rank, CPU), (0, 1)))
@@ -79,7 +79,7 @@ def test_a_wait_of_gloo_fails_when_its_connections_are_cut(make: Callable[[], Pi
     lines, groups = pair(make, "cut")
     _, others = pair(make, "other")
     work = WAITS[what](groups[0])
-    threading.Timer(0.2, lines[0].cut).start()
+    threading.Timer(0.2, lines[0].shut_down).start()
     with pytest.raises(RuntimeError, match="Connection closed"):  # and not that the time is up
         work.wait()
     assert exchange(others) == 1
@@ -89,7 +89,7 @@ def test_a_wait_of_gloo_fails_when_its_connections_are_cut(make: Callable[[], Pi
 def test_either_end_may_cut(make: Callable[[], PipelineSockets], cutter: int) -> None:
     lines, groups = pair(make, "cut")
     work = groups[0].recv([torch.zeros(1)], 1, 0)
-    threading.Timer(0.2, lines[cutter].cut).start()
+    threading.Timer(0.2, lines[cutter].shut_down).start()
     with pytest.raises(RuntimeError, match="Connection closed"):
         work.wait()
 
@@ -97,7 +97,7 @@ def test_either_end_may_cut(make: Callable[[], PipelineSockets], cutter: int) ->
 def test_a_wait_for_the_store_fails_too(store: Any, make: Callable[[], PipelineSockets]) -> None:
     """As for a peer that does not come to open its end of a group."""
     lines = make()
-    threading.Timer(0.2, lines.cut).start()
+    threading.Timer(0.2, lines.shut_down).start()
     with pytest.raises(RuntimeError, match="Connection was likely closed"):
         open_group(lines, "alone", (0, 1), 0, CPU)
     store.set("still", "here")
@@ -107,7 +107,7 @@ def test_a_wait_for_the_store_fails_too(store: Any, make: Callable[[], PipelineS
 def test_sockets_of_others_are_left_alone(make: Callable[[], PipelineSockets]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         theirs, _ = server.accept()
-        make().cut()
+        make().shut_down()
         with theirs:
             theirs.sendall(b"x")
             assert mine.recv(1) == b"x"
@@ -165,7 +165,7 @@ def test_a_store_that_is_gone_is_noticed_without_asking_it() -> None:
     line = StoreClient(dist.PrefixStore("a", dist.PrefixStore("b", server)), "corner")
     line.store.set("key", "value")
     assert not line.gone
-    line.cut()
+    line.shut_down()
     assert line.gone
     line.close()
 
@@ -175,7 +175,7 @@ def test_a_line_that_ended_well_serves_again_and_one_that_was_cut_does_not(store
     connections = [line._connection for line in (first, second)]
     assert connections[0] is not connections[1]
     first.store.set("key", "of the first")
-    second.cut()
+    second.shut_down()
     first.close(keep=True)
     second.close(keep=True)
     third, fourth = StoreClient(store, "third"), StoreClient(store, "fourth")

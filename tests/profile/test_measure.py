@@ -547,7 +547,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], words: str) -> None
 def test_samples_that_make_no_sense() -> None:
     with pytest.raises(ps.PlanError, match="the sample is empty"):
         measured(mlp(), batch(0))
-    with pytest.raises(ps.PlanError, match="sample is what the model is called with"):
+    with pytest.raises(ps.PlanError, match="sample is the arguments of a call"):
         measured(mlp(), 3)
     with pytest.raises(ps.PlanError, match="disagree on the batch size"):
         measured(mlp(), (batch(3), batch(4)))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.format import parse_bytes
 from penstock.split import balance, chain_of
-from penstock.split.balance import balance_by_size, balance_by_time, balance_stages
-from penstock.split.measure import TRAINING_FACTOR, LayerCost, Measurement, parse_bytes
+from penstock.split.balance import TRAINING_FACTOR, balance_by_size, balance_by_time, balance_stages
+from penstock.split.measure import LayerCost, Measurement
 from penstock.split.sequential import SequentialChain
 from tests.support.models import assert_same, batch, mlp, snapshot
 

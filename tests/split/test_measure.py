@@ -311,7 +311,7 @@ def test_a_backward_that_fails_is_named_too() -> None:
 
 @pytest.mark.parametrize("sample", [[batch()], 3, {1: batch()}, "x"], ids=repr)
 def test_a_sample_that_is_none_is_refused(sample: Any) -> None:
-    with pytest.raises(ps.PlanError, match="sample is what the model is called with"):
+    with pytest.raises(ps.PlanError, match="sample is the arguments of a call"):
         costs(mlp(), sample)
 
 

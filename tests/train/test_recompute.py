@@ -323,7 +323,10 @@ def test_a_kept_value_that_is_changed_afterwards_is_an_error() -> None:
             pipe.step(batch(), batch())
 
     model = nn.Sequential(nn.Linear(4, 4), Changes(), nn.Linear(4, 4))
-    with pipeline(model, stages=1) as pipe, pytest.raises(ps.PlanError, match=r"ps\.keep marked was changed in place"):
+    with (
+        pipeline(model, stages=1) as pipe,
+        pytest.raises(ps.PlanError, match=r"marked by ps\.keep was changed in place"),
+    ):
         two_steps(pipe)
 
 

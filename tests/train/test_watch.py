@@ -454,7 +454,7 @@ def never_steps(rank: int) -> list[str]:
 def test_a_rank_that_does_not_come_to_a_step_is_named(three: Ranks) -> None:
     told = three.check(never_steps, timeout=60)
     for rank in (1, 2):
-        waits = rf"rank {rank} waits for word of the next mini-batch from rank 0, which is not in a step: "
+        waits = rf"rank {rank} waits for the next mini-batch from rank 0, which is not in a step: "
         assert any(re.match(waits + r"it has run none since it built its pipeline \d s ago", t) for t in told[rank])
         assert any(re.match(waits + r"its last one ended \d s ago \(at test_watch", line) for line in told[rank])
 
@@ -479,7 +479,7 @@ def test_a_stopped_process_is_said_to_be_silent_and_may_go_on() -> None:
     for lines in told[1:]:
         assert isinstance(lines, list), lines
         assert any(
-            re.search(r"from rank 0, which has not been heard of for \d+ s \(is its process stopped\?\)", line)
+            re.search(r"from rank 0, which has sent no heartbeat for \d+ s \(is its process stopped\?\)", line)
             for line in lines
         ), lines
 
@@ -518,7 +518,7 @@ def test_a_rank_outside_of_a_step_may_be_the_one_that_is_too_late(three: Ranks) 
     for mine, _ in told:
         assert mine.rank == 0
         assert re.search(
-            r"rank 0: timed out: rank \d waits for word of the next mini-batch from rank 0, which is not in a step: "
+            r"rank 0: timed out: rank \d waits for the next mini-batch from rank 0, which is not in a step: "
             r"its last one ended \d s ago \(at test_watch\.py:\d+, in times_out_elsewhere\): longer than timeout=2 s",
             mine.text,
         )
@@ -543,7 +543,7 @@ def test_a_process_that_nothing_interrupts_says_so_and_ends(tmp_path: Path) -> N
     for text in told:
         assert "timed out" in text
     errors = (tmp_path / "errors").read_text()
-    assert re.search(r"rank 1 has been in 1F1 for \d+ s.*, and ends, because the pipeline has stopped", errors)
+    assert re.search(r"rank 1 has been in 1F1 for \d+ s.*, and exits, because the pipeline has stopped", errors)
     assert "time.sleep(self.seconds)" in errors
 
 

@@ -1,78 +1,126 @@
-"""The ``penstock`` command. Each subcommand is a file in ``penstock.cli``, imported when it is used.
+"""The ``penstock`` command, on Typer.
 
-Such a file has ``configure(parser)``, which adds its arguments, and ``run(args)``, which returns the exit code.
+Each subcommand is a module of this package with an ``app``. It is imported when it is run or completed, so that
+``penstock --help`` does not wait for torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from penstock import __version__
 from penstock.errors import PenstockError
-from penstock.version import __version__
 
-__all__ = ["main", "parser"]
+__all__ = ["UsageError", "app", "complete_schedule", "integer", "main", "unwritable"]
 
 _COMMANDS = {
-    "schedule": "draw, write or verify a pipeline schedule",
-    "demo": "train a small network as a pipeline, beside the plain model",
-    "plan": "cut a model into stages for the devices at hand",
-    "run": "train a script as a pipeline",
-    "report": "make a page of what a run measured",
-    "doctor": "check that this machine is ready",
-    "completion": "print a script that completes command lines in your shell",
+    "schedule": "Draw, write or verify a pipeline schedule.",
+    "demo": "Train a small network as a pipeline, beside the plain model.",
+    "plan": "Cut a model into stages for the devices at hand.",
+    "run": "Train a script as a pipeline.",
+    "report": "Make a page of the measurements of a run.",
+    "doctor": "Check that this machine is ready.",
 }
+
+
+class UsageError(typer.TyperException):
+    """A command line that parses, but asks for something impossible: exit code 2."""
+
+    exit_code = 2
+
+
+class _LazyGroup(TyperGroup):
+    """Imports a subcommand when its own arguments are parsed. Until then only its name and its summary are known."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None:
+            command = get_command(import_module(f"penstock.cli.{name}").app)
+            command.name = name
+        return name, command, rest
+
+
+app = typer.Typer(cls=_LazyGroup, epilog="Example: penstock schedule zbv -p 4 -m 8")
+for _name, _summary in _COMMANDS.items():
+    app.command(_name, help=_summary)(lambda: None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def penstock(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, help="Show the version.")] = False,
+) -> None:
+    """Train PyTorch models as pipelines of stages."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's own). Returns the exit code.
 
-    0: done. 1: it failed, and why is on stderr. 2: the command line is wrong. ``run`` has that of the script.
+    0: success. 1: a failure, explained on stderr. 2: a wrong command line. 130: interrupted. The exit code of ``run``
+    is that of the script.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        wanted = next((word for word in argv if not word.startswith("-")), None)
-        args = parser(() if wanted is None else (wanted,)).parse_args(argv)
-        code: int = args.run(args)
+        code = get_command(app).main(argv, "penstock", standalone_mode=False)
         sys.stdout.flush()
-        return code
+        return code or 0
+    except typer.TyperException as error:
+        print(f"penstock: {error.format_message()}", file=sys.stderr)
+        return error.exit_code
     except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever read our output has seen enough. What is still buffered must not fail again at exit.
+        # The reader of our output has closed the pipe. The rest of the buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
-    except SystemExit as exit:  # argparse has said what it had to say
+    except SystemExit as exit:  # after a completion script, or from a script that a command ran
         return exit.code if isinstance(exit.code, int) else 1
 
 
-def parser(wanted: Container[str] | None = None) -> argparse.ArgumentParser:
-    """All commands by name, with the arguments of those that are ``wanted``, by default all."""
-    parser = argparse.ArgumentParser(
-        prog="penstock",
-        description="Train PyTorch models as pipelines of stages.",
-        epilog="example: penstock schedule zbv -p 4 -m 8",
-    )
-    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, summary in _COMMANDS.items():
-        if find_spec(f"penstock.cli.{name}") is None:
-            continue
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if wanted is None or name in wanted:
-            module = import_module(f"penstock.cli.{name}")
-            module.configure(command)
-            command.set_defaults(run=module.run)
-    return parser
+def integer(minimum: int) -> Callable[[str], int]:
+    """A parser of whole numbers from ``minimum``."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = minimum - 1
+        if number < minimum:
+            raise typer.BadParameter(f"{text!r} is not a whole number from {minimum}")
+        return number
+
+    return parse
+
+
+def unwritable(path: str | Path) -> str | None:
+    """Why no file can be written there, or None: checked before the work whose result it is to hold."""
+    place = Path(path)
+    if place.is_dir():
+        return "it is a directory"
+    if not place.parent.is_dir():
+        return f"there is no directory {str(place.parent)!r}"
+    return None if os.access(place if place.exists() else place.parent, os.W_OK) else "permission denied"
+
+
+def complete_schedule(incomplete: str) -> list[str]:
+    """The names of schedules, for shell completion."""
+    from penstock.schedule.registry import SCHEDULES
+
+    return [name for name in (*SCHEDULES, "auto") if name.startswith(incomplete)]

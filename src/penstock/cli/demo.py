@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
+import typer
 
-from penstock.cli.arguments import unwritable
+from penstock.cli import UsageError, complete_schedule, integer, unwritable
 from penstock.data import mnist
 from penstock.data.mnist import Digits
 from penstock.demo.compare import compare
@@ -22,7 +23,6 @@ from penstock.demo.processes import ProcessesRun
 from penstock.demo.report import Finished, report
 from penstock.demo.runs import (
     PERFETTO,
-    STAGES,
     TRACE,
     PipelineRun,
     PlainRun,
@@ -39,7 +39,7 @@ from penstock.schedule.simulate import Costs, Simulation, simulate
 from penstock.train.launch import usable_cores
 from penstock.viz import print_schedule, print_text
 
-__all__ = ["configure", "run"]
+__all__ = ["app"]
 
 _EXAMPLES = """\
 examples:
@@ -53,60 +53,105 @@ examples:
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    parser.epilog = _EXAMPLES
-    add = parser.add_argument
-    add("--epochs", type=_whole, default=10, metavar="N", help="how often to go over the data (default 10)")
-    add("--batch-size", type=_whole, default=80, metavar="N", help="samples of a step (default 80)")
-    add("--microbatches", type=_whole, default=8, metavar="N", help="what a step is cut into (default 8)")
-    add(
-        "--device-iterations",
-        type=_whole,
-        default=1,
-        metavar="N",
-        help="steps of a call: their results arrive, and are shown, together (default 1)",
-    )
-    add("--test-batch-size", type=_whole, default=100, metavar="N", help="samples at a time in the test (default 100)")
-    add("--learning-rate", type=_rate, default=1e-3, metavar="X", help="of AdamW, at most 1 (default 0.001)")
-    add("--stages", type=int, choices=STAGES, default=STAGES[-1], help="what the network is cut into (default 4)")
-    add(
-        "--strategy",
-        choices=("pipelined", "sharded"),
-        default="pipelined",
-        help="pipelined: by the schedule (default); sharded: one micro-batch at a time, nothing overlaps",
-    )
-    add("--schedule", metavar="SCHEDULE", help="who works on what, when (default 1f1b; see 'penstock schedule --list')")
-    add("--processes", action="store_true", help="a process for each rank, instead of a thread")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the stages are (default cpu)")
-    add("--offload-optimiser", action="store_true", help="keep the optimiser's state on the host: for --device cuda")
-    add("--profile", action="store_true", help="record some steps, and tell what their time went into")
-    add("--report", default="penstock-demo.html", metavar="FILE", help="the page to write (default penstock-demo.html)")
-    add("--profile-dir", default="profile", metavar="DIR", help=f"for {TRACE} and {PERFETTO} (default profile)")
-    add("--debug", action="store_true", help="tell shapes and orders before, and how it goes after each call")
-    add("--data", metavar="DIR", help="where MNIST's four files are (default: the extract in the package)")
-    add("--seed", type=_seed, default=0, metavar="N", help="of the weights and the order of the data (default 0)")
-    parser.set_defaults(usage_error=parser.error)
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate <= 1:
+        raise typer.BadParameter(f"{text!r} is not a number above 0 and at most 1")
+    return rate
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what ``args`` say."""
-    if args.profile:
-        return _train(args, args.profile_dir)
-    with tempfile.TemporaryDirectory() as folder:  # for a trace that nobody has asked for but the report
-        return _train(args, folder)
+app = typer.Typer(add_completion=False)
 
 
-def _train(args: argparse.Namespace, folder: str) -> int:
-    settings = _settings(args, folder)
-    train, test = _digits(args, settings)
-    source = _source(args, settings)
+@app.command(epilog=_EXAMPLES)
+def demo(
+    epochs: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Passes over the data.")] = 10,
+    batch_size: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Samples of a step.")] = 80,
+    microbatches: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Micro-batches of a step.")] = 8,
+    device_iterations: Annotated[
+        int,
+        typer.Option(parser=integer(1), metavar="N", help="Steps of a call: their results arrive together."),
+    ] = 1,
+    test_batch_size: Annotated[
+        int, typer.Option(parser=integer(1), metavar="N", help="Samples at a time in the test.")
+    ] = 100,
+    learning_rate: Annotated[float, typer.Option(parser=_rate, metavar="X", help="Of AdamW, at most 1.")] = 1e-3,
+    stages: Annotated[Literal[1, 2, 3, 4], typer.Option(help="Stages of the network.")] = 4,
+    strategy: Annotated[
+        Literal["pipelined", "sharded"],
+        typer.Option(help="pipelined: by the schedule; sharded: one micro-batch at a time, nothing overlaps."),
+    ] = "pipelined",
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEDULE",
+            autocompletion=complete_schedule,
+            help="The order of work (default: 1f1b; see 'penstock schedule --list').",
+        ),
+    ] = None,
+    processes: Annotated[bool, typer.Option("--processes", help="A process for each rank, not a thread.")] = False,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the stages are.")] = "cpu",
+    offload_optimiser: Annotated[
+        bool, typer.Option("--offload-optimiser", help="Keep the optimiser's state on the host: for --device cuda.")
+    ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Record some steps, and explain their time.")] = False,
+    report: Annotated[str, typer.Option(metavar="FILE", help="The page to write.")] = "penstock-demo.html",
+    profile_dir: Annotated[str, typer.Option(metavar="DIR", help=f"For {TRACE} and {PERFETTO}.")] = "profile",
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show shapes and orders before, and progress after each call.")
+    ] = False,
+    data: Annotated[
+        str | None, typer.Option(metavar="DIR", help="MNIST's four files (default: the extract in the package).")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(parser=integer(0), metavar="N", help="Of the weights and the order of the data.")
+    ] = 0,
+) -> None:
+    """Train the MNIST network as a pipeline of stages, beside the plain model on the same data."""
+    if strategy == "sharded" and schedule is not None:
+        raise UsageError("--strategy sharded is a schedule itself: leave out --schedule")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no GPU here")
+    with ExitStack() as stack:
+        # Without --profile, the trace is for the report only.
+        folder = profile_dir if profile else stack.enter_context(tempfile.TemporaryDirectory())
+        for option, place in (("--profile-dir", Path(folder)), ("--report", Path(report).parent)):
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"{option}: cannot write to {str(place)!r}: {error.strerror}") from None
+        if reason := unwritable(report):
+            raise UsageError(f"--report: cannot write {report!r}: {reason}")
+        settings = Settings(
+            epochs=epochs,
+            batch_size=batch_size,
+            test_batch_size=test_batch_size,
+            learning_rate=learning_rate,
+            schedule="sharded" if strategy == "sharded" else schedule or "1f1b",
+            microbatches=microbatches,
+            seed=seed,
+            data=data,
+            stages=stages,
+            device_iterations=device_iterations,
+            device=device,
+            offload=offload_optimiser,
+            profile=folder,
+        )
+        _train(settings, processes=processes, debug=debug, profile=profile, page=report)
+
+
+def _train(settings: Settings, *, processes: bool, debug: bool, profile: bool, page: str) -> None:
+    train, test = _digits(settings)
+    source = _source(settings)
     simulation = _simulation(source)
     plan = plan_of(network(settings.seed), settings.stages)
     plan = plan.placed(source.placement, [device_of(settings, rank) for rank in source.placement])
     print_text(f"The plan\n\n{plan}\n\nThe schedule\n", sys.stdout)
     print_schedule(simulation)
-    if args.debug:
+    if debug:
         batch, _ = next(settings.batches(train))
         microbatch = batch[: -(-len(batch) // settings.microbatches)]
         print_text(f"\n{details(plan, simulation.schedule, microbatch)}", sys.stdout)
@@ -114,9 +159,9 @@ def _train(args: argparse.Namespace, folder: str) -> int:
     print_text(
         f"\nPipeline and plain model, on {len(train):,} digits from the same weights, in double precision\n", sys.stdout
     )
-    with _one_thread(), closing(_pipeline(args, settings, source)) as pipeline:
+    with _one_thread(), closing(_pipeline(processes, settings, source)) as pipeline:
         plain = PlainRun(settings)
-        told_every = settings.device_iterations if args.debug else None
+        told_every = settings.device_iterations if debug else None
         with progress_ui() as shown:
             comparison = compare(
                 pipeline.steps(train), plain.steps(train), settings.epochs, steps_per_epoch, shown, told_every
@@ -126,60 +171,30 @@ def _train(args: argparse.Namespace, folder: str) -> int:
     if accuracy != expected:
         raise PenstockError(f"{accuracy:.2%} of the test digits are right as a pipeline, but {expected:.2%} plain")
     steps = settings.epochs * steps_per_epoch
-    finished = Finished(settings, plan, simulation, comparison, steps, accuracy, args.processes)
-    if args.profile:
+    finished = Finished(settings, plan, simulation, comparison, steps, accuracy, processes)
+    if profile:
         print_text(f"{Trace.load(finished.trace)}\n", sys.stdout)
-    _conclude(finished, report(finished, args.report))
-    return 0
+    _conclude(finished, report(finished, page))
 
 
-def _settings(args: argparse.Namespace, folder: str) -> Settings:
-    if args.strategy == "sharded" and args.schedule is not None:
-        args.usage_error("--strategy sharded is a schedule itself: leave out --schedule")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        args.usage_error("--device cuda: there is no GPU here")
-    for option, place in (("--profile-dir", Path(folder)), ("--report", Path(args.report).parent)):
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            args.usage_error(f"{option}: cannot write to {str(place)!r}: {error.strerror}")
-    if reason := unwritable(args.report):
-        args.usage_error(f"--report: cannot write {args.report!r}: {reason}")
-    return Settings(
-        epochs=args.epochs,
-        batch_size=args.batch_size,
-        test_batch_size=args.test_batch_size,
-        learning_rate=args.learning_rate,
-        schedule="sharded" if args.strategy == "sharded" else args.schedule or "1f1b",
-        microbatches=args.microbatches,
-        seed=args.seed,
-        data=args.data,
-        stages=args.stages,
-        device_iterations=args.device_iterations,
-        device=args.device,
-        offload=args.offload_optimiser,
-        profile=folder,
-    )
-
-
-def _digits(args: argparse.Namespace, settings: Settings) -> tuple[Digits, Digits]:
+def _digits(settings: Settings) -> tuple[Digits, Digits]:
     try:
         train, test = mnist.load(settings.data)
     except PenstockError as error:
-        args.usage_error(f"--data: {error}")
+        raise UsageError(f"--data: {error}") from None
     samples = min(settings.batch_size, len(train))
     if settings.microbatches > samples:
-        args.usage_error(f"--microbatches {settings.microbatches} is too many: a step has {samples} samples")
+        raise UsageError(f"--microbatches {settings.microbatches} is too many: a step has {samples} samples")
     return train, test
 
 
-def _source(args: argparse.Namespace, settings: Settings) -> ScheduleProvider:
+def _source(settings: Settings) -> ScheduleProvider:
     try:
         source = schedules_of(settings)
     except ScheduleError as error:
-        args.usage_error(f"--schedule: {error}")
+        raise UsageError(f"--schedule: {error}") from None
     if not source.training(1).trains:
-        args.usage_error(f"--schedule: {source.name!r} has no backward, and so does not train")
+        raise UsageError(f"--schedule: {source.name!r} has no backward, and so does not train")
     return source
 
 
@@ -188,8 +203,8 @@ def _simulation(source: ScheduleProvider) -> Simulation:
     return simulate(schedule, Costs.per_rank(v=schedule.num_stages // schedule.num_ranks))
 
 
-def _pipeline(args: argparse.Namespace, settings: Settings, source: ScheduleProvider) -> PipelineRun | ProcessesRun:
-    if args.processes:
+def _pipeline(processes: bool, settings: Settings, source: ScheduleProvider) -> PipelineRun | ProcessesRun:
+    if processes:
         return ProcessesRun(settings, source.ranks, source.placement[-1])
     return PipelineRun(settings)
 
@@ -228,25 +243,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not 0 < rate <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
-    return rate

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Annotated
 
 import torch.distributed as dist
+import typer
 
 from penstock.doctor.judge import Line, judge
 from penstock.doctor.look import look
 from penstock.train.launch import is_rank0
 from penstock.viz import print_text
 
-__all__ = ["configure", "run"]
+__all__ = ["app"]
 
 _DETAILS = """\
 Looks at versions, cores, memory, devices, limits, names and launchers, starts two processes and lets them exchange
@@ -31,20 +32,18 @@ examples:
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    parser.epilog = _DETAILS
-    parser.add_argument("--json", action="store_true", help="write facts and lines as JSON")
+app = typer.Typer(add_completion=False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what ``args`` say."""
+@app.command(epilog=_DETAILS)
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write facts and lines as JSON.")] = False) -> int:
+    """Check that this machine is ready."""
     facts = look()
     lines = _of_all_ranks(judge(facts))
     failed = any(line.status == "fail" for line in lines)
     if dist.is_initialized() and not is_rank0():
         return 0  # rank 0 tells for all: a launcher would end it if another one failed first
-    if args.json:
+    if as_json:
         found = {"ok": not failed, "lines": [asdict(line) for line in lines], "facts": asdict(facts)}
         text = json.dumps(found, indent=2)
     else:

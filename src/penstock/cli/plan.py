@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from penstock.cli.arguments import positive, unwritable
+import typer
+
+from penstock.cli import UsageError, integer, unwritable
 from penstock.errors import PenstockError, PlanError
 
 if TYPE_CHECKING:
     from penstock.profile.planner.result import PlanResult
 
-__all__ = ["configure", "run"]
+__all__ = ["app"]
 
 _EXAMPLES = """\
 examples:
@@ -32,120 +32,166 @@ examples:
 _TOKENS = 4 << 20  # of a mini-batch, where none is said
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    parser.epilog = _EXAMPLES
-    add = parser.add_argument
-    add("model", nargs="?", metavar="MODULE:NAME", help="a model, or a function that returns one, or (model, sample)")
-    add("--sample", metavar="MODULE:NAME", help="what the model is called with, or a function that returns it")
-    add("--costs", metavar="FILE", help="costs that were measured before, or written by hand")
-    add("--layers", metavar="MODEL", help="a transformer by numbers: gpt:175b, llama:70b, or layers=24,hidden=1024,…")
-    add("--hardware", metavar="NAME", help="devices that are not here: h100, a100, …")
-    add("--tensor", type=positive, metavar="N", help="devices that share each layer of --layers (default: searched)")
-    add("--half-layers", action="store_true", help="let --layers be cut between attention and MLP, too")
-    add("--devices", type=positive, metavar="N", required=True, help="how many devices there are")
-    add("--memory", metavar="SIZE", help="what each device has, as 16GiB (default: what it has, where that is known)")
-    add("--batch", type=positive, metavar="N", help="samples of a mini-batch")
-    add("--microbatches", type=positive, metavar="N", help="what a replica's share is cut into (default: searched)")
-    add("--recompute", choices=("yes", "no"), help="whether to recompute (default: where memory asks for it)")
-    add("--threads", action="store_true", help="a pipeline of threads, without replicas, on up to so many devices")
-    add("--seconds", type=_above_0, default=10.0, metavar="S", help="how long to search (default 10)")
-    add("--measure", type=_from_0, metavar="S", help="how long to measure (default 5)")
-    add("--save", metavar="FILE", help="write the plan as JSON: ps.PlanResult.load(FILE, model) reads it")
-    parser.set_defaults(usage_error=parser.error)
+def _above_0(text: str) -> float:
+    seconds = _from_0(text)
+    if seconds == 0:
+        raise typer.BadParameter(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what ``args`` say."""
-    given = [name for name in ("model", "costs", "layers") if getattr(args, name)]
-    if not given or ("layers" in given and len(given) > 1):
-        args.usage_error("what is to be planned? Give one of MODULE:NAME, --costs FILE and --layers MODEL")
-    if args.layers and not args.hardware:
-        args.usage_error("--layers describes a model for devices that are not here: say which by --hardware")
-    for option, reason in _useless(args):
-        args.usage_error(f"{option} {reason}")
-    if args.save and (unable := unwritable(args.save)):
-        args.usage_error(f"--save: cannot write {args.save!r}: {unable}")
-    planned = _described(args) if args.layers else _from_costs(args) if not args.model else _measured(args)
-    print(planned)
-    if args.save:
-        planned.save(args.save)
-        print(f"\nsaved as {args.save}")
-    return 0
+def _from_0(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise typer.BadParameter(f"{text!r} is not a number of seconds")
+    return seconds
 
 
-def _useless(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Options that would do nothing, and why."""
-    if not args.layers:
-        for option, given in (("--tensor", args.tensor), ("--half-layers", args.half_layers)):
-            if given:
-                yield option, "is for a model that is described by --layers"
-    if args.layers and args.threads:
-        yield "--threads", "is for devices that are here, and those of --layers are not"
-    if args.sample and not args.model:
-        yield "--sample", "is for a model that is to be measured: MODULE:NAME"
-    if args.costs and args.hardware:
-        yield "--hardware", "has no say where --costs are given: they are of some hardware already"
-    if args.measure is not None and (args.costs or args.layers or args.hardware):
-        yield "--measure", "has no say where nothing is timed: costs are given, or counted"
+app = typer.Typer(add_completion=False)
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    recompute = {"yes": True, "no": False, None: None}[args.recompute]
-    return {"microbatches": args.microbatches, "recompute": recompute, "seconds": args.seconds}
+@app.command(epilog=_EXAMPLES)
+def plan(
+    devices: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Number of devices.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODULE:NAME", help="A model, or a function that returns one, or (model, sample)."),
+    ] = None,
+    sample: Annotated[
+        str | None, typer.Option(metavar="MODULE:NAME", help="The model's input, or a function that returns it.")
+    ] = None,
+    costs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Costs that were measured before, or written by hand.")
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A transformer by numbers: gpt:175b, llama:70b or layers=24,hidden=1024,…"),
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Devices that are not here: h100, a100, …")
+    ] = None,
+    tensor: Annotated[
+        int | None,
+        typer.Option(
+            parser=integer(1), metavar="N", help="Devices that share each layer of --layers (default: searched)."
+        ),
+    ] = None,
+    half_layers: Annotated[
+        bool, typer.Option("--half-layers", help="Let --layers be cut between attention and MLP, too.")
+    ] = False,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of each device, as 16GiB (default: measured, if known).")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(parser=integer(1), metavar="N", help="Samples of a mini-batch.")] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(parser=integer(1), metavar="N", help="Micro-batches of a replica's share (default: searched)."),
+    ] = None,
+    recompute: Annotated[
+        Literal["yes", "no"] | None, typer.Option(help="Whether to recompute (default: where memory asks for it).")
+    ] = None,
+    threads: Annotated[
+        bool, typer.Option("--threads", help="A pipeline of threads, without replicas, on up to so many devices.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(parser=_above_0, metavar="S", help="How long to search.")] = 10.0,
+    measure: Annotated[
+        float | None, typer.Option(parser=_from_0, metavar="S", help="How long to measure (default: 5).")
+    ] = None,
+    save: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the plan as JSON: ps.PlanResult.load(FILE, model) reads it."),
+    ] = None,
+) -> None:
+    """Plan the training of a model on so many devices: where to cut it, in which order to work, how fast it will be."""
+    if not (model or costs or layers) or (layers and (model or costs)):
+        raise UsageError("what is to be planned? Give one of MODULE:NAME, --costs FILE and --layers MODEL")
+    useless = (
+        (layers and not hardware, "--layers describes a model for devices that are not here: say which by --hardware"),
+        (tensor and not layers, "--tensor is for a model that is described by --layers"),
+        (half_layers and not layers, "--half-layers is for a model that is described by --layers"),
+        (layers and threads, "--threads is for devices that are here, and those of --layers are not"),
+        (sample and not model, "--sample is for a model that is to be measured: MODULE:NAME"),
+        (costs and hardware, "--hardware has no say where --costs are given: they are of some hardware already"),
+        (
+            measure is not None and (costs or layers or hardware),
+            "--measure has no say where nothing is timed: costs are given, or counted",
+        ),
+        (costs and not model and not batch, "say --batch, how many samples a mini-batch has"),
+    )
+    for wrong, message in useless:
+        if wrong:
+            raise UsageError(message)
+    if save and (reason := unwritable(save)):
+        raise UsageError(f"--save: cannot write {save!r}: {reason}")
+    options: dict[str, Any] = {
+        "microbatches": microbatches,
+        "recompute": {"yes": True, "no": False, None: None}[recompute],
+        "seconds": seconds,
+    }
+    if layers:
+        assert hardware is not None
+        result = _plan_analytic(
+            layers, hardware, devices, batch, memory=memory, tensor=tensor, half_layers=half_layers, **options
+        )
+    elif not model:
+        assert costs is not None
+        assert batch is not None
+        result = _plan_costs(costs, devices, batch, memory, threads, options)
+    else:
+        options |= {"devices": devices, "replicas": not threads, "memory": memory, "batch": batch, "costs": costs}
+        options |= {"hardware": hardware, "measure_seconds": 5.0 if measure is None else measure}
+        result = _plan_model(model, sample, options)
+    print(result)
+    if save:
+        result.save(save)
+        print(f"\nsaved as {save}")
 
 
-def _described(args: argparse.Namespace) -> PlanResult:
+def _plan_analytic(layers: str, hardware_name: str, devices: int, batch: int | None, **options: Any) -> PlanResult:
     from penstock.profile.analytic import get_hardware, parse_transformer
     from penstock.profile.planner.plan import plan_analytic
 
-    model, hardware = parse_transformer(args.layers), get_hardware(args.hardware)
-    batch = args.batch or max(1, _TOKENS // model.seq)
-    planned = plan_analytic(
-        model, hardware, args.devices, batch, tensor=args.tensor, half_layers=args.half_layers, memory=args.memory,
-        **_options(args),
-    )  # fmt: skip
-    share = model.flops(batch) / (planned.seconds * args.devices * hardware.flops)
+    model, hardware = parse_transformer(layers), get_hardware(hardware_name)
+    batch = batch or max(1, _TOKENS // model.seq)
+    result = plan_analytic(model, hardware, devices, batch, **options)
+    share = model.flops(batch) / (result.seconds * devices * hardware.flops)
     print(
-        f"{args.layers}: {model.parameters / 1e9:.3g} billion parameters, {batch} sequences of {model.seq} tokens, "
-        f"on {args.devices} × {hardware.name}"
+        f"{layers}: {model.parameters / 1e9:.3g} billion parameters, {batch} sequences of {model.seq} tokens, "
+        f"on {devices} × {hardware.name}"
     )
-    print(f"{batch * model.seq / planned.seconds:,.0f} tokens per second, {share:.1%} of the devices' peak\n")
-    return planned
+    print(f"{batch * model.seq / result.seconds:,.0f} tokens per second, {share:.1%} of the devices' peak\n")
+    return result
 
 
-def _from_costs(args: argparse.Namespace) -> PlanResult:
+def _plan_costs(
+    costs: str, devices: int, batch: int, memory: str | None, threads: bool, options: dict[str, Any]
+) -> PlanResult:
+    from penstock.format import parse_bytes
     from penstock.profile.costs import Profile
     from penstock.profile.planner.plan import plan_costs
-    from penstock.split.measure import parse_bytes
 
-    if args.batch is None:
-        args.usage_error("say --batch, how many samples a mini-batch has")
-    memory = float("inf") if args.memory is None else float(parse_bytes(args.memory))
-    grids = [(1, p) for p in range(1, args.devices + 1)] if args.threads else None
-    profile = Profile.load(args.costs)
-    return plan_costs(profile, batch=args.batch, devices=args.devices, grids=grids, memory=memory, **_options(args))
+    limit = float("inf") if memory is None else float(parse_bytes(memory))
+    grids = [(1, p) for p in range(1, devices + 1)] if threads else None
+    return plan_costs(Profile.load(costs), batch=batch, devices=devices, grids=grids, memory=limit, **options)
 
 
-def _measured(args: argparse.Namespace) -> PlanResult:
+def _plan_model(name: str, sample_name: str | None, options: dict[str, Any]) -> PlanResult:
     from torch import nn
 
     from penstock.profile.planner.plan import plan
 
-    found = _called(args.model)
+    found = _called(name)
     model, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
-        what = type(model).__name__
-        raise PlanError(f"{args.model} is, or returns, a {what}: expected an nn.Module, or (model, sample)")
-    if args.sample:
-        sample = _called(args.sample)
-    if sample is None and not args.costs:
-        raise PlanError(f"{args.model} gives a model and no sample to measure it on: give --sample, or --costs")
-    return plan(
-        model, sample, devices=args.devices, replicas=not args.threads, memory=args.memory, batch=args.batch,
-        costs=args.costs, hardware=args.hardware, measure_seconds=5.0 if args.measure is None else args.measure,
-        **_options(args),
-    )  # fmt: skip
+        kind = type(model).__name__
+        raise PlanError(f"{name} is, or returns, a {kind}: expected an nn.Module, or (model, sample)")
+    if sample_name:
+        sample = _called(sample_name)
+    if sample is None and not options["costs"]:
+        raise PlanError(f"{name} gives a model and no sample to measure it on: give --sample, or --costs")
+    return plan(model, sample, **options)
 
 
 def _find(text: str) -> Any:
@@ -188,20 +234,3 @@ def _called(text: str) -> Any:
         where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
         said = f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
         raise PlanError(f"{text} failed when it was called without arguments: {said}") from error
-
-
-def _above_0(text: str) -> float:
-    seconds = _from_0(text)
-    if seconds == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
-
-
-def _from_0(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
-__all__ = ["configure", "run"]
+import typer
+
+from penstock.cli import UsageError
+
+__all__ = ["app"]
 
 _EXAMPLES = """\
 examples:
@@ -16,33 +20,34 @@ run.json is what trace.save("run.json") wrote, after `with pipe.trace() as trace
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    parser.epilog = _EXAMPLES
-    parser.add_argument("trace", metavar="TRACE", help="a saved trace")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the page to write (default: TRACE with .html)")
-    parser.set_defaults(usage_error=parser.error)
+app = typer.Typer(add_completion=False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what ``args`` say."""
+@app.command(epilog=_EXAMPLES)
+def report(
+    trace_file: Annotated[str, typer.Argument(metavar="TRACE", help="A saved trace.")],
+    output: Annotated[
+        str | None,
+        typer.Option("-o", "--output", metavar="FILE", help="The page to write (default: TRACE with .html)."),
+    ] = None,
+) -> None:
+    """Make a page of what a run measured, from the trace that it saved."""
     from penstock.profile.trace import Trace
 
-    source = Path(args.trace)
-    target = Path(args.output) if args.output else source.with_suffix(".html")
+    source = Path(trace_file)
+    target = Path(output) if output else source.with_suffix(".html")
     if target.resolve() == source.resolve():
-        args.usage_error(f"the page would be written over the trace {args.trace!r}: give another file with -o")
+        raise UsageError(f"the page would be written over the trace {trace_file!r}: give another file with -o")
     try:
         trace = Trace.load(source)
     except OSError as error:
-        args.usage_error(f"cannot read {args.trace!r}: {error.strerror or error}")
+        raise UsageError(f"cannot read {trace_file!r}: {error.strerror or error}") from None
     try:
         findings = trace.report(target)
     except OSError as error:
-        args.usage_error(f"cannot write {str(target)!r}: {error.strerror or error}")
+        raise UsageError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
     print(findings.head)
     if trace.comparison is not None:
         print(trace.comparison)
     print(findings.best)
     print(f"{target}: open it in a browser")
-    return 0

@@ -7,7 +7,6 @@ why a rank failed         all      ──▶ files, one each      ─▶ the fir
 
 from __future__ import annotations
 
-import argparse
 import importlib.machinery
 import os
 import shutil
@@ -17,11 +16,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from penstock.cli import UsageError, integer
 from penstock.launcher.agent import Failure, Launch, launch
 from penstock.train.launch import usable_cores
 
-__all__ = ["configure", "run"]
+__all__ = ["app"]
 
 _DETAILS = """\
 The processes are those of ps.Mesh(): --data replicas of a pipeline of --stages, --tensor processes to each rank of it.
@@ -42,44 +45,73 @@ examples:
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    parser.usage = "penstock run --stages N [options] (train.py | -m package.train) [arguments of the script]"
-    parser.epilog = _DETAILS
-    add = parser.add_argument
-    add("--stages", type=_whole, required=True, metavar="N", help="processes in a pipeline: the mesh's 'pipe'")
-    add("--data", type=_whole, default=1, metavar="N", help="replicas of the pipeline (default 1)")
-    add("--tensor", type=_whole, default=1, metavar="N", help="processes that share a rank's layers (default 1)")
-    add("--nnodes", type=_whole, default=1, metavar="N", help="machines, with as many processes each (default 1)")
-    add("--node-rank", type=_number, metavar="K", help="which of them this is, from 0 on; with --master")
-    add("--master", type=_endpoint, metavar="HOST:PORT", help="where they meet: machine 0, and a free port of it")
-    add("--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="the same, where they number themselves")
-    add("--cpu", action="store_true", help="use no GPUs")
-    add("--all-ranks", action="store_true", help="show what every rank prints")
-    add("--log-dir", metavar="DIR", help="keep what ranks 1, 2, … print as DIR/rank1.out and DIR/rank1.err, …")
-    add("-m", action="store_true", dest="module", help="the script is a module, as for 'python -m'")
-    add("script", metavar="train.py", help="what to run")
-    add("arguments", nargs=argparse.REMAINDER, metavar="…", help="its arguments")
-    parser.set_defaults(usage_error=parser.error)
+def _endpoint(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise typer.BadParameter(f"{text!r} is not HOST:PORT")
+    return text
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what ``args`` say."""
-    processes = _processes(args)
-    _check_script(args)
-    logs = _directory(args)
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    epilog=_DETAILS,
+    context_settings={"allow_interspersed_args": False},  # options after the script are the script's
+    options_metavar="--stages N [OPTIONS]",
+)
+def run(
+    script: Annotated[str, typer.Argument(metavar="train.py", help="The script, or with -m the module.")],
+    stages: Annotated[
+        int, typer.Option(parser=integer(1), metavar="N", help="Processes in a pipeline: the mesh's 'pipe'.")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's arguments.")] = None,
+    data: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Replicas of the pipeline.")] = 1,
+    tensor: Annotated[
+        int, typer.Option(parser=integer(1), metavar="N", help="Processes that share a rank's layers.")
+    ] = 1,
+    nnodes: Annotated[
+        int, typer.Option(parser=integer(1), metavar="N", help="Machines, with as many processes each.")
+    ] = 1,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(parser=integer(0), metavar="K", help="Which of them this is, from 0 on; with --master."),
+    ] = None,
+    master: Annotated[
+        str | None,
+        typer.Option(parser=_endpoint, metavar="HOST:PORT", help="Where they meet: machine 0, and a free port of it."),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(parser=_endpoint, metavar="HOST:PORT", help="The same, where they number themselves."),
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Use no GPUs.")] = False,
+    all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Show the output of every rank.")] = False,
+    log_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Keep the output of ranks 1, 2, … as DIR/rank1.out and DIR/rank1.err, …"),
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="The script is a module, as for 'python -m'.")] = False,
+) -> int:
+    """Train a script as a pipeline."""
+    total = stages * data * tensor
+    _check_machines(total, nnodes, node_rank, master, rdzv_endpoint)
+    _check_script(script, module)
+    processes = total // nnodes
+    logs = _directory(log_dir)
     wanted = Launch(
-        command=(*(["-m"] * args.module), args.script, *args.arguments),
+        command=(*(["-m"] * module), script, *(arguments or ())),
         processes=processes,
-        nodes=args.nnodes,
-        node_rank=args.node_rank,
-        endpoint=args.master or args.rdzv_endpoint,
+        nodes=nnodes,
+        node_rank=node_rank,
+        endpoint=master or rdzv_endpoint,
         logs=logs,
-        show_all=args.all_ranks,
+        show_all=all_ranks,
     )
-    kept = args.log_dir is not None
+    kept = log_dir is not None
+    mesh = {"PENSTOCK_PIPE": str(stages), "PENSTOCK_DATA": str(data), "PENSTOCK_TENSOR": str(tensor)}
     try:
-        with _environment(args, processes):
+        with _environment(mesh, processes, cpu):
             outcome = launch(wanted)
         if isinstance(outcome, Failure):
             printed = any(file.stat().st_size for file in logs.glob("rank*.*"))
@@ -92,60 +124,58 @@ def run(args: argparse.Namespace) -> int:
             shutil.rmtree(logs, ignore_errors=True)
 
 
-def _processes(args: argparse.Namespace) -> int:
-    """How many processes this machine starts."""
-    total: int = args.stages * args.data * args.tensor
-    if total % args.nnodes:
-        args.usage_error(f"{total} processes cannot be shared by --nnodes {args.nnodes} machines alike")
-    if args.master and args.rdzv_endpoint:
-        args.usage_error("--master is for machines with a --node-rank, --rdzv-endpoint for those without: give one")
-    if args.nnodes == 1 and (args.master or args.rdzv_endpoint or args.node_rank is not None):
-        args.usage_error("--master, --rdzv-endpoint and --node-rank are for several machines: say --nnodes, too")
-    if args.nnodes > 1 and not args.master and not args.rdzv_endpoint:
-        args.usage_error(f"where do the {args.nnodes} machines meet? Give --rdzv-endpoint HOST:PORT, or --master")
-    if args.master and args.node_rank is None:
-        args.usage_error("--master needs --node-rank: which of the machines this is, from 0 on")
-    if args.rdzv_endpoint and args.node_rank is not None:
-        args.usage_error("with --rdzv-endpoint the machines number themselves: leave out --node-rank, or use --master")
-    if args.node_rank is not None and args.node_rank >= args.nnodes:
-        args.usage_error(f"--node-rank {args.node_rank} is too high: --nnodes {args.nnodes} are numbered from 0 on")
-    if endpoint := args.master or args.rdzv_endpoint:
+def _check_machines(
+    total: int, nnodes: int, node_rank: int | None, master: str | None, rdzv_endpoint: str | None
+) -> None:
+    if total % nnodes:
+        raise UsageError(f"{total} processes cannot be shared by --nnodes {nnodes} machines alike")
+    if master and rdzv_endpoint:
+        raise UsageError("--master is for machines with a --node-rank, --rdzv-endpoint for those without: give one")
+    if nnodes == 1 and (master or rdzv_endpoint or node_rank is not None):
+        raise UsageError("--master, --rdzv-endpoint and --node-rank are for several machines: say --nnodes, too")
+    if nnodes > 1 and not master and not rdzv_endpoint:
+        raise UsageError(f"where do the {nnodes} machines meet? Give --rdzv-endpoint HOST:PORT, or --master")
+    if master and node_rank is None:
+        raise UsageError("--master needs --node-rank: which of the machines this is, from 0 on")
+    if rdzv_endpoint and node_rank is not None:
+        raise UsageError("with --rdzv-endpoint the machines number themselves: leave out --node-rank, or use --master")
+    if node_rank is not None and node_rank >= nnodes:
+        raise UsageError(f"--node-rank {node_rank} is too high: --nnodes {nnodes} are numbered from 0 on")
+    if endpoint := master or rdzv_endpoint:
         host = endpoint.rpartition(":")[0].strip("[]")
         try:
             socket.getaddrinfo(host, None)
         except (OSError, UnicodeError):
-            args.usage_error(f"the machine {host!r} is not known here: is its name right?")
-    here: int = total // args.nnodes
-    return here
+            raise UsageError(f"the machine {host!r} is not known here: is its name right?") from None
 
 
-def _check_script(args: argparse.Namespace) -> None:
-    if args.module:
-        package = args.script.partition(".")[0]
+def _check_script(script: str, module: bool) -> None:
+    if module:
+        package = script.partition(".")[0]
         if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
-            args.usage_error(f"there is no module {args.script!r}: {package!r} is not here, nor installed")
-    elif not Path(args.script).is_file():
-        args.usage_error(f"there is no file {args.script!r}")
+            raise UsageError(f"there is no module {script!r}: {package!r} is not here, nor installed")
+    elif not Path(script).is_file():
+        raise UsageError(f"there is no file {script!r}")
 
 
-def _directory(args: argparse.Namespace) -> Path:
+def _directory(log_dir: str | None) -> Path:
     """Where the ranks' output goes."""
-    if args.log_dir is None:
+    if log_dir is None:
         return Path(tempfile.mkdtemp(prefix="penstock_"))
     try:
-        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        args.usage_error(f"cannot write to --log-dir {args.log_dir!r}: {error.strerror}")
-    return Path(args.log_dir)
+        raise UsageError(f"cannot write to --log-dir {log_dir!r}: {error.strerror}") from None
+    return Path(log_dir)
 
 
 @contextmanager
-def _environment(args: argparse.Namespace, processes: int) -> Iterator[None]:
-    """What the processes inherit: the mesh, and threads that do not get into each other's way."""
+def _environment(mesh: dict[str, str], processes: int, cpu: bool) -> Iterator[None]:
+    """The environment that the processes inherit: the mesh, and as many threads as there are cores for each."""
     before = dict(os.environ)
-    os.environ.update(PENSTOCK_PIPE=str(args.stages), PENSTOCK_DATA=str(args.data), PENSTOCK_TENSOR=str(args.tensor))
+    os.environ.update(mesh)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
-    if args.cpu:
+    if cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         yield
@@ -162,22 +192,3 @@ def _explain(failure: Failure, more: str | None) -> None:
         print(f"\n{told}\n", file=sys.stderr)
     if more is not None:
         print(f"penstock: {more}", file=sys.stderr)
-
-
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
-def _number(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
-
-
-def _endpoint(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
-    return text

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from penstock.cli.arguments import positive
+import typer
+from typer.core import TyperCommand
+
+from penstock.cli import UsageError, complete_schedule, integer
 from penstock.errors import ScheduleError
 from penstock.schedule.registry import SCHEDULES, build
 from penstock.schedule.schedule import Schedule, loop, vee
@@ -20,7 +23,7 @@ from penstock.schedule.text import from_csv, from_text, to_csv, to_text
 from penstock.schedule.verify import verify
 from penstock.viz import align_columns, describe_schedule, memory_rows, print_schedule, print_text
 
-__all__ = ["configure", "run"]
+__all__ = ["app"]
 
 _EXAMPLES = """\
 examples:
@@ -52,119 +55,172 @@ _COST_NAMES = {
 }
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    parser.epilog = _EXAMPLES
-    parser.add_argument("name", nargs="?", metavar="SCHEDULE", help="its name: see --list")
-    parser.add_argument("-p", type=positive, default=4, metavar="RANKS", help="ranks (default 4)")
-    parser.add_argument("-m", type=positive, default=8, metavar="MICROBATCHES", help="micro-batches (default 8)")
-    parser.add_argument("-v", type=positive, metavar="STAGES", help="stages per rank, where one can choose")
-    parser.add_argument(
-        "--costs",
-        type=_costs,
-        default={},
-        metavar="f=1,i=1,w=1,comm=0",
-        help="times of a rank's share of a micro-batch: "
-        + ", ".join(f"{name} {meaning}" for name, meaning in _COST_NAMES.items()),
-    )
-    parser.add_argument(
-        "--memory",
-        type=_memory,
-        metavar="SHARES",
-        help="with auto: what a rank may keep, in its shares of a micro-batch (default: as much as 1f1b, p)",
-    )
-    parser.add_argument(
-        "--recompute",
-        action="store_true",
-        help="with auto: forwards may drop what they made, and run again, where that saves time in this memory",
-    )
-    parser.add_argument(
-        "--shape", choices=("loop", "v"), help="with auto: stages go round the ranks, or there and back (default loop)"
-    )
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="write it as CSV, one row per rank")
-    instead.add_argument("--text", nargs="?", const="-", metavar="FILE", help="write it as text")
-    instead.add_argument("--verify", metavar="FILE", help="check a schedule in a file, text or CSV (- is stdin)")
-    instead.add_argument("--list", action="store_true", help="list all schedules")
-    parser.set_defaults(usage_error=parser.error)
+def _memory(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise typer.BadParameter(f"{text!r} is not a number above 0")
+    return number
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what ``args`` say."""
-    if args.list:
+def _costs(text: str) -> dict[str, float]:
+    """``f=1,comm=0.1`` as a dictionary."""
+    costs: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in _COST_NAMES:
+            raise typer.BadParameter(
+                f"{part.strip()!r} is not a cost: expected NAME=NUMBER with NAME one of {', '.join(_COST_NAMES)}, "
+                "as in f=1,comm=0.1"
+            )
+        if name in costs:
+            raise typer.BadParameter(f"{name} is there twice")
+        try:
+            costs[name] = float(value)
+        except ValueError:
+            costs[name] = math.nan
+        if not 0 <= costs[name] < math.inf:
+            raise typer.BadParameter(f"{part.strip()!r}: {value!r} is not a number from 0")
+    return costs
+
+
+class _OptionalFile(TyperCommand):
+    """``--csv`` and ``--text`` take a file or nothing, which stands for ``-``, standard output."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words: list[str] = []
+        for word in [*args, "--"]:
+            if words and words[-1] in ("--csv", "--text") and word.startswith("-") and word != "-":
+                words.append("-")
+            words.append(word)
+        return super().parse_args(ctx, words[:-1])
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=_OptionalFile, epilog=_EXAMPLES)
+def schedule(
+    name: Annotated[
+        str | None, typer.Argument(metavar="SCHEDULE", help="Its name: see --list.", autocompletion=complete_schedule)
+    ] = None,
+    p: Annotated[int, typer.Option("-p", parser=integer(1), metavar="RANKS", help="Ranks.")] = 4,
+    m: Annotated[int, typer.Option("-m", parser=integer(1), metavar="MICROBATCHES", help="Micro-batches.")] = 8,
+    v: Annotated[
+        int | None,
+        typer.Option("-v", parser=integer(1), metavar="STAGES", help="Stages per rank, where one can choose."),
+    ] = None,
+    costs: Annotated[
+        Any,
+        typer.Option(
+            parser=_costs,
+            metavar="f=1,i=1,w=1,comm=0",
+            help="Times of a rank's share of a micro-batch: "
+            + ", ".join(f"{name} {meaning}" for name, meaning in _COST_NAMES.items()),
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            parser=_memory,
+            metavar="SHARES",
+            help="With auto: memory of a rank, in its shares of a micro-batch (default: that of 1f1b, p).",
+        ),
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="With auto: recompute forwards where that saves time in this memory.")
+    ] = False,
+    shape: Annotated[
+        Literal["loop", "v"] | None,
+        typer.Option(help="With auto: stages go round the ranks, or there and back (default loop)."),
+    ] = None,
+    csv_file: Annotated[
+        str | None, typer.Option("--csv", metavar="[FILE]", help="Write it as CSV, one row per rank.")
+    ] = None,
+    text_file: Annotated[str | None, typer.Option("--text", metavar="[FILE]", help="Write it as text.")] = None,
+    verify_file: Annotated[
+        str | None,
+        typer.Option("--verify", metavar="FILE", help="Check a schedule in a file, text or CSV (- is stdin)."),
+    ] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="List all schedules.")] = False,
+) -> None:
+    """Draw a schedule with its bubble and memory, write it, or verify one from a file."""
+    given = {"--csv": csv_file, "--text": text_file, "--verify": verify_file, "--list": list_all or None}
+    actions = [option for option, value in given.items() if value is not None]
+    if len(actions) > 1:
+        raise UsageError(f"{actions[0]} and {actions[1]} exclude each other: give one")
+    if list_all:
         return _list()
-    if args.verify is not None:
-        return _verify(args)
-    if args.name is None:
-        args.usage_error("which schedule? Give its name before the options; --list lists all")
-    if args.p * args.m * (args.v or 1) > _MOST:
-        args.usage_error(f"-p {args.p} -m {args.m} is too much: at most {_MOST:,} micro-batches times stages")
+    if verify_file is not None:
+        if name is not None:
+            raise UsageError(f"--verify checks a file: leave out {name!r}")
+        return _verify(verify_file)
+    if name is None:
+        raise UsageError("which schedule? Give its name before the options; --list lists all")
+    if p * m * (v or 1) > _MOST:
+        raise UsageError(f"-p {p} -m {m} is too much: at most {_MOST:,} micro-batches times stages")
     note = ""
     try:
-        if args.name.strip().lower() == _AUTO:
-            found = _search(args)
-            schedule, note = found.schedule, str(found)
-        elif args.memory is not None or args.shape is not None or args.recompute:
-            args.usage_error(
-                f"--memory, --shape and --recompute are for the schedule {_AUTO!r}: {args.name!r} has its own"
-            )
+        if name.strip().lower() == _AUTO:
+            result = _search(p, m, v, shape, costs or {}, memory, recompute)
+            order, note = result.schedule, str(result)
+        elif memory is not None or shape is not None or recompute:
+            raise UsageError(f"--memory, --shape and --recompute are for the schedule {_AUTO!r}: {name!r} has its own")
         else:
-            schedule = build(args.name, args.p, args.m, args.v)
+            order = build(name, p, m, v)
     except ScheduleError as error:
-        args.usage_error(str(error))
-    for target, write in ((args.csv, to_csv), (args.text, to_text)):
-        if target is not None:
-            return _write(args, target, write(schedule))
-    print_schedule(simulate(schedule, Costs.per_rank(v=schedule.num_stages // schedule.num_ranks, **args.costs)))
+        raise UsageError(str(error)) from None
+    if csv_file is not None:
+        return _write(csv_file, to_csv(order))
+    if text_file is not None:
+        return _write(text_file, to_text(order))
+    print_schedule(simulate(order, Costs.per_rank(v=order.num_stages // order.num_ranks, **(costs or {}))))
     if note:
         print(note)
-    return 0
 
 
-def _search(args: argparse.Namespace) -> SearchResult:
-    v = args.v or (2 if args.shape == "v" else 1)
-    if args.shape == "v" and v != 2:
+def _search(
+    p: int, m: int, v: int | None, shape: str | None, costs: dict[str, float], memory: float | None, recompute: bool
+) -> SearchResult:
+    v = v or (2 if shape == "v" else 1)
+    if shape == "v" and v != 2:
         raise ScheduleError(f"--shape v has 2 stages on each rank, not {v}: leave -v out")
-    placement = vee(args.p) if args.shape == "v" else loop(args.p, v)
-    recompute = None if args.recompute else False
-    return auto(Costs.per_rank(v=v, **args.costs), placement, args.m, cap=args.memory, recompute=recompute)
+    placement = vee(p) if shape == "v" else loop(p, v)
+    return auto(Costs.per_rank(v=v, **costs), placement, m, cap=memory, recompute=None if recompute else False)
 
 
-def _list() -> int:
+def _list() -> None:
     width = max(map(len, SCHEDULES))
     for name, kind in SCHEDULES.items():
         print(f"{name.ljust(width)}  {kind.description}")
     print(f"{_AUTO.ljust(width)}  searched: for your costs, memory and placement")
-    return 0
 
 
-def _write(args: argparse.Namespace, target: str, text: str) -> int:
+def _write(target: str, text: str) -> None:
     if not text.endswith("\n"):
         text += "\n"
     if target == "-":
         sys.stdout.write(text)
-        return 0
+        return
     try:
         Path(target).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        args.usage_error(f"cannot write {target!r}: {_reason(error)}")
-    return 0
+        raise UsageError(f"cannot write {target!r}: {_reason(error)}") from None
 
 
-def _verify(args: argparse.Namespace) -> int:
-    if args.name is not None:
-        args.usage_error(f"--verify checks a file: leave out {args.name!r}")
+def _verify(source: str) -> None:
     try:
-        data = sys.stdin.buffer.read() if args.verify == "-" else Path(args.verify).read_bytes()
+        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except (OSError, ValueError) as error:
-        args.usage_error(f"cannot read {args.verify!r}: {_reason(error)}")
-    schedule = _parse(args.verify, data)
+        raise UsageError(f"cannot read {source!r}: {_reason(error)}") from None
+    schedule = _parse(source, data)
     report = verify(schedule)
     lines = align_columns(memory_rows(schedule, report), shutil.get_terminal_size((80, 24)).columns)
     print_text(
         "\n".join([f"{describe_schedule(schedule)}: complete, in order, free of deadlock", "", *lines]), sys.stdout
     )
-    return 0
 
 
 def _parse(source: str, data: bytes) -> Schedule:
@@ -190,34 +246,3 @@ def _parse(source: str, data: bytes) -> Schedule:
 
 def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _memory(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _costs(text: str) -> dict[str, float]:
-    """``f=1,comm=0.1`` as a dictionary."""
-    costs: dict[str, float] = {}
-    for part in text.split(","):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in _COST_NAMES:
-            raise argparse.ArgumentTypeError(
-                f"{part.strip()!r} is not a cost: expected NAME=NUMBER with NAME one of {', '.join(_COST_NAMES)}, "
-                "as in f=1,comm=0.1"
-            )
-        if name in costs:
-            raise argparse.ArgumentTypeError(f"{name} is there twice")
-        try:
-            costs[name] = float(value)
-        except ValueError:
-            costs[name] = math.nan
-        if not 0 <= costs[name] < math.inf:
-            raise argparse.ArgumentTypeError(f"{part.strip()!r}: {value!r} is not a number from 0")
-    return costs

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from penstock import __version__
 from penstock.doctor.exchange import between_ranks, between_two
 from penstock.doctor.facts import Exchange, Facts, Gpu, Launch, Machine, Network, Versions
 from penstock.errors import PlanError
 from penstock.train.launch import is_slurm, slurm_variables, usable_cores
-from penstock.version import __version__
 
 __all__ = ["look"]
 

@@ -149,7 +149,8 @@ def skip_hooks_without_grad(parameters: Sequence[nn.Parameter]) -> None:
         return
     every: list[dict[int, Any]] = [p._backward_hooks for p in parameters]  # type: ignore[misc]
     for hooks in every:
-        hooks.update({key: _HookUnlessNone(hook) for key, hook in hooks.items() if not isinstance(hook, _HookUnlessNone)})
+        plain = {key: hook for key, hook in hooks.items() if not isinstance(hook, _HookUnlessNone)}
+        hooks.update({key: _HookUnlessNone(hook) for key, hook in plain.items()})
 
     def restore() -> None:
         for hooks in every:

@@ -33,7 +33,7 @@ class MeshCoordinates(Protocol):
     """The place of this process in a mesh."""
 
     rank: int  # in the world
-    world_ranks: Sequence[int]
+    world_ranks: tuple[int, ...]
     data_rank: int
     pipe_rank: int
     tensor_rank: int
@@ -183,7 +183,7 @@ class ProgramCache:
         forward, backward = self._channels(header, endpoints)
         loss = self.stages[max(self.stages)].loss
         io = PipelineIO(seed=None if loss is None else loss.seed)
-        # Gradients of weights that live on the host leave the device with them, whether a reduction is in flight or not.
+        # Gradients of weights that live on the host leave the device with them: no reduction may be in flight then.
         moving = any(stage.weights is not None for stage in self.stages.values())
         reduce = None if self.reducer is None or moving else self.reducer.ready
         bindings = Bindings(self.stages, make_slots(program, self.stages), forward, backward, io, reduce)

@@ -138,7 +138,7 @@ class DistributedExecutor(FailureGuard, Executor):
         self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive an executor that was not closed
         rendezvous.compare(pipeline_config(plan, source, options))
-        self.watch.limit(*options["timeout"])
+        self.watch.set_limits(*options["timeout"])
         self.connections = Connections(mesh, self.watch, self.wait_timer)
         host = torch.device("cpu")
         self.control = ControlChannel(
@@ -309,7 +309,8 @@ class DistributedExecutor(FailureGuard, Executor):
             dtype = torch.float64 if double else torch.float32
             received = torch.tensor(number, dtype=dtype, device=self.device) if present else None
             return received, factor or None, int(samples)
-        if self.device.type == "cuda" and uses_nccl(self.device):  # the host did not wait for received messages: now it does
+        if self.device.type == "cuda" and uses_nccl(self.device):
+            # The host did not wait for received messages: now it does.
             others = [rank for place, rank in enumerate(self.ranks) if place != self.last_rank]
             with self.status.waiting(others, "for its GPU, and that for what comes from"):
                 torch.cuda.current_stream(self.device).synchronize()
@@ -473,7 +474,7 @@ class DistributedExecutor(FailureGuard, Executor):
             raise PipelineError("this pipeline was closed: build a new one from its plan")
 
     def exit(self, error: BaseException | None) -> None:
-        self.watch.part(error)
+        self.watch.on_exit(error)
         self.close()
 
     def close(self) -> None:

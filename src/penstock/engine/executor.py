@@ -227,8 +227,8 @@ class Executor(ABC):
 class GradStash:
     """The gradients from before a step.
 
-    ``apart``: existing gradients are removed from ``.grad`` during the step, because a loss that returns counts rescales
-    what the step adds.
+    ``apart``: existing gradients are removed from ``.grad`` during the step, because a loss that returns counts
+    rescales what the step adds.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, apart: bool) -> None:

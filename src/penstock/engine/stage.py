@@ -254,10 +254,10 @@ class StageEngine:
         saved.save(message, self.microbatches[microbatch] if self.microbatches else None)
         forward_state.checkpointing, forward_state.keeper = True, saved.keeper
         assert self.buffer_guard is not None
-        self.buffer_guard.guard.before(self.mode)
+        self.buffer_guard.before(self.mode)
         try:
             self._run(microbatch, message, slot)
-            saved.buffers = self.buffer_guard.guard.after()
+            saved.buffers = self.buffer_guard.after()
         finally:
             forward_state.checkpointing, forward_state.keeper = False, None
         slot.inputs = slot.roots = ()
@@ -349,14 +349,14 @@ class StageEngine:
         if recomputing:
             assert self.buffer_guard is not None
             assert slot.saved is not None
-            stack.enter_context(self.buffer_guard.quiet if self.norms is None else self.norms.quiet)
-            stack.enter_context(self.buffer_guard.guard.seeing(slot.saved.buffers))
+            stack.enter_context(self.buffer_guard.batchnorm_freeze if self.norms is None else self.norms.ignoring)
+            stack.enter_context(self.buffer_guard.restored(slot.saved.buffers))
         elif self.norms is not None:
             stack.enter_context(self.norms.counting)
         if slot.queue is not None:
             stack.enter_context(slot.queue.recording())
         if slot.saved is not None and slot.saved.keeper.used:
-            stack.enter_context(slot.saved.keeper.forward(again=recomputing))
+            stack.enter_context(slot.saved.keeper.forward(recomputing=recomputing))
         return stack
 
     def _call(self, microbatch: int, value: Any, slot: Slot) -> Any:
@@ -407,7 +407,7 @@ class StageEngine:
         if roots and self.norms is None:
             run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         elif roots and self.norms is not None:
-            with self.norms.quiet:  # the user's own checkpoint may run a forward in here
+            with self.norms.ignoring:  # the user's own checkpoint may run a forward in here
                 run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         if len(inputs) == 1:
             (leaf,) = inputs
@@ -442,7 +442,7 @@ class StageEngine:
         if not roots or not targets:
             found = [None] * len(targets)
         else:
-            with nullcontext() if self.norms is None else self.norms.quiet:
+            with nullcontext() if self.norms is None else self.norms.ignoring:
                 found = list(run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
         slot.grads = found[: len(slot.inputs)]
         if slot.inputs_per_edge:
@@ -463,7 +463,7 @@ def begin_run(
     for stage in stages:
         stage.microbatches = made
         if stage.rng is not None:
-            stage.rng.moment = run_name
+            stage.rng.run_name = run_name
         stage.context = ReentrantContext(context) if context else None
         mode = (context, *[module.training for module in stage.submodules])
         stage.mode = stage.modes.setdefault(mode, mode)

@@ -25,7 +25,7 @@ from penstock.engine.autograd_call import (
 from penstock.engine.channel.base import WaitTimer
 from penstock.engine.channel.local import LocalChannel, LockstepChannel
 from penstock.engine.executor import Executor
-from penstock.engine.failure.hang import HangLimits, ThreadHangDetector
+from penstock.engine.failure.status import HangLimits, ThreadHangDetector
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome, check_joinable
 from penstock.engine.message import (
@@ -267,7 +267,7 @@ class ThreadExecutor(Executor):
 
     def hang_detector(self, program: ThreadProgram) -> Callable[[], None]:
         """Called from time to time by the thread that waits for a program."""
-        return ThreadHangDetector(program.runners, self.placement, self.workers.threads, self.limits).look
+        return ThreadHangDetector(program.runners, self.placement, self.workers.threads, self.limits).check
 
     def discard(self) -> None:
         """Drop compiled programs after a failure: their slots and channels hold tensors."""

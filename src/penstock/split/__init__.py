@@ -1,4 +1,4 @@
-"""From a model to a plan."""
+"""``ps.split``: cut a model into the stages of a ``Plan``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ from penstock.split.trunk.line import TrunkChain, trunk_chain
 __all__ = ["Edge", "Plan", "StageSpec", "Tie", "chain_from_recipe", "chain_of", "split"]
 
 
-# The front ends: which one takes a model, and how a saved plan finds its chain again.
-
-
 def chain_of(
     model: nn.Module,
     *,
@@ -38,10 +35,10 @@ def chain_of(
     blocks: str | None = None,
     sample: Any = None,
 ) -> LayerChain:
-    """The chain of a model, by the front end that was asked for, or the one that suits it.
+    """The layers of a model, found by the front end that the arguments ask for or that fits the model.
 
-    A Sequential without marks is cut between its layers, a model that says where its trunk is, there; all others are
-    traced. One that cannot be traced can still be one stage.
+    A Sequential without marks is cut between its layers, a Hugging Face model between the blocks of its trunk; other
+    models are traced. A model that cannot be traced can still be one stage.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
@@ -62,13 +59,13 @@ def chain_of(
     except CannotTrace as error:
         if stages != 1 or cuts is not None or error.marked or mentions_marks(model) or begin_block_of(model):
             raise
-        if type(model).forward is nn.Module.forward:  # a list of modules, which nobody can call
+        if type(model).forward is nn.Module.forward:  # a container such as ModuleList, which cannot be called
             raise
     return WholeModelChain(model)
 
 
 def _has_marks(model: nn.Module) -> bool:
-    """Whether there are marks on the model's modules. Those inside of a forward show when it is traced."""
+    """Whether modules carry marks. Marks inside a forward are seen when it is traced."""
     return bool(cut_points(model)) or any(begin_block_of(module) is not None for module in model.modules())
 
 
@@ -81,7 +78,7 @@ _FRONT_ENDS: dict[str, Callable[[nn.Module, Mapping[str, Any]], LayerChain]] = {
 
 
 def chain_from_recipe(model: nn.Module, recipe: Mapping[str, Any]) -> LayerChain:
-    """The chain that ``recipe``, of a saved plan, describes."""
+    """The chain that the ``recipe`` of a saved plan describes."""
     front = recipe.get("front")
     if front not in _FRONT_ENDS:
         raise PlanError(f"the plan was made by a front end {front!r} that is not known here")
@@ -99,21 +96,21 @@ def split(
     memory: Any = None,
     shared_weights: SharedWeights | None = None,
 ) -> Plan:
-    """Cut ``model`` into stages. The model is not changed: stages hold its own modules, under their own names.
+    """Cut ``model`` into stages. The model is not changed: stages hold its own modules under their own names.
 
-    Where it may be cut: an ``nn.Sequential`` between its layers; another model at its ``ps.CutPoint()``, ``ps.cut(x)``
-    and ``ps.Block`` marks, before the modules ``cuts=["layer2", "layer3.1"]``, between the blocks of its trunk
-    (``blocks="model.layers"``; a Hugging Face model says itself where that is), or, with nothing said, wherever its
-    forward, traced, allows it.
+    Possible cuts: an ``nn.Sequential`` can be cut between its layers. Other models can be cut at ``ps.CutPoint()``,
+    ``ps.cut(x)`` and ``ps.Block`` marks, before the modules in ``cuts=["layer2", "layer3.1"]``, or between the blocks
+    of the module list ``blocks="model.layers"`` (Hugging Face models name theirs). Without any of these, the forward is
+    traced and can be cut wherever that is possible.
 
-    Where it is cut: ``stages=4`` makes that many, as even as can be; ``balance`` says what is to be even
-    (``"parameters"``, ``"uniform"``, ``"time"``, ``"memory"``) or how many layers each stage has (``[2, 2]``).
-    With ``sample``, what the model would be called with, layers are measured, and the time is what is even; for a model
-    of one argument it may be ``(inputs, targets)``. ``memory`` limits the bytes of a stage (``"16GiB"``, or one limit
-    for each). ``stages=[["B1", "B2"], ["B3"]]`` puts blocks into stages by name. With ``cuts`` alone, or where every
-    block has a device, nothing else need be said.
+    Chosen cuts: ``stages=4`` makes four stages of even weight. ``balance`` is the weight (``"parameters"``,
+    ``"uniform"``, ``"time"``, ``"memory"``) or the number of layers per stage (``[2, 2]``). With ``sample``, the
+    arguments of a call, layers are measured and the default weight is time; for a model with one argument it may be
+    ``(inputs, targets)``. ``memory`` limits the bytes of a stage (``"16GiB"``, or one limit per stage).
+    ``stages=[["B1", "B2"], ["B3"]]`` assigns blocks by name. With ``cuts``, or if every block has a device, ``stages``
+    and ``balance`` can be left out.
 
-    ``shared_weights=[("a.weight", "b.weight")]`` makes separate parameters one.
+    ``shared_weights=[("a.weight", "b.weight")]`` ties separate parameters.
     """
     shared = shared_weights or ()
     sample = sample_inputs(model, sample)

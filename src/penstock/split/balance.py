@@ -1,4 +1,4 @@
-"""Which layers go to which stage: as the user says, or so that the heaviest stage is as light as it can be."""
+"""Assign layers to stages: by given sizes, or so that the weight of the heaviest stage is minimal."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.format import format_size_exact
+from penstock.format import format_size_exact, parse_bytes
 from penstock.split.chain import Groups, LayerChain
-from penstock.split.measure import TRAINING_FACTOR, Measurement, layer_memory, measure, memory_limits, parameter_counts
+from penstock.split.measure import Measurement, measure, tensor_bytes
 from penstock.split.partition import MemoryLimitError, WeightPieces, partition
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_stages", "check_limits"]
 
 BALANCE_CRITERIA = ("uniform", "parameters", "time", "memory")
+
+TRAINING_FACTOR = 4.0
+"""Bytes per byte of a trained parameter: the parameter, its gradient and two optimizer states."""
 
 
 def balance_stages(
@@ -28,34 +31,34 @@ def balance_stages(
     sample: Any = None,
     memory: Any = None,
 ) -> list[tuple[str, ...]]:
-    """The layers of each stage: ``balance[i]`` of them in stage ``i``, or ``stages`` stages of even weight.
+    """The layers of each stage: ``balance[i]`` layers in stage ``i``, or ``stages`` stages of even weight.
 
-    What is even is what ``balance`` says: ``"uniform"`` the number of layers, ``"parameters"`` (without a sample)
-    their parameters, ``"time"`` (with one) the seconds of forward and backward, ``"memory"`` the bytes.
+    The weight is ``balance``: ``"uniform"`` counts layers, ``"parameters"`` (the default without a sample) parameters,
+    ``"time"`` (the default with one) seconds of forward and backward, ``"memory"`` bytes.
 
-    ``memory`` limits the bytes of a stage (a number, ``"16GiB"``, or a list with one for each stage): parameters,
-    their gradients, two states of the optimizer for each, and with a sample what backward needs of one forward.
+    ``memory`` limits the bytes of a stage (a number, ``"16GiB"``, or a list with one limit per stage): parameters,
+    their gradients, two optimizer states each, and with a sample the tensors that one forward saves for backward.
     """
     if isinstance(balance, str) and balance not in BALANCE_CRITERIA:
         _invalid_balance(balance)
-    word = balance if isinstance(balance, str) else None
-    if word is not None and stages is None:
-        raise PlanError(f"balance={word!r} says what to balance, but not over how many stages: give stages=n too")
-    if word is None and (balance is None) == (stages is None):
+    criterion = balance if isinstance(balance, str) else None
+    if criterion is not None and stages is None:
+        raise PlanError(f"balance={criterion!r} says what to balance, but not over how many stages: give stages=n too")
+    if criterion is None and (balance is None) == (stages is None):
         raise PlanError("say how to cut: either balance=[2, 2] (layers per stage) or stages=2, not both")
-    if word is None and balance is not None:
+    if criterion is None and balance is not None:
         sizes = _check_sizes(chain, balance)
     else:
         count = _check_stage_count(chain, stages)
-        word = word or ("parameters" if sample is None else "time")
-        if sample is None and word in ("time", "memory"):
-            raise PlanError(f"balance={word!r} is measured: give sample=, what the model would be called with")
-        limits = None if memory is None else memory_limits(memory, count)
-        measured = _measure_if_sample(chain, sample) if limits is not None or word in ("time", "memory") else None
-        sizes = _partition_layers(chain, count, word, measured, limits=limits)
+        criterion = criterion or ("parameters" if sample is None else "time")
+        if sample is None and criterion in ("time", "memory"):
+            raise PlanError(f"balance={criterion!r} is measured: give sample=, the arguments of a call")
+        limits = None if memory is None else _memory_limits(memory, count)
+        measured = _measure_if_sample(chain, sample) if limits is not None or criterion in ("time", "memory") else None
+        sizes = _partition_layers(chain, count, criterion, measured, limits=limits)
     ends = list(accumulate(sizes))
     groups = [chain.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    if memory is not None and word is None:
+    if memory is not None and criterion is None:
         check_limits(chain, groups, memory, sample)
     return groups
 
@@ -68,9 +71,9 @@ def balance_by_time(
     timeout: float = 1.0,
     device: str | torch.device | None = None,
 ) -> list[int]:
-    """How many layers each stage takes so that the slowest, forward and backward of ``sample``, is as fast as can be.
+    """Layers per stage that minimise the forward and backward time of the slowest stage on ``sample``.
 
-    Layers are measured for about ``timeout`` seconds, on ``device``, or where they are; the model is not changed.
+    Layers are measured for about ``timeout`` seconds, on ``device`` or where they are. The model is not changed.
     """
     chain = _chain(model)
     count = _check_stage_count(chain, stages)
@@ -86,10 +89,10 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: str | torch.device | None = None,
 ) -> list[int]:
-    """How many layers each stage takes so that the largest takes as little memory as can be.
+    """Layers per stage that minimise the memory of the largest stage.
 
-    What counts are the parameters, ``param_scale`` times if they are trained (2: with their gradients; 3 for SGD with
-    momentum, 4 for Adam), and what backward needs of one of the ``chunks`` micro-batches of ``sample``.
+    Counted are the parameters, ``param_scale`` times if they are trained (2: with gradients; 3 for SGD with momentum, 4
+    for Adam), and the tensors that one of the ``chunks`` micro-batches of ``sample`` saves for backward.
     """
     chain = _chain(model)
     count = _check_stage_count(chain, stages)
@@ -102,7 +105,7 @@ def balance_by_size(
 
 
 def _chain(model: nn.Module | LayerChain) -> LayerChain:
-    from penstock.split import chain_of  # which knows all front ends, some of which balance
+    from penstock.split import chain_of  # imports all front ends, some of which import this module
 
     return model if isinstance(model, LayerChain) else chain_of(model)
 
@@ -114,7 +117,7 @@ def _measure_if_sample(chain: LayerChain, sample: Any) -> Measurement | None:
 def _partition_layers(
     chain: LayerChain,
     stages: int,
-    word: str,
+    criterion: str,
     measured: Measurement | None,
     *,
     limits: list[int] | None = None,
@@ -122,17 +125,17 @@ def _partition_layers(
     chunks: int = 1,
 ) -> list[int]:
     pieces: list[dict[Hashable, float]] = []
-    if word == "memory" or limits is not None:
-        pieces = layer_memory(chain, measured, scale=scale, chunks=chunks)
+    if criterion == "memory" or limits is not None:
+        pieces = _layer_memory(chain, measured, scale=scale, chunks=chunks)
     weights: Sequence[float | WeightPieces]
-    if word == "uniform":
+    if criterion == "uniform":
         weights = [1] * len(chain.layers)
-    elif word == "memory":
+    elif criterion == "memory":
         weights = pieces
-    elif word == "time" and measured is not None:
+    elif criterion == "time" and measured is not None:
         weights = [layer.forward + layer.backward for layer in measured.layers]
     else:
-        weights = parameter_counts(chain)
+        weights = _parameter_counts(chain)
     if measured is not None:
         crossing: Sequence[float] = measured.crossing
     else:
@@ -141,6 +144,49 @@ def _partition_layers(
         return partition(weights, stages, crossing=crossing, memory=pieces, limits=limits)
     except MemoryLimitError as error:
         raise PlanError(_limit_message(chain, stages, limits or [], error, measured)) from None
+
+
+def _parameter_counts(chain: LayerChain) -> list[int]:
+    """The number of parameters of each layer plus one.
+
+    A layer without parameters is not free: the one keeps such layers from all going to one stage. A parameter of two
+    layers counts in both, since both compute with it.
+    """
+    counts = []
+    for layer in chain.layers:
+        own = {id(tensor): tensor.numel() for _, tensor in chain.members(layer) if isinstance(tensor, nn.Parameter)}
+        counts.append(1 + sum(own.values()))
+    return counts
+
+
+def _layer_memory(
+    chain: LayerChain, measured: Measurement | None, *, scale: float = TRAINING_FACTOR, chunks: int = 1
+) -> list[dict[Hashable, float]]:
+    """The bytes of each layer by tensor, so that a stage counts tensors that its layers share once.
+
+    Trained parameters count ``scale`` times, frozen ones and buffers once. With a measurement, tensors saved for
+    backward count too: those of one micro-batch, if the sample is ``chunks`` micro-batches.
+    """
+    pieces: list[dict[Hashable, float]] = []
+    for i, layer in enumerate(chain.layers):
+        sizes: dict[Hashable, float] = {}
+        for _, tensor in chain.members(layer):
+            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            sizes["member", id(tensor)] = tensor_bytes(tensor) * (scale if trained else 1)
+        if measured is not None:
+            sizes.update((("kept", key), size / chunks) for key, size in measured.kept[i].items())
+        pieces.append(sizes)
+    return pieces
+
+
+def _memory_limits(memory: Any, stages: int) -> list[int]:
+    """The limit of each stage in bytes, from one limit for all stages or a list."""
+    if isinstance(memory, (str, int, float)) or not isinstance(memory, Iterable):
+        return [parse_bytes(memory)] * stages
+    limits = [parse_bytes(limit) for limit in memory]
+    if len(limits) != stages:
+        raise PlanError(f"memory has {len(limits)} limits, but there are {stages} stages: give one for each, or one")
+    return limits
 
 
 def _limit_message(
@@ -169,15 +215,14 @@ def _limit_message(
 
 
 def check_limits(chain: LayerChain, groups: Groups, memory: Any, sample: Any) -> None:
-    """Stages that the user chose must keep the limits that the user gave."""
-    pieces = dict(zip(chain.layers, layer_memory(chain, _measure_if_sample(chain, sample)), strict=True))
-    for stage, (layers, limit) in enumerate(zip(groups, memory_limits(memory, len(groups)), strict=True)):
+    """Raise an error if a stage that the user chose exceeds its memory limit."""
+    pieces = dict(zip(chain.layers, _layer_memory(chain, _measure_if_sample(chain, sample)), strict=True))
+    for stage, (layers, limit) in enumerate(zip(groups, _memory_limits(memory, len(groups)), strict=True)):
         needs = sum({key: value for layer in layers for key, value in pieces[layer].items()}.values())
         if needs > limit:
             raise PlanError(
                 f"stage {stage} has layers that need {format_size_exact(needs)}, but its limit is "
-                f"{format_size_exact(limit)}: "
-                "give it fewer layers"
+                f"{format_size_exact(limit)}: give it fewer layers"
             )
 
 

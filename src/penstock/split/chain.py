@@ -1,14 +1,14 @@
-"""A model as a chain of layers: what every front end makes of a model, and what is cut into stages.
+"""``LayerChain``: a model as a sequence of layers, and the ``Plan`` made from groups of them.
 
-    model ──front end──▶ Line ──balance──▶ groups of layers ──▶ Plan, and one module per stage
+    model ──front end──▶ LayerChain ──balance──▶ groups of layers ──▶ Plan, and one module per stage
 
-A stage's module is called with one value per edge into it, in the order of the edges' sources, and gives one value
-per edge out of it, in the order of their destinations. The first stage is called with the value that ``arguments``
-made of the model's arguments; the last one gives the model's output. A value alone is not in a tuple:
+A stage module takes one value per incoming edge, ordered by source stage, and returns one value per outgoing edge,
+ordered by destination. The first stage takes the value that ``arguments`` builds from the model's arguments; the
+last stage returns the model's output. A single value is not wrapped in a tuple:
 
-    first stage   module(value) -> x                    one edge out
-    a middle one  module(x, skip) -> (y, other)         two edges in, two edges out
-    last stage    module(y, other) -> output
+    first stage    module(value) -> x                    one edge out
+    middle stage   module(x, skip) -> (y, other)         two edges in, two edges out
+    last stage     module(y, other) -> output
 """
 
 from __future__ import annotations
@@ -43,44 +43,44 @@ Groups = Sequence[Sequence[str]]
 
 
 class LayerChain(ABC):
-    """The layers of a model in the order in which they run."""
+    """The layers of a model in execution order. Each front end is a subclass."""
 
     model: nn.Module
     layers: tuple[str, ...]
     recipe: Mapping[str, Any]
-    """What finds the same chain in the same model again; JSON. ``recipe["front"]`` names the front end."""
+    """JSON data from which the front end ``recipe["front"]`` rebuilds the same chain for the same model."""
     fixed: Mapping[str, Any] = MappingProxyType({})
-    """Arguments that the stages always give the model."""
+    """Arguments that the stages always pass to the model."""
 
     @abstractmethod
     def members(self, layer: str) -> Iterable[tuple[str, Tensor]]:
-        """The parameters and buffers that a layer uses, by their names in the model, under every name they have."""
+        """The parameters and buffers that a layer uses, under every name that they have in the model."""
 
     @abstractmethod
     def edges(self, groups: Groups) -> tuple[Edge, ...]:
-        """What crosses between these stages. Every stage has an edge to the next, if only with nothing in it."""
+        """The edges between these stages. Each stage has an edge to the next one, even without values."""
 
     @abstractmethod
     def stage(self, groups: Groups, index: int) -> nn.Module:
-        """One stage: the model's own modules, under their own names, called as said above."""
+        """The module of one stage: it holds the model's own modules under their own names."""
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What enters the first stage when the model is called like this: the arguments by their names."""
+        """The input of the first stage for a call of the model: by default its arguments by name."""
         return bind_arguments(self.model, args, kwargs)
 
     def crossing(self, cut: int) -> float:
-        """What it costs to cut before layer number ``cut``: the size of what crosses, or how many values do."""
+        """The cost of a cut before layer number ``cut``: the size or the number of the values that cross it."""
         return 1.0
 
     def devices(self) -> Mapping[str, str]:
-        """The devices that layers were marked for."""
+        """The devices that the user gave to layers."""
         return {}
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by the names that the model's forward has for them; defaults are left out.
+    """The arguments of a call by parameter name, without defaults.
 
-    ``*args`` stays a tuple under its name, ``**kwargs`` is spread out.
+    ``*args`` stays a tuple under its name; ``**kwargs`` is expanded.
     """
     signature = inspect.signature(model.forward)
     try:
@@ -94,11 +94,8 @@ def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     return arguments
 
 
-# A model that is one stage: nothing is cut, so nothing need be known of its forward.
-
-
 class WholeModelChain(LayerChain):
-    """One layer, the whole model, for models whose forward cannot be followed."""
+    """A chain of one layer, the whole model, for models whose forward cannot be traced."""
 
     layers = ("model",)
     recipe = {"front": "whole"}  # noqa: RUF012
@@ -122,13 +119,13 @@ class WholeModelChain(LayerChain):
 
 
 class _WholeModelStage(nn.Module):
-    """Calls the model. What the model holds is held here as well, under the same names."""
+    """Calls the model, and shares its parameters, buffers and modules under the same names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.__dict__["_penstock_model"] = model
-        for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[held] = getattr(model, held)
+        for attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[attribute] = getattr(model, attribute)
 
     @property
     def training(self) -> bool:
@@ -146,30 +143,25 @@ class _WholeModelStage(nn.Module):
         return self.__dict__["_penstock_model"](*args, **kwargs)
 
 
-# A model's output with what its loss is a mean over: micro-batches of different counts weigh differently.
-
-
 @dataclass(frozen=True)
 class CountedOutput:
-    """The last stage's output where the model computed its own loss.
+    """The output of the last stage when the model computes its own loss.
 
-    ``count`` is over how much the loss was averaged (for labels: those that are not ignored), as a tensor without
-    dimensions: the loss of the mini-batch is the mean of the micro-batches' losses, weighted by their counts. None: the
-    loss is a sum, divided by a number that was given for the whole mini-batch; such losses are added.
+    ``count`` is a 0-d tensor: the number of elements that the loss was averaged over (labels that are not ignored). The
+    loss of the mini-batch is the mean of the micro-batch losses weighted by it. With ``count=None`` the losses are
+    added: the model divided a sum by a number that was given for the whole mini-batch.
     """
 
     output: Any
     count: Tensor | None
 
 
-# Parameters that live in several stages: found by identity before the model is cut, or said to be one by name.
-
 SharedWeights = Sequence[Sequence[str]]
-"""Names of separate parameters that are to be one, such as ``[("embed.weight", "head.weight")]``."""
+"""Groups of names of parameters to be tied, such as ``[("embed.weight", "head.weight")]``."""
 
 
 def find_ties(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> tuple[Tie, ...]:
-    """One tie per parameter that occurs in several stages, or under several names that are said to be one."""
+    """One tie per parameter that is used by several stages, or that ``shared`` gives several names."""
     stages: dict[str, set[int]] = {}
     parameters: dict[str, nn.Parameter] = {}
     for stage, layers in enumerate(groups):
@@ -178,22 +170,22 @@ def find_ties(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> 
                 if isinstance(tensor, nn.Parameter):
                     parameters[name] = tensor
                     stages.setdefault(name, set()).add(stage)
-    family = {name: id(parameter) for name, parameter in parameters.items()}
-    named: set[int] = set()
+    identity = {name: id(parameter) for name, parameter in parameters.items()}
+    declared: set[int] = set()
     for names in shared:
         _check_shared(names, parameters)
-        one = family[names[0]]
-        named.add(one)
-        others = {family[name] for name in names}
-        family = {name: one if key in others else key for name, key in family.items()}
-    members: dict[int, list[str]] = {}
-    for name, key in family.items():
-        members.setdefault(key, []).append(name)
+        merged = {identity[name] for name in names}
+        first = identity[names[0]]
+        declared.add(first)
+        identity = {name: first if key in merged else key for name, key in identity.items()}
+    names_of: dict[int, list[str]] = {}
+    for name, key in identity.items():
+        names_of.setdefault(key, []).append(name)
     ties = []
-    for key, names in members.items():
-        places = tuple(sorted(set().union(*(stages[name] for name in names))))
-        if len(places) > 1 or (key in named and len(names) > 1):
-            ties.append(Tie(tuple(names), places))
+    for key, own_names in names_of.items():
+        used_by = tuple(sorted(set().union(*(stages[name] for name in own_names))))
+        if len(used_by) > 1 or (key in declared and len(own_names) > 1):
+            ties.append(Tie(tuple(own_names), used_by))
     return tuple(ties)
 
 
@@ -213,26 +205,22 @@ def _check_shared(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> 
             )
 
 
-# From a chain and its groups to the plan.
-
-
 def build_plan(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> Plan:
-    """The plan whose stage ``i`` has the layers ``groups[i]``; parameters that ``shared`` names together are one."""
+    """The plan whose stage ``i`` has the layers ``groups[i]``, with the ties that ``shared`` declares."""
     specs = []
     for layers in groups:
-        members: dict[int, Tensor] = {id(tensor): tensor for layer in layers for _, tensor in chain.members(layer)}
-        count = sum(tensor.numel() for tensor in members.values() if isinstance(tensor, nn.Parameter))
-        specs.append(
-            StageSpec(tuple(layers), count, sum(tensor.numel() * tensor.element_size() for tensor in members.values()))
-        )
-    marked = chain.devices()
-    devices = [next((marked[layer] for layer in layers if layer in marked), None) for layers in groups]
-    wanted = tuple(device for device in devices if device is not None)
+        tensors = {id(tensor): tensor for layer in layers for _, tensor in chain.members(layer)}.values()
+        parameters = sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        specs.append(StageSpec(tuple(layers), parameters, size))
+    device_of = chain.devices()
+    devices = [next((device_of[layer] for layer in layers if layer in device_of), None) for layers in groups]
+    known = tuple(device for device in devices if device is not None)
     return Plan(
         tuple(specs),
         chain.edges(groups),
         find_ties(chain, groups, shared),
-        devices=wanted if len(wanted) == len(groups) else None,
+        devices=known if len(known) == len(groups) else None,
         recipe={**chain.recipe, **({"shared_weights": [list(names) for names in shared]} if shared else {})},
         chain=chain,
     )

@@ -1,10 +1,10 @@
-"""``ps.flatten``: parts of a model, in the order in which they run, as a Sequential with the model's own names.
+"""``ps.flatten``: parts of a model in execution order, as a Sequential that keeps the model's names.
 
 flatten(net, ["stem", "body", lambda x: x.mean(-1), "head"])
 
-runs      stem ─▶ body.0 ─▶ body.1 ─▶ lambda_2 ─▶ head         one after the other
-is named  stem    body┬0    lambda_2    head                   as a tree, which mirrors the model's
-                      └1
+runs     stem ─▶ body.0 ─▶ body.1 ─▶ lambda_2 ─▶ head      one after the other
+names    stem    body┬0    lambda_2    head                a tree that mirrors the model's
+                     └1
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from penstock.errors import PlanError
 from penstock.split.lazy import members
 from penstock.suggest import did_you_mean
 
-__all__ = ["FlatSequential", "flatten", "is_plain_sequential", "layers_of", "paths_of", "refuse_hooks"]
+__all__ = ["FlatSequential", "check_no_hooks", "flatten", "is_plain_sequential", "layers_of", "paths_of"]
 
 Entry = str | nn.Module | Callable[[Any], Any]
 
 
 class FlatSequential(nn.Sequential):
-    """Layers that run one after the other, and stand in a tree by their names.
+    """Layers that run one after the other and are registered in a tree by their dotted names.
 
-    ``paths`` has, for each layer in order, the names of what it consists of; the module of the first one is run, the
-    others are further names of parts of it. ``tree`` has the modules by name, in the order of ``parameters()``.
+    ``paths`` maps each layer, in order, to its names: the module under the first name is called, the others are further
+    names of its parts. ``tree`` maps names to modules, in the order of ``parameters()``.
     """
 
     def __init__(self, paths: Mapping[str, Iterable[str]], tree: Mapping[str, nn.Module]) -> None:
@@ -52,19 +52,19 @@ class FlatSequential(nn.Sequential):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
             return list(self)[index]
-        kept = dict(list(self._paths.items())[index])
-        part = FlatSequential(kept, {path: _at(self, path) for names in kept.values() for path in names})
+        paths = dict(list(self._paths.items())[index])
+        part = FlatSequential(paths, {path: _at(self, path) for names in paths.values() for path in names})
         part.training = self.training
         return part
 
-    def _fixed(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _immutable(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PlanError("the layers of a flattened model are fixed: flatten the model again, with another list")
 
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = insert = extend = pop = _fixed
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = insert = extend = pop = _immutable
 
 
 class _Branch(nn.Module):
-    """A place in a tree of names where the model has a module that is not itself run."""
+    """A node in the tree of names, in place of a module of the model that is not itself called."""
 
 
 class _Function(nn.Module):
@@ -82,16 +82,15 @@ class _Function(nn.Module):
 
 
 def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False) -> FlatSequential:
-    """The layers ``entries`` of ``model``, one after the other, as an ``nn.Sequential`` that ``ps.split`` can cut.
+    """The layers ``entries`` of ``model`` as an ``nn.Sequential`` that ``ps.split`` can cut.
 
-    An entry is the name of a module (dotted names reach further down), a module, or a function of one value. Where the
-    *name* of a plain ``nn.Sequential`` or of an ``nn.ModuleList`` is given, its members stand for it, one level down; a
-    module given itself is one layer. The parts are the model's own objects, and have its names: ``state_dict()`` has
-    the model's keys. A module of the model may be listed several times. Modules that are not of the model are named
-    after their class, functions after themselves.
+    An entry is the (dotted) name of a module, a module, or a function of one value. The *name* of a plain
+    ``nn.Sequential`` or ``nn.ModuleList`` stands for its members; a module object is always one layer. The layers are
+    the model's own modules under its names, so ``state_dict()`` has the model's keys. A module may be listed several
+    times. Modules that are not part of the model are named after their class, functions after themselves.
 
-    Parameters and buffers that are in no entry would be lost, which is an error unless ``partial=True``. That the
-    list runs as the model's forward does is for the caller to know.
+    Parameters and buffers outside all entries would be lost; this is an error unless ``partial=True``. The caller is
+    responsible for listing the entries as the model's forward runs them.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"flatten takes an nn.Module, got {type(model).__name__}")
@@ -102,9 +101,9 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
         names.add(number, entry)
     if not names.layers:
         raise PlanError("nothing is listed: flatten needs the layers of the model, in the order in which they run")
-    _refuse_lost_hooks(model, names)
+    _check_no_lost_hooks(model, names)
     if not partial:
-        _refuse_lost_members(model, names)
+        _check_no_lost_members(model, names)
     paths = names.paths()
     flat = FlatSequential(paths, names.tree_in_order())
     for module in flat.modules():
@@ -115,11 +114,11 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
 
 
 class _LayerNames:
-    """Names for the layers of a list: those of the model where it has them, and others than those where not."""
+    """Names of the listed layers: the model's names, or free names for modules that it does not have."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.layers: dict[str, str] = {}  # to paths
+        self.layers: dict[str, str] = {}  # layer -> path
         self.tree: dict[str, nn.Module] = {}
         self.expanded: set[str] = set()
         self.own: dict[int, list[str]] = {}
@@ -133,25 +132,25 @@ class _LayerNames:
             if _is_list(module):
                 self.expanded.add(entry)
                 for name, member in layers_of(module).items():
-                    self._put(number, f"{entry}.{name}", member)
+                    self._add_layer(number, f"{entry}.{name}", member)
             else:
-                self._put(number, entry, module)
+                self._add_layer(number, entry, module)
         elif isinstance(entry, nn.Module):
             paths = self.own.get(id(entry))
             if paths == [""]:
                 raise PlanError(f"entry {number} is the model itself: list its parts")
             if paths is None and id(entry) not in self.foreign:
-                self.foreign[id(entry)] = self._free(type(entry).__name__.lower(), number)
-            self._put(number, paths[0] if paths else self.foreign[id(entry)], entry)
+                self.foreign[id(entry)] = self._free_name(type(entry).__name__.lower(), number)
+            self._add_layer(number, paths[0] if paths else self.foreign[id(entry)], entry)
         elif callable(entry) and not inspect.isclass(entry):
-            self._put(number, self._free(_function_name(entry, number), number), _Function(entry))
+            self._add_layer(number, self._free_name(_function_name(entry, number), number), _Function(entry))
         else:
             what = f"the class {entry.__name__}: make a module of it" if inspect.isclass(entry) else repr(entry)
             raise PlanError(f"entry {number} must be a name, a module or a function, but is {what}")
 
     def paths(self) -> dict[str, list[str]]:
-        """For each layer its path, and the paths under which the model has parts of it once more."""
-        found = {}
+        """For each layer its path, and further paths under which the model has parts of it."""
+        paths = {}
         for layer, path in self.layers.items():
             others = [
                 name
@@ -160,27 +159,27 @@ class _LayerNames:
                 for name in self.own.get(id(part), ())
                 if not _is_inside(name, path)
             ]
-            found[layer] = [path, *(name for name in dict.fromkeys(others) if name)]
-            self.tree.update((name, _at(self.model, name)) for name in found[layer][1:])
-        return found
+            paths[layer] = [path, *(name for name in dict.fromkeys(others) if name)]
+            self.tree.update((name, _at(self.model, name)) for name in paths[layer][1:])
+        return paths
 
     def tree_in_order(self) -> dict[str, nn.Module]:
-        """The tree in the model's order, so that ``parameters()`` has it, and what is not of the model at the end."""
+        """The tree in the order of the model's ``parameters()``; modules that are not part of the model come last."""
         known = [path for path, _ in self.model.named_modules(remove_duplicate=False) if path in self.tree]
         return {path: self.tree[path] for path in dict.fromkeys((*known, *self.tree))}
 
-    def _put(self, number: int, path: str, module: nn.Module) -> None:
+    def _add_layer(self, number: int, path: str, module: nn.Module) -> None:
         if _has_no_forward(module):
             inside = ", ".join(f"'{path}.{name}'" for name in module._modules) or "none"
             raise PlanError(
                 f"entry {number}, '{path}', is a {type(module).__name__}, which has no forward: "
                 f"list its members ({inside})"
             )
-        again = sum(known == path for known in self.layers.values())
-        self.layers[f"{path}:{again + 1}" if again else path] = path
+        repeats = sum(known == path for known in self.layers.values())
+        self.layers[f"{path}:{repeats + 1}" if repeats else path] = path
         self.tree[path] = module
 
-    def _free(self, name: str, number: int) -> str:
+    def _free_name(self, name: str, number: int) -> str:
         taken = {*self.model._modules, *self.layers.values()}
         candidates = (name, f"{name}_{number}", *(f"{name}_{number}_{i}" for i in range(len(taken))))
         return next(candidate for candidate in candidates if candidate not in taken)
@@ -204,49 +203,49 @@ class _LayerNames:
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a Sequential, or the members of a list, by name. (``named_children`` gives an object only once.)"""
+    """The layers of a Sequential or list by name, repeated modules included (unlike ``named_children``)."""
     if isinstance(model, FlatSequential):
         return dict(zip(model._paths, model, strict=True))
     return {name: layer for name, layer in model._modules.items() if layer is not None}
 
 
 def paths_of(model: nn.Module, layer: str) -> dict[str, nn.Module]:
-    """The modules that a layer consists of, by their names in the model; the first is the layer itself."""
+    """The modules of a layer by their names in the model; the first is the layer itself."""
     names = model._paths[layer] if isinstance(model, FlatSequential) else (layer,)
     return {name: _at(model, name) for name in names}
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
-    """Whether a module is a Sequential that does nothing but run its layers one after the other."""
-    if not isinstance(module, nn.Sequential):  # the class of a scripted one cannot be asked for its forward
+    """Whether a module is a Sequential with the original forward."""
+    if not isinstance(module, nn.Sequential):  # the class of a scripted module has no forward
         return False
     return type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__
 
 
-def refuse_hooks(module: nn.Module, what: str) -> None:
-    """An error if a module that no stage calls has hooks, which nobody would call."""
+def check_no_hooks(module: nn.Module, what: str) -> None:
+    """Raise an error if a module that no stage calls has hooks, which would never run."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise PlanError(f"{what} has hooks, and no stage runs the whole of it: register them on its layers")
 
 
-def _refuse_lost_hooks(model: nn.Module, names: _LayerNames) -> None:
-    refuse_hooks(model, f"the {type(model).__name__} itself")
+def _check_no_lost_hooks(model: nn.Module, names: _LayerNames) -> None:
+    check_no_hooks(model, f"the {type(model).__name__} itself")
     for path in (*names.layers.values(), *names.expanded):
         parts = path.split(".")
         for end in range(1, len(parts) + (path in names.expanded)):
             above = ".".join(parts[:end])
             if above not in names.tree:
                 module = _at(model, above)
-                refuse_hooks(module, f"'{above}' ({type(module).__name__})")
+                check_no_hooks(module, f"'{above}' ({type(module).__name__})")
 
 
-def _refuse_lost_members(model: nn.Module, names: _LayerNames) -> None:
-    kept = {id(tensor) for layer in names.layers.values() for _, tensor in members(names.tree[layer], layer)}
+def _check_no_lost_members(model: nn.Module, names: _LayerNames) -> None:
+    listed = {id(tensor) for layer in names.layers.values() for _, tensor in members(names.tree[layer], layer)}
     state = set(model.state_dict())
     lost = [
         name
         for name, tensor in members(model, "")
-        if id(tensor) not in kept and (isinstance(tensor, nn.Parameter) or name in state)
+        if id(tensor) not in listed and (isinstance(tensor, nn.Parameter) or name in state)
     ]
     if lost:
         shown = ", ".join(lost[:10]) + (f" and {len(lost) - 10} more" if len(lost) > 10 else "")
@@ -257,9 +256,9 @@ def _refuse_lost_members(model: nn.Module, names: _LayerNames) -> None:
 
 
 def _insert(root: nn.Module, path: str, module: nn.Module, tree: Mapping[str, nn.Module]) -> None:
-    """Put a module where its name says, unless it comes with a module above it that is in the tree as well.
+    """Register a module under its dotted name, unless a module above it is in the tree too.
 
-    Straight into ``_modules``: ``add_module`` would refuse a name that is a method of Sequentials.
+    Writes to ``_modules``, since ``add_module`` rejects names of Sequential's methods.
     """
     *above, name = path.split(".")
     if any(".".join(above[:end]) in tree for end in range(1, len(above) + 1)):
@@ -284,7 +283,7 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module is no more than a list of others, so that these may stand for it."""
+    """Whether a module is a mere list, whose name stands for its members."""
     if isinstance(module, nn.ModuleList):
         return _has_no_forward(module)
     return is_plain_sequential(module) and not isinstance(module, FlatSequential)

@@ -1,4 +1,4 @@
-"""Layers that are built only where they are needed: ``ps.Lazy(lambda: nn.Linear(1024, 1024))``."""
+"""``ps.Lazy``: layers that only the rank that runs them builds: ``ps.Lazy(lambda: nn.Linear(1024, 1024))``."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ from penstock.errors import PlanError
 
 __all__ = ["Lazy", "build", "members"]
 
-_building = threading.RLock()  # one build at a time: they draw from one generator, and a layer is built once
+_build_lock = threading.RLock()  # one build at a time: builds share the random generator
 _NOT_YET = object()
 
 
 class Lazy(nn.Module):
-    """A layer that ``fn()`` builds: in the stage that has it, or when it is first called.
+    """A layer that ``fn()`` builds when its stage is made, or when it is first called.
 
-    When it is built, this object *becomes* the layer, class and all, so that parameters have the names that they would
-    have without ``Lazy``, and nothing stands between. Until then it has no parameters (make an optimizer after
-    ``pipe``, or after ``build``), and its ``state_dict()`` has the names with tensors on the meta device; loading a
-    state, ``to(…)`` and ``apply(…)`` build it.
+    A built layer replaces this object's class and attributes, so parameters have the names that they would have without
+    ``Lazy``. Before that it has no parameters (make the optimizer after the pipeline, or after ``build``), and its
+    ``state_dict()`` has tensors on the meta device. Loading a state, ``to(…)`` and ``apply(…)`` build it.
 
-    ``fn`` is called once more before that, under ``torch.device("meta")`` and apart from all generators, to learn the
-    sizes that a plan balances. An ``fn`` that cannot be called so is a layer of unknown size: it counts as one
-    without parameters, and its skips are not seen.
+    To learn its size, ``fn`` is also called once under ``torch.device("meta")``, with the random generators restored
+    afterwards. If that fails, the layer counts as one without parameters, and its skips are not seen.
 
-    A build draws from the default generator when it happens, so a rank that builds other layers gets other numbers.
-    With ``seed`` the layer is built under that seed, and the generators are put back: the same on every rank.
+    A build draws from the default generator, so ranks that build different layers get different values. With ``seed``
+    the layer is built under that seed on every rank, and the generators are restored.
     """
 
     def __init__(self, fn: Callable[[], nn.Module], seed: int | None = None) -> None:
@@ -44,13 +42,13 @@ class Lazy(nn.Module):
             raise PlanError(f"the seed of a Lazy layer must be a whole number, got {seed!r}")
         self._fn = fn
         self._seed = seed
-        self._mode: bool | None = None  # what train() or eval() said, if they did
+        self._mode: bool | None = None  # set by train() or eval()
         self._outline: Any = _NOT_YET
 
     def build(self) -> nn.Module:
-        """The layer, built if it was not. It is this same object, which is no ``Lazy`` any more."""
-        with _building:
-            if not isinstance(self, Lazy):  # another thread was quicker
+        """Build the layer if necessary. Returns this object, which has become the layer."""
+        with _build_lock:
+            if not isinstance(self, Lazy):  # another thread has built it
                 return self
             try:
                 with torch.inference_mode(False), _generators(self._seed):
@@ -64,19 +62,18 @@ class Lazy(nn.Module):
         return self
 
     def _become(self, built: nn.Module) -> None:
-        if isinstance(built, torch.jit.ScriptModule):  # what is compiled is bound to the object that was made
+        if isinstance(built, torch.jit.ScriptModule):  # compiled code is bound to the original object
             raise PlanError("a Lazy layer cannot be a ScriptModule: build it before, and do without Lazy")
         before = self.__dict__
-        for name, mine in before.items():  # hooks that were registered while it was not built: handles know the dicts
+        for name, mine in before.items():  # keep hooks registered before the build: their handles refer to these dicts
             if "_hooks" in name and mine:
-                theirs = built.__dict__[name]
-                both = {**theirs, **mine}
+                merged = {**built.__dict__[name], **mine}
                 mine.clear()
-                mine.update(both)
+                mine.update(merged)
                 built.__dict__[name] = mine
         if built._is_full_backward_hook is None:
             built._is_full_backward_hook = self._is_full_backward_hook
-        object.__setattr__(self, "__dict__", built.__dict__)  # shared: what knows the object that was built stays right
+        object.__setattr__(self, "__dict__", built.__dict__)  # shared, so references to the built object stay valid
         try:
             self.__class__ = type(built)  # type: ignore[assignment]
         except TypeError as error:
@@ -84,19 +81,19 @@ class Lazy(nn.Module):
             raise PlanError(f"a Lazy layer cannot be a {type(built).__name__}: {error}") from error
 
     def outline(self) -> nn.Module | None:
-        """The layer without its data, built once on the meta device; None where ``fn`` cannot do that."""
-        with _building:
+        """The layer on the meta device, without data; None if ``fn`` cannot be run there."""
+        with _build_lock:
             if not isinstance(self, Lazy):
                 return self
             if self._outline is _NOT_YET:
                 try:
-                    with torch.inference_mode(False), _generators(None, put_back=True), torch.device("meta"):
-                        found: nn.Module | None = _without_data(_made_by(self._fn))
+                    with torch.inference_mode(False), _generators(None, restore=True), torch.device("meta"):
+                        outline: nn.Module | None = _without_data(_made_by(self._fn))
                 except PlanError:
                     raise
                 except Exception:
-                    found = None
-                self.__dict__["_outline"] = found  # past __setattr__, which would make it a child
+                    outline = None
+                self.__dict__["_outline"] = outline  # not by __setattr__, which would register a submodule
             known: nn.Module | None = self._outline
         return known
 
@@ -131,7 +128,7 @@ class Lazy(nn.Module):
 
 
 def build(module: nn.Module) -> nn.Module:
-    """The module, with every lazy layer in it built."""
+    """Build every lazy layer in a module; returns the module."""
     while lazy := [part for part in module.modules() if isinstance(part, Lazy)]:
         for part in lazy:
             part.build()
@@ -139,7 +136,7 @@ def build(module: nn.Module) -> nn.Module:
 
 
 def members(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a module, under every name they have; of a lazy layer, those it will have."""
+    """The parameters and buffers of a module under every name; of a lazy layer, those that it will have."""
     for path, part in module.named_modules(prefix=prefix, remove_duplicate=False):
         if isinstance(part, Lazy):
             outline = part.outline()
@@ -159,9 +156,9 @@ def _made_by(fn: Callable[[], Any]) -> nn.Module:
 
 
 @contextmanager
-def _generators(seed: int | None, *, put_back: bool = False) -> Iterator[None]:
-    """Under ``seed``, if there is one; then, or if asked, the generators are afterwards as they were."""
-    if seed is None and not put_back:
+def _generators(seed: int | None, *, restore: bool = False) -> Iterator[None]:
+    """Set ``seed``, if given. The generators are restored afterwards if there is a seed or ``restore`` is set."""
+    if seed is None and not restore:
         yield
         return
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -175,14 +172,13 @@ def _generators(seed: int | None, *, put_back: bool = False) -> Iterator[None]:
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """A module whose tensors are on the meta device; a copy where ``fn`` made, or only handed out, others."""
-    found = (*module.parameters(), *module.buffers())
+    """The module on the meta device; a copy if it has tensors elsewhere."""
     uninitialized = (UninitializedParameter, UninitializedBuffer)
     memo: dict[int, Any] = {
         id(tensor): nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
         else tensor.to("meta")
-        for tensor in found
+        for tensor in (*module.parameters(), *module.buffers())
         if not isinstance(tensor, uninitialized) and not tensor.is_meta
     }
     return copy.deepcopy(module, memo) if memo else module

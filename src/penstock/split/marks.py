@@ -1,8 +1,15 @@
-"""Marks in a forward at which the model may be cut: ``ps.CutPoint()`` and ``ps.cut(x)``.
+"""Marks in a model: cut points, blocks, and stages made of blocks.
 
-x = self.blocks[0](x)
-x = self.cuts[0](x)      # the layers of the chain are what lies between marks:
-x = self.blocks[1](x)    #   blocks.0 | blocks.1 …
+    x = self.cuts[0](x)                 # ps.CutPoint(), or ps.cut(x): the model may be cut here
+
+    with ps.Block("B1"):                # a scope
+        x = self.layer1(x)
+    @ps.BlockFunction("B2")             # a function, a method or a forward
+    ps.BeginBlock(self.layer3, "B3")    # from the call of this module on
+
+Code before any block belongs to the first block that is entered; code after the end of a block, outside all others,
+still belongs to it. Of nested blocks the inner one counts. Blocks without a name are numbered "0", "1", … in the order
+in which they are entered.
 """
 
 from __future__ import annotations
@@ -39,13 +46,13 @@ __all__ = [
 T = TypeVar("T")
 
 _SEARCH_DEPTH = 4
-"""How deep plain lists and dicts are searched for cut points."""
+"""Nesting depth to which plain lists and dicts are searched for cut points."""
 
 
 class CutPoint(nn.Module):
-    """A mark: called on an activation, it gives the activation itself. Each is used once in a model's forward.
+    """The identity, marking a place at which the model may be cut. Each object is called once in a forward.
 
-    It may be an attribute, stand in an ``nn.ModuleList``, or in a plain list, tuple or dict.
+    It may be an attribute, or in an ``nn.ModuleList`` or a plain list, tuple or dict.
     """
 
     def forward(self, value: T) -> T:
@@ -53,7 +60,7 @@ class CutPoint(nn.Module):
 
 
 def cut(value: T) -> T:
-    """``value`` itself: the model may be cut here. Outside ``ps.split`` this does nothing."""
+    """Return ``value``; the model may be cut here. Outside ``ps.split`` this does nothing."""
     trace = recorder()
     if trace is not None:
         trace.mark(None, value)
@@ -61,7 +68,7 @@ def cut(value: T) -> T:
 
 
 def cut_points(model: nn.Module) -> dict[int, str]:
-    """The cut points of a model by identity, with the names by which the model reaches them."""
+    """The cut points of a model: names by ``id``."""
     found: dict[int, str] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -84,17 +91,6 @@ def _cut_points_in(value: Any, depth: int) -> Iterator[tuple[str, CutPoint]]:
         for key, item in value.items():
             yield from ((f"[{key!r}]{name}", point) for name, point in _cut_points_in(item, depth - 1))
 
-
-# Blocks: named parts of a forward, from which stages are made by name.
-#
-#     with ps.Block("B1"):            # a scope
-#         x = self.layer1(x)
-#     @ps.BlockFunction("B2")         # a function, a method or a forward
-#     ps.BeginBlock(self.layer3, "B3")    # from the call of this module on
-#
-# What runs before any block belongs to the first one that is entered; what runs after a block has ended, and in no
-# other, belongs to that block still. In a block within a block the inner one counts. Blocks without a name are
-# numbered, "0", "1", …, in the order in which they are met.
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,7 +117,7 @@ class Block:
 
 
 class BlockFunction:
-    """A decorator: what the function or method does forms the block ``name``."""
+    """A decorator: the operations of the function or method form the block ``name``."""
 
     def __init__(self, name: str | None = None, device: str | torch.device | None = None) -> None:
         self.block = Block(name, device)
@@ -141,9 +137,9 @@ class BlockFunction:
 
 
 def BeginBlock(layer: F, name: str | None = None, device: str | torch.device | None = None) -> F:
-    """From each call of ``layer`` on, until another block is entered, the block is ``name``.
+    """Begin block ``name`` at each call of ``layer``; it ends when another block is entered.
 
-    A module is given back as it is, with the same parameters and names; a function is given back wrapped.
+    Returns a module unchanged, with the same parameters and names, and a function wrapped.
     """
     block = Block(name, device)
     if isinstance(layer, nn.Module):
@@ -170,22 +166,22 @@ def BeginBlock(layer: F, name: str | None = None, device: str | torch.device | N
 
 
 def begin_block_of(module: nn.Module) -> Block | None:
-    """The block that begins with a module's call."""
+    """The block that ``BeginBlock`` set on a module."""
     return module.__dict__.get(_ATTRIBUTE)
 
 
 def remove_begin_block(module: nn.Module) -> None:
-    """Take off what ``BeginBlock`` put on a module."""
+    """Undo ``BeginBlock`` on a module."""
     module.__dict__.pop(_ATTRIBUTE, None)
 
 
 def forward_block_of(module: nn.Module) -> Block | None:
-    """The block that a module's forward is decorated with."""
+    """The block of ``BlockFunction`` on a module's forward."""
     return getattr(module.forward, _ATTRIBUTE, None)
 
 
 class Stage:
-    """The blocks of one stage, and where it goes: ``ps.Stage("B1", "B2").on("cuda:0")``."""
+    """The blocks of one stage and its device: ``ps.Stage("B1", "B2").on("cuda:0")``."""
 
     def __init__(self, *blocks: str, device: str | torch.device | None = None) -> None:
         if not blocks:
@@ -203,14 +199,12 @@ class Stage:
 
 
 def _check_name(name: object) -> str:
-    """A block's name, which is a string with something in it."""
     if not isinstance(name, str) or not name:
         raise PlanError(f"a block's name is a string that is not empty, got {name!r}")
     return name
 
 
 def _check_device(name: str, device: object) -> str | None:
-    """A device's name."""
     if device is None:
         return None
     if not isinstance(device, (str, torch.device)):
@@ -221,13 +215,11 @@ def _check_device(name: str, device: object) -> str | None:
         raise PlanError(f"{name} names a device {device!r} that torch does not know: {error}") from error
 
 
-# Stages from blocks: by their names, or by the devices that they were marked for.
-
 NamedStages = Sequence["str | Stage | Sequence[str]"]
 
 
 def groups_by_name(chain: LayerChain, stages: NamedStages) -> list[tuple[str, ...]]:
-    """The blocks of each stage, checked: each block of the model in one stage, and nothing else."""
+    """The blocks of each stage. Raises an error unless every block of the model is in exactly one stage."""
     if isinstance(stages, (str, Stage)) or not isinstance(stages, Iterable):
         raise PlanError(f'stages by name are a list, such as [["B1", "B2"], ["B3"]]: got {stages!r}')
     groups = [_block_names(stage) for stage in stages]
@@ -249,7 +241,7 @@ def groups_by_name(chain: LayerChain, stages: NamedStages) -> list[tuple[str, ..
     if missing:
         names_missing = ", ".join(map(repr, missing))
         raise PlanError(f"no stage has the block(s) {names_missing}: every block of the model needs a stage")
-    chain.edges(groups)  # says which value would have to flow back, if one would
+    chain.edges(groups)  # an error if a value would have to go to an earlier stage
     return groups
 
 
@@ -264,7 +256,7 @@ def _block_names(stage: str | Stage | Sequence[str]) -> tuple[str, ...]:
 
 
 def devices_of_stages(stages: NamedStages) -> tuple[str, ...] | None:
-    """The devices of ``ps.Stage`` objects; None where none of them names one."""
+    """The devices of ``ps.Stage`` objects; None if no stage has one."""
     devices = [stage.device if isinstance(stage, Stage) else None for stage in stages]
     named = [device for device in devices if device is not None]
     if named and len(named) < len(devices):
@@ -274,7 +266,7 @@ def devices_of_stages(stages: NamedStages) -> tuple[str, ...] | None:
 
 
 def groups_by_device(chain: LayerChain) -> list[tuple[str, ...]]:
-    """One stage per run of blocks that are marked for the same device, in the order of the blocks."""
+    """One stage per run of consecutive blocks with the same device."""
     devices = chain.devices()
     without = [layer for layer in chain.layers if layer not in devices]
     if without:

@@ -1,24 +1,25 @@
-"""Leaving a model as it was: what a forward does to its modules while it is traced is undone."""
+"""Snapshots of a model's modules and of random generators, to restore them after a trial run or a trace."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock._torch import DisableTorchFunction
 
-__all__ = ["ModuleState"]
+__all__ = ["ModuleState", "preserve_state", "temporary_copies"]
 
 
 class ModuleState:
-    """The attributes of modules, and the state of the random generators, as they are now.
+    """A snapshot of the attributes of modules and of the states of the random generators.
 
-    While stages run (``alone`` is false), others may be drawing random numbers: their generators are then left alone.
+    With ``alone=False`` other threads may be drawing random numbers, so the generators are not restored.
     """
 
     def __init__(self, modules: Iterable[nn.Module], alone: bool = True) -> None:
@@ -31,7 +32,7 @@ class ModuleState:
         self.numpy = None if numpy is None else numpy.get_state()
 
     def changed(self, module: nn.Module) -> list[str]:
-        """The attributes of one of the modules that are not what they were."""
+        """The attributes of one of the modules that have changed since."""
         for own, attributes, contents in self.modules:
             if own is module:
                 now = vars(own)
@@ -41,14 +42,14 @@ class ModuleState:
         return []
 
     def random_drawn(self) -> bool:
-        """Whether Python's or NumPy's generator, or torch's, has moved."""
+        """Whether Python, NumPy or torch has drawn random numbers since."""
         if not self.alone:
             return False
         numpy: Any = sys.modules.get("numpy.random")
-        moved = self.numpy is not None and str(numpy.get_state()) != str(self.numpy)
+        numpy_drawn = self.numpy is not None and str(numpy.get_state()) != str(self.numpy)
         with DisableTorchFunction():
-            drawn = not torch.equal(torch.get_rng_state(), self.torch)
-        return moved or drawn or random.getstate() != self.python
+            torch_drawn = not torch.equal(torch.get_rng_state(), self.torch)
+        return numpy_drawn or torch_drawn or random.getstate() != self.python
 
     def restore(self) -> None:
         for module, attributes, contents in self.modules:
@@ -69,7 +70,7 @@ class ModuleState:
 
 
 def _contents(attributes: dict[str, Any]) -> dict[str, list[Any]]:
-    """What is in the lists, dicts and sets among attributes: a forward may fill them."""
+    """The contents of lists, dicts and sets among attributes, which a forward may change."""
     return {
         name: list(value.items()) if isinstance(value, dict) else list(value)
         for name, value in attributes.items()
@@ -90,3 +91,51 @@ def _refill(container: Any, items: list[Any]) -> None:
         container.extend(items)
     else:
         container.update(items)
+
+
+@contextmanager
+def temporary_copies(tensors: Iterable[Tensor], device: torch.device | None = None) -> Iterator[None]:
+    """Let parameters and buffers hold copies of their data, on ``device`` if given; restores the original data."""
+    data = {id(tensor): (tensor, tensor.data) for tensor in tensors}
+    try:
+        for tensor, values in data.values():
+            tensor.data = values.to(device or values.device, copy=True)
+        yield
+    finally:
+        for tensor, values in data.values():
+            tensor.data = values
+
+
+@contextmanager
+def preserve_state(model: nn.Module, devices: set[torch.device]) -> Iterator[Callable[[], None]]:
+    """Restore a model's attributes, modes and gradients and the random generators, whatever runs inside.
+
+    Yields a function that restores them at once. Inside, parameters have no gradients and their post-accumulate hooks
+    are removed. The values of parameters and buffers are protected by ``temporary_copies``.
+    """
+    before = ModuleState(model.modules())
+    modules = [(torch.get_device_module(device), device) for device in devices]
+    generators = [(module.get_rng_state(device), module, device) for module, device in modules]
+    parameters = [(p, p.grad, p.requires_grad, p._post_accumulate_grad_hooks) for p in model.parameters()]
+    hook_dicts = [(hooks, dict(hooks)) for *_, hooks in parameters if hooks]
+
+    def reset() -> None:
+        before.restore()
+        for state, module, device in generators:
+            module.set_rng_state(state, device)
+        for parameter, _, requires_grad, _ in parameters:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+            parameter.grad = None
+
+    try:
+        for hooks, _ in hook_dicts:
+            hooks.clear()
+        reset()
+        yield reset
+    finally:
+        reset()
+        for parameter, grad, *_ in parameters:
+            parameter.grad = grad
+        for hooks, original in hook_dicts:
+            hooks.update(original)

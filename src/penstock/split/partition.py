@@ -1,11 +1,11 @@
-"""Dividing a line of weights into contiguous parts whose largest is as small as it can be.
+"""Partition a sequence of weights into contiguous parts with a minimal heaviest part.
 
-    weights   4 1 1 │ 5 │ 2 3       no cut into three parts has a heaviest part below 6
-    crossing    9 9   1   1  9      and of the cuts that keep it there, these two are the cheapest
+    weights   4 1 1 │ 5 │ 2 3       no partition into three parts has a heaviest part below 6
+    crossing    9 9   1   1  9      of the partitions with 6, this one has the cheapest cuts
 
-What is asked of a partition, in this order: every part within its memory limit, the heaviest part as light as possible,
-the cuts as cheap as possible, the parts as even as possible. All of it is exact: floats are taken as the fractions
-that they are, so that no rounding decides a tie.
+The objectives, in this order: every part within its memory limit, the heaviest part minimal, the cuts as cheap as
+possible, the parts as even as possible. Arithmetic is exact: floats are converted to fractions, so that rounding never
+decides a tie.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import TypeAlias
 __all__ = ["MemoryLimitError", "WeightPieces", "partition"]
 
 WeightPieces: TypeAlias = Mapping[Hashable, float]
-"""What an item weighs, piece by piece: a part that has a piece (a shared parameter) several times counts it once."""
+"""The weight of an item by piece: a part counts a piece that several items share (a tied parameter) once."""
 
 _Span: TypeAlias = Callable[[int, int], int]
 
 
 class MemoryLimitError(ValueError):
-    """No partition keeps the memory limits. They would have to grow by ``short``, each."""
+    """No partition is within the memory limits. Each limit would have to grow by ``short``."""
 
     def __init__(self, items: int, limits: Sequence[float], short: int, item: int | None, needs: int) -> None:
         self.short, self.item, self.needs, self.limit = short, item, needs, max(limits)
@@ -44,12 +44,12 @@ def partition(
     memory: Sequence[float | WeightPieces] | None = None,
     limits: float | Sequence[float] | None = None,
 ) -> list[int]:
-    """How many items each part takes: none is empty, and the heaviest part is as light as possible.
+    """The number of items of each part: no part is empty, and the heaviest part is minimal.
 
-    ``crossing[i]`` is what a cut before item ``i`` costs (``crossing[0]`` is not used): of the partitions with the
-    lightest heaviest part, one with the smallest sum of it is chosen, and of those the one whose parts are most even
-    (sum of squares, of the weights and then of the numbers of items). ``limits`` bounds what the ``memory`` of each
-    part adds up to: one number for all parts, or one for each.
+    ``crossing[i]`` is the cost of a cut before item ``i`` (``crossing[0]`` is not used). Among the partitions with a
+    minimal heaviest part, the one with the smallest total cost is chosen, and among those the most even one (sum of
+    squares of weights, then of numbers of items). ``limits`` bounds the ``memory`` of a part: one number for all parts,
+    or one per part.
     """
     n = len(weights)
     if not 1 <= parts <= n:
@@ -57,7 +57,7 @@ def partition(
     span, _ = _spans("weights", weights)
     cuts, _ = _integers("crossing", [0.0] * n if crossing is None else crossing)
     if len(cuts) != n:
-        raise ValueError(f"{len(cuts)} crossings for {n} items: give one for each, the first of no use")
+        raise ValueError(f"{len(cuts)} crossings for {n} items: give one for each, the first is not used")
     bounds = _bounds(memory, limits, n, parts)
 
     low, high = max(span(i, i + 1) for i in range(n)), span(0, n)
@@ -71,7 +71,7 @@ def partition(
 
 
 def _integers(what: str, numbers: Sequence[float]) -> tuple[list[int], int]:
-    """The numbers as whole multiples of one unit, and how many units make 1."""
+    """The numbers as integer multiples of a unit, and the number of units in 1."""
     for i, number in enumerate(numbers):
         if not 0 <= number < math.inf:
             raise ValueError(f"{what} must be numbers from 0 up: {what}[{i}] is {number}")
@@ -81,7 +81,7 @@ def _integers(what: str, numbers: Sequence[float]) -> tuple[list[int], int]:
 
 
 def _spans(what: str, items: Sequence[float | WeightPieces]) -> tuple[_Span, int]:
-    """What the items ``i`` to ``j`` (not included) weigh together, and how many units make 1."""
+    """A function for the weight of the items ``i`` to ``j`` (exclusive), and the number of units in 1."""
     bags = [_pieces(i, item) for i, item in enumerate(items)]
     pieces: dict[Hashable, float] = {}
     for i, bag in enumerate(bags):
@@ -89,17 +89,17 @@ def _spans(what: str, items: Sequence[float | WeightPieces]) -> tuple[_Span, int
             if pieces.setdefault(key, weight) != weight:
                 raise ValueError(f"{what}[{i}] has {key!r} with {weight}, an item before it with {pieces[key]}")
     numbers, unit = _integers(what, list(pieces.values()))
-    worth = dict(zip(pieces, numbers, strict=True))
-    if sum(map(len, bags)) == len(pieces):  # nothing is shared: differences of sums will do
+    units = dict(zip(pieces, numbers, strict=True))
+    if sum(map(len, bags)) == len(pieces):  # nothing is shared: prefix sums suffice
         sums = [0]
         for bag in bags:
-            sums.append(sums[-1] + sum(worth[key] for key in bag))
+            sums.append(sums[-1] + sum(units[key] for key in bag))
         return (lambda i, j: sums[j] - sums[i]), unit
     rows: list[list[int]] = []
     for i in range(len(bags)):
         row, seen = [0], set[Hashable]()
         for bag in bags[i:]:
-            row.append(row[-1] + sum(worth[key] for key in bag if key not in seen))
+            row.append(row[-1] + sum(units[key] for key in bag if key not in seen))
             seen.update(bag)
         rows.append(row)
     return (lambda i, j: rows[i][j - i]), unit
@@ -110,7 +110,7 @@ def _pieces(i: int, item: float | WeightPieces) -> WeightPieces:
 
 
 def _stops(span: _Span, n: int, limit: int) -> list[int]:
-    """For each item, where a part that starts with it must stop to stay within ``limit``."""
+    """For each item, the furthest end of a part that starts there and is within ``limit``."""
     stops, j = [], 0
     for i in range(n):
         j = max(j, i)
@@ -123,7 +123,7 @@ def _stops(span: _Span, n: int, limit: int) -> list[int]:
 def _bounds(
     memory: Sequence[float | WeightPieces] | None, limits: float | Sequence[float] | None, n: int, parts: int
 ) -> list[list[int]]:
-    """For each part and item, where the part must stop if it starts there, to keep to the memory limit."""
+    """For each part and item, the furthest end of the part if it starts there and is within its memory limit."""
     if memory is None or limits is None:
         return [[n] * n] * parts
     each = list(limits) if isinstance(limits, Sequence) else [limits] * parts
@@ -148,14 +148,14 @@ def _bounds(
 
 
 def _tighter(bounds: list[list[int]], stops: list[int]) -> list[list[int]]:
-    """The nearer of two stops, for each part and item. Parts that share their bounds share the result."""
+    """The smaller of two ends, for each part and item. Parts that share their bounds share the result."""
     made = {id(bound): list(map(min, bound, stops)) for bound in bounds}
     return [made[id(bound)] for bound in bounds]
 
 
 def _fits(bounds: list[list[int]], n: int) -> bool:
-    """Whether parts within these bounds, none of them empty, cover all items."""
-    if all(stops is bounds[0] for stops in bounds):  # filling greedily is best, and a part can always be split
+    """Whether non-empty parts within these bounds can cover all items."""
+    if all(stops is bounds[0] for stops in bounds):  # greedy is optimal, and a part can always be split
         at = 0
         for stops in bounds:
             at = n if at == n else stops[at]
@@ -170,12 +170,12 @@ def _fits(bounds: list[list[int]], n: int) -> bool:
 
 
 def _cheapest(bounds: list[list[int]], span: _Span, cuts: list[int]) -> list[int]:
-    """Of the partitions within these bounds, the one with the cheapest cuts; then the most even one.
+    """The partition within these bounds with the cheapest cuts, and among those the most even one.
 
-    From the last part to the first: what the items from ``i`` on cost at least, if a part starts there.
+    Dynamic programming from the last part to the first: the least cost of the items from ``i`` on.
     """
     n, parts = len(cuts), len(bounds)
-    # One number for three wishes, each worth more than all that the wishes after it can add up to.
+    # Three objectives in one number: a unit of each outweighs the largest sum of those after it.
     even = n * n + 1
     cheap = parts * even * span(0, n) ** 2 + even
     never = cheap * (sum(cuts) + 1)
@@ -190,7 +190,7 @@ def _cheapest(bounds: list[list[int]], span: _Span, cuts: list[int]) -> list[int
             least = min(sums, default=never)
             if least < never:
                 costs[i] = least + (cheap * cuts[i] if i else 0)
-                choice[i] = len(sums) - sums[::-1].index(least)  # of equals, the one with more in front
+                choice[i] = len(sums) - sums[::-1].index(least)  # of equals, the one with more items in the first part
         after = costs
         chosen.append(choice)
     sizes, at = [], 0

@@ -1,10 +1,10 @@
-"""A plan: a model's stages, what crosses between them, what they share, and where they go. Plain data."""
+"""``Plan``: the stages of a model, the edges and ties between them, and their placement. Plain data."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The layers between two active cuts."""
+    """The layers of one stage and their size."""
 
     layers: tuple[str, ...]
     parameters: int
@@ -34,7 +34,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Edge:
-    """What crosses from one stage to a later one: the values by name, where they have names."""
+    """The values sent from one stage to a later one, by name where they have names."""
 
     src: int
     dst: int
@@ -43,7 +43,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter that lives in several stages, under the names it has there."""
+    """One parameter that several stages hold, with all its names."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -51,7 +51,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is cut. ``devices`` and ``ranks`` say where each stage goes, once that is decided."""
+    """How a model is cut into stages. ``ranks`` and ``devices`` give the placement of each stage once it is known."""
 
     stages: tuple[StageSpec, ...]
     edges: tuple[Edge, ...]
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model that was cut; None for a plan that was read from a file without one."""
+        """The model; None for a plan that was loaded from a file without one."""
         return None if self.chain is None else self.chain.model
 
     @property
@@ -76,34 +76,34 @@ class Plan:
         return [stage.layers for stage in self.stages]
 
     def sources(self, stage: int) -> list[int]:
-        """The stages that feed a stage, in the order in which it takes their values."""
+        """The stages that send to ``stage``, in the order of its arguments."""
         return sorted(edge.src for edge in self.edges if edge.dst == stage)
 
     def targets(self, stage: int) -> list[int]:
-        """The stages that a stage feeds, in the order in which it gives their values."""
+        """The stages that ``stage`` sends to, in the order of its outputs."""
         return sorted(edge.dst for edge in self.edges if edge.src == stage)
 
     def require_chain(self) -> LayerChain:
-        """The chain that was cut, or an error where the plan has no model."""
+        """The chain of layers; an error for a plan without a model."""
         if self.chain is None:
             raise PlanError("this plan has no model: load it with Plan.load(path, model)")
         return self.chain
 
     def placed(self, ranks: Sequence[int], devices: Sequence[object] | None) -> Plan:
-        """The same plan with each stage's rank and device written in."""
+        """This plan with the rank and device of each stage."""
         names = None if devices is None else tuple(str(device) for device in devices)
         return replace(self, ranks=tuple(ranks), devices=names)
 
     def stage_module(self, index: int) -> nn.Module:
-        """One stage: the model's own module objects, under their own names."""
+        """The module of one stage. It holds the model's own modules under their own names."""
         if not 0 <= index < self.num_stages:
             raise PlanError(f"there is no stage {index}: the plan has {self.num_stages} (0..{self.num_stages - 1})")
         return self.require_chain().stage(self.groups, index)
 
     def check(self, sample: Any, *, rtol: float | None = None, atol: float | None = None) -> CheckReport:
-        """Compare the stages with the whole model on ``sample``, what the model would be called with.
+        """Compare the stages with the whole model on ``sample``, the arguments of a call.
 
-        Outputs, buffers and all gradients; the first value that differs is an error. The model is left as it was.
+        Outputs, buffers and all gradients are compared; the first difference is an error. The model is not changed.
         """
         from penstock.split.check import check_plan
 
@@ -119,7 +119,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> Plan:
-        """Read a plan; with ``model``, check that it is a plan of that model and attach it."""
+        """Load a plan. With ``model``, check that the plan fits it and attach it."""
         try:
             data = json.loads(Path(path).read_text())
             plan = cls._from_data(data)
@@ -131,9 +131,9 @@ class Plan:
     def _from_data(cls, data: dict[str, Any]) -> Plan:
         if data["penstock_plan"] != FORMAT:
             raise PlanError(f"plan format {data['penstock_plan']} cannot be read here: expected {FORMAT}")
-        for what in ("devices", "ranks"):
-            if data[what] is not None and len(data[what]) != len(data["stages"]):
-                raise PlanError(f"the plan has {len(data['stages'])} stages, but {len(data[what])} {what}")
+        for key in ("devices", "ranks"):
+            if data[key] is not None and len(data[key]) != len(data["stages"]):
+                raise PlanError(f"the plan has {len(data['stages'])} stages, but {len(data[key])} {key}")
         return cls(
             stages=tuple(StageSpec(tuple(s["layers"]), s["parameters"], s["bytes"]) for s in data["stages"]),
             edges=tuple(Edge(e["src"], e["dst"], tuple(e["values"])) for e in data["edges"]),
@@ -144,31 +144,31 @@ class Plan:
         )
 
     def attach(self, model: nn.Module) -> Plan:
-        """This plan for ``model``, which must have the same layers with the same numbers of parameters."""
+        """This plan with ``model``, which must have the same layers, parameter counts, edges and ties."""
         from penstock.split import chain_from_recipe
         from penstock.split.chain import build_plan
 
         if not isinstance(model, nn.Module):
             raise PlanError(f"a plan is attached to an nn.Module, got {type(model).__name__}")
         chain = chain_from_recipe(model, self.recipe)
-        mine = [layer for layers in self.groups for layer in layers]
-        if sorted(mine) != sorted(chain.layers):
+        planned = [layer for layers in self.groups for layer in layers]
+        if sorted(planned) != sorted(chain.layers):
             raise PlanError(
-                f"the plan is for {len(mine)} layers ({_shorten(mine)}), but the model has {len(chain.layers)} "
+                f"the plan is for {len(planned)} layers ({_shorten(planned)}), but the model has {len(chain.layers)} "
                 f"({_shorten(chain.layers)}): this is a plan of another model"
             )
         fresh = build_plan(chain, self.groups, self.recipe.get("shared_weights", ()))
-        for index, (spec, its) in enumerate(zip(self.stages, fresh.stages, strict=True)):
-            if spec != its:
+        for index, (spec, other) in enumerate(zip(self.stages, fresh.stages, strict=True)):
+            if spec != other:
                 raise PlanError(
                     f"the plan's stage {index} is {list(spec.layers)} with {spec.parameters} parameters, but the "
-                    f"model's is {list(its.layers)} with {its.parameters}: this is a plan of another model"
+                    f"model's is {list(other.layers)} with {other.parameters}: this is a plan of another model"
                 )
         pairs = [sorted((edge.src, edge.dst) for edge in plan.edges) for plan in (self, fresh)]
         if pairs[0] != pairs[1]:
             raise PlanError(
-                f"the plan has edges {pairs[0]}, but the model's stages pass values along {pairs[1]}: its forward is "
-                "another one, so split it again"
+                f"the plan has edges {pairs[0]}, but the model's stages pass values along {pairs[1]}: its forward has "
+                "changed, so split it again"
             )
         if set(self.ties) != set(fresh.ties):
             shown = [[" = ".join(tie.names) for tie in plan.ties] or ["nothing"] for plan in (self, fresh)]
@@ -178,17 +178,28 @@ class Plan:
         return replace(self, chain=chain)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was found out about the model is found out again: it holds on to code, locks and the like.
+        # The chain is rebuilt from its recipe: it refers to code objects and locks, which cannot be pickled.
         return _restore, (self.to_json(), self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return _restore(self.to_json(), copy.deepcopy(self.model, memo))
 
     def __str__(self) -> str:
-        return _table(self)
+        """A table with one row per stage."""
+        where = ["-"] * self.num_stages
+        if self.ranks is not None:
+            devices = self.devices or [""] * self.num_stages
+            where = [f"{rank} {device}".strip() for rank, device in zip(self.ranks, devices, strict=True)]
+        rows = []
+        for index, stage in enumerate(self.stages):
+            to = " ".join(str(edge.dst) for edge in self.edges if edge.src == index) or "-"
+            parameters, size = f"{stage.parameters:,}", f"{stage.bytes:,}"
+            rows.append((str(index), where[index], _shorten(stage.layers), parameters, size, to))
+        lines = format_table(["stage", "rank", "layers", "parameters", "bytes", "sends to"], rows, right={0, 3, 4})
+        lines += [f"tie: {' = '.join(tie.names)} (stages {', '.join(map(str, tie.stages))})" for tie in self.ties]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
         from penstock.viz import plan_html
 
         return plan_html(self)
@@ -199,42 +210,23 @@ def _restore(text: str, model: nn.Module | None) -> Plan:
     return plan if model is None else plan.attach(model)
 
 
-def _table(plan: Plan) -> str:
-    """The plan as a table, one row per stage."""
-    where = ["-"] * plan.num_stages
-    if plan.ranks is not None:
-        devices = plan.devices or [""] * plan.num_stages
-        where = [f"{rank} {device}".strip() for rank, device in zip(plan.ranks, devices, strict=True)]
-    rows = []
-    for index, stage in enumerate(plan.stages):
-        to = " ".join(str(edge.dst) for edge in plan.edges if edge.src == index) or "-"
-        parameters, size = f"{stage.parameters:,}", f"{stage.bytes:,}"
-        rows.append((str(index), where[index], _shorten(stage.layers), parameters, size, to))
-    lines = format_table(["stage", "rank", "layers", "parameters", "bytes", "sends to"], rows, right={0, 3, 4})
-    lines += [f"tie: {' = '.join(tie.names)} (stages {', '.join(map(str, tie.stages))})" for tie in plan.ties]
-    return "\n".join(lines)
-
-
 def _shorten(layers: Sequence[str]) -> str:
     text = " ".join(layers)
     return text if len(text) <= 40 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
 
 
-# All stages of a plan one after the other, in this thread: what a pipeline computes, without the pipeline.
-
-
 def run_stages(
-    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Sequence[nn.Module] | None = None
+    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Sequence[Callable[..., Any]] | None = None
 ) -> Any:
-    """The model's output for these arguments, from the plan's stages (``modules``, or new ones)."""
+    """Run the stages one after the other in this thread, on ``modules`` or new stage modules; the model's output."""
     chain = plan.require_chain()
     modules = modules or [plan.stage_module(s) for s in range(plan.num_stages)]
-    under_way: dict[tuple[int, int], Any] = {}
+    edge_values: dict[tuple[int, int], Any] = {}
     output: Any = None
     for s, module in enumerate(modules):
-        taken = [under_way.pop((src, s)) for src in plan.sources(s)]
-        output = module(*(taken or [chain.arguments(args, kwargs)]))
+        inputs = [edge_values.pop((src, s)) for src in plan.sources(s)]
+        output = module(*(inputs or [chain.arguments(args, kwargs)]))
         targets = plan.targets(s)
         values = output if len(targets) > 1 else [output]
-        under_way.update(((s, dst), value) for dst, value in zip(targets, values, strict=False))
+        edge_values.update(((s, dst), value) for dst, value in zip(targets, values, strict=False))
     return output

@@ -1,7 +1,6 @@
-"""Cutting an ``nn.Sequential``: between any two of its layers.
+"""The front end for ``nn.Sequential``, which can be cut between any two layers.
 
-A skip from a layer of one stage to one of another travels with the activation if that goes there too, and by itself
-if not:
+A skip from one stage to the next travels with the activation; a skip to a later stage has an edge of its own:
 
     stage 0 ──x──▶ stage 1 ──(x, near)──▶ stage 2
        └───────────────far────────────────▲
@@ -17,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.errors import PlanError
 from penstock.split.chain import Groups, LayerChain
-from penstock.split.flatten import FlatSequential, layers_of, paths_of, refuse_hooks
+from penstock.split.flatten import FlatSequential, check_no_hooks, layers_of, paths_of
 from penstock.split.lazy import build, members
 from penstock.split.plan import Edge
 from penstock.split.skip import Skip, SkipKey, SkipUseError, match_skips, use_stash
@@ -25,22 +24,22 @@ from penstock.split.skip import Skip, SkipKey, SkipUseError, match_skips, use_st
 __all__ = ["SequentialChain", "SkipStage"]
 
 ACTIVATION = None
-"""Stands for the activation where the keys of skips stand for skips."""
+"""The key of the activation, among the keys of skips."""
 
 
 class SequentialChain(LayerChain):
     """The layers of an ``nn.Sequential``, or of a flattened model."""
 
     def __init__(self, model: nn.Module) -> None:
-        refuse_hooks(model, "the nn.Sequential itself")
+        check_no_hooks(model, "the nn.Sequential itself")
         self.model = model
         self.layers = tuple(layers_of(model))
         self.recipe = {"front": "sequential"}
         if not self.layers:
             raise PlanError("the nn.Sequential has no layers: there is nothing to split")
         for layer in self.layers:
-            self._refuse_unknown_sizes(layer)
-        self._refuse_lost_members()
+            self._check_sizes_known(layer)
+        self._check_no_lost_members()
         self._skips = match_skips(layers_of(model))
 
     def members(self, layer: str) -> Iterator[tuple[str, Tensor]]:
@@ -52,7 +51,7 @@ class SequentialChain(LayerChain):
         for (src, dst), skips in sorted(self._crossing(groups).items()):
             values = [skip.label for skip in skips]
             if dst == src + 1 and skips:
-                values.insert(0, groups[src][-1])  # the activation, named after the layer that it comes from
+                values.insert(0, groups[src][-1])  # the activation, named after the layer that makes it
             edges.append(Edge(src, dst, tuple(values)))
         return tuple(edges)
 
@@ -64,8 +63,8 @@ class SequentialChain(LayerChain):
         stage: nn.Module
         crossing = self._crossing(groups)
         if any(skips and index in pair for pair, skips in crossing.items()):
-            takes = [_carried(pair, skips) for pair, skips in sorted(crossing.items()) if pair[1] == index]
-            gives = [_carried(pair, skips) for pair, skips in sorted(crossing.items()) if pair[0] == index]
+            takes = [_edge_keys(pair, skips) for pair, skips in sorted(crossing.items()) if pair[1] == index]
+            gives = [_edge_keys(pair, skips) for pair, skips in sorted(crossing.items()) if pair[0] == index]
             stage = SkipStage(parts, tree, takes or [[ACTIVATION]], gives or [[ACTIVATION]])
         elif isinstance(self.model, FlatSequential):
             stage = FlatSequential(parts, tree)
@@ -73,22 +72,22 @@ class SequentialChain(LayerChain):
             stage = nn.Sequential()
             for name, module in tree.items():
                 stage.add_module(name, module)
-        stage.training = self.model.training  # its own flag only: a layer may be in another mode on purpose
+        stage.training = self.model.training  # not stage.train(mode), which would change the layers' modes
         return stage
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The one value that an ``nn.Sequential`` takes; arguments that cannot be that are themselves the value."""
+        """The single input of an ``nn.Sequential``; several arguments become one value."""
         if kwargs:
             return kwargs["input"] if set(kwargs) == {"input"} and not args else kwargs
         return args[0] if len(args) == 1 else args
 
     def crossing(self, cut: int) -> float:
-        """The activation, and the skips that go past or to this cut."""
+        """The number of values: the activation and the skips across this cut."""
         number = {layer: i for i, layer in enumerate(self.layers)}
         return 1.0 + sum(number[skip.src] < cut <= number[skip.dst] for skip in self._skips)
 
     def _crossing(self, groups: Groups) -> dict[tuple[int, int], list[Skip]]:
-        """The skips between each pair of stages; a stage and the next are always such a pair."""
+        """The skips between each pair of stages, including every pair of neighbours."""
         stage_of = {layer: stage for stage, layers in enumerate(groups) for layer in layers}
         crossing: dict[tuple[int, int], list[Skip]] = {(s, s + 1): [] for s in range(len(groups) - 1)}
         for skip in self._skips:
@@ -97,32 +96,32 @@ class SequentialChain(LayerChain):
                 crossing.setdefault(pair, []).append(skip)
         return crossing
 
-    def _refuse_unknown_sizes(self, layer: str) -> None:
+    def _check_sizes_known(self, layer: str) -> None:
         unknown = (UninitializedParameter, UninitializedBuffer)
         if any(isinstance(tensor, unknown) for _, tensor in self.members(layer)):
             kind = type(layers_of(self.model)[layer]).__name__
             raise PlanError(f"layer {layer} ({kind}) does not know its size yet: run the model on a batch first")
 
-    def _refuse_lost_members(self) -> None:
-        kept = {id(tensor) for layer in self.layers for _, tensor in self.members(layer)}
-        passing = self.model._non_persistent_buffers_set
-        own = {**self.model._parameters, **{k: v for k, v in self.model._buffers.items() if k not in passing}}
-        lost = [name for name, tensor in own.items() if tensor is not None and id(tensor) not in kept]
+    def _check_no_lost_members(self) -> None:
+        held = {id(tensor) for layer in self.layers for _, tensor in self.members(layer)}
+        non_persistent = self.model._non_persistent_buffers_set
+        own = {**self.model._parameters, **{k: v for k, v in self.model._buffers.items() if k not in non_persistent}}
+        lost = [name for name, tensor in own.items() if tensor is not None and id(tensor) not in held]
         if lost:
             raise PlanError(
-                f"{', '.join(lost)} of the nn.Sequential itself would be lost, for no stage has the whole of it: "
+                f"{', '.join(lost)} of the nn.Sequential itself would be lost, because no stage holds it: "
                 "make it part of the layer that uses it"
             )
 
 
-def _carried(pair: tuple[int, int], skips: Sequence[Skip]) -> list[SkipKey | None]:
-    """What an edge carries: the activation, if it leads to the next stage, then the skips."""
+def _edge_keys(pair: tuple[int, int], skips: Sequence[Skip]) -> list[SkipKey | None]:
+    """The keys of the values on an edge: the activation, if it leads to the next stage, then the skips."""
     activation: list[SkipKey | None] = [ACTIVATION] if pair[1] == pair[0] + 1 else []
     return [*activation, *(skip.key for skip in skips)]
 
 
 class SkipStage(FlatSequential):
-    """A stage that skips enter or leave: ``takes`` and ``gives`` say what each edge carries."""
+    """A stage that skips enter or leave. ``takes`` and ``gives`` are the keys of the values on each edge."""
 
     def __init__(
         self,
@@ -136,20 +135,20 @@ class SkipStage(FlatSequential):
         self._gives = gives
 
     def forward(self, *values: Any) -> Any:
-        at_hand: dict[SkipKey | None, Any] = {}
+        values_by_key: dict[SkipKey | None, Any] = {}
         for keys, value in zip(self._takes, values, strict=True):
-            at_hand.update(zip(keys, (value,) if len(keys) == 1 else value, strict=True))
-        x = at_hand.pop(ACTIVATION)
-        with use_stash(at_hand):
+            values_by_key.update(zip(keys, (value,) if len(keys) == 1 else value, strict=True))
+        x = values_by_key.pop(ACTIVATION)
+        with use_stash(values_by_key):
             for layer in self:
                 x = layer(x)
-        at_hand[ACTIVATION] = x
-        given = [self._packed(keys, at_hand) for keys in self._gives]
-        return given[0] if len(given) == 1 else tuple(given)
+        values_by_key[ACTIVATION] = x
+        outputs = [self._pack(keys, values_by_key) for keys in self._gives]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _packed(self, keys: Sequence[SkipKey | None], at_hand: Mapping[SkipKey | None, Any]) -> Any:
+    def _pack(self, keys: Sequence[SkipKey | None], values_by_key: Mapping[SkipKey | None, Any]) -> Any:
         for key in keys:
-            if key not in at_hand:
+            if key not in values_by_key:
                 assert key is not None
                 raise SkipUseError(f"'{key[1]}' goes to a later stage, but the layer that stashes it did not run")
-        return at_hand[keys[0]] if len(keys) == 1 else tuple(at_hand[key] for key in keys)
+        return values_by_key[keys[0]] if len(keys) == 1 else tuple(values_by_key[key] for key in keys)

@@ -1,4 +1,4 @@
-"""Skips between the layers of an ``nn.Sequential``: values that go around the layers between.
+"""Skip connections between the layers of an ``nn.Sequential``.
 
     @ps.skippable(stash=["early"])              @ps.skippable(pop=["early"])
     class Down(nn.Module):                      class Up(nn.Module):
@@ -9,8 +9,8 @@
     nn.Sequential(Down(), …, Up())    Down ──x──▶ … ──x──▶ Up
                                        └──────"early"──────▲
 
-A stash that is popped in a later stage is an edge straight to that stage. Without a pipeline the values are kept for
-the thread that runs the layers, until they are popped.
+A value that is popped in a later stage has an edge straight to that stage. Without a pipeline, stashed values are kept
+in a thread-local dict until they are popped. Every stash must be popped once, by a later layer.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ SkipUseFault = Literal["stash not declared", "pop not declared", "left to stash"
 
 
 class SkipUseError(PenstockError, RuntimeError):
-    """A layer stashes or pops other values than it declared, or one that is not there.
+    """A layer stashes or pops a value that it did not declare, or pops one that was not stashed.
 
-    Attributes say what it did wrong, and with which names, where that can be said.
+    ``fault`` and ``names`` describe the error, where possible.
     """
 
     def __init__(self, message: str, fault: SkipUseFault | None = None, names: Iterable[str] = ()) -> None:
@@ -66,13 +66,13 @@ class SkipUseError(PenstockError, RuntimeError):
 
 @dataclass(frozen=True)
 class Namespace:
-    """Names of skips apart from all others of the same spelling. Copies of it are the same namespace."""
+    """Separates names of skips from equal names elsewhere. A copy is the same namespace."""
 
     _id: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)
 
 
 SkipKey = tuple[Namespace | None, str]
-"""A skip's name in its namespace; None is the one that all names are in that were not isolated."""
+"""The namespace of a skip (None: the default one) and its name."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,16 @@ class Pop:
 
 
 def stash(name: str, value: Any) -> Stash:
-    """``yield ps.stash("name", value)`` in a skippable layer's forward: keep a tensor (or None) for a later layer."""
+    """``yield ps.stash("name", value)`` in a skippable layer's forward keeps a tensor (or None) for a later layer."""
     return Stash(name, value)
 
 
 def pop(name: str) -> Pop:
-    """``value = yield ps.pop("name")`` in a skippable layer's forward: what an earlier layer stashed."""
+    """``value = yield ps.pop("name")`` in a skippable layer's forward gets the value that an earlier layer stashed."""
     return Pop(name)
 
 
 class _ThreadStash(threading.local):
-    """The values that are stashed and not yet popped, in this thread."""
-
     def __init__(self) -> None:
         self.values: dict[SkipKey, Any] = {}
 
@@ -107,13 +105,13 @@ _thread_stash = _ThreadStash()
 
 
 def stashed_values() -> dict[SkipKey, Any]:
-    """The values that are stashed and not yet popped, in this thread."""
+    """The values of this thread that are stashed and not yet popped."""
     return _thread_stash.values
 
 
 @contextmanager
 def use_stash(values: dict[Any, Any]) -> Iterator[None]:
-    """Layers that run in this thread meanwhile stash into ``values``, and pop from them."""
+    """Let layers in this thread stash into ``values`` and pop from it."""
     before, _thread_stash.values = _thread_stash.values, values
     try:
         yield
@@ -122,11 +120,11 @@ def use_stash(values: dict[Any, Any]) -> Iterator[None]:
 
 
 class Skippable:
-    """What ``skippable`` makes of a layer's class: its forward may stash and pop values."""
+    """The base class that ``skippable`` adds to a layer: its forward may stash and pop values."""
 
     _skip_stash: ClassVar[tuple[str, ...]] = ()
     _skip_pop: ClassVar[tuple[str, ...]] = ()
-    _skip_namespaces: Mapping[str, Namespace] = {}
+    _skip_namespaces: Mapping[str, Namespace | None] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -134,9 +132,9 @@ class Skippable:
         if own is not None:
             cls.forward = _generator_forward(own)  # type: ignore[attr-defined]
 
-    def isolate(self, namespace: Namespace, only: Iterable[str] | None = None) -> Self:
-        """Put this layer's names (``only`` these of them) into a namespace; the layer itself is returned."""
-        if not isinstance(namespace, Namespace):
+    def isolate(self, namespace: Namespace | None, only: Iterable[str] | None = None) -> Self:
+        """Move this layer's names (or ``only`` some) to a namespace, or to the default one. Returns the layer."""
+        if not isinstance(namespace, Namespace | None):
             raise PlanError(f"isolate takes a Namespace, got {type(namespace).__name__}: make one with ps.Namespace()")
         declared = dict.fromkeys((*self._skip_stash, *self._skip_pop))
         names = list(declared) if only is None else _names("only", only)
@@ -147,24 +145,21 @@ class Skippable:
         return self
 
     def stashes(self) -> list[SkipKey]:
-        """What this layer stashes."""
         return [(self._skip_namespaces.get(name), name) for name in self._skip_stash]
 
     def pops(self) -> list[SkipKey]:
-        """What this layer pops."""
         return [(self._skip_namespaces.get(name), name) for name in self._skip_pop]
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
-    """A class decorator: the layer's forward stashes and pops values of these names, each once.
+    """A class decorator: the layer's forward stashes and pops values with these names, each once.
 
     ``forward`` is a generator: ``yield ps.stash("name", tensor)`` keeps a tensor, or None, for the layer that pops that
-    name, ``tensor = yield ps.pop("name")`` gets it, ``return`` gives the output as always. The class that comes out is
-    a subclass of the one that went in: parameters, arguments and ``isinstance`` are the same. (As with any decorator
-    that does so, write ``super().__init__()``, not ``super(Name, self).__init__()``.)
+    name, ``tensor = yield ps.pop("name")`` gets it, ``return`` returns the output. The decorator returns a subclass, so
+    write ``super().__init__()``, not ``super(Name, self).__init__()``.
 
-    ``layer.isolate(ps.Namespace())`` keeps the names of one layer apart from those of others, so that a layer, or a
-    group of layers that share a namespace, can stand in a model several times.
+    ``layer.isolate(ps.Namespace())`` separates the names of one layer, or of several that share the namespace, from
+    those of others, so that the same layers can occur in a model several times.
     """
     stashed, popped = _names("stash", stash), _names("pop", pop)
 
@@ -187,7 +182,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 
 def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that does what the generator ``forward`` asks for, and gives what it returns."""
+    """A forward that runs the generator ``forward`` and returns its return value."""
 
     @wraps(forward)
     def driven(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +192,7 @@ def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 result = _run_generator(self, result, todo)
             except BaseException:
-                _thread_stash.values.clear()  # the call that these were for is over
+                _thread_stash.values.clear()  # values of a failed call
                 raise
         left = [f"{verb} {_quoted(todo[kind])}" for kind, verb in ((Stash, "stash"), (Pop, "pop")) if todo[kind]]
         if left:
@@ -216,26 +211,25 @@ def _run_generator(layer: Skippable, forward: Generator[Any, Any, Any], todo: Ma
     step: Callable[[], Any] = partial(next, forward)
     while True:
         try:
-            asked = step()
+            request = step()
         except StopIteration as end:
             return end.value
         try:
-            answer = _handle_request(layer, asked, todo)
-        except SkipUseError as error:  # thrown in where it yields, so that the traceback has that line
+            answer = _handle_request(layer, request, todo)
+        except SkipUseError as error:  # raised at the yield, so that the traceback shows that line
             step = partial(forward.throw, error)
         else:
             step = partial(forward.send, answer)
-            del asked, answer
+            del request, answer
 
 
-def _handle_request(layer: Skippable, asked: Any, todo: Mapping[type, dict[str, None]]) -> Any:
-    """Do what a forward asks for."""
-    if not isinstance(asked, (Stash, Pop)):
+def _handle_request(layer: Skippable, request: Any, todo: Mapping[type, dict[str, None]]) -> Any:
+    if not isinstance(request, (Stash, Pop)):
         raise SkipUseError(
-            f"the forward of {_kind(layer)} yields a {type(asked).__name__}: it may only yield ps.stash(…) and "
+            f"the forward of {_kind(layer)} yields a {type(request).__name__}: it may only yield ps.stash(…) and "
             "ps.pop(…), and must return its output"
         )
-    name, kind = asked.name, type(asked)
+    name, kind = request.name, type(request)
     verb, done = ("stash", "stashed") if kind is Stash else ("pop", "popped")
     if name not in todo[kind]:
         declared = layer._skip_stash if kind is Stash else layer._skip_pop
@@ -247,8 +241,8 @@ def _handle_request(layer: Skippable, asked: Any, todo: Mapping[type, dict[str, 
             [name],
         )
     key = (layer._skip_namespaces.get(name), name)
-    if isinstance(asked, Stash):
-        _thread_stash.values[key] = asked.value
+    if isinstance(request, Stash):
+        _thread_stash.values[key] = request.value
         answer = None
     elif key in _thread_stash.values:
         answer = _thread_stash.values.pop(key)
@@ -278,8 +272,6 @@ def _kind(layer: Any) -> str:
     return type(layer).__name__
 
 
-# Which layers of a Sequential stash and pop what, and whether it matches: every stash popped once, and later.
-
 SkipFaultKind = Literal[
     "not popped", "not stashed", "popped before stashed", "stashed twice", "popped twice", "both in one layer"
 ]
@@ -288,13 +280,13 @@ _RunOrder = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SkipFault:
-    """A name whose stash and pop do not match, with the modules that declare it, by their names in the model."""
+    """A name whose stash and pop do not match, and the modules that declare it."""
 
     kind: SkipFaultKind
     name: str
     namespace: Namespace | None
     modules: tuple[str, ...]
-    """The stashing module first, where there is one; or the first and the second that do the same."""
+    """The stashing module first, if any; or the first and second module of a repeated stash or pop."""
 
     def __str__(self) -> str:
         name, first, last = f"'{self.name}'", self.modules[0], self.modules[-1]
@@ -309,7 +301,7 @@ class SkipFault:
 
 
 class SkipError(PlanError, TypeError):
-    """Stashes and pops of a model's layers do not match; ``faults`` has all that is wrong."""
+    """Stashes and pops of a model's layers do not match; ``faults`` lists all errors."""
 
     def __init__(self, faults: Sequence[SkipFault]) -> None:
         super().__init__("stash and pop do not match:\n" + "\n".join(f"  - {fault}" for fault in faults))
@@ -321,7 +313,7 @@ class SkipError(PlanError, TypeError):
 
 @dataclass(frozen=True)
 class Skip:
-    """A value that goes from one layer to a later one, past those between; ``label`` names it in the model."""
+    """A value from one layer to a later one; ``label`` is unique in the model."""
 
     key: SkipKey
     label: str
@@ -331,7 +323,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class _SkipUse:
-    """A module's stash or pop. ``order`` is its place, as far as Sequentials say what runs first."""
+    """A stash or pop of a module. ``order`` is its position in nested Sequentials."""
 
     key: SkipKey
     layer: str
@@ -340,14 +332,14 @@ class _SkipUse:
 
 
 def verify_skippables(model: nn.Module) -> None:
-    """Raise one error with every stash and pop of ``model``, an ``nn.Sequential``, that have no match."""
+    """Raise a ``SkipError`` with every stash and pop of ``model``, an ``nn.Sequential``, that do not match."""
     if not is_plain_sequential(model):
         raise PlanError(f"the skips of an nn.Sequential can be verified, but this is a {type(model).__name__}")
     match_skips(layers_of(model))
 
 
 def match_skips(layers: Mapping[str, nn.Module]) -> list[Skip]:
-    """The skips between layers that run in this order, by where they begin; an error if stash and pop do not match."""
+    """The skips between layers in this order, ordered by source; an error if stash and pop do not match."""
     faults = skip_faults(layers)
     if faults:
         raise SkipError(faults)
@@ -362,7 +354,7 @@ def match_skips(layers: Mapping[str, nn.Module]) -> list[Skip]:
 
 
 def skip_faults(layers: Mapping[str, nn.Module]) -> list[SkipFault]:
-    """Everything that is wrong with the skips between layers that run in this order."""
+    """All mismatches of the skips between layers in this order."""
     stashes, pops = _declared(layers)
     faults = []
 
@@ -400,7 +392,7 @@ def _declared(layers: Mapping[str, nn.Module]) -> tuple[dict[SkipKey, list[_Skip
 
 
 def _skippables(name: str, module: nn.Module, order: _RunOrder) -> Iterator[tuple[str, Skippable, _RunOrder]]:
-    """The skippable modules in a layer. What runs first is known inside plain Sequentials, and not elsewhere."""
+    """The skippable modules in a layer. Their order is known inside plain Sequentials only."""
     if isinstance(module, Lazy):
         outline = module.outline()
         if outline is None:

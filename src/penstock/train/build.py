@@ -12,8 +12,8 @@ from torch import nn
 
 from penstock.engine.distributed import DistributedExecutor
 from penstock.engine.executor import Executor
-from penstock.engine.failure.hang import HangLimits
 from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
+from penstock.engine.failure.status import HangLimits
 from penstock.engine.loss import LossAndOutputs, check_outputs, loss_rule
 from penstock.engine.offload.activations import activation_offload
 from penstock.engine.offload.copies import HostBufferPool
@@ -113,11 +113,11 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
     placed = plan.placed(source.placement, device_of)
     modules = {s: plan.stage_module(s) for s in own}
-    for stage, module in modules.items():
+    for s, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_dtensor(tensor):
                 raise PlanError(
-                    f"{name} of stage {stage} is a DTensor already: build the pipeline of a plain model, and let "
+                    f"{name} of stage {s} is a DTensor already: build the pipeline of a plain model, and let "
                     "Pipeline(…, parallelize=…) shard or distribute its stages"
                 )
     copies = place_tied_parameters(plan.ties, modules, {s: device_of[s] for s in own})
@@ -158,7 +158,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
     }
     executor: Executor
     if mesh is None:
-        joined = source if weights is None else source.taking_turns(_joined_ranks(source, device_of, weights))
+        joined = source if weights is None else source.with_merged_ranks(_joined_ranks(source, device_of, weights))
         executor = ThreadExecutor(placed, stages, joined, copies, HangLimits(*options.limits), **gradients)
     else:
         assert rendezvous is not None

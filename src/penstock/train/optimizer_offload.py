@@ -21,7 +21,7 @@ from penstock._torch import storage_id
 from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, UpdateLease
 from penstock.engine.offload.weights import HostWeights
 from penstock.errors import PlanError
-from penstock.split.measure import parse_bytes
+from penstock.format import parse_bytes
 
 __all__ = ["Offload", "OffloadedOptimizer", "is_offloaded", "offload_optimizer", "require_offloaded"]
 

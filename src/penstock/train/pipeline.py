@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from penstock import _registry
 from penstock.engine.executor import Executor
 from penstock.engine.failure.rendezvous import Rendezvous, digest
 from penstock.engine.loss import Outputs, StepOutcome, check_outputs
@@ -30,18 +31,7 @@ from penstock.train.replan import ReplanResult, find_faster_order, predict_from_
 from penstock.train.result import StepResult
 from penstock.train.state import PipelineState
 
-__all__ = ["Pipeline", "register_trace"]
-
-_make_trace: Callable[..., Any] | None = None
-
-
-def register_trace(make: Callable[..., Any]) -> None:
-    """Register the context manager of ``Pipeline.trace``, which belongs to the profiler, a layer above this one.
-
-    It is called with (executor, plan, mesh, steps, skip, prediction, quiet), and has an attribute ``trace``.
-    """
-    global _make_trace
-    _make_trace = make
+__all__ = ["Pipeline"]
 
 
 class Pipeline(PipelineState):
@@ -255,8 +245,8 @@ class Pipeline(PipelineState):
         together. At its end the time of a step is printed beside the prediction, unless ``quiet``.
         """
         self._executor.check_idle()
-        assert _make_trace is not None, "import penstock registers the profiler"
-        recording = _make_trace(self._executor, self.plan, self.mesh, steps, skip, self._predicted, quiet)
+        executor, predicted = self._executor, self._predicted
+        recording = _registry.trace_recording(executor, self.plan, self.mesh, steps, skip, predicted, quiet)
         self._traced = recording.trace
         return recording  # type: ignore[no-any-return]
 

@@ -1,5 +1,43 @@
-"""fairscale's pipelines on Penstock, of its version 0.4.13: ``fairscale.nn.Pipe`` and ``AsyncPipe``."""
+"""fairscale's pipelines, version 0.4.13, on Penstock: ``fairscale.nn.Pipe`` and ``AsyncPipe``."""
 
-from penstock.compat.fairscale import nn as nn
+from typing import NoReturn
+
+from penstock.compat import publish, torchgpipe
+from penstock.compat.fairscale import model_parallel, pipe
+from penstock.compat.torchgpipe import balance, batchnorm, microbatch, skip
 
 __version__ = "0.4.13"
+
+
+def _no_attribute(name: str) -> NoReturn:
+    raise AttributeError(
+        f"penstock.compat.fairscale has fairscale's pipelines, Pipe and AsyncPipe, and nothing else of it: no nn.{name}"
+    )
+
+
+_modules = (torchgpipe, balance, batchnorm, microbatch, skip, pipe, model_parallel)
+_names = {name: entry for module in _modules for name, entry in vars(module).items()}
+_names |= {"verify_module": pipe.verify_children, "__getattr__": _no_attribute}
+_parallel = " ".join(model_parallel.__all__)
+
+publish(
+    __name__,
+    _names,
+    {
+        "nn": "Pipe __getattr__",
+        "nn.model_parallel": _parallel,
+        "nn.model_parallel.initialize": _parallel,
+        "nn.pipe": "AsyncPipe LazyModule Pipe is_checkpointing is_recomputing",
+        "nn.pipe.async_pipe": "AsyncPipe",
+        "nn.pipe.balance": "balance_by_size balance_by_time balance_cost",
+        "nn.pipe.balance.blockpartition": "solve",
+        "nn.pipe.balance.profile": "layerwise_sandbox",
+        "nn.pipe.batchnorm": "DeferredBatchNorm",
+        "nn.pipe.microbatch": "Batch TensorOrTensors Tensors check gather scatter",
+        "nn.pipe.pipe": "Pipe verify_module",
+        "nn.pipe.skip": "Namespace pop skippable stash verify_skippables",
+        "nn.pipe.skip.namespace": "Namespace",
+        "nn.pipe.skip.skippable": "Skippable pop skippable stash verify_skippables",
+        "nn.pipe.types": "InputDevice LazyModule TensorOrTensors Tensors",
+    },
+)

@@ -1,47 +1,54 @@
 """PopTorch programs on Penstock: ``import penstock.compat.poptorch as poptorch``.
 
-IPU n is device n, modulo what there is: CUDA devices, or else the CPU for all. Models are called as PopTorch's are,
-with ``micro-batch × gradientAccumulation × deviceIterations × replicationFactor`` samples, and return what the output
-mode says, on the host. docs/migrating.md tells what is different, and which options are accepted and have no effect.
+IPU n is device n, modulo the number of CUDA devices, or the CPU. Models are called with
+``micro-batch × gradientAccumulation × deviceIterations × replicationFactor`` samples, and return what the output mode
+says, on the host. docs/migrating.md lists the differences.
 """
+
+import logging
 
 from penstock.compat.poptorch import enums as enums
 from penstock.compat.poptorch import optim as optim
 from penstock.compat.poptorch import options as options
-from penstock.compat.poptorch.annotations import BeginBlock as BeginBlock
-from penstock.compat.poptorch.annotations import Block as Block
-from penstock.compat.poptorch.annotations import BlockFunction as BlockFunction
-from penstock.compat.poptorch.annotations import removeBlocks as removeBlocks
-from penstock.compat.poptorch.enums import AnchorMode as AnchorMode
-from penstock.compat.poptorch.enums import AutoStage as AutoStage
-from penstock.compat.poptorch.enums import ConnectionType as ConnectionType
-from penstock.compat.poptorch.enums import DataLoaderMode as DataLoaderMode
-from penstock.compat.poptorch.enums import HalfFloatCastingBehavior as HalfFloatCastingBehavior
-from penstock.compat.poptorch.enums import Liveness as Liveness
-from penstock.compat.poptorch.enums import MeanReductionStrategy as MeanReductionStrategy
-from penstock.compat.poptorch.enums import OutputMode as OutputMode
-from penstock.compat.poptorch.enums import ReductionType as ReductionType
-from penstock.compat.poptorch.enums import SharingStrategy as SharingStrategy
-from penstock.compat.poptorch.enums import SyncPattern as SyncPattern
+from penstock.compat.poptorch.blocks import *  # noqa: F403
+from penstock.compat.poptorch.enums import *  # noqa: F403
 from penstock.compat.poptorch.errors import Error as Error
+from penstock.compat.poptorch.errors import require as _require
 from penstock.compat.poptorch.executor import PoplarExecutor as PoplarExecutor
 from penstock.compat.poptorch.executor import inferenceModel as inferenceModel
+from penstock.compat.poptorch.executor import load as load
 from penstock.compat.poptorch.executor import trainingModel as trainingModel
-from penstock.compat.poptorch.hardware import ipuHardwareIsAvailable as ipuHardwareIsAvailable
-from penstock.compat.poptorch.hardware import ipuHardwareVersion as ipuHardwareVersion
-from penstock.compat.poptorch.hardware import isRunningOnIpu as isRunningOnIpu
-from penstock.compat.poptorch.hardware import setLogLevel as setLogLevel
 from penstock.compat.poptorch.loader import AsynchronousDataAccessor as AsynchronousDataAccessor
 from penstock.compat.poptorch.loader import DataLoader as DataLoader
-from penstock.compat.poptorch.losses import identity_loss as identity_loss
-from penstock.compat.poptorch.losses import recomputationCheckpoint as recomputationCheckpoint
 from penstock.compat.poptorch.options import Options as Options
 from penstock.compat.poptorch.options import TensorLocationSettings as TensorLocationSettings
-from penstock.compat.poptorch.saving import load as load
-from penstock.compat.poptorch.strategies import ParallelPhasedExecution as ParallelPhasedExecution
-from penstock.compat.poptorch.strategies import Phase as Phase
-from penstock.compat.poptorch.strategies import PhasedExecution as PhasedExecution
-from penstock.compat.poptorch.strategies import PipelinedExecution as PipelinedExecution
-from penstock.compat.poptorch.strategies import SerialPhasedExecution as SerialPhasedExecution
-from penstock.compat.poptorch.strategies import ShardedExecution as ShardedExecution
-from penstock.compat.poptorch.strategies import Stage as Stage
+from penstock.compat.poptorch.training import identity_loss as identity_loss
+from penstock.compat.poptorch.training import recomputationCheckpoint as recomputationCheckpoint
+
+_LOG_LEVELS = {"TRACE": 10, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERR": 40, "OFF": 50}
+_LOG_NUMBERS = {0: 10, 1: 10, 2: 20, 3: 30, 4: 40, 6: 50}
+
+
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    """True: there is always a device in place of an IPU."""
+    return True
+
+
+def ipuHardwareVersion() -> int:
+    return 0
+
+
+def isRunningOnIpu() -> bool:
+    """False: code for IPUs only is not run."""
+    return False
+
+
+def setLogLevel(level: str | int) -> None:
+    """Set the level of the logger ``penstock.compat.poptorch``: "DEBUG", "INFO", … or PopTorch's number."""
+    number = _LOG_LEVELS.get(level) if isinstance(level, str) else _LOG_NUMBERS.get(level)
+    _require(number is not None, f"Invalid log level string: {level}. Accepted values are {', '.join(_LOG_LEVELS)}")
+    assert number is not None
+    logger = logging.getLogger("penstock.compat.poptorch")
+    logger.setLevel(number)
+    if not logger.handlers and not logging.getLogger().handlers:
+        logger.addHandler(logging.StreamHandler())

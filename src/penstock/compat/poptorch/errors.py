@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from penstock.errors import PlanError
+import penstock as ps
 
-__all__ = ["Error", "Frozen", "Unmet", "require"]
+__all__ = ["Error", "FrozenOptions", "UnmetRequirement", "positive", "require"]
 
 
-class Error(PlanError, RuntimeError):
+class Error(ps.PlanError, RuntimeError):
     """``poptorch.Error``."""
 
 
-class Unmet(PlanError, AssertionError):
-    """What PopTorch asserts of its arguments, and what is not so."""
+class UnmetRequirement(ps.PlanError, AssertionError):
+    """An assertion of PopTorch about its arguments that does not hold."""
 
 
-class Frozen(PlanError, AttributeError):
-    """Options that a model or a loader uses already."""
+class FrozenOptions(ps.PlanError, AttributeError):
+    """Options that a model or a loader uses already were to be changed."""
 
     def __init__(self) -> None:
         super().__init__("Can't modify frozen Options: change a copy of them, options.clone()")
 
 
 def require(condition: object, message: str) -> None:
-    """PopTorch's ``assert``, which stays with ``python -O``."""
+    """PopTorch's ``assert``, which ``python -O`` does not remove."""
     if not condition:
-        raise Unmet(message)
+        raise UnmetRequirement(message)
+
+
+def positive(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnmetRequirement(f"{name} must be a whole number of at least 1, got {value!r}")
+    return value

@@ -1,4 +1,4 @@
-"""``DataLoader``: the samples of a whole call at a time; and loading ahead of the caller."""
+"""``DataLoader``, whose batches have the samples of a whole call, and loading ahead of the caller."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
+from penstock import hooks
 from penstock.compat.poptorch.enums import DataLoaderMode
-from penstock.compat.poptorch.errors import Error, require
-from penstock.compat.poptorch.option_groups import positive
+from penstock.compat.poptorch.errors import Error, positive, require
 from penstock.compat.poptorch.options import Options
-from penstock.engine.message import flatten, unflatten
-from penstock.train.prefetch import Prefetcher
 
 __all__ = ["AsynchronousDataAccessor", "DataLoader"]
 
 
 class DataLoader(data.DataLoader[Any]):
-    """A loader whose batches are what one call of a model with these options takes: ``combinedBatchSize`` samples.
+    """A loader whose batches have ``combinedBatchSize`` samples: those of one call of a model with these options.
 
-    ``mode``: load when asked (``Sync``), or by a thread that is some batches ahead (``Async``); with
-    ``AsyncRebatched`` the workers load ``rebatched_worker_size`` samples at a time, and the thread joins them. There
-    are no more workers than CPUs. ``async_options`` are those of ``AsynchronousDataAccessor``, and others torch's. The
-    options are frozen from now on.
+    ``mode``: load when asked (``Sync``), or ahead in a thread (``Async``); with ``AsyncRebatched`` workers load
+    ``rebatched_worker_size`` samples at a time and the thread joins them. At most one worker per CPU is used.
+    ``async_options`` are those of ``AsynchronousDataAccessor``; other arguments are torch's. The options are frozen.
     """
 
     def __init__(
@@ -50,66 +47,47 @@ class DataLoader(data.DataLoader[Any]):
         if not isinstance(options, Options):
             raise Error(f"poptorch.DataLoader takes a poptorch.Options first, got {type(options).__name__}")
         options._freeze()
-        self._options = options
-        self._parts: int = (
-            options.device_iterations * options.replication_factor * options.Training.gradient_accumulation
-        )
-        self._mode = DataLoaderMode(mode)
-        self._drops_last = drop_last
-        ahead = self._mode != DataLoaderMode.Sync
-        rebatches = self._mode == DataLoaderMode.AsyncRebatched
+        self.options = options
+        self._mode, self._drops_last = DataLoaderMode(mode), drop_last
+        ahead, rebatches = self._mode != DataLoaderMode.Sync, self._mode == DataLoaderMode.AsyncRebatched
         require(ahead or not async_options, "async_options are for the modes Async and AsyncRebatched")
         require(rebatches or rebatched_worker_size is None, "rebatched_worker_size is for the mode AsyncRebatched")
-        if batch_sampler is None:
-            self._combined: int | None = positive("batch_size", batch_size) * self._parts
-        else:
-            require(not rebatches, "a batch_sampler makes the batches: AsyncRebatched would make others of them")
-            self._combined = getattr(batch_sampler, "batch_size", None)
-        workers = min(num_workers, _cpus())
-        settings: dict[str, Any] = {"num_workers": workers, **kwargs}
-        if workers:
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        settings: dict[str, Any] = {"num_workers": min(num_workers, cpus), **kwargs}
+        if settings["num_workers"]:
             settings["persistent_workers"] = ahead if persistent_workers is None else persistent_workers
             if ahead:  # the thread holds batches as well
                 settings.setdefault("prefetch_factor", 1)
         if batch_sampler is not None:
+            require(not rebatches, "a batch_sampler makes the batches: AsyncRebatched would make others of them")
+            self.combinedBatchSize: int | None = getattr(batch_sampler, "batch_size", None)
             settings["batch_sampler"] = batch_sampler
         else:
-            assert self._combined is not None
-            size = self._combined
+            parts = options.device_iterations * options.replication_factor * options.Training.gradient_accumulation
+            size = combined = positive("batch_size", batch_size) * parts
             if rebatched_worker_size is not None:
                 size = positive("rebatched_worker_size", rebatched_worker_size)
-                wanted = f"at most the {self._combined} of a call"
-                require(size <= self._combined, f"rebatched_worker_size={size} must be {wanted}")
+                require(size <= combined, f"rebatched_worker_size={size} must be at most the {combined} of a call")
+            self.combinedBatchSize = combined
             settings |= {"batch_size": size, "shuffle": shuffle, "drop_last": drop_last and not rebatches}
         super().__init__(dataset, **settings)
         self._accessor: AsynchronousDataAccessor | None = None
         if ahead:
-            rebatched = {"rebatched_size": self._combined, "drop_last": drop_last} if rebatches else {}
-            self._accessor = AsynchronousDataAccessor(_Plain(self), **{**(async_options or {}), **rebatched})
-
-    @property
-    def options(self) -> Options:
-        """The options, frozen."""
-        return self._options
-
-    @property
-    def combinedBatchSize(self) -> int | None:
-        """The samples of a batch: of one call of the model."""
-        return self._combined
+            rebatched = {"rebatched_size": self.combinedBatchSize, "drop_last": drop_last} if rebatches else {}
+            self._accessor = AsynchronousDataAccessor(_Batches(self), **{**(async_options or {}), **rebatched})
 
     def __len__(self) -> int:
         if self._mode != DataLoaderMode.AsyncRebatched:
             return super().__len__()
-        assert self._combined is not None
-        counted: Any = self.dataset if isinstance(self.dataset, data.IterableDataset) else self.sampler
-        samples = len(counted)
-        return samples // self._combined if self._drops_last else -(-samples // self._combined)
+        assert self.combinedBatchSize is not None
+        sized: Any = self.dataset if isinstance(self.dataset, data.IterableDataset) else self.sampler
+        return len(sized) // self.combinedBatchSize if self._drops_last else -(-len(sized) // self.combinedBatchSize)
 
     def __iter__(self) -> Any:
         return super().__iter__() if self._accessor is None else iter(self._accessor)
 
-    def plain(self) -> Iterator[Any]:
-        """The batches as torch's loader has them."""
+    def batches(self) -> Iterator[Any]:
+        """The batches of torch's loader, loaded in this thread."""
         return super().__iter__()
 
     def terminate(self) -> None:
@@ -119,29 +97,24 @@ class DataLoader(data.DataLoader[Any]):
         self._iterator = None
 
 
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class _Plain:
-    """A loader without its accessor, for the accessor."""
+class _Batches:
+    """A loader as its accessor sees it."""
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        return self.loader.plain()
+        return self.loader.batches()
 
     def __len__(self) -> int:
         return len(self.loader)
 
 
 class AsynchronousDataAccessor:
-    """Iterates over ``dataset``, a loader or any other iterable, in a thread that is ``buffer_size`` batches ahead.
+    """Iterates over ``dataset``, a loader or any iterable, in a thread that is up to ``buffer_size`` batches ahead.
 
-    With ``early_preload`` it begins at once, and not with the first iteration. Batches of samples are joined to
-    ``rebatched_size`` of them. Batches are the caller's to keep. ``miss_sleep_time_in_ms``, ``load_indefinitely`` and
-    ``sharing_strategy``, which are about PopTorch's process and its memory, are accepted and have no effect.
+    With ``early_preload`` the thread starts at once. Batches are joined to ``rebatched_size`` samples.
+    ``miss_sleep_time_in_ms``, ``load_indefinitely`` and ``sharing_strategy`` are accepted and have no effect.
     """
 
     def __init__(
@@ -160,7 +133,7 @@ class AsynchronousDataAccessor:
         self._size = None if rebatched_size is None else positive("rebatched_size", rebatched_size)
         self._drop_last = drop_last
         self._lock = threading.Lock()
-        self._last: weakref.ref[Prefetcher[Any]] | None = None
+        self._last: weakref.ref[hooks.Prefetcher[Any]] | None = None
         self._thread: threading.Thread | None = None
         self._preloaded = self._start() if early_preload else None
 
@@ -168,11 +141,11 @@ class AsynchronousDataAccessor:
         return len(self._dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        ahead, self._preloaded = self._preloaded, None
-        return ahead or self._start()
+        iterator, self._preloaded = self._preloaded, None
+        return iterator or self._start()
 
     def terminate(self) -> None:
-        """End the thread. An iterator that is left gives what was loaded, and ends."""
+        """End the thread. An unfinished iterator yields the batches that were loaded, and ends."""
         self._preloaded = None
         last = None if self._last is None else self._last()
         if last is not None:
@@ -180,38 +153,35 @@ class AsynchronousDataAccessor:
         if self._thread is not None:
             self._thread.join()
 
-    def _start(self) -> Prefetcher[Any]:
-        self.terminate()  # one iteration at a time: torch's workers serve one
+    def _start(self) -> hooks.Prefetcher[Any]:
+        self.terminate()  # torch's workers serve one iteration at a time
         batches = iter(self._dataset)
-        rebatched = batches if self._size is None else _rebatched(batches, self._size, self._drop_last)
-        ahead = Prefetcher(map(_out_of_shared_memory, rebatched), self._depth, self._lock, None)
-        self._last, self._thread = weakref.ref(ahead), ahead.thread
-        return ahead
+        rebatched = batches if self._size is None else _rebatch(batches, self._size, self._drop_last)
+        iterator = hooks.Prefetcher(map(_copy_from_shared_memory, rebatched), self._depth, self._lock, None)
+        self._last, self._thread = weakref.ref(iterator), iterator.thread
+        return iterator
 
 
-def _rebatched(batches: Iterator[Any], size: int, drop_last: bool) -> Iterator[Any]:
-    """Batches of ``size`` samples, made of other ones; the last one is smaller, or dropped."""
+def _rebatch(batches: Iterator[Any], size: int, drop_last: bool) -> Iterator[Any]:
+    """Join and split batches into batches of ``size`` samples; the last one is smaller, or dropped."""
     parts: list[list[Any]] = []
     spec: Any = None
     held = 0
     for batch in batches:
-        leaves, spec = flatten(batch)
+        leaves, spec = hooks.tree_flatten(batch)
         held += len(leaves[0])
         parts.append(leaves)
         while held >= size:
             whole = [torch.cat(column) for column in zip(*parts, strict=True)]
-            yield unflatten([leaf[:size] for leaf in whole], spec)
+            yield hooks.tree_unflatten([leaf[:size] for leaf in whole], spec)
             held -= size
             parts = [[leaf[size:] for leaf in whole]] if held else []
     if held and not drop_last:
-        yield unflatten([torch.cat(column) for column in zip(*parts, strict=True)], spec)
+        yield hooks.tree_unflatten([torch.cat(column) for column in zip(*parts, strict=True)], spec)
 
 
-def _out_of_shared_memory(batch: Any) -> Any:
-    """The batch in memory of its own: what workers load is in memory that they share, of which there may be little."""
-    leaves, spec = flatten(batch)
-    return unflatten([leaf.clone() if _is_shared(leaf) else leaf for leaf in leaves], spec)
-
-
-def _is_shared(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and bool(leaf.is_shared())  # type: ignore[no-untyped-call]
+def _copy_from_shared_memory(batch: Any) -> Any:
+    """Copy tensors that workers loaded out of shared memory, which may be scarce."""
+    leaves, spec = hooks.tree_flatten(batch)
+    copies = [leaf.clone() if isinstance(leaf, Tensor) and leaf.is_shared() else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
+    return hooks.tree_unflatten(copies, spec)

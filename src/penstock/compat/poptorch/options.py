@@ -1,47 +1,268 @@
-"""``Options``: what a PopTorch program says of its models and loaders. Chainable; frozen once it is used."""
+"""``Options``: the settings of PopTorch models and loaders. Chainable; frozen once they are used.
+
+A setting is a method that takes the value and returns the group; the value is an attribute under its own name:
+``options.Training.gradientAccumulation(4)``, ``options.Training.gradient_accumulation``.
+"""
 
 from __future__ import annotations
 
 import ast
 import copy
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from penstock.compat.poptorch import enums
-from penstock.compat.poptorch import option_groups as groups
-from penstock.compat.poptorch.enums import OutputMode
-from penstock.compat.poptorch.errors import Error, require
-from penstock.compat.poptorch.option_groups import Group, TensorLocationSettings, accepted, positive, refused
-from penstock.compat.poptorch.strategies import PipelinedExecution, ShardedExecution, Strategy
+from penstock.compat.poptorch.blocks import PipelinedExecution, Strategy
+from penstock.compat.poptorch.enums import OutputMode, ReductionType
+from penstock.compat.poptorch.errors import Error, FrozenOptions, positive, require
 
 __all__ = ["Options", "TensorLocationSettings"]
 
-_GROUPS = {
-    "Training": groups.Training,
-    "TensorLocations": groups.TensorLocations,
-    "Precision": groups.Precision,
-    "Jit": groups.Jit,
-    "Distributed": groups.Distributed,
-    "_Popart": groups.Popart,
+
+# ── groups of settings ───────────────────────────────────────────────────────────────────────────────────────────
+
+_warned: set[str] = set()
+
+
+class Group:
+    """Settings that can be changed until they are frozen.
+
+    ``_ignored`` names the settings that have no effect here; ``_refused`` maps settings that would change results, and
+    are not supported, to a remedy.
+    """
+
+    _title = "Options"
+    _ignored = ""
+    _refused: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(_values=values, _is_frozen=False)
+
+    def _set(self, **values: Any) -> Self:
+        if self._is_frozen:
+            raise FrozenOptions
+        self._values.update(values)
+        return self
+
+    def _freeze(self) -> None:
+        self.__dict__["_is_frozen"] = True
+
+    def toDict(self) -> dict[str, Any]:
+        """All values by name."""
+        return dict(self._values)
+
+    def _setting(self, name: str) -> Callable[..., Any] | None:
+        """The method that makes a setting."""
+        own = getattr(type(self), name, None)
+        if callable(own) and not name.startswith("_"):
+            return own.__get__(self)  # type: ignore[no-any-return]
+        if name in self._ignored.split():
+            return lambda *args, **kwargs: self._ignore(name, [*args, *kwargs.values()])
+        if name in self._refused:
+            return lambda *args, **kwargs: self._refuse(name, [*args, *kwargs.values()])
+        return None
+
+    def _ignore(self, name: str, values: list[Any]) -> Self:
+        full = f"{self._title}.{name}".removeprefix("Options.")
+        if full not in _warned:
+            _warned.add(full)
+            warnings.warn(f"poptorch.Options: {full} has no effect here", stacklevel=3)
+        return self._set(**{name: values[0] if len(values) == 1 else tuple(values) or True})
+
+    def _refuse(self, name: str, values: list[Any]) -> Self:
+        if values not in ([False], [None]):  # switching it off is no error
+            full = f"{self._title}.{name}".removeprefix("Options.")
+            raise Error(f"poptorch.Options: {full} is not there: {self._refused[name]}")
+        return self._set()
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        setting = None if name.startswith("__") else self._setting(name)
+        if setting is None and name not in values:
+            raise AttributeError(f"poptorch.Options has no {self._title}.{name}, or it has no meaning here")
+        return values[name] if setting is None else setting
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenOptions if self._is_frozen else AttributeError(f"values are set by methods: {self._title}.…(…)")
+
+    def __repr__(self) -> str:
+        return f"_{self._title}Options({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+class TensorLocationSettings:
+    """Where tensors are stored: ``TensorLocationSettings().useOnChipStorage(False)`` means in host memory.
+
+    Other settings (``minElementsForOffChip``, ``useReplicatedTensorSharding``, …) are accepted and have no effect.
+    """
+
+    _ignored = (
+        "minElementsForOffChip minElementsForReplicatedTensorSharding useReplicatedTensorSharding "
+        "useIOTilesToLoad useIOTilesToStore"
+    )
+
+    def __init__(self) -> None:
+        self._content: dict[str, int] = {}
+
+    def useOnChipStorage(self, use_on_chip: bool = True) -> Self:
+        """On the device (True), or in host memory while the device does not need them (False)."""
+        return self._store("onChip", use_on_chip)
+
+    def _store(self, name: str, value: int = True) -> Self:
+        self._content[name] = int(value)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._ignored.split():
+            raise AttributeError(f"poptorch.TensorLocationSettings has no {name}")
+        return lambda value=True: self._store(name, value)
+
+    @property
+    def off_chip(self) -> bool:
+        return self._content.get("onChip") == 0
+
+    def __repr__(self) -> str:
+        return repr(self._content)
+
+
+class TensorLocations(Group):
+    """``options.TensorLocations``: the tensors that are stored in host memory."""
+
+    _title = "TensorLocation"
+    _ignored = "numIOTiles"
+
+    def setActivationLocation(self, location: TensorLocationSettings) -> Self:
+        return self._locate("location_activation", location)
+
+    def setWeightLocation(self, location: TensorLocationSettings) -> Self:
+        return self._locate("location_weight", location)
+
+    def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
+        return self._locate("location_optimizer", location)
+
+    def setAccumulatorLocation(self, location: TensorLocationSettings) -> Self:
+        if isinstance(location, TensorLocationSettings) and location.off_chip:
+            raise Error("gradients cannot be kept in the host's memory here: leave out setAccumulatorLocation")
+        return self._locate("location_accumulator", location)
+
+    def _locate(self, name: str, location: object) -> Self:
+        is_location = isinstance(location, TensorLocationSettings)
+        require(is_location, f"a location is a poptorch.TensorLocationSettings, got {type(location).__name__}")
+        return self._set(**{name: location})
+
+    def off_chip(self, kind: str) -> bool:
+        location = self._values.get(f"location_{kind}")
+        return location is not None and location.off_chip
+
+
+class Training(Group):
+    """``options.Training``."""
+
+    _title = "Training"
+    _ignored = "setMeanAccumulationAndReplicationReductionStrategy setConvolutionDithering"
+
+    def __init__(self) -> None:
+        super().__init__(
+            gradient_accumulation=1,
+            accumulation_and_replication_reduction_type=ReductionType.Mean,
+            automatic_loss_scaling=False,
+        )
+
+    def gradientAccumulation(self, gradient_accumulation: int) -> Self:
+        """The number of micro-batches per update."""
+        return self._set(gradient_accumulation=positive("gradientAccumulation", gradient_accumulation))
+
+    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
+        """Average (the default) or sum the gradients of micro-batches and replicas."""
+        kinds = (ReductionType.Mean, ReductionType.Sum)
+        require(reduction_type in kinds, f"gradients become their Mean or their Sum, not {reduction_type!r}")
+        return self._set(accumulation_and_replication_reduction_type=ReductionType(reduction_type))
+
+    accumulationReductionType = accumulationAndReplicationReductionType
+
+    def setAutomaticLossScaling(self, enabled: bool) -> Self:
+        """Scale the loss by ``penstock.GradScaler``; updates with an inf or nan are skipped."""
+        return self._set(automatic_loss_scaling=bool(enabled))
+
+
+class Precision(Group):
+    """``options.Precision``: torch's own rules apply; ``model.half()`` and autocast work."""
+
+    _title = "Precision"
+    _ignored = (
+        "autocastEnabled halfFloatCasting runningStatisticsAlwaysFloat runningVarianceAlwaysFloat "
+        "enableStochasticRounding setPartialsType"
+    )
+    _refused: ClassVar[Mapping[str, str]] = {
+        "enableFloatingPointExceptions": "use torch.autograd.set_detect_anomaly(True)"
+    }
+
+
+class Jit(Group):
+    """``options.Jit``."""
+
+    _title = "Jit"
+    _ignored = "traceModel"
+
+
+class Distributed(Group):
+    """``options.Distributed``: a PopTorch program is one process here."""
+
+    _title = "Distributed"
+    _ignored = "IPUoFConfigFiles setEnvVarNames disable"
+    processId, numProcesses = 0, 1
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> Self:
+        if (process_id, num_processes) != (0, 1):
+            raise Error(
+                f"poptorch.Options.Distributed for {num_processes} processes is not there: replicas in several "
+                "processes are penstock.Mesh(data=…), see docs/migrating.md"
+            )
+        return self._set()
+
+
+class Popart(Group):
+    """``options._Popart``: of PopART's settings, ``autoRecomputation`` has an effect here."""
+
+    _title = "Popart"
+    _ignored = "setPatterns"
+
+    def set(self, key: str, value: Any) -> Self:
+        """``autoRecomputation``: 0 keeps all activations (the default here), any other number recomputes them."""
+        if key != "autoRecomputation":
+            warnings.warn(f"_Popart.set({key!r}, …) has no effect here", stacklevel=2)
+        return self._set(**{key: value})
+
+
+_GROUPS: dict[str, type[Group]] = {
+    "Training": Training,
+    "TensorLocations": TensorLocations,
+    "Precision": Precision,
+    "Jit": Jit,
+    "Distributed": Distributed,
+    "_Popart": Popart,
 }
 
 
 class Options(Group):
-    """The options of a model or a loader. One that is in use cannot be changed: ``clone()`` it.
+    """The options of a model or a loader. Options that are in use cannot be changed: ``clone()`` them."""
 
-    These change results, memory or speed: ``deviceIterations``, ``replicationFactor``, ``outputMode``,
-    ``setExecutionStrategy``, ``randomSeed``, ``enableProfiling``, ``Training.*`` and ``TensorLocations.*``. Those that
-    are about the IPU, its compiler and its tools are accepted and do nothing; docs/migrating.md has the list.
-    """
-
-    Training: groups.Training
-    TensorLocations: groups.TensorLocations
-    Precision: groups.Precision
-    Jit: groups.Jit
-    Distributed: groups.Distributed
-    _Popart: groups.Popart
+    Training: Training
+    TensorLocations: TensorLocations
+    _ignored = (
+        "autoRoundNumIPUs availableMemoryProportion setAvailableMemoryProportion broadcastBuffers connectionType "
+        "disableModuleNamescope enableExecutableCaching enableStableNorm logCycleCount logDir maxRepeatLogs modelName "
+        "relaxOptimizerAttributesChecks showCompilationProgressBar sourceLocationExcludes appendToLocationExcludes "
+        "syncPattern updatableNamedBuffers useIpuId useIpuModel"
+    )
+    _refused: ClassVar[Mapping[str, str]] = {
+        "anchorTensor": "return the value from the forward, or register a hook",
+        "enableSyntheticData": "a call takes the data that it is given",
+        "inputReplicaGrouping": "replicas have their own samples, and the same weights",
+        "useOfflineIpuTarget": "there is nothing to compile for an IPU",
+    }
 
     def __init__(self) -> None:
         super().__init__(
@@ -52,26 +273,19 @@ class Options(Group):
             execution_strategy=PipelinedExecution(),
             random_seed=None,
             profile_dir=None,
-            anchored_tensors={},
-            auto_round_num_ipus=False,
-            available_memory_proportion={},
-            broadcast_buffers=True,
-            log_dir=".",
         )
         self.__dict__.update({name: kind() for name, kind in _GROUPS.items()})
 
-    # ── what has an effect ───────────────────────────────────────────────────────────────────────────────────
-
     def deviceIterations(self, device_iterations: int) -> Self:
-        """How many updates (in inference: micro-batches) there are to a call."""
+        """The number of updates (in inference: micro-batches) per call."""
         return self._set(device_iterations=positive("deviceIterations", device_iterations))
 
     def replicationFactor(self, replication_factor: int) -> Self:
-        """How many replicas there are. They take turns on the devices: results are those of replicas."""
+        """The number of replicas. They take turns on the devices; results are those of replicas."""
         return self._set(replication_factor=positive("replicationFactor", replication_factor))
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
-        """Which outputs a call returns; with ``EveryN``, of every how many micro-batches."""
+        """The outputs that a call returns; ``EveryN`` returns every ``output_return_period``-th."""
         require(isinstance(output_mode, OutputMode), f"an output mode is a poptorch.OutputMode, not {output_mode!r}")
         if output_mode == OutputMode.EveryN:
             valid = isinstance(output_return_period, int) and output_return_period > 0
@@ -82,63 +296,61 @@ class Options(Group):
     anchorMode = outputMode
 
     def defaultOutputMode(self) -> bool:
-        """Whether ``outputMode`` was left as it is."""
+        """Whether ``outputMode`` was not set."""
         return bool(self.output_mode == OutputMode.Default)
 
-    def setExecutionStrategy(self, strategy: PipelinedExecution | ShardedExecution) -> Self:
+    def setExecutionStrategy(self, strategy: Any) -> Self:
         """``PipelinedExecution`` (by default with stages by the blocks' IPUs) or ``ShardedExecution``."""
         require(isinstance(strategy, Strategy), f"a strategy is a poptorch.PipelinedExecution, not {strategy!r}")
         return self._set(execution_strategy=strategy)
 
     def randomSeed(self, random_seed: int) -> Self:
-        """Random numbers of a model depend on this, the call, the micro-batch and the layer alone."""
+        """Random numbers depend on the seed, the call, the micro-batch and the layer only."""
         require(isinstance(random_seed, int), f"a seed is a whole number, got {random_seed!r}")
         return self._set(random_seed=random_seed)
 
     def enableProfiling(self, profile_dir: str | None = None) -> Self:
-        """Write a trace of each model's first call, ``training.json`` or ``inference.json``, for a trace viewer."""
+        """Write a Chrome trace of each model's first call, ``training.json`` or ``inference.json``."""
         return self._set(profile_dir="." if profile_dir is None else str(profile_dir))
-
-    # ── copies and files ─────────────────────────────────────────────────────────────────────────────────────
 
     def clone(self) -> Self:
         """A copy that can be changed."""
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = type(self)()
-        new._values.update(copy.deepcopy(self._values, memo))
-        for name in _GROUPS:
-            new.__dict__[name]._values.update(copy.deepcopy(self.__dict__[name]._values, memo))
-        return new
+        restored: Self = _restore(type(self), copy.deepcopy(self._state(), memo))
+        return restored
 
     def __reduce__(self) -> Any:
-        return _restored, (type(self), self._values, {name: self.__dict__[name]._values for name in _GROUPS})
+        return _restore, (type(self), self._state())
 
-    def _freeze(self, frozen: bool = True) -> None:
-        super()._freeze(frozen)
+    def _state(self) -> dict[str, dict[str, Any]]:
+        return {"": self._values, **{name: self.__dict__[name]._values for name in _GROUPS}}
+
+    def _freeze(self) -> None:
+        super()._freeze()
         for name in _GROUPS:
-            self.__dict__[name]._freeze(frozen)
+            self.__dict__[name]._freeze()
 
     def toDict(self) -> dict[str, Any]:
         """All values by name, those of the groups in dicts of their own."""
         return {**self._values, **{name: self.__dict__[name].toDict() for name in _GROUPS}}
 
     def loadFromFile(self, filepath: str) -> Self:
-        """Each line is a setting as a program would make it, without ``options.``: ``deviceIterations(4)``."""
+        """Read settings, one per line, written as in a program without ``options.``: ``deviceIterations(4)``."""
         from penstock.compat import poptorch
 
         for number, line in enumerate(Path(filepath).read_text("utf-8").splitlines(), 1):
             text = line.partition("#")[0].strip()
             if text:
                 try:
-                    _value(ast.parse(f"options.{text}", mode="eval").body, {"options": self, "poptorch": poptorch})
+                    _evaluate(ast.parse(f"options.{text}", mode="eval").body, {"options": self, "poptorch": poptorch})
                 except Exception as error:
                     raise Error(f"{filepath}, line {number}: {text!r} cannot be set: {error}") from error
         return self
 
     def from_json(self, string: str) -> Self:
-        """Settings from JSON: ``{"deviceIterations": 4, "Training": {"gradientAccumulation": 8}}``."""
+        """Read settings from JSON: ``{"deviceIterations": 4, "Training": {"gradientAccumulation": 8}}``."""
         _set_all(self, json.loads(string))
         return self
 
@@ -147,53 +359,24 @@ class Options(Group):
         inner += [f"{name}={self.__dict__[name]!r}" for name in _GROUPS]
         return f"Options({', '.join(inner)})"
 
-    # ── what is accepted, and what is refused ────────────────────────────────────────────────────────────────
 
-    autoRoundNumIPUs = accepted("auto_round_num_ipus")
-    availableMemoryProportion = accepted("available_memory_proportion")
-    setAvailableMemoryProportion = accepted("available_memory_proportion")
-    broadcastBuffers = accepted("broadcast_buffers")
-    connectionType = accepted("connection_type")
-    disableModuleNamescope = accepted("disable_module_namescope")
-    enableExecutableCaching = accepted("cache_path")
-    enableStableNorm = accepted("enable_stable_norm")
-    logCycleCount = accepted("log_cycle_count")
-    logDir = accepted("log_dir")
-    maxRepeatLogs = accepted("max_repeat_logs")
-    modelName = accepted("model_name")
-    relaxOptimizerAttributesChecks = accepted("relax_optimizer_attributes_checks")
-    showCompilationProgressBar = accepted("show_compilation_progress_bar")
-    sourceLocationExcludes = accepted("source_location_excludes")
-    appendToLocationExcludes = accepted("source_location_excludes")
-    syncPattern = accepted("sync_pattern")
-    updatableNamedBuffers = accepted("updatable_named_buffers")
-    useIpuId = accepted("ipu_id")
-    useIpuModel = accepted("use_model")
-
-    anchorTensor = refused("anchorTensor", "return the value from the forward, or register a hook")
-    enableSyntheticData = refused("enableSyntheticData", "a call takes the data that it is given")
-    inputReplicaGrouping = refused("inputReplicaGrouping", "replicas have their own samples, and the same weights")
-    useOfflineIpuTarget = refused("useOfflineIpuTarget", "there is nothing to compile for an IPU")
-
-
-def _restored(kind: type[Options], values: dict[str, Any], inside: dict[str, dict[str, Any]]) -> Options:
+def _restore(kind: type[Any], state: dict[str, dict[str, Any]]) -> Any:
     options = kind()
-    options._values.update(values)
-    for name, inner in inside.items():
-        options.__dict__[name]._values.update(inner)
+    for name, values in state.items():
+        (options.__dict__[name] if name else options)._values.update(values)
     return options
 
 
-def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of an expression of names, attributes, calls, literals: what a line of settings is made of."""
+def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The value of an expression of names, attributes, calls and literals."""
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.Attribute):
-        return getattr(_value(node.value, names), node.attr)
+        return getattr(_evaluate(node.value, names), node.attr)
     if isinstance(node, ast.Call):
-        args = [_value(arg, names) for arg in node.args]
-        named = {str(pair.arg): _value(pair.value, names) for pair in node.keywords}
-        return _value(node.func, names)(*args, **named)
+        args = [_evaluate(arg, names) for arg in node.args]
+        named = {str(pair.arg): _evaluate(pair.value, names) for pair in node.keywords}
+        return _evaluate(node.func, names)(*args, **named)
     return ast.literal_eval(node)
 
 
@@ -202,17 +385,14 @@ def _set_all(group: Any, values: Mapping[str, Any]) -> None:
         if name in _GROUPS and isinstance(group, Options):
             _set_all(group.__dict__[name], value)
             continue
-        if not callable(getattr(type(group), name, None)) or name.startswith("_"):
+        setting = group._setting(name)
+        if setting is None:
             raise Error(f"poptorch.Options.from_json: there is no setting {name!r}")
-        args = [_named(item) for item in (value if isinstance(value, list) else [value])]
-        getattr(group, name)(*args)
+        setting(*map(_enum_member, value if isinstance(value, list) else [value]))
 
 
-def _named(value: Any) -> Any:
-    """An enumeration's member where a string names one: ``"OutputMode.All"``."""
-    if isinstance(value, str):
-        kind, _, member = value.removeprefix("poptorch.").partition(".")
-        found = getattr(enums, kind, None) if kind in enums.__all__ else None
-        if found is not None and member in found.__members__:
-            return found[member]
-    return value
+def _enum_member(value: Any) -> Any:
+    """The enumeration member that a string names, as in ``"OutputMode.All"``; other values as they are."""
+    kind, _, member = value.removeprefix("poptorch.").partition(".") if isinstance(value, str) else ("", "", "")
+    members = getattr(getattr(enums, kind, None), "__members__", {})
+    return members.get(member, value)

@@ -1,52 +1,11 @@
-"""TorchDistPackage's topology and pipelines on Penstock, at the import paths of both its generations."""
-
-from __future__ import annotations
+"""TorchDistPackage's topology, pipelines and NaiveDDP on Penstock, at the import paths of both its generations."""
 
 from typing import NoReturn
 
-from penstock.compat.torchdistpackage.ddp import NaiveDDP
-from penstock.compat.torchdistpackage.dist import (
-    get_mp_ckpt_suffix,
-    is_using_pp,
-    setup_distributed,
-    setup_node_groups,
-    test_comm,
-    torch_parallel_context,
-    tpc,
-)
-from penstock.compat.torchdistpackage.parallel import (
-    CallableModule,
-    NativeScalerPP,
-    clip_grad_norm_,
-    flat_and_partition,
-    flatten_model,
-    forward_backward,
-    forward_eval,
-    partition_balanced,
-    partition_uniform,
-)
-from penstock.compat.torchdistpackage.utils import fix_rand
-
-__all__ = [
-    "CallableModule",
-    "NaiveDDP",
-    "NativeScalerPP",
-    "clip_grad_norm_",
-    "fix_rand",
-    "flat_and_partition",
-    "flatten_model",
-    "forward_backward",
-    "forward_eval",
-    "get_mp_ckpt_suffix",
-    "is_using_pp",
-    "partition_balanced",
-    "partition_uniform",
-    "setup_distributed",
-    "setup_node_groups",
-    "test_comm",
-    "torch_parallel_context",
-    "tpc",
-]
+from penstock.compat import publish
+from penstock.compat.torchdistpackage.gradients import *  # noqa: F403
+from penstock.compat.torchdistpackage.pipeline import *  # noqa: F403
+from penstock.compat.torchdistpackage.topology import *  # noqa: F403
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -54,3 +13,32 @@ def __getattr__(name: str) -> NoReturn:
         "penstock.compat.torchdistpackage has TorchDistPackage's topology, pipelines and NaiveDDP, and nothing else of "
         f"it: no {name}. docs/migrating.md says what to use instead"
     )
+
+
+_clip = "NativeScalerPP clip_grad_norm_"
+_helper = "CallableModule flat_and_partition flatten_model partition_balanced partition_uniform"
+_schedule = "forward_backward forward_eval"
+_topology = "is_using_pp test_comm torch_parallel_context tpc"
+
+publish(
+    __name__,
+    globals(),
+    {
+        "utils": "fix_rand",
+        "ddp": "NaiveDDP",
+        "ddp.naive_ddp": "NaiveDDP",
+        "dist": f"{_topology} setup_distributed get_mp_ckpt_suffix setup_node_groups",
+        "dist.launch_from_slurm": "setup_distributed",
+        "dist.model_parallel_ckpt": "get_mp_ckpt_suffix",
+        "dist.node_group": "setup_node_groups",
+        "dist.process_topo": f"ProcessTopology {_topology}",
+        "parallel": f"{_clip} {_helper} {_schedule}",
+        "parallel.clip_grad_parallel": _clip,
+        "parallel.pipeline_helper": _helper,
+        "parallel.pipeline_sched": _schedule,
+        "parallel.pipeline_parallel": f"{_clip} {_helper} {_schedule}",
+        "parallel.pipeline_parallel.clip_grad_parallel": _clip,
+        "parallel.pipeline_parallel.pipeline_helper": _helper,
+        "parallel.pipeline_parallel.pipeline_sched": _schedule,
+    },
+)

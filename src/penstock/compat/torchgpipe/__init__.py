@@ -1,7 +1,24 @@
-"""torchgpipe's API on Penstock, of its versions 0.0.7 and 0.0.2: see docs/migrating.md."""
+"""torchgpipe's API, versions 0.0.7 and 0.0.2, on Penstock: see docs/migrating.md."""
 
-from penstock.compat.torchgpipe.__version__ import __version__ as __version__
-from penstock.compat.torchgpipe.checkpoint import is_checkpointing, is_recomputing
-from penstock.compat.torchgpipe.gpipe import GPipe, current_microbatch
+import penstock as ps
+from penstock.compat import publish
+from penstock.compat.torchgpipe import balance, gpipe, skip
 
 __all__ = ["GPipe", "current_microbatch", "is_checkpointing", "is_recomputing"]
+
+__version__ = "0.0.7"
+
+GPipe, current_microbatch = gpipe.GPipe, gpipe.current_microbatch
+is_checkpointing, is_recomputing = ps.is_checkpointing, ps.is_recomputing
+
+publish(
+    __name__,
+    {**vars(balance), **vars(skip), "__version__": __version__},
+    {
+        "__version__": "__version__",
+        "balance.blockpartition": "solve",
+        "balance.profile": "layerwise_sandbox",
+        "skip.namespace": "Namespace",
+        "skip.skippable": "Skippable pop skippable stash verify_skippables",
+    },
+)

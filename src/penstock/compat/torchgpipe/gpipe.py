@@ -1,51 +1,47 @@
-"""``GPipe``: an ``nn.Sequential`` in partitions, each on a device of its own."""
+"""``GPipe``: an ``nn.Sequential`` in partitions, one per device."""
 
 from __future__ import annotations
 
+import dis
+import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from types import CodeType
 from typing import Any, NoReturn, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+import penstock as ps
 from penstock.compat.torchgpipe import microbatch
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
-from penstock.compat.torchgpipe.handover import refuse_handing_over
-from penstock.compat.torchgpipe.marks import show_recomputed
 from penstock.compat.torchgpipe.microbatch import TensorOrTensors
-from penstock.compat.torchgpipe.skip.skippable import verify_skippables
-from penstock.engine import forward_context
-from penstock.engine.message import flatten, unflatten
-from penstock.split import split
-from penstock.train.pipeline import Pipeline
+from penstock.compat.torchgpipe.skip import verify_skippables
 
-__all__ = ["BalanceError", "GPipe", "current_microbatch", "split_module", "verify_module"]
+__all__ = ["GPipe", "current_microbatch", "verify_module"]
 
 Device = torch.device | int | str
 
 
-class BalanceError(ValueError):
-    """A balance that does not fit the module."""
-
-
 class GPipe(nn.Module):
-    """Trains an ``nn.Sequential`` as a pipeline: ``balance[j]`` of its layers are on ``devices[j]``.
+    """Trains an ``nn.Sequential`` as a pipeline: ``balance[j]`` of its layers run on ``devices[j]``.
 
-    ``devices`` are the GPUs, in turn, unless they are named; without any GPU all partitions are on the CPU. A
-    mini-batch is cut into ``chunks`` micro-batches. ``checkpoint`` says of which forwards nothing is kept, so that they
-    run again for their backward: ``"always"``, of all; ``"except_last"``, but the last micro-batch's; ``"never"``.
-    With ``deferred_batch_norm`` running statistics are those of mini-batches.
+    The default devices are the GPUs in order, or the CPU if there are none. A mini-batch is split into ``chunks``
+    micro-batches. ``checkpoint`` selects the micro-batches whose activations are recomputed: ``"always"`` (all),
+    ``"except_last"`` or ``"never"``. ``deferred_batch_norm`` tracks running statistics per mini-batch.
     """
 
     balance: list[int] = []  # noqa: RUF012
     devices: list[torch.device] = []  # noqa: RUF012
     chunks: int = 1
     checkpoint: str = "except_last"
+
+    # Texts that a subclass of another name replaces.
     _name = "GPipe"
+    _balance_module = "torchgpipe.balance (torchgpipe_balancing in 0.0.2)"
 
     def __init__(
         self,
@@ -67,96 +63,94 @@ class GPipe(nn.Module):
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
         self._verify(module)
         verify_skippables(module)
-        balance = list(balance)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        named = _default_devices(len(balance)) if devices is None else [torch.device(device) for device in devices]
-        try:
-            self.partitions, self.balance, self.devices = split_module(module, balance, named)
-        except BalanceError as error:
-            raise ValueError(self._recommend(str(error))) from error
+        self.balance = list(balance)
+        self.devices = _default_devices(len(self.balance)) if devices is None else [*map(torch.device, devices)]
+        self._check_balance(len(module))
+        del self.devices[len(self.balance) :]
+        layers = iter(module.named_children())
+        partitions = (nn.Sequential(OrderedDict(islice(layers, count))) for count in self.balance)
+        self.partitions = nn.ModuleList(partitions)
         self._verify_partitions()
-        refuse_handing_over(self.partitions)
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
-        self._pipelines: dict[bool, tuple[tuple[int, str], Pipeline]] = {}
+        self._pipelines: dict[bool, tuple[tuple[int, str], ps.Pipeline]] = {}
 
-    # ── what a subclass of another name has other words for ──────────────────────────────────────────────────
+    def _check_balance(self, layers: int) -> None:
+        total = sum(self.balance)
+        if layers != total:
+            message = f"module and sum of balance have different length (module: {layers}, sum of balance: {total})"
+            raise ValueError(self._recommend(message))
+        if any(count <= 0 for count in self.balance):
+            raise ValueError(self._recommend(f"all balance numbers must be positive integer (balance: {self.balance})"))
+        if len(self.balance) > len(self.devices):
+            counts = f"devices: {len(self.devices)}, partitions: {len(self.balance)}"
+            raise IndexError(f"too few devices to hold given partitions ({counts})")
 
     def _verify(self, module: nn.Sequential) -> None:
         verify_module(module)
 
     def _verify_partitions(self) -> None:
-        """Nothing that ``_verify`` has not seen."""
+        _refuse_shared_globals(self.partitions)
 
-    @staticmethod
-    def _recommend(message: str) -> str:
-        return recommend_auto_balance(message)
+    def _recommend(self, message: str) -> str:
+        path = self._balance_module.split(" ")[0]
+        return f"""{message}
 
-    def _deny_moving(self) -> NoReturn:
-        raise TypeError(f"denied to move parameters and buffers, because {self._name} should manage device placement")
+A balance can be measured, see {self._balance_module}:
 
-    # ── running ──────────────────────────────────────────────────────────────────────────────────────────────
+  from {path} import balance_by_time
+
+  balance = balance_by_time(partitions, model, sample)
+  model = {self._name}(model, balance, ...)
+"""
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
-        """The module's output for a mini-batch, a tensor or a tuple of tensors: joined, on the last device."""
+        """The module's output for a mini-batch, concatenated, on the last device."""
         microbatch.check(input)
         if not self.partitions:
             return input
-        sizes = microbatch.sizes(input, self.chunks)
-        if not any(sizes):
-            return self._alone(input)
+        count = microbatch.count(input, self.chunks)
+        if count == 0:  # no samples, hence no micro-batches
+            for partition, device in zip(self.partitions, self.devices, strict=True):
+                input = partition(_move(input, device))
+            return input
         output: TensorOrTensors = self._pipeline()(input)
         microbatch.check(output)
         if not self.training or not torch.is_grad_enabled() or self.checkpoint == "never":
             return output
-        return show_recomputed(output, len(sizes) - (self.checkpoint == "except_last"))
+        return _mark_recomputed(output, count - (self.checkpoint == "except_last"))
 
-    def _alone(self, value: TensorOrTensors) -> TensorOrTensors:
-        """A mini-batch without samples, of which no micro-batches can be made."""
-        for partition, device in zip(self.partitions, self.devices, strict=True):
-            leaves, spec = flatten(value)
-            value = partition(unflatten([leaf.to(device) for leaf in leaves], spec))
-        return value
-
-    def _pipeline(self) -> Pipeline:
-        """The pipeline for the present mode: in evaluation no forward is run again."""
+    def _pipeline(self) -> ps.Pipeline:
+        """The pipeline of the present mode: nothing is recomputed in evaluation mode."""
         training = self.training or not torch.is_grad_enabled()
-        how = (self.chunks, self.checkpoint if training else "never")
+        config = (self.chunks, self.checkpoint if training else "never")
         built, pipeline = self._pipelines.get(training, (None, None))
-        if built != how or pipeline is None:
-            # The partitions are the layers of this Sequential, so that hooks on them run.
+        if built != config or pipeline is None:
+            # The partitions are layers of this Sequential, so that hooks on them run.
             whole = nn.Sequential(OrderedDict((str(j), part) for j, part in enumerate(self.partitions)))
             deferred = any(isinstance(part, DeferredBatchNorm) for part in self.partitions.modules())
-            pipeline = Pipeline(
-                split(whole, balance=[1] * len(self.partitions)),
+            pipeline = ps.Pipeline(
+                ps.split(whole, balance=[1] * len(self.partitions)),
                 microbatches=self.chunks,
                 devices=self.devices,
-                recompute=how[1],
+                recompute=config[1],
                 batchnorm="deferred" if deferred else "microbatch",
             )
             pipeline.lockstep = True
-            self._pipelines[training] = (how, pipeline)
+            self._pipelines[training] = (config, pipeline)
         return pipeline
 
-    # ── as a Sequential ──────────────────────────────────────────────────────────────────────────────────────
-
     def __len__(self) -> int:
-        """The number of layers."""
-        return sum(map(len, self._rows()))
+        return sum(len(list(partition.children())) for partition in self.partitions)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        for row in self._rows():
-            yield from row
+        for partition in self.partitions:
+            yield from partition.children()
 
     def __getitem__(self, index: int) -> nn.Module:
-        """A layer by its number."""
         return list(self)[index]
-
-    def _rows(self) -> list[list[nn.Module]]:
-        return [list(partition.children()) for partition in self.partitions]
-
-    # ── what it must not be ──────────────────────────────────────────────────────────────────────────────────
 
     def cuda(self, device: Any = None) -> Self:
         self._deny_moving()
@@ -165,39 +159,28 @@ class GPipe(nn.Module):
         self._deny_moving()
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Cast; with a device, or a tensor to follow, refuse."""
+        """Cast to a dtype. Moving to a device is refused."""
         moves = bool(args) and isinstance(args[0], (torch.device, int, str, Tensor))
         if moves or "device" in kwargs or "tensor" in kwargs:
             self._deny_moving()
         return super().to(*args, **kwargs)
 
+    def _deny_moving(self) -> NoReturn:
+        raise TypeError(f"denied to move parameters and buffers, because {self._name} should manage device placement")
+
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has threads of its own.
-        return {**self.__dict__, "_pipelines": {}}
-
-
-def recommend_auto_balance(message: str) -> str:
-    """A message about a wrong balance, and how to get a right one."""
-    return f"""{message}
-
-A balance can be measured, for as long as the model changes: see torchgpipe.balance (torchgpipe_balancing once):
-
-  from torchgpipe.balance import balance_by_time
-
-  balance = balance_by_time(partitions, model, sample)
-  model = GPipe(model, balance, ...)
-"""
+        return {**self.__dict__, "_pipelines": {}}  # a copy starts its own threads
 
 
 def verify_module(module: nn.Sequential) -> None:
-    """A TypeError or ValueError for what cannot be partitioned."""
+    """Raise a ``TypeError`` or ``ValueError`` for a module that cannot be partitioned."""
     verify_children(module)
     if len(list(module.parameters())) != sum(len(list(child.parameters())) for child in module.children()):
         raise ValueError("module with duplicate parameters in distinct children is not supported")
 
 
 def verify_children(module: nn.Sequential) -> None:
-    """The module is a Sequential, and each of its layers stands there once."""
+    """Check that the module is a Sequential without repeated layers."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             "module must be nn.Sequential to be partitioned (non-sequential module cannot be partitioned): "
@@ -205,26 +188,6 @@ def verify_children(module: nn.Sequential) -> None:
         )
     if len(list(module.named_children())) != len(module):
         raise ValueError("module with duplicate children is not supported")
-
-
-def split_module(
-    module: nn.Sequential, balance: Iterable[int], devices: list[torch.device]
-) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
-    """The partitions, still to be moved, with the balance and the devices that are used."""
-    balance = list(balance)
-    if len(module) != sum(balance):
-        raise BalanceError(
-            f"module and sum of balance have different length (module: {len(module)}, sum of balance: {sum(balance)})"
-        )
-    if any(count <= 0 for count in balance):
-        raise BalanceError(f"all balance numbers must be positive integer (balance: {balance})")
-    if len(balance) > len(devices):
-        raise IndexError(
-            f"too few devices to hold given partitions (devices: {len(devices)}, partitions: {len(balance)})"
-        )
-    layers = iter(module.named_children())
-    partitions = [nn.Sequential(OrderedDict(islice(layers, count))) for count in balance]
-    return nn.ModuleList(partitions), balance, devices[: len(balance)]
 
 
 def _default_devices(partitions: int) -> list[torch.device]:
@@ -237,18 +200,95 @@ def _default_devices(partitions: int) -> list[torch.device]:
     return [torch.device("cuda", j % gpus) if gpus else torch.device("cpu") for j in range(partitions)]
 
 
-# ── which micro-batch this is ────────────────────────────────────────────────────────────────────────────────────
+def _move(value: Any, device: torch.device) -> Any:
+    return tuple(_move(item, device) for item in value) if isinstance(value, tuple) else value.to(device)
 
-_keys: WeakKeyDictionary[forward_context.MicroBatch, Tensor] = WeakKeyDictionary()
+
+# ── marks in autograd's graph ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Checkpoint(torch.autograd.Function):
+    """An identity. Programs count nodes of this name, one per recomputed micro-batch, in torchgpipe's graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Recompute(Checkpoint):
+    """An identity, as ``Checkpoint``."""
+
+
+def _mark_recomputed(output: TensorOrTensors, count: int) -> TensorOrTensors:
+    """The output, with ``count`` Checkpoint and Recompute nodes in its graph."""
+    items = [output] if isinstance(output, Tensor) else list(output)
+    marked = next((i for i, item in enumerate(items) if isinstance(item, Tensor) and item.requires_grad), None)
+    if marked is not None:
+        for _ in range(count):
+            for function in (Recompute, Checkpoint):
+                items[marked] = function.apply(items[marked])  # type: ignore[no-untyped-call]
+    return items[0] if isinstance(output, Tensor) else tuple(items)
+
+
+# ── global variables between partitions ──────────────────────────────────────────────────────────────────────────
+
+
+def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
+    """Raise if a layer's forward sets a global variable that a layer of another partition reads.
+
+    Partitions work on several micro-batches at a time, so the value may belong to another one. A variable that a
+    forward reads before it sets it (a counter) is accepted.
+    """
+    reads: list[tuple[tuple[int, str], int, str]] = []  # variable, partition, layer
+    writes: list[tuple[tuple[int, str], int, str]] = []
+    for j, partition in enumerate(partitions):
+        for layer in partition.modules():
+            read, written = _globals_used(layer)
+            reads += [(variable, j, type(layer).__name__) for variable in read]
+            writes += [(variable, j, type(layer).__name__) for variable in written - read]
+    for variable, i, writer in writes:
+        for same, j, reader in reads:
+            if same == variable and j != i:
+                raise ps.PlanError(
+                    f"{reader} in partition {j} reads the global variable {variable[1]!r}, which {writer} in partition "
+                    f"{i} sets: partitions work on several micro-batches at a time, and the value may be of another "
+                    "one. Pass it on with torchgpipe.skip: @skippable(stash=[…]), yield stash(…)"
+                )
+
+
+def _globals_used(layer: nn.Module) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
+    """The global variables that a layer's forward reads and writes, as (namespace, name)."""
+    function: Any = inspect.unwrap(getattr(layer.forward, "__func__", layer.forward))
+    read: set[tuple[int, str]] = set()
+    written: set[tuple[int, str]] = set()
+    codes = [function.__code__] if isinstance(getattr(function, "__code__", None), CodeType) else []
+    for code in codes:  # grows by nested functions
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for instruction in dis.get_instructions(code):
+            variable = (id(function.__globals__), str(instruction.argval))
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                read.add(variable)
+            elif instruction.opname == "STORE_GLOBAL":
+                written.add(variable)
+    return read, written
+
+
+# ── current_microbatch ───────────────────────────────────────────────────────────────────────────────────────────
+
+_keys: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 
 
 def current_microbatch() -> Tensor | None:
-    """A tensor that stands for the micro-batch of the layer that runs, as a key; None outside of a pipeline."""
-    if forward_context.is_checkpointing() or forward_context.is_recomputing():
+    """A tensor that identifies the current micro-batch, for use as a key; None outside of a pipeline."""
+    if ps.is_checkpointing() or ps.is_recomputing():
         raise RuntimeError(
             "current_microbatch() has no meaning in a forward that runs twice: what is kept under it in the first run "
             "is gone in the second. Use GPipe(…, checkpoint='never'), or pass values on with torchgpipe.skip: "
             "@skippable(stash=[…]), yield stash(…)"
         )
-    microbatch = forward_context.current_microbatch()
-    return None if microbatch is None else _keys.setdefault(microbatch, torch.empty(0))
+    current = ps.current_microbatch()
+    return None if current is None else _keys.setdefault(current, torch.empty(0))

@@ -1,10 +1,10 @@
-"""How a failure on one rank becomes the same error on every rank.
+"""The first failure of a pipeline, which becomes the same error on every rank.
 
     rank 2 fails    publishes the cause in the store, closes its channels, raises
-    rank 1, 3       their channels with rank 2 break: look the cause up, close, raise the same
-    everybody       the watch of each rank sees the cause, and cuts what its rank waits for
+    ranks 1, 3      their channels with rank 2 break: they read the cause, close their channels, raise the same
+    all ranks       the watch of each rank reads the cause, and shuts down the connections that its rank waits for
 
-A process that was killed publishes nothing: the watch of the rank before it, whose line to it breaks, does so for it.
+A killed process publishes nothing. The watch of the rank before it, whose connection to it breaks, does so instead.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
     "store_unreachable",
 ]
 
-CAUSE_WAIT = 4.0  # seconds to wait for the cause when a channel broke
-PROCESS_DIED = "its process is gone without a word (killed, or out of memory?)"
+CAUSE_WAIT = 4.0  # seconds to wait for a published cause when a channel broke
+PROCESS_DIED = "its process is gone without an error (killed, or out of memory?)"
 RANK_CLOSED = "it has closed its pipeline, or ended, while others still use it"
 
 
@@ -63,82 +63,81 @@ class Cause:
 
 
 class FailureStore:
-    """The board in the store where the first cause is written."""
+    """The keys of the store that hold the first cause, and which ranks have closed the pipeline."""
 
     def __init__(self, store: Store, ranks: Sequence[int], rank: int) -> None:
-        """``rank`` is this one's among ``ranks``, those of the mesh in the world."""
+        """``ranks`` are the world ranks of the mesh, and ``rank`` is that of this process."""
         self.store = PrefixStore("failure", store)
         self.ranks = ranks
         self.rank = rank
-        self.knew: float | None = None  # since when this rank has known a cause
+        self.known_since: float | None = None  # when this rank first knew a cause
 
-    def failed(
+    def report(
         self,
         error: BaseException,
         stage: int | None = None,
         microbatch: int | None = None,
         action: str | None = None,
         *,
-        where: str = "",
+        prefix: str = "",
     ) -> Cause:
-        """Publish that this rank's own work failed."""
+        """Publish an error of this rank."""
         text = "".join(traceback.format_exception(error))
-        kind = f"{where}{type(error).__name__}"
+        kind = f"{prefix}{type(error).__name__}"
         return self.publish(Cause(self.rank, kind, text_of(error), text, stage, microbatch, action))
 
-    def lost(self, error: ChannelError) -> Cause:
-        """Find out why a channel broke."""
-        found = self.ask(error.peer)
+    def report_broken_channel(self, error: ChannelError) -> Cause:
+        """The cause of a broken channel: a published one, else publish that the channel broke."""
+        found = self.wait_for_cause(error.peer)
         if found is None:
             peer = self.rank if error.peer is None else error.peer
-            where = "" if peer == self.rank else f"seen by rank {self.rank}: "
-            found = self.publish(Cause(peer, "", f"{where}{error}"))
+            observer = "" if peer == self.rank else f"seen by rank {self.rank}: "
+            found = self.publish(Cause(peer, "", f"{observer}{error}"))
         return found
 
-    def ask(self, peer: int | None = None) -> Cause | None:
-        """Wait for a moment until somebody says why a channel broke: one to ``peer``, if that is known."""
+    def wait_for_cause(self, peer: int | None = None) -> Cause | None:
+        """Wait up to four seconds for the cause of a broken channel: one with ``peer``, if that is known."""
         peers = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
         end = time.monotonic() + CAUSE_WAIT
         try:
             while time.monotonic() < end:
-                left = [rank for rank in peers if self.left(rank)]
-                found = self.read()  # after the look who left: who fails says so before leaving
+                closed = [rank for rank in peers if self.has_closed(rank)]
+                found = self.read()  # after asking who has closed: a rank that fails publishes before it closes
                 if found is not None:
                     return found
-                if left:
-                    return self.publish(Cause(left[0], "", RANK_CLOSED))
+                if closed:
+                    return self.publish(Cause(closed[0], "", RANK_CLOSED))
                 time.sleep(0.02)
         except RuntimeError:
             return store_unreachable()
         return None
 
-    def leave(self) -> None:
-        """Say that this rank has left the pipeline of its own will, or after a failure."""
+    def mark_closed(self) -> None:
+        """Publish that this rank has closed the pipeline, by itself or after a failure."""
         try:
-            self.store.set(f"left/{self.rank}", "1")
+            self.store.set(f"closed/{self.rank}", "1")
         except RuntimeError:
-            return  # the store is gone, and so is everyone who would read it
+            return  # the store is gone, and with it everyone who would read it
 
-    def left(self, rank: int) -> bool:
-        there: bool = self.store.check([f"left/{rank}"])
-        return there
+    def has_closed(self, rank: int) -> bool:
+        closed: bool = self.store.check([f"closed/{rank}"])
+        return closed
 
-    def all_left(self) -> bool:
-        """Whether everybody has."""
-        there: bool = self.store.check([f"left/{rank}" for rank in self.ranks])
-        return there
+    def all_closed(self) -> bool:
+        closed: bool = self.store.check([f"closed/{rank}" for rank in self.ranks])
+        return closed
 
     def read(self) -> Cause | None:
-        """The cause, if there is one."""
+        """The published cause, if there is one."""
         if not self.store.check(["cause"]):
             return None
-        self.knew = self.knew or time.monotonic()
+        self.known_since = self.known_since or time.monotonic()
         data: dict[str, Any] = json.loads(self.store.get("cause"))
         return Cause(**data)
 
     def publish(self, cause: Cause) -> Cause:
-        """Write a cause down, unless there is one; the first one."""
-        self.knew = self.knew or time.monotonic()
+        """Publish a cause if none is published yet; return the published one."""
+        self.known_since = self.known_since or time.monotonic()
         try:
             self.store.compare_set("cause", "", json.dumps(asdict(cause)))
             return self.read() or cause
@@ -147,16 +146,16 @@ class FailureStore:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether this is how torch says, in a collective that a stage has of its own, that another process is gone."""
+    """Whether torch raised this because another process is gone, as in a collective inside of a stage."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def launcher_owns_store() -> bool:
-    """Whether the store is known to live on when a rank ends: torchrun keeps it in its own process."""
+    """Whether the store outlives every rank: torchrun keeps it in its own process."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_unreachable() -> Cause:
-    """What it means that the store is."""
-    whose = "the launcher's process" if launcher_owns_store() else "its process, or the launcher's,"
-    return Cause(0, "", f"{whose} is gone, and the store with it (killed, or out of memory?)")
+    """The cause to report when the TCPStore is unreachable."""
+    owner = "the launcher's process" if launcher_owns_store() else "its process, or the launcher's,"
+    return Cause(0, "", f"{owner} is gone, and the store with it (killed, or out of memory?)")

@@ -1,15 +1,29 @@
-"""The connections of one pipeline, apart from all others of this process, so that they can be cut from another thread.
+"""The sockets of a process: those of one pipeline, which another thread can shut down, and those of other groups.
 
-A wait in gloo has no abort, and neither has one for the store. But a connection that is shut down fails whatever waits
-for it. So a pipeline has a gloo device of its own, which listens on a port of its own, and a connection of its own to
-the store. All of its sockets are known by these ends:
+Waits in gloo and for the store cannot be aborted. But everything that waits for a connection fails when the connection
+is shut down. So a pipeline has its own gloo device, which listens on its own port, and its own connection to
+the store. All of its sockets are identified by their addresses:
 
-    this process                      a peer
-    listens on 127.0.0.1:4001  ◀────  somewhere            its end here is 4001: ours
-    somewhere                  ────▶  listens on :4002     its end there is the peer's device: ours
-    somewhere                  ────▶  the store            found when the connection was made
+    this process                      peer
+    listens on 127.0.0.1:4001  ◀────  any port             the local address is our device's
+    any port                   ────▶  listens on :4002     the remote address is a peer's device's
+    any port                   ────▶  the store            identified when the connection was made
 
-Where the system does not show a process its sockets under ``/dev/fd``, nothing is found and nothing is cut.
+Where the system does not list the sockets of a process under ``/dev/fd``, none is found and none is shut down.
+
+Stages may use process groups of their own, for tensor parallelism or replicas. If one rank of such a group fails
+outside of a collective, the others wait for it in the collective. So each rank that learns of a failure publishes the
+addresses of its foreign connections, and a rank that still waits shuts down those that lead to such a rank:
+
+    rank 0, waits          10.0.0.1:4711 ──▶ 10.0.0.2:5001
+    rank 1, has stopped    10.0.0.2:5001 ◀── 10.0.0.1:4711      publishes this pair of addresses
+
+Foreign NCCL groups are aborted. The liveness ring notices at once that a process is gone. Each rank listens on a port
+on which it never accepts. The rank before it on the ring connects there, and the operating systems keep that connection
+until the listening process is gone or closes the port:
+
+    rank 0 ──▶ rank 1 ──▶ rank 2 ──▶ rank 0          a killed process breaks the connection to it; one that is busy,
+                                                     stopped or swapped out does not
 """
 
 from __future__ import annotations
@@ -20,7 +34,6 @@ import os
 import socket
 import stat
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -33,71 +46,67 @@ from penstock._torch import nccl_backend, process_groups
 
 __all__ = [
     "Address",
-    "AddressPair",
     "LivenessConnection",
     "LivenessListener",
     "PipelineSockets",
     "StoreClient",
     "abort_foreign_groups",
     "abort_nccl",
-    "foreign_connections",
     "publish_foreign_connections",
-    "shut_down_connections",
 ]
 
 T = TypeVar("T")
 Address = tuple[str, int]
-AddressPair = tuple[Address, Address]  # here and there
-ABORT_SECONDS = 10.0  # seconds that NCCL has for it, before it is left to itself
-_creation_lock = threading.Lock()  # what is new since a look before is ours
+AddressPair = tuple[Address, Address]  # local and remote
+ABORT_SECONDS = 10.0  # for NCCL to abort a group, before it is left alone
+_creation_lock = threading.Lock()  # held while new sockets are identified
 
 
 class StoreClient:
-    """The store, over a connection that nobody else uses meanwhile.
+    """A connection to the store that is used by one thread only.
 
-    A connection is kept for the next pipeline. To make one is not always fast: torch asks for the name of the other
-    end, and a name server that does not know it may take seconds to say so.
+    Connections are kept for the next pipeline. Making one may be slow: torch looks up the name of the peer, and a name
+    server that does not know it may take seconds to answer.
     """
 
-    def __init__(self, store: Any, name: str) -> None:
-        """``name`` is before all keys that are written and read here."""
-        self._of = store
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._server = store
         idle = _idle_connections.setdefault(store, [])
         found = idle.pop() if idle else None
         usable = found is not None and found.pid == os.getpid() and not found.gone
         self._connection: _StoreConnection | None = found if usable else _StoreConnection(store)
         assert self._connection is not None
-        self.store: Any = PrefixStore(name, self._connection.store)
+        self.store: Any = PrefixStore(prefix, self._connection.store)
 
     @property
     def gone(self) -> bool:
-        """Whether the store's process is; to be asked while the connection is idle.
+        """Whether the store's process is gone. To be asked while no request is pending.
 
-        And before each use: a store that finds out by itself writes pages of complaints.
+        It is asked before each use: a store that notices by itself logs long stack traces.
         """
         return self._connection is None or self._connection.gone
 
-    def cut(self) -> None:
+    def shut_down(self) -> None:
         if self._connection is not None:
-            self._connection.cut()
+            self._connection.shut_down()
 
     def close(self, *, keep: bool = False) -> None:
-        """Let go of the connection; ``keep`` it if nothing has failed and nobody is in a call of the store."""
+        """Release the connection; ``keep`` it for others if nothing has failed and no request is pending."""
         if keep and self._connection is not None and not self._connection.gone:
-            _idle_connections.setdefault(self._of, []).append(self._connection)
-        self._connection = self._of = self.store = None
+            _idle_connections.setdefault(self._server, []).append(self._connection)
+        self._connection = self._server = self.store = None
 
 
 class _StoreConnection:
-    """A connection to the store and, where the system shows it, its socket."""
+    """A connection to the store with its socket, if the system shows it."""
 
     def __init__(self, store: Any) -> None:
         self.pid = os.getpid()
-        self.store, made = _new_sockets(store.clone)
+        self.store, new = _new_sockets(store.clone)
         port = _store_port(store)
         self._sock: socket.socket | None = None
-        for sock, _, there in _sockets():
-            if there is not None and there[1] == port and _SocketInfo.of(sock) in made:
+        for sock, _, remote in _sockets():
+            if remote is not None and remote[1] == port and _SocketInfo.of(sock) in new:
                 self._sock = sock.dup()
                 finalize(self, self._sock.close)
                 break
@@ -113,78 +122,58 @@ class _StoreConnection:
         except OSError:
             return True
 
-    def cut(self) -> None:
+    def shut_down(self) -> None:
         if self._sock is not None:
             _shut_down(self._sock)
 
 
-_idle_connections: WeakKeyDictionary[Any, list[_StoreConnection]] = (
-    WeakKeyDictionary()
-)  # connections to a store that nobody uses
+_idle_connections: WeakKeyDictionary[Any, list[_StoreConnection]] = WeakKeyDictionary()
 
 
 class PipelineSockets:
     """A pipeline's own gloo device and store connection, and the NCCL groups made with them."""
 
-    def __init__(self, store: Any, name: str) -> None:
+    def __init__(self, store: Any, prefix: str) -> None:
         self.device: Any
-        self.device, made = _new_sockets(dist.ProcessGroupGloo.create_default_device)
-        self.own = {ends.here for ends in made if ends.listens}
-        self.theirs: set[Address] = set()  # where the peers' devices listen
-        self._line = StoreClient(store, name)
-        self.store = self._line.store
-        self.timeout = timedelta(minutes=30)  # of groups, from the connecting on
+        self.device, new = _new_sockets(dist.ProcessGroupGloo.create_default_device)
+        self.own_addresses = {info.local for info in new if info.listens}
+        self.peer_addresses: set[Address] = set()  # of the peers' gloo devices
+        self._client = StoreClient(store, prefix)
+        self.store = self._client.store
+        self.timeout = timedelta(minutes=30)  # of the groups, and of connecting them
         self.nccl: list[Any] = []
-        _instances.add(self)
+        _pipelines.add(self)
 
     @property
     def address(self) -> Address | None:
-        """Where gloo listens, if that is known."""
-        return next(iter(self.own), None)
+        """The address of the gloo device, if it is known."""
+        return next(iter(self.own_addresses), None)
 
-    def owns(self, here: Address, there: Address) -> bool:
-        """Whether a connection with these ends is one of them."""
-        return here in self.own or there in self.theirs
+    def owns(self, local: Address, remote: Address) -> bool:
+        return local in self.own_addresses or remote in self.peer_addresses
 
-    def cut(self) -> None:
-        """Let everything fail that waits for these connections, now or later."""
-        for sock, here, there in _sockets():
-            if there is not None and self.owns(here, there):
+    def shut_down(self) -> None:
+        """Make everything fail that waits for these connections, now or later."""
+        for sock, local, remote in _sockets():
+            if remote is not None and self.owns(local, remote):
                 _shut_down(sock)
         groups, self.nccl = self.nccl, []
         abort_nccl(groups)
-        self._line.cut()
+        self._client.shut_down()
 
     def close(self, *, keep: bool = False) -> None:
-        """Let go of them; gloo closes its connections with the last reference to their groups."""
+        """Release the sockets; gloo closes its connections with the last reference to their groups."""
         keep = keep and not self.nccl  # whose threads may still use the store
         self.nccl.clear()
         self.device = self.store = None
-        self._line.close(keep=keep)
+        self._client.close(keep=keep)
 
 
-_instances: WeakSet[PipelineSockets] = WeakSet()  # of all pipelines of this process
-
-
-def foreign_connections(store: Any) -> list[AddressPair]:
-    """The connections of this process that are neither a pipeline's nor the store's."""
-    port, lines = _store_port(store), list(_instances)
-    found = []
-    for _, here, there in _sockets():
-        if there is not None and port not in (here[1], there[1]) and not any(own.owns(here, there) for own in lines):
-            found.append((here, there))
-    return found
-
-
-def shut_down_connections(ends: Collection[AddressPair]) -> None:
-    """Let everything fail that waits for connections with these ends."""
-    for sock, here, there in _sockets():
-        if there is not None and (here, there) in ends:
-            _shut_down(sock)
+_pipelines: WeakSet[PipelineSockets] = WeakSet()  # of this process
 
 
 def abort_nccl(groups: Sequence[Any]) -> None:
-    """Abort groups of NCCL, all at once: to free one's memory waits for the device, and so for what others wait for."""
+    """Abort NCCL groups, all at once: freeing one's memory waits for the device, and so for kernels of the others."""
     threads = [threading.Thread(target=group.abort, name="penstock abort", daemon=True) for group in groups]
     for thread in threads:
         thread.start()
@@ -192,75 +181,54 @@ def abort_nccl(groups: Sequence[Any]) -> None:
         thread.join(ABORT_SECONDS)
 
 
-class _SocketInfo(NamedTuple):
-    here: Address
-    there: Address | None
-    listens: bool
-
-    @staticmethod
-    def of(sock: socket.socket) -> _SocketInfo:
-        here, there = _addresses(sock)
-        return _SocketInfo(here, there, bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+# ── connections of other process groups ──────────────────────────────────────────────────────────────────────────
 
 
-def _new_sockets(make: Callable[[], T]) -> tuple[T, set[_SocketInfo]]:
-    """What ``make`` makes, and the sockets that this process has since."""
-    with _creation_lock:
-        before = {_SocketInfo.of(sock) for sock, *_ in _sockets()}
-        made = make()
-        return made, {_SocketInfo.of(sock) for sock, *_ in _sockets()} - before
+def publish_foreign_connections(store: Any, rank: int) -> None:
+    """Publish the connections of this process that belong neither to a pipeline nor to the store."""
+    port, pipelines = _store_port(store), list(_pipelines)
+    connections = [(local, remote) for _, local, remote in _sockets() if remote is not None]
+    foreign = [
+        (local, remote)
+        for local, remote in connections
+        if port not in (local[1], remote[1]) and not any(pipeline.owns(local, remote) for pipeline in pipelines)
+    ]
+    store.set(f"connections/{rank}", json.dumps(foreign))
 
 
-def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
-    """The TCP sockets of this process with their ends. They are copies: what they stand for cannot change meanwhile."""
-    try:
-        names = os.listdir("/dev/fd")
-    except OSError:
-        return
-    for name in names:
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue  # left alone: to close the copy of a file would give up the locks on it
-            copy = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue  # closed since
-        with copy as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield sock, *_addresses(sock)
+def abort_foreign_groups(store: Any, ranks: Iterable[int]) -> None:
+    """Shut down the foreign connections to those of ``ranks`` that have published theirs; abort such NCCL groups."""
+    published = [rank for rank in ranks if store.check([f"connections/{rank}"])]
+    pairs: set[AddressPair] = set()
+    for rank in published:
+        pairs |= {(tuple(remote), tuple(local)) for local, remote in json.loads(store.get(f"connections/{rank}"))}
+    for sock, local, remote in _sockets():
+        if remote is not None and (local, remote) in pairs:
+            _shut_down(sock)
+    groups = _foreign_nccl_groups(published)
+    _aborted.update(groups)
+    abort_nccl(groups)
 
 
-def _addresses(sock: socket.socket) -> tuple[Address, Address | None]:
-    try:
-        return sock.getsockname()[:2], sock.getpeername()[:2]
-    except OSError:
-        return sock.getsockname()[:2], None
+_aborted: WeakSet[Any] = WeakSet()
 
 
-def _store_port(store: Any) -> int | None:
-    """Where the store listens; only a TCPStore does."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return getattr(store, "port", None)
+def _foreign_nccl_groups(ranks: Collection[int]) -> list[Any]:
+    """Torch's own NCCL groups that include one of these ranks, and are not aborted yet."""
+    found = []
+    for group, backend in process_groups():
+        if "nccl" in backend and not set(ranks).isdisjoint(dist.get_process_group_ranks(group)):
+            own = nccl_backend(group)
+            if own not in _aborted:
+                found.append(own)
+    return found
 
 
-def _shut_down(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other end was faster
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-# How ranks notice at once that another one's process is gone.
-#
-# Each rank listens on a port where it never accepts anyone. The rank before it on the ring connects there. The systems
-# hold that connection, whatever the processes do, until the one that listens is gone or closes its beacon:
-#
-#     rank 0 ──▶ rank 1 ──▶ rank 2 ──▶ rank 0          a killed process breaks the line to it; one that is busy, stopped
-#                                                      or swapped out does not
-
-_listeners: weakref.WeakSet[LivenessListener] = weakref.WeakSet()
+# ── the liveness ring ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class LivenessListener:
-    """This rank's port."""
+    """A port of this rank that another rank connects to."""
 
     def __init__(self, host: str) -> None:
         self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -274,13 +242,13 @@ class LivenessListener:
 
 
 class LivenessConnection:
-    """A connection to another rank's beacon."""
+    """A connection to another rank's ``LivenessListener``."""
 
     def __init__(self, address: Address) -> None:
-        """Raises ``ConnectionRefusedError`` where no beacon is any longer, and ``OSError`` where no way leads."""
+        """Raises ``ConnectionRefusedError`` if the listener is closed, ``OSError`` if its host is unreachable."""
         self._sock = socket.create_connection(address, timeout=2.0)
         self._sock.setblocking(False)
-        # A machine that is switched off says nothing: its silence is noticed within a minute.
+        # A machine that is switched off closes nothing: keepalive notices it within a minute.
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
             if hasattr(socket, name):
@@ -299,54 +267,73 @@ class LivenessConnection:
         self._sock.close()
 
 
+_listeners: WeakSet[LivenessListener] = WeakSet()
+
+
 def _close_in_child() -> None:
-    """A child of this process must not keep its beacon burning."""
-    for beacon in list(_listeners):
+    """A fork of this process, such as a data loader's worker, must not keep its listeners open."""
+    for listener in list(_listeners):
         with contextlib.suppress(OSError):
-            beacon.close()
+            listener.close()
 
 
-if hasattr(os, "register_at_fork"):  # where there are forks
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-# Connections between the ranks that no pipeline has made: those of torch's own process groups.
-#
-# A stage may have collectives of its own, over tensor parallel processes or replicas. If one of them fails outside of a
-# collective, the others wait for it there: it lives, but does not come. What they wait for is known by both its ends:
-#
-#     rank 0, waiting    10.0.0.1:4711 ──▶ 10.0.0.2:5001
-#     rank 1, gone on    10.0.0.2:5001 ◀── 10.0.0.1:4711      shows its ends when it learns of a failure
-#
-# So a rank that waits can find, and cut, what leads to ranks that have shown theirs. Groups of NCCL are aborted.
+# ── the sockets of this process ──────────────────────────────────────────────────────────────────────────────────
 
 
-def publish_foreign_connections(store: Any, rank: int) -> None:
-    """Let the others know those of this process; ``store`` is the pipeline's corner of the store."""
-    store.set(f"ends/{rank}", json.dumps(foreign_connections(store)))
+class _SocketInfo(NamedTuple):
+    local: Address
+    remote: Address | None
+    listens: bool
+
+    @staticmethod
+    def of(sock: socket.socket) -> _SocketInfo:
+        return _SocketInfo(*_addresses(sock), bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
 
 
-def abort_foreign_groups(store: Any, ranks: Iterable[int]) -> None:
-    """Cut those to ranks that have shown theirs."""
-    there = [rank for rank in ranks if store.check([f"ends/{rank}"])]
-    theirs: set[AddressPair] = set()
-    for rank in there:
-        theirs |= {(tuple(far), tuple(near)) for near, far in json.loads(store.get(f"ends/{rank}"))}
-    shut_down_connections(theirs)
-    groups = _nccl_groups(there)
-    _aborted.update(groups)
-    abort_nccl(groups)
+def _new_sockets(make: Callable[[], T]) -> tuple[T, set[_SocketInfo]]:
+    """Call ``make``; return its result, and the sockets that this process has since."""
+    with _creation_lock:
+        before = {_SocketInfo.of(sock) for sock, *_ in _sockets()}
+        made = make()
+        return made, {_SocketInfo.of(sock) for sock, *_ in _sockets()} - before
 
 
-_aborted: WeakSet[Any] = WeakSet()
+def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
+    """The TCP sockets of this process with their addresses, as duplicates, which cannot be reused meanwhile."""
+    try:
+        names = os.listdir("/dev/fd")
+    except OSError:
+        return
+    for name in names:
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue  # closing the duplicate of a file would release the locks on it
+            duplicate = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # closed since
+        with duplicate as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield sock, *_addresses(sock)
 
 
-def _nccl_groups(ranks: Collection[int]) -> list[Any]:
-    """Torch's own groups of NCCL that have one of these ranks, and are not aborted yet."""
-    found = []
-    for group, backend in process_groups():
-        if "nccl" in backend and not set(ranks).isdisjoint(dist.get_process_group_ranks(group)):
-            own = nccl_backend(group)
-            if own not in _aborted:
-                found.append(own)
-    return found
+def _addresses(sock: socket.socket) -> tuple[Address, Address | None]:
+    try:
+        return sock.getsockname()[:2], sock.getpeername()[:2]
+    except OSError:
+        return sock.getsockname()[:2], None
+
+
+def _store_port(store: Any) -> int | None:
+    """The port of the store; only a TCPStore has one."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the peer has closed it already
+        sock.shutdown(socket.SHUT_RDWR)

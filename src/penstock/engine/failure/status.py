@@ -1,24 +1,33 @@
-"""What a rank is doing, for the others to read.
+"""What each rank is doing, how the ranks tell each other, and the detection of hangs.
 
-The main thread only sets attributes as it goes, and the runner its position in the program: nothing here reads a clock.
-The watch's thread looks at them from time to time; what looks the same twice has not moved in between.
+The main thread only sets attributes of its ``RankStatus``, and the runner its position in the program: no clock is read
+there. The thread of the watch takes snapshots. Two snapshots with equal keys mean that the rank has not moved in
+between. Each rank sends its snapshot as a heartbeat about once a second. A rank that waits for long follows the
+snapshots of the others to the rank that everyone waits for:
+
+    rank 3 waits for 3RECV_F1 from rank 2, which waits for 2RECV_F1 from rank 1, which has been in 1F1 for 31 s
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
 import sysconfig
 import threading
+import time
 import traceback
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from penstock.engine.failure.cause import Cause
 from penstock.schedule.lower import Instruction
 
 __all__ = [
@@ -27,22 +36,32 @@ __all__ = [
     "LOSS",
     "NEXT_BATCH",
     "REDUCE_GRADS",
+    "TIMEOUT",
+    "HangDetector",
+    "HangLimits",
+    "Heartbeat",
     "Phase",
     "Progress",
     "RankStatus",
     "Snapshot",
-    "format_ranks",
+    "ThreadHangDetector",
+    "WaitChain",
+    "wait_chain",
 ]
+
+TIMEOUT = "timed out"  # a kind of cause that no exception type can have
 
 _TORCH = f"{Path(torch.__file__).parent.resolve()}{os.sep}"
 _COLLECTIVES = f"{_TORCH}distributed{os.sep}"
 _LIBRARIES = (f"{Path(__file__).parents[2].resolve()}{os.sep}", _TORCH)
 _STDLIB = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
 
+logger = logging.getLogger("penstock")
+
 
 @dataclass(slots=True)
 class Progress:
-    """Where a rank is in its program."""
+    """Position of a rank in its program."""
 
     at: int = -1
 
@@ -58,47 +77,47 @@ class RunningProgram(Protocol):
 
 
 class Phase(NamedTuple):
-    """A part of a call outside of the program: what others send in it, and what a rank does in it by itself."""
+    """A part of a call outside of the program: what a rank receives in it, and what it does in it by itself."""
 
-    what: str
+    received: str
     work: str
 
 
 BUILD = Phase("its pipeline", "building its pipeline")
-NEXT_BATCH = Phase("word of the next mini-batch", "getting ready for a mini-batch")
+NEXT_BATCH = Phase("the next mini-batch", "preparing a mini-batch")
 REDUCE_GRADS = Phase("sums of gradients", "summing gradients")
-LOSS = Phase("the loss", "working out the loss")
+LOSS = Phase("the loss", "computing the loss")
 EXCHANGE = Phase("values", "exchanging values")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was seen of a rank, as it is told to the others."""
+    """The status of a rank at one time, as it is sent to the others."""
 
     kind: str  # "waits", "works", or "idle": in no call of the pipeline
     what: str = ""
-    ranks: tuple[int, ...] = ()  # who it waits for
-    place: tuple[int, int, str] | None = None  # the stage, micro-batch and action that it works on
-    age: float = 0.0  # seconds for which it has been seen so
+    ranks: tuple[int, ...] = ()  # that it waits for
+    place: tuple[int, int, str] | None = None  # stage, micro-batch and action that it works on
+    age: float = 0.0  # seconds since it last changed
     beat: int = 0  # grows while the rank's process lives
-    silent: float = 0.0  # seconds for which it has not grown
-    at: str = ""  # its line of Python, and all lines that led there, once that is of interest
+    silent: float = 0.0  # seconds since ``beat`` last grew
+    line: str = ""  # of Python; this and the stack are filled in once the rank has not moved for long
     stack: str = ""
 
     @staticmethod
-    def heard(data: dict[str, Any]) -> Snapshot:
+    def from_dict(data: dict[str, Any]) -> Snapshot:
         place = data["place"]
         return Snapshot(**{**data, "ranks": tuple(data["ranks"]), "place": None if place is None else tuple(place)})
 
     def __str__(self) -> str:
-        """As it goes on after the name of the rank."""
-        place = f" (at {self.at})" if self.at else ""
+        """A sentence without its subject, the rank."""
+        place = f" (at {self.line})" if self.line else ""
         if self.silent:
-            was = {"waits": f"waited {self.what} {format_ranks(self.ranks)}", "works": f"was {self.what}"}
-            then = was.get(self.kind, "was not in a step")
-            return f"has not been heard of for {self.silent:.0f} s (is its process stopped?), when it {then}{place}"
+            last = {"waits": f"last waited {self.what} {_format_ranks(self.ranks)}", "works": f"was last {self.what}"}
+            status = last.get(self.kind, "was not in a step")
+            return f"has sent no heartbeat for {self.silent:.0f} s (is its process stopped?) and {status}{place}"
         if self.kind == "waits":
-            return f"waits {self.what} {format_ranks(self.ranks)}"
+            return f"waits {self.what} {_format_ranks(self.ranks)}"
         if self.kind == "works":
             return f"has been {self.what} for {self.age:.0f} s{place}"
         ended = "its last one ended" if self.what else "it has run none since it built its pipeline"
@@ -106,71 +125,67 @@ class Snapshot:
 
 
 class RankStatus:
-    """This rank's main thread, as it goes."""
+    """What this rank's main thread is doing."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.phase = BUILD
         self.runner: RunningProgram | None = None
-        self.stage_ranks: Sequence[int] = ()  # the rank of each stage, in the world
-        self.inside = 0  # how many calls deep
-        self.calls = 0
-        self._waits = 0
+        self.stage_ranks: Sequence[int] = ()  # world rank of each stage
+        self.call_depth = 0  # of nested calls of the pipeline
+        self.num_calls = 0
+        self._num_waits = 0
         self._waiting: tuple[str, tuple[int, ...]] | None = None
 
-    def enter(self) -> None:
+    def enter_call(self) -> None:
         self.thread = threading.get_ident()
         self.phase = EXCHANGE
-        self.calls += 1
-        self.inside += 1
+        self.num_calls += 1
+        self.call_depth += 1
 
     @contextmanager
     def waiting(self, ranks: Sequence[int], how: str | None = None) -> Iterator[None]:
-        """While this rank waits for others, by their ranks in the world; ``how`` is as in "for the loss from"."""
+        """While this rank waits for other world ranks; ``how`` reads as in "for the loss from"."""
         before = self._waiting
-        self._waits += 1
-        self._waiting = (f"for {self.phase.what} from" if how is None else how, tuple(ranks))
+        self._num_waits += 1
+        self._waiting = (f"for {self.phase.received} from" if how is None else how, tuple(ranks))
         try:
             yield
         finally:
             self._waiting = before
 
-    def look(self) -> tuple[Hashable, Snapshot]:
-        """What it is now. Looks with equal keys have seen one and the same thing."""
-        runner, waiting, inside = self.runner, self._waiting, self.inside
+    def snapshot(self) -> tuple[Hashable, Snapshot]:
+        """The status now, and its key: equal keys mean that nothing has changed."""
+        runner, waiting, depth = self.runner, self._waiting, self.call_depth
         at = -1 if runner is None else runner.progress.at
-        return (self.calls, inside, self._waits, waiting, at, self.phase), self._look(runner, waiting, inside, at)
-
-    def _look(
-        self, runner: RunningProgram | None, waiting: tuple[str, tuple[int, ...]] | None, inside: int, at: int
-    ) -> Snapshot:
+        key = (self.num_calls, depth, self._num_waits, waiting, at, self.phase)
         if waiting is not None:
-            return Snapshot("waits", *waiting)
-        if not inside and self.phase is not BUILD:
-            return Snapshot("idle", "a step" if self.calls else "")
-        if not inside or runner is None or at < 0:
-            return Snapshot("works", self.phase.work)
+            return key, Snapshot("waits", *waiting)
+        if not depth and self.phase is not BUILD:
+            return key, Snapshot("idle", "a step" if self.num_calls else "")
+        if not depth or runner is None or at < 0:
+            return key, Snapshot("works", self.phase.work)
         instruction = runner.instructions[at]
         kind, stage, microbatch, peer = instruction
         if kind.startswith("RECV"):
-            return Snapshot("waits", f"for {instruction} from", (self.stage_ranks[peer],))
+            return key, Snapshot("waits", f"for {instruction} from", (self.stage_ranks[peer],))
         if kind.startswith("SENT"):
             send = instruction._replace(kind=kind.replace("SENT", "SEND"))
-            return Snapshot("waits", f"until {send} is taken by", (self.stage_ranks[peer],))
-        return Snapshot("works", f"in {instruction}", place=(stage, microbatch, str(instruction)))
+            return key, Snapshot("waits", f"until {send} is taken by", (self.stage_ranks[peer],))
+        return key, Snapshot("works", f"in {instruction}", place=(stage, microbatch, str(instruction)))
 
-    def python(self) -> tuple[str, str]:
-        """Where the main thread is: its innermost line that is neither torch's nor ours, and all that led there."""
+    def python_stack(self) -> tuple[str, str]:
+        """The main thread's innermost line outside of torch, penstock and the standard library, and its stack."""
         frame = sys._current_frames().get(self.thread)
         if frame is None:
             return "", ""
         frames = traceback.extract_stack(frame)
-        theirs = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not _is_stdlib(f.filename)]
-        last = theirs[-1] if theirs else frames[-1]
+        users = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not _is_stdlib(f.filename)]
+        last = users[-1] if users else frames[-1]
         return f"{Path(last.filename).name}:{last.lineno}, in {last.name}", "".join(frames.format())[-8000:]
 
     def in_collective(self) -> bool:
-        """Whether the main thread is in torch's code for them, and not in somebody's that is called from there."""
+        """Whether the main thread is in ``torch.distributed``, and not in other code that it calls."""
         frame = sys._current_frames().get(self.thread)
         while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
             if frame.f_code.co_filename.startswith(_COLLECTIVES):
@@ -179,9 +194,192 @@ class RankStatus:
         return False
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _is_stdlib(filename: str) -> bool:
     return filename.startswith((_STDLIB, "<frozen")) and "site-packages" not in filename
+
+
+# ── hangs ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class HangLimits:
+    """Seconds of waiting in one place after which it is reported, and after which it is a failure; None: never."""
+
+    stuck_after: float | None = 60.0
+    timeout: float | None = None
+
+    @property
+    def earliest(self) -> float | None:
+        return min((limit for limit in (self.stuck_after, self.timeout) if limit is not None), default=None)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two heartbeats, and between two checks."""
+        return 1.0 if self.earliest is None else min(1.0, self.earliest / 4)
+
+
+class WaitChain(NamedTuple):
+    """Who waits for whom as text, the rank at the end of the chain, and its snapshot if it has sent one."""
+
+    text: str
+    end: int
+    snapshot: Snapshot | None
+
+
+class HangDetector:
+    """Watches the waits of one rank: reports after ``stuck_after`` seconds, after twice as many, and so on."""
+
+    def __init__(self, limits: HangLimits) -> None:
+        self.limits = limits
+        self._last_check = 0.0
+        self._reported = 0.0  # age of the wait at its last report
+
+    def reset(self) -> None:
+        """The rank has moved."""
+        self._reported = 0.0
+
+    def check(self, snapshot: Snapshot, age: float, now: float, chain: Callable[[], WaitChain]) -> Cause | None:
+        """Log a report if it is time for one; return a cause if the rank has waited longer than the timeout.
+
+        The chain is followed from half of the limit on: it takes two snapshots to see that a rank has not moved.
+        """
+        stuck_after, timeout, earliest = self.limits.stuck_after, self.limits.timeout, self.limits.earliest
+        if snapshot.kind != "waits" or earliest is None or age < earliest / 2:
+            return None
+        if now - self._last_check < self.limits.interval:
+            return None
+        self._last_check = now
+        text, end, last = chain()
+        if stuck_after is not None and age >= max(stuck_after, 2 * self._reported):
+            self._reported = age
+            logger.warning("%s", text)
+        if timeout is None or age < timeout:
+            return None
+        place = (None, None, None) if last is None or last.place is None else last.place
+        stack = "" if last is None else last.stack
+        return Cause(end, TIMEOUT, f"{text}: longer than timeout={timeout:g} s", stack, *place)
+
+
+def wait_chain(rank: int, snapshot: Snapshot, read: Callable[[int], Snapshot | None]) -> WaitChain:
+    """Follow the waits from a rank to one that does not wait; ``read`` returns the snapshot of a rank."""
+    text, path = f"rank {rank} {snapshot}", [rank]
+    while True:
+        others = {rank: read(rank) for rank in snapshot.ranks}
+        rank = _suspect(others, path)
+        found = others[rank]
+        status = "has sent no status yet" if found is None else str(found)
+        text += f", which {status}" if len(others) == 1 else f", of which rank {rank} {status}"
+        path.append(rank)
+        if found is None or _ends_chain(found):
+            return WaitChain(text, rank, found)
+        if set(found.ranks) & set(path):
+            return WaitChain(f"{text}: they wait for each other", rank, found)
+        snapshot = found
+
+
+def _suspect(others: dict[int, Snapshot | None], path: Sequence[int]) -> int:
+    """Of the ranks that a rank waits for, one that does not wait; else one that waits for none of those before."""
+    for rank, found in others.items():
+        if found is None or _ends_chain(found):
+            return rank
+    return next(
+        (r for r, found in others.items() if found is not None and not set(found.ranks) & set(path)), min(others)
+    )
+
+
+def _ends_chain(snapshot: Snapshot) -> bool:
+    return snapshot.kind != "waits" or snapshot.silent > 0
+
+
+class Heartbeat:
+    """Sends the snapshots of this rank to the others, and reads theirs, through the store."""
+
+    def __init__(self, store: Any, rank: int, limits: HangLimits) -> None:
+        self.store = store
+        self.rank = rank
+        self.limits = limits
+        self._beat = 0
+        self._sent_at = 0.0
+        self._stack = ("", "")  # once the rank has not moved for long
+        self._read: dict[int, tuple[int, float]] = {}  # last beat of each rank, and when it was first read
+
+    def reset(self) -> None:
+        """This rank has moved."""
+        self._stack = ("", "")
+
+    def send(self, status: RankStatus, snapshot: Snapshot, age: float, now: float) -> None:
+        """Send a snapshot if the last one was sent long enough ago."""
+        if self._beat and now - self._sent_at < self.limits.interval:
+            return
+        self._sent_at = now
+        self._beat += 1
+        if not self._stack[0] and self.limits.earliest is not None and age > self.limits.earliest / 2:
+            self._stack = status.python_stack()
+        line, stack = self._stack
+        snapshot = replace(snapshot, age=age, beat=self._beat, line=line, stack=stack)
+        self.store.set(f"status/{self.rank}", json.dumps(asdict(snapshot)))
+
+    def read(self, rank: int, now: float) -> Snapshot | None:
+        """The last snapshot that a rank has sent, if any."""
+        key = f"status/{rank}"
+        if not self.store.check([key]):
+            return None
+        snapshot = Snapshot.from_dict(json.loads(self.store.get(key)))
+        beat, since = self._read.get(rank, (-1, now))
+        if beat != snapshot.beat:
+            self._read[rank] = (snapshot.beat, now)
+        elif now - since > 3 * self.limits.interval + 1:
+            return replace(snapshot, silent=now - since)
+        return snapshot
+
+
+class _ThreadRank:
+    """One rank of a pipeline in threads."""
+
+    def __init__(self, runner: RunningProgram, thread: int, stage_ranks: Sequence[int], limits: HangLimits) -> None:
+        self.status = RankStatus()
+        self.status.enter_call()
+        self.status.runner, self.status.stage_ranks, self.status.thread = runner, stage_ranks, thread
+        self.detector = HangDetector(limits)
+        self.key: Hashable = None
+        self.since = 0.0
+        self.snapshot = Snapshot("idle")
+
+    def update(self, now: float) -> None:
+        key, snapshot = self.status.snapshot()
+        if key != self.key:
+            self.key, self.since = key, now
+            self.detector.reset()
+        age = now - self.since
+        earliest = self.detector.limits.earliest
+        line, stack = self.status.python_stack() if earliest is not None and age > earliest / 2 else ("", "")
+        self.snapshot = replace(snapshot, age=age, line=line, stack=stack)
+
+
+class ThreadHangDetector:
+    """Hang detection for a pipeline in threads: the caller, who waits for all ranks, calls ``check`` periodically."""
+
+    def __init__(
+        self, runners: Sequence[RunningProgram], stage_ranks: Sequence[int], threads: Sequence[int], limits: HangLimits
+    ) -> None:
+        self._arguments = (runners, stage_ranks, threads, limits)
+        self.ranks: list[_ThreadRank] = []
+
+    def check(self) -> None:
+        """Log the ranks that have waited for long; raise a ``PipelineError`` if it was longer than the timeout."""
+        if not self.ranks:  # most runs end before the first check
+            runners, stage_ranks, threads, limits = self._arguments
+            for runner, thread in zip(runners, threads, strict=True):
+                self.ranks.append(_ThreadRank(runner, thread, stage_ranks, limits))
+        now = time.monotonic()
+        for rank in self.ranks:
+            rank.update(now)
+        for number, rank in enumerate(self.ranks):
+            chain = partial(wait_chain, number, rank.snapshot, lambda other: self.ranks[other].snapshot)
+            cause = rank.detector.check(rank.snapshot, rank.snapshot.age, now, chain)
+            if cause is not None:
+                raise cause.error()

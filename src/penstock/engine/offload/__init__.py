@@ -1,1 +1,1 @@
-"""The package penstock.engine.offload."""
+"""Activations and weights on the host, copied to and from the device while it computes."""

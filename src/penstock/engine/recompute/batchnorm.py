@@ -1,8 +1,20 @@
-"""Running statistics of BatchNorm layers, the same in all replicas.
+"""Running statistics of BatchNorm layers in a pipeline: deferred to the mini-batch, or equal in all replicas.
 
-Every replica updates its own, micro-batch by micro-batch. After a step, each gets what one process would have that had
-run the micro-batches of all of them, the first replica's first: n updates with momentum μ turn r into (1 - μ)ⁿ r + c,
-and what each replica's c is, follows from what it had before and has now.
+``DeferredStatistics`` (``batchnorm="deferred"``) updates the running statistics once per step, by those of the whole
+mini-batch:
+
+    F0   x₀ ─ batch_norm ─▶ y₀     normalised by the statistics of its micro-batch
+              └▶ (n, mean, var)₀ ┐
+    F1   x₁ ─ batch_norm ─▶ y₁   │
+              └▶ (n, mean, var)₁ ┴▶ merge ─▶ running statistics       commit: once, at the end of the step
+
+During a forward, ``running_mean`` and ``running_var`` of a layer are probes: tensors that look like them and intercept
+the call of ``batch_norm``. So the statistics are those of the values that are normalised, whatever a subclass does
+before or after that call, and modules are changed for the time of the forward alone.
+
+``RunningStatistics`` (``batchnorm="microbatch"``) gives all replicas the statistics of one process that had run all
+their micro-batches, the first replica's first. n updates with momentum μ turn r into (1 - μ)ⁿ r + c, and each
+replica's c follows from its statistics before and after the step.
 """
 
 from __future__ import annotations
@@ -37,45 +49,47 @@ __all__ = [
     "moments_per_call",
 ]
 
+_CHUNK = 1 << 24  # values per reduction, which needs as much memory again
+_MERGE_EVERY = (
+    16  # micro-batches whose moments are merged together: few kernels, and memory independent of their number
+)
 
-# Means and variances of values that come in parts: of each part, and of all together.
-
-_CHUNK = 1 << 24  # so many values are looked at in one go: looking takes as much memory again
+Gather = Callable[[Any], list[Any]]
 
 Moments = tuple[int, Tensor, Tensor, Tensor]
-"""Of some values per channel: how many, one of them, how far their mean is from that one, the sum of squares about it.
+"""Per channel: the count, one value as origin, the mean minus the origin, the sum of squared deviations from the mean.
 
-The mean alone would be rounded to its own size, and a large one says nothing then of how means differ.
+A mean alone is rounded relative to its own size: differences of large means would be lost.
 """
 
 
 def moments_of(x: Tensor) -> Moments | None:
-    """The statistics of one micro-batch; None where there is nothing in it."""
+    """The moments of one micro-batch; None if it is empty."""
     if not x.numel():
         return None
     dtype, dims = torch.promote_types(x.dtype, torch.float32), [0, *range(2, x.dim())]
-    parts = []
+    chunks = []
     for rows in torch.split(x.detach(), max(1, _CHUNK * len(x) // x.numel())):
-        one = (rows[0].flatten(1)[:, 0] if x.dim() > 2 else rows[0]).to(dtype)
-        var, shift = torch.var_mean(rows.to(dtype) - one.view(-1, *[1] * (x.dim() - 2)), dims, correction=0)
+        origin = (rows[0].flatten(1)[:, 0] if x.dim() > 2 else rows[0]).to(dtype)
+        var, shift = torch.var_mean(rows.to(dtype) - origin.view(-1, *[1] * (x.dim() - 2)), dims, correction=0)
         count = rows.numel() // x.shape[1]
-        parts.append((count, one, shift, var * count))
-    return merge_moments(parts)
+        chunks.append((count, origin, shift, var * count))
+    return merge_moments(chunks)
 
 
 def merge_moments(parts: Sequence[Moments]) -> Moments:
-    """The statistics of all of them. Never a difference of large sums: distances between means are squared as such."""
+    """The moments of the union. No difference of large sums is taken: distances between means are squared directly."""
     if len(parts) == 1:
         return parts[0]
     counts, *tensors = zip(*parts, strict=True)
-    ones, shifts, squares = (torch.stack(column) for column in tensors)
-    away = (ones - ones[0]) + shifts  # of each mean, from one value of the first
-    shift = _weighted_sum(away, counts) / sum(counts)
-    return sum(counts), ones[0], shift, squares.sum(0) + _weighted_sum((away - shift).square_(), counts)
+    origins, shifts, squares = (torch.stack(column) for column in tensors)
+    distances = (origins - origins[0]) + shifts  # of each mean from the first origin
+    shift = _weighted_sum(distances, counts) / sum(counts)
+    return sum(counts), origins[0], shift, squares.sum(0) + _weighted_sum((distances - shift).square_(), counts)
 
 
 def _weighted_sum(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """The sum of the rows, each times its count. Counts stay on the host; rows that share one are taken together."""
+    """The sum of ``rows`` times ``counts``. Counts stay on the host; neighbours with the same count take one kernel."""
     total, start = torch.zeros_like(rows[0]), 0
     for count, group in groupby(counts):
         end = start + len(list(group))
@@ -85,44 +99,28 @@ def _weighted_sum(rows: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def moments_per_call(rows: Sequence[Sequence[Moments | None]], like: Tensor | None) -> list[list[Moments]]:
-    """The parts of each call, from all replicas; one that had no samples has seen no call."""
+    """Moments of each call from all replicas (``rows``), on the device of ``like``. An empty replica has no calls."""
     calls: list[list[Moments]] = [[] for _ in range(max(map(len, rows)))]
     for row in rows:
-        for parts, part in zip(calls, row, strict=False):
+        for moments, part in zip(calls, row, strict=False):
             if part is not None and like is not None:
-                count, one, shift, square = part
-                parts.append((count, one.to(like.device), shift.to(like.device), square.to(like.device)))
+                count, origin, shift, square = part
+                moments.append((count, origin.to(like.device), shift.to(like.device), square.to(like.device)))
     return calls
 
-
-# Deferred BatchNorm: the running statistics of the whole mini-batch, committed once per step.
-#
-#     F0   x₀ ─ batch_norm ─▶ y₀     normalised by the statistics of its micro-batch
-#               └▶ (n, mean, var)₀ ┐
-#     F1   x₁ ─ batch_norm ─▶ y₁   │
-#               └▶ (n, mean, var)₁ ┴▶ merged ─▶ running statistics      commit: once, when the step is over
-#
-# During a forward that counts, ``running_mean`` and ``running_var`` of a layer are probes: tensors that look like
-# them, and that see the call of ``batch_norm`` which they are given to. So the statistics are those of the very values
-# that are normalised, whatever a subclass does before or after, and nothing is put on the modules but for that time.
-
-_MERGE_EVERY = (
-    16  # statistics of so many micro-batches wait to be merged: few kernels, and memory that does not grow with m
-)
 
 _OPTIONS = ("training", "momentum", "eps")
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", *_OPTIONS),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", *_OPTIONS, "cudnn_enabled"),
 }
-Gather = Callable[[Any], list[Any]]
-_take_data = Tensor.data.__get__  # type: ignore[attr-defined]
+_read_data = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class DeferredStatistics:
-    """The BatchNorm layers of one stage. Forwards run within ``counting``; all that run again, within ``quiet``.
+    """The BatchNorm layers of one stage. First runs of a forward are within ``counting``, recomputes in ``ignoring``.
 
-    ``begin`` goes before the forwards of a step or a call, ``commit`` or ``abort`` after them.
+    ``begin`` comes before the forwards of a step or a call, ``commit`` or ``abort`` after them.
     """
 
     def __init__(self, module: nn.Module, stage: int | None = None) -> None:
@@ -131,35 +129,35 @@ class DeferredStatistics:
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm):
                 raise PlanError(
-                    f"{where}{name} is a SyncBatchNorm, whose statistics are of several processes at once: with "
+                    f"{where}{name} is a SyncBatchNorm, which computes its statistics over several processes: with "
                     "batchnorm='deferred' use BatchNorm layers, or batchnorm='microbatch'"
                 )
             if isinstance(part, torch.jit.ScriptModule) and "BatchNorm" in str(part.original_name):
                 raise PlanError(
-                    f"{where}{name} is a scripted {part.original_name}, whose forward cannot be watched: with "
+                    f"{where}{name} is a scripted {part.original_name}, whose forward cannot be intercepted: with "
                     "batchnorm='deferred' do not script it, or use batchnorm='microbatch'"
                 )
             if isinstance(part, BatchNorm):
                 self.layers.append(_DeferredLayer(f"{where}{name}", part))
-        self.counting = _ProbesInPlace(self.layers, True)
-        self.quiet = _ProbesInPlace(self.layers, False)
+        self.counting = _InstallProbes(self.layers, True)
+        self.ignoring = _InstallProbes(self.layers, False)
 
     def begin(self) -> None:
-        """Forget what an earlier step may have left."""
+        """Drop moments of an earlier step that failed."""
         for layer in self.layers:
             layer.calls = []
 
     abort = begin
 
     def commit(self, gather: Gather | None = None) -> None:
-        """Update the running statistics as one forward of the whole mini-batch would have.
+        """Update the running statistics as one forward of the whole mini-batch would.
 
-        ``gather`` gives every replica's value, in order: the mini-batch is all of theirs.
+        ``gather`` returns every replica's value, in order: the mini-batch spans all replicas.
         """
         with torch.no_grad():
             if gather is not None and self.layers:
-                everyone = gather([layer.summary() for layer in self.layers])
-                for layer, *rows in zip(self.layers, *everyone, strict=True):
+                gathered = gather([layer.summary() for layer in self.layers])
+                for layer, *rows in zip(self.layers, *gathered, strict=True):
                     layer.calls = moments_per_call(rows, layer.module.running_mean)
             for layer in self.layers:
                 layer.commit()
@@ -167,10 +165,9 @@ class DeferredStatistics:
 
 @contextmanager
 def commit_statistics(norms: Iterable[DeferredStatistics], gather: Gather | None = None) -> Iterator[None]:
-    """Around a step or a call: commit what the stages' forwards counted if all goes well, in the order of the stages.
+    """Around a step or a call: commit the stages' statistics in the order of the stages; if it fails, drop them.
 
-    So a layer that stands in two stages is updated in the order in which the plain model calls it. ``gather`` is as for
-    ``commit``.
+    A layer that is used in two stages is thus updated in the order in which the plain model calls it.
     """
     norms = list(norms)
     for norm in norms:
@@ -186,97 +183,94 @@ def commit_statistics(norms: Iterable[DeferredStatistics], gather: Gather | None
 
 
 def deferred_statistics_of(stages: Mapping[int, Any]) -> list[DeferredStatistics]:
-    """Those of stages that have them, in the order of the stages."""
+    """The deferred statistics of the stages that have them, in the order of the stages."""
     return [norm for s in sorted(stages) if (norm := stages[s].norms) is not None]
 
 
 class _DeferredLayer:
-    """One BatchNorm layer, and the statistics of its calls in a step: the first of each micro-batch, the second, …"""
+    """One BatchNorm layer. ``calls[i]`` has the moments of its i-th call in each micro-batch of the step."""
 
     def __init__(self, name: str, module: BatchNorm) -> None:
         self.name = name
         self.module = module
-        self.own_forward = not has_torch_forward(module)
+        self.custom_forward = not has_torch_forward(module)
         self.calls: list[list[Moments]] = []
-        self.fresh: list[Moments | None] = []  # of this micro-batch's calls: empty when a forward begins
-        self.counts = False
-        self.real: dict[str, Tensor | None] = {}  # the buffers, while the layer has others
-        self.seen: list[Tensor] = []  # what the probes show, and its versions
+        self.current: list[Moments | None] = []  # of the calls in this micro-batch
+        self.counting = False
+        self.real: dict[str, Tensor | None] = {}  # the layer's own buffers, while it has probes
+        self.shown: list[Tensor] = []  # the tensors behind the probes, and their versions
         self.versions: list[int] = []
         self.probes: list[Tensor] = []
-        self.exposed = False
-        self.outer: list[bool] = []  # ``counts`` of the runs around this one
-        self.spares = ScratchStatistics(module)
+        self.data_read = False  # a custom forward has read ``.data``, through which writes leave no version
+        self.outer: list[bool] = []  # ``counting`` of the enclosing contexts
+        self.scratch = ScratchStatistics(module)
 
-    def open(self, counts: bool) -> None:
+    def install(self, counting: bool) -> None:
         if self.real:
-            self.outer.append(self.counts)
-            self.counts = counts
+            self.outer.append(self.counting)
+            self.counting = counting
             return
         buffers = self.module._buffers
         mean, var, tracked = (buffers[name] for name in STATISTICS)
         if mean is None or var is None:
             return
-        self.counts, self.exposed = counts, False
+        self.counting, self.data_read = counting, False
         self.real = dict(zip(STATISTICS, (mean, var, tracked), strict=True))
-        # torch's own forward does not write to them; where another one does, the statistics must be as before.
-        self.seen = [clone_buffer(mean), clone_buffer(var)] if self.own_forward else [mean, var]
-        self.versions = [version_of(tensor) for tensor in self.seen]
-        self.probes = [_probe(tensor, self) for tensor in self.seen]
-        # What torch's forward makes of this number is not used; what another one makes of it may be.
-        spare = self.spares.of_now()["num_batches_tracked"]
-        number = clone_buffer(tracked) if self.own_forward and tracked is not None else spare
+        # torch's forward does not write to the probes. A custom one may: it gets copies, so that it can be undone.
+        self.shown = [clone_buffer(mean), clone_buffer(var)] if self.custom_forward else [mean, var]
+        self.versions = [version_of(tensor) for tensor in self.shown]
+        self.probes = [_probe(tensor, self) for tensor in self.shown]
+        # A custom forward may use this number; torch's only increments it.
+        scratch = self.scratch.current()["num_batches_tracked"]
+        number = clone_buffer(tracked) if self.custom_forward and tracked is not None else scratch
         buffers.update(zip(STATISTICS, (*self.probes, number), strict=True))
 
-    def close(self, completed: bool) -> None:
+    def remove(self, completed: bool) -> None:
         if self.outer:
-            self.counts = self.outer.pop()
+            self.counting = self.outer.pop()
             return
         if not self.real:
             return
         buffers = self.module._buffers
         rebound = buffers["running_mean"] is not self.probes[0] or buffers["running_var"] is not self.probes[1]
-        changed = rebound or self.exposed or self.versions != [version_of(tensor) for tensor in self.seen]
+        changed = rebound or self.data_read or self.versions != [version_of(tensor) for tensor in self.shown]
         buffers.update(self.real)
-        fresh, self.fresh = self.fresh, []
-        self.real, self.seen, self.probes = {}, [], []
+        current, self.current = self.current, []
+        self.real, self.shown, self.probes = {}, [], []
         if completed and changed:
             raise PlanError(
                 f"{self.name}, a {type(self.module).__name__}, changes its running statistics by other means than "
-                "batch_norm, and those of a whole mini-batch cannot be told from that: use batchnorm='microbatch'"
+                "batch_norm, so those of the whole mini-batch cannot be computed: use batchnorm='microbatch'"
             )
         if completed:
-            self._take(fresh)
+            self.calls += [[] for _ in current[len(self.calls) :]]
+            for moments, part in zip(self.calls, current, strict=False):
+                if part is not None:
+                    moments.append(part)
+                if len(moments) == _MERGE_EVERY:
+                    moments[:] = [merge_moments(moments)]
 
-    def saw(self, x: Tensor) -> None:
-        """One call, on the values ``x``. A compiler may read this: nothing here depends on earlier micro-batches."""
-        if self.counts:
+    def count(self, x: Tensor) -> None:
+        """Record one call on ``x``. torch.compile may trace this: nothing here depends on earlier micro-batches."""
+        if self.counting:
             with torch.no_grad():
-                self.fresh.append(moments_of(x))
-
-    def _take(self, fresh: Sequence[Moments | None]) -> None:
-        self.calls += [[] for _ in fresh[len(self.calls) :]]
-        for parts, part in zip(self.calls, fresh, strict=False):
-            if part is not None:
-                parts.append(part)
-            if len(parts) == _MERGE_EVERY:
-                parts[:] = [merge_moments(parts)]
+                self.current.append(moments_of(x))
 
     def summary(self) -> list[Moments | None]:
-        """What the calls saw, each in one part, on the host; None for a call that saw nothing."""
-        whole = [merge_moments(parts) if parts else None for parts in self.calls]
-        return [None if part is None else (part[0], part[1].cpu(), part[2].cpu(), part[3].cpu()) for part in whole]
+        """The merged moments of each call, on the host; None for a call that had only empty micro-batches."""
+        merged = [merge_moments(moments) if moments else None for moments in self.calls]
+        return [None if one is None else (one[0], one[1].cpu(), one[2].cpu(), one[3].cpu()) for one in merged]
 
     def commit(self) -> None:
         module, calls, self.calls = self.module, self.calls, []
-        for parts in calls:
+        for moments in calls:
             tracked = module.num_batches_tracked
             if tracked is not None:
                 tracked.add_(1)
-            if not parts:  # nothing but empty micro-batches: torch counts them, too
+            if not moments:  # torch counts empty batches, too
                 continue
-            count, one, shift, square = merge_moments(parts)
-            mean = one + shift
+            count, origin, shift, square = merge_moments(moments)
+            mean = origin + shift
             factor: float | Tensor = 0.0 if module.momentum is None else module.momentum
             if module.momentum is None and tracked is not None:
                 factor = tracked.to(mean.dtype).reciprocal()
@@ -285,33 +279,30 @@ class _DeferredLayer:
                 running.copy_(factor * new + (1 - factor) * running.to(new.dtype))
 
 
-class _ProbesInPlace:
-    """The probes of a stage in place: for a forward that is counted, or for one that is not.
+class _InstallProbes:
+    """Around a forward: layers have probes, and count their calls or not. Of nested contexts the innermost decides."""
 
-    Of those within one another, the innermost says which.
-    """
-
-    def __init__(self, layers: Sequence[_DeferredLayer], counts: bool) -> None:
+    def __init__(self, layers: Sequence[_DeferredLayer], counting: bool) -> None:
         self.layers = layers
-        self.counts = counts
+        self.counting = counting
 
     def __enter__(self) -> None:
         for layer in self.layers:
-            layer.open(self.counts)
+            layer.install(self.counting)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        complaint: PlanError | None = None
+        failure: PlanError | None = None
         for layer in self.layers:
             try:
-                layer.close(kind is None)
+                layer.remove(kind is None)
             except PlanError as error:
-                complaint = error
-        if complaint is not None:
-            raise complaint
+                failure = error
+        if failure is not None:
+            raise failure
 
 
 class _StatisticsProbe(Tensor):
-    """Running statistics as a forward sees them: ``batch_norm`` in training is given spare ones, and is seen."""
+    """The running statistics that a forward sees. ``batch_norm`` in training gets scratch ones, and is counted."""
 
     layer: _DeferredLayer
 
@@ -325,12 +316,12 @@ class _StatisticsProbe(Tensor):
             given = dict(zip(names, args, strict=False)) | dict(kwargs)
             probe = given["running_mean"]
             if given["training"] and isinstance(probe, _StatisticsProbe):
-                spares = probe.layer.spares.spares
-                output = func(**given | {name: spares[name] for name in STATISTICS[:2]})
-                probe.layer.saw(given["input"])
+                scratch = probe.layer.scratch.scratch
+                output = func(**given | {name: scratch[name] for name in STATISTICS[:2]})
+                probe.layer.count(given["input"])
                 return output
-        elif func == _take_data:  # what is written to that leaves no trace
-            args[0].layer.exposed = args[0].layer.own_forward
+        elif func == _read_data:
+            args[0].layer.data_read = args[0].layer.custom_forward
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -346,15 +337,18 @@ def _probe(real: Tensor, layer: _DeferredLayer) -> Tensor:
 
 
 class _Statistics(NamedTuple):
-    """How many updates, and the statistics after them."""
+    """Running statistics after so many updates."""
 
     updates: int
     mean: Tensor
     var: Tensor
 
+    def cpu(self) -> _Statistics:
+        return _Statistics(self.updates, self.mean.cpu(), self.var.cpu())
+
 
 class RunningStatistics:
-    """The statistics of a rank's layers, brought together after each step."""
+    """The running statistics of a rank's BatchNorm layers, combined over the replicas after each step."""
 
     def __init__(self, modules: Iterable[nn.Module], gather: Gather) -> None:
         layers = {id(part): part for module in modules for part in module.modules() if isinstance(part, BatchNorm)}
@@ -363,24 +357,22 @@ class RunningStatistics:
         self._before: list[tuple[BatchNorm, _Statistics]] = []
 
     def begin(self) -> None:
-        """Before the forwards of a step."""
         self._before = [(layer, _read_statistics(layer)) for layer in self.layers if layer.training]
 
     @torch.no_grad()
     def commit(self) -> None:
-        """After them."""
         before, self._before = self._before, []
         if not before:
             return
-        everyone = self.gather([_statistics_to_cpu(_read_statistics(layer)) for layer, _ in before])
-        for (layer, old), *new in zip(before, *everyone, strict=True):
-            mean, var = (_combined(layer.momentum, old, new, which) for which in ("mean", "var"))
+        gathered = self.gather([_read_statistics(layer).cpu() for layer, _ in before])
+        for (layer, old), *new in zip(before, *gathered, strict=True):
+            mean, var = (_combine(layer.momentum, old, new, name) for name in ("mean", "var"))
             assert layer.running_mean is not None
             assert layer.running_var is not None
             assert layer.num_batches_tracked is not None
             layer.running_mean.copy_(mean)
             layer.running_var.copy_(var)
-            layer.num_batches_tracked.fill_(old.updates + sum(seen.updates - old.updates for seen in new))
+            layer.num_batches_tracked.fill_(old.updates + sum(replica.updates - old.updates for replica in new))
 
 
 def _read_statistics(layer: BatchNorm) -> _Statistics:
@@ -390,23 +382,20 @@ def _read_statistics(layer: BatchNorm) -> _Statistics:
     return _Statistics(int(layer.num_batches_tracked), layer.running_mean.clone(), layer.running_var.clone())
 
 
-def _statistics_to_cpu(seen: _Statistics) -> _Statistics:
-    return _Statistics(seen.updates, seen.mean.cpu(), seen.var.cpu())
-
-
-def _combined(momentum: float | None, old: _Statistics, new: list[_Statistics], which: str) -> Tensor:
-    start: Tensor = getattr(old, which)
+def _combine(momentum: float | None, old: _Statistics, new: list[_Statistics], name: str) -> Tensor:
+    """Apply the updates of all replicas to ``old``, one replica after the other."""
+    start: Tensor = getattr(old, name)
     total, count = start.double(), old.updates
-    for seen in new:
-        updates = seen.updates - old.updates
+    for replica in new:
+        updates = replica.updates - old.updates
         if updates:
-            # With momentum None, statistics are the mean of all updates so far: what is kept of them is their share.
-            share = old.updates / seen.updates if momentum is None else (1 - momentum) ** updates
+            # With momentum None the statistics are the mean of all updates: an old value keeps its share of them.
+            share = old.updates / replica.updates if momentum is None else (1 - momentum) ** updates
             keep = count / (count + updates) if momentum is None else share
-            there: Tensor = getattr(seen, which).to(start.device)
-            added = there.double() - share * start.double()
+            value: Tensor = getattr(replica, name).to(start.device)
+            added = value.double() - share * start.double()
             if momentum is None:
-                added *= seen.updates / (count + updates)
+                added *= replica.updates / (count + updates)
             total = keep * total + added
             count += updates
     return total.to(start.dtype)

@@ -1,10 +1,10 @@
-"""``ps.keep(x)``: a value that a recomputed stage saves, so that the operator that made it does not run again.
+"""``ps.keep(x)``: a value that a recomputed stage saves, so that the operator that computed it does not run again.
 
-    F   a ─mm─▶ b ─gelu─▶ c ─mm─▶ keep(d) ─▶ …      operator 2 made d: its result is saved
-    R   a ─mm─▶ b ─gelu─▶ c ─  ─▶ d ─▶ …            operator 2 is passed over, and the saved d stands in its place
+    F   a ─mm─▶ b ─gelu─▶ c ─mm─▶ keep(d) ─▶ …      operator 2 computed d: its result is saved
+    R   a ─mm─▶ b ─gelu─▶ c ─  ─▶ d ─▶ …            operator 2 is skipped, and the saved d is its result
 
-Autograd still sees all operators, so the backward is the same. Following them takes a mode of torch's that sees each
-one, which is entered only in stages that have been seen to call ``keep``.
+Autograd records all operators, so the backward is the same. A dispatch mode identifies the operators; it is entered
+only in stages that were seen to call ``keep``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 
 def keep(value: T) -> T:
-    """Mark a tensor that is saved where the stage is recomputed, instead of being computed again. Returns it."""
-    if has_torch_function_unary(value):  # a trace records the call, to make it when the stage runs
+    """Return ``value``; if the stage is recomputed, it is saved instead of being computed again."""
+    if has_torch_function_unary(value):  # a trace records the call, for the stage to make
         function: Any = keep
         kept: T = handle_torch_function(function, (value,), value)
         return kept
@@ -38,31 +38,31 @@ def keep(value: T) -> T:
 
 
 class KeptValues:
-    """What the forwards of one micro-batch in flight have marked to be kept."""
+    """The values that the forward of one micro-batch has marked with ``keep``."""
 
     def __init__(self) -> None:
-        self.used = False  # whether this stage's forward marks anything; learned when it does
-        self.saved: dict[int, tuple[Tensor, int]] = {}  # by the history of operators that led to each
-        self._counting: _OpHistory | None = None
+        self.used = False  # whether the stage's forward calls ``keep``
+        self.saved: dict[int, tuple[Tensor, int]] = {}  # value and version, by the history of its operator
+        self._history: _OpHistory | None = None
 
-    def forward(self, *, again: bool) -> AbstractContextManager[Any]:
-        """Around a forward: count its operators and save what is marked, or, ``again``, use what was saved."""
-        if not again:
+    def forward(self, *, recomputing: bool) -> AbstractContextManager[Any]:
+        """Around a forward: save the marked values; when ``recomputing``, use the saved ones."""
+        if not recomputing:
             self.saved.clear()
-        self._counting = _OpHistory(self.saved if again else {})
-        return self._counting
+        self._history = _OpHistory(self.saved if recomputing else {})
+        return self._history
 
     def keep(self, value: Tensor) -> None:
         self.used = True
-        if self._counting is None or forward_state.recomputing:
+        if self._history is None or forward_state.recomputing:
             return
-        history = self._counting.made.get(_memory_key(value))
+        history = self._history.made.get(_memory_key(value))
         if history is not None:
             self.saved[history] = (value.detach(), value._version)
 
     def clear(self) -> None:
         self.saved.clear()
-        self._counting = None
+        self._history = None
 
 
 def _memory_key(tensor: Tensor) -> tuple[int, int, torch.Size]:
@@ -70,7 +70,7 @@ def _memory_key(tensor: Tensor) -> tuple[int, int, torch.Size]:
 
 
 class _OpHistory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows an operator by all that ran before it: a second forward that runs otherwise finds nothing saved."""
+    """Identifies an operator by all operators before it: a recompute that differs from the first run skips none."""
 
     def __init__(self, saved: dict[int, tuple[Tensor, int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,11 +86,11 @@ class _OpHistory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value, version = self.saved[self.history]
             if value._version != version:
                 raise PlanError(
-                    "a value that ps.keep marked was changed in place afterwards: mark a copy of it, ps.keep(x.clone())"
+                    "a value marked by ps.keep was changed in place afterwards: mark a copy instead, ps.keep(x.clone())"
                 )
             return value.detach()
         result = func(*args, **(kwargs or {}))
-        # What draws random numbers runs again, so that what comes after it draws the same.
+        # Random operators run again, so that later ones draw the same numbers.
         if isinstance(result, Tensor) and torch.Tag.nondeterministic_seeded not in func.tags and not func.is_view:
             self.made[_memory_key(result)] = self.history
         return result

@@ -1,13 +1,13 @@
-"""Random numbers in a stage: what each layer draws, and that a second forward draws the same again.
+"""Random numbers in a stage: reproducible per module and micro-batch, and repeated exactly by a recompute.
 
-torch's generators belong to the process, and many threads draw from them. So a module that draws does so alone, under a
-lock, and its stream is put in place when it begins:
+torch's default generators belong to the process and stages run in many threads. A module that draws random numbers
+therefore runs under a lock, and its stream is set when it begins:
 
-    with a seed     from the seed, the step, the micro-batch and the module's name; then the generator is as before
-    without one     the plain generator; for a forward that will run again, its state is kept, and set again for that
+    with a seed     from the seed, the step, the micro-batch and the module's name; then the generators are restored
+    without a seed  the default generators; for a forward that will be recomputed their state is saved, and set again
 
-Which modules draw is learned from the first forward in each mode, which runs under a mode of torch's that sees every
-operator. After that only these modules are watched.
+Which modules draw is learned from the first forward in each mode, which runs under a dispatch mode that sees every
+operator. Later forwards only have hooks on these modules.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ __all__ = ["RngStates", "StageRng"]
 _generators_lock = threading.RLock()
 
 RngStates = list[list[Tensor]]
-"""The states of the generators with which a forward began to draw, each time; before them, how it was watched."""
+"""Of one forward: ``_LEARNING`` or ``_LEARNED``, then the generator states at each module that began to draw."""
+
+_LEARNING: list[Tensor] = []
+_LEARNED: list[Tensor] = []
 
 
-class _CurrentSession(threading.local):
+class _Current(threading.local):
     session: _RngSession | None = None
 
 
-_current = _CurrentSession()
+_current = _Current()
 
 
 class StageRng:
-    """The modules of one stage that draw random numbers. ``seed=None`` leaves the numbers to the plain generators.
+    """The modules of one stage that draw random numbers. ``seed=None`` leaves the default generators' streams as is.
 
-    ``first`` is the number of this replica's first micro-batch among those of all replicas; ``own`` gives the model's
-    name of a part that something was wrapped around.
+    ``first`` is the number of this replica's first micro-batch among those of all replicas. ``fqn`` maps a module's
+    path in the stage to its name in the model, without names of wrappers.
     """
 
     def __init__(
@@ -52,166 +55,168 @@ class StageRng:
         device: torch.device,
         seed: int | None,
         first: int = 0,
-        own: Callable[[str], str] = str,
+        fqn: Callable[[str], str] = str,
     ) -> None:
         self.module = module
         self.device = device
         self.seed = seed
         self.first = first
-        self.moment = ""  # which step or call this is
+        self.run_name = ""  # of the step or call, a part of every key
         self.names: dict[int, list[str]] = {}
         for name, part in module.named_modules(remove_duplicate=False):
-            self.names.setdefault(id(part), []).append(own(name))
-        self.sites: dict[int, nn.Module] = {}
-        self._learned: list[object] = []  # the modes whose forwards have been watched; few
+            self.names.setdefault(id(part), []).append(fqn(name))
+        self.drawing: dict[int, nn.Module] = {}  # modules that were seen to draw
+        self._learned: list[object] = []  # modes whose first forward has run
         self._handles: list[RemovableHandle] = []
 
     @contextmanager
-    def forward(self, mode: object, microbatch: int, draws: RngStates | None, again: bool) -> Iterator[None]:
-        """Around a forward: keep what it draws with in ``draws``, or, ``again``, use what is kept there.
+    def forward(self, mode: object, microbatch: int, states: RngStates | None, recomputing: bool) -> Iterator[None]:
+        """Around a forward: save generator states in ``states``; when ``recomputing``, draw from those saved there.
 
-        The second run of a forward must be watched as the first one was: ``draws`` remembers that.
+        A recompute detects draws in the way the first run did, which ``states`` records.
         """
-        late = not again and not any(known is mode for known in self._learned)
-        if draws is not None:
-            if again:
-                late = draws[0] is _DETECTED
+        learning = not recomputing and not any(known is mode for known in self._learned)
+        if states is not None:
+            if recomputing:
+                learning = states[0] is _LEARNING
             else:
-                draws[:] = [_DETECTED if late else _KNOWN]
-        elif not late and not self.sites:
+                states[:] = [_LEARNING if learning else _LEARNED]
+        elif not learning and not self.drawing:
             yield
             return
-        session = _RngSession(self, self.first + microbatch, draws, again, late)
+        session = _RngSession(self, self.first + microbatch, states, recomputing, learning)
         outer, _current.session = _current.session, session
         try:
-            if late:
-                with self._watching(session):
+            if learning:
+                with self._detecting(session):
                     yield
                 self._learned.append(mode)
             else:
-                session.begin(self.module, id(self.module) in self.sites)
+                session.enter_module(self.module, id(self.module) in self.drawing)
                 try:
                     yield
                 finally:
-                    session.end()
+                    session.exit_module()
         finally:
             _current.session = outer
 
     @contextmanager
-    def _watching(self, session: _RngSession) -> Iterator[None]:
+    def _detecting(self, session: _RngSession) -> Iterator[None]:
         handles = [
             handle
             for part in self.module.modules()
-            if part is not self.module and not isinstance(part, torch.jit.ScriptModule)  # whose draws are its owner's
+            # A scripted module takes no hooks: its draws count as its parent's.
+            if part is not self.module and not isinstance(part, torch.jit.ScriptModule)
             for handle in (
-                part.register_forward_pre_hook(session.begin_late),
-                part.register_forward_hook(session.end_late, always_call=True),
+                part.register_forward_pre_hook(session.detecting_pre_hook),
+                part.register_forward_hook(session.detecting_hook, always_call=True),
             )
         ]
-        session.begin(self.module, False)
+        session.enter_module(self.module, False)
         try:
             with _RandomOpDetector(session):
                 yield
         finally:
-            session.end()
+            session.exit_module()
             for handle in handles:
                 handle.remove()
 
-    def found(self, module: nn.Module) -> None:
-        """A module was seen to draw: from now on it is watched."""
-        if id(module) not in self.sites:
-            self.sites[id(module)] = module
-            if module is not self.module:  # around the stage itself there is ``forward``
-                self._handles.append(module.register_forward_pre_hook(self._begin))
-                self._handles.append(module.register_forward_hook(self._end, always_call=True))
+    def add_drawing(self, module: nn.Module) -> None:
+        """Put hooks on a module that was seen to draw; the stage's own module is covered by ``forward``."""
+        if id(module) not in self.drawing:
+            self.drawing[id(module)] = module
+            if module is not self.module:
+                self._handles.append(module.register_forward_pre_hook(self._pre_hook))
+                self._handles.append(module.register_forward_hook(self._hook, always_call=True))
 
-    def _begin(self, module: nn.Module, _: Any) -> None:
+    def _pre_hook(self, module: nn.Module, _: Any) -> None:
         session = _current.session
-        if session is not None and session.owner is self and not session.late:
-            session.begin(module, True)
+        if session is not None and session.rng is self and not session.learning:
+            session.enter_module(module, True)
 
-    def _end(self, *_: Any) -> None:
+    def _hook(self, *_: Any) -> None:
         session = _current.session
-        if session is not None and session.owner is self and not session.late:
-            session.end()
+        if session is not None and session.rng is self and not session.learning:
+            session.exit_module()
 
     def generators(self) -> list[torch.Generator]:
-        found = [torch.default_generator]
         if self.device.type == "cuda":
-            found.append(torch.cuda.default_generators[self.device.index or 0])
-        return found
+            return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
+        return [torch.default_generator]
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.sites.clear()
+        self.drawing.clear()
         self._learned.clear()
 
 
 class _RngSession:
-    """One forward: the modules that are running, and which of them have begun to draw."""
+    """One forward: the stack of modules that are running, and which of them have begun to draw."""
 
-    def __init__(self, owner: StageRng, microbatch: int, draws: RngStates | None, again: bool, late: bool) -> None:
-        self.owner = owner
+    def __init__(
+        self, rng: StageRng, microbatch: int, states: RngStates | None, recomputing: bool, learning: bool
+    ) -> None:
+        self.rng = rng
         self.microbatch = microbatch
-        self.draws = draws
-        self.kept = iter(draws[1:]) if again and draws is not None else None
-        self.late = late
-        self.frames: list[_ModuleCall] = []
-        self.calls: dict[int, int] = {}
-        self.depth = 0  # how many of the frames draw
+        self.states = states
+        self.saved = iter(states[1:]) if recomputing and states is not None else None
+        self.learning = learning
+        self.stack: list[_ModuleCall] = []
+        self.num_calls: dict[int, int] = {}
+        self.depth = 0  # number of modules on the stack that have begun to draw
 
-    def begin(self, module: nn.Module, draws: bool) -> None:
-        number = self.calls.get(id(module), 0)
-        self.calls[id(module)] = number + 1
-        self.frames.append(_ModuleCall(module, number))
+    def enter_module(self, module: nn.Module, draws: bool) -> None:
+        number = self.num_calls.get(id(module), 0)
+        self.num_calls[id(module)] = number + 1
+        self.stack.append(_ModuleCall(module, number))
         if draws:
-            self.draw()
+            self.begin_drawing()
 
-    def begin_late(self, module: nn.Module, _: Any) -> None:
-        if _current.session is self:  # another stage, in another thread, may run the same module
-            self.begin(module, False)
+    def detecting_pre_hook(self, module: nn.Module, _: Any) -> None:
+        if _current.session is self:  # a stage in another thread may run the same module
+            self.enter_module(module, False)
 
-    def end_late(self, *_: Any) -> None:
+    def detecting_hook(self, *_: Any) -> None:
         if _current.session is self:
-            self.end()
+            self.exit_module()
 
-    def draw(self) -> None:
-        """The module that is running draws: put its stream in place, unless that has been done."""
-        frame = self.frames[-1]
-        if frame.before is not None:
+    def begin_drawing(self) -> None:
+        """Take the lock and set the stream of the module on top of the stack, once per call."""
+        call = self.stack[-1]
+        if call.before is not None:
             return
         _generators_lock.acquire()
-        generators = self.owner.generators()
-        frame.before = [generator.get_state() for generator in generators]
+        generators = self.rng.generators()
+        call.before = [generator.get_state() for generator in generators]
         self.depth += 1
-        if self.owner.seed is not None:
-            key = self._key(frame)
+        if self.rng.seed is not None:
+            key = self._key(call)
             for generator in generators:
                 generator.manual_seed(key)
-        elif self.depth == 1 and self.draws is not None:  # what runs inside of it goes on with its stream
-            if self.kept is not None:
-                for generator, state in zip(generators, next(self.kept), strict=True):
+        elif self.depth == 1 and self.states is not None:  # modules inside it continue its stream
+            if self.saved is not None:
+                for generator, state in zip(generators, next(self.saved), strict=True):
                     generator.set_state(state)
             else:
-                self.draws.append(frame.before)
+                self.states.append(call.before)
 
-    def end(self) -> None:
-        frame = self.frames.pop()
-        if frame.before is None:
+    def exit_module(self) -> None:
+        call = self.stack.pop()
+        if call.before is None:
             return
         self.depth -= 1
-        if self.owner.seed is not None or (self.kept is not None and self.depth == 0):
-            for generator, state in zip(self.owner.generators(), frame.before, strict=True):
+        if self.rng.seed is not None or (self.saved is not None and self.depth == 0):
+            for generator, state in zip(self.rng.generators(), call.before, strict=True):
                 generator.set_state(state)
         _generators_lock.release()
 
-    def _key(self, frame: _ModuleCall) -> int:
-        # A module that stands in several places is called once in each, in their order: they are its names.
-        names = self.owner.names[id(frame.module)]
-        place, more = names[min(frame.number, len(names) - 1)], max(0, frame.number - len(names) + 1)
-        text = f"{self.owner.seed}/{self.owner.moment}/{self.microbatch}/{place}/{more}"
+    def _key(self, call: _ModuleCall) -> int:
+        # A module that is used in several places is called once in each, in the order of its names.
+        names = self.rng.names[id(call.module)]
+        name, repeat = names[min(call.number, len(names) - 1)], max(0, call.number - len(names) + 1)
+        text = f"{self.rng.seed}/{self.rng.run_name}/{self.microbatch}/{name}/{repeat}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -221,11 +226,11 @@ class _ModuleCall:
     def __init__(self, module: nn.Module, number: int) -> None:
         self.module = module
         self.number = number
-        self.before: list[Tensor] | None = None
+        self.before: list[Tensor] | None = None  # generator states when it began to draw
 
 
 class _RandomOpDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator, and notices those that draw."""
+    """Sees every operator of a forward; one that draws marks the module that is running."""
 
     def __init__(self, session: _RngSession) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -235,11 +240,6 @@ class _RandomOpDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.session.owner.found(self.session.frames[-1].module)
-            self.session.draw()
-        call: Callable[..., Any] = func
-        return call(*args, **(kwargs or {}))
-
-
-_DETECTED: list[Tensor] = []
-_KNOWN: list[Tensor] = []
+            self.session.rng.add_drawing(self.session.stack[-1].module)
+            self.session.begin_drawing()
+        return func(*args, **(kwargs or {}))

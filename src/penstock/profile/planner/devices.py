@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PlanError
-from penstock.split.measure import parse_bytes
+from penstock.format import parse_bytes
 from penstock.train.devices import assign_devices
 
 __all__ = ["check_numbers", "device_memory", "device_names", "one_for_each"]

@@ -20,6 +20,7 @@ from torch import nn
 from penstock._torch import default_store
 from penstock.engine.microbatch import batch_size
 from penstock.errors import PlanError
+from penstock.format import parse_bytes
 from penstock.profile.analytic import Hardware, Transformer, analytic_costs, get_hardware, parse_transformer
 from penstock.profile.costs import Link, ModelCosts, Profile
 from penstock.profile.links import local_link, measure_links, process_link
@@ -30,7 +31,6 @@ from penstock.profile.planner.result import PlanResult
 from penstock.profile.planner.search import search
 from penstock.split import chain_of
 from penstock.split.chain import LayerChain, build_plan
-from penstock.split.measure import parse_bytes
 from penstock.split.sample import sample_inputs
 from penstock.train.mesh import Mesh
 

@@ -1,5 +1,0 @@
-"""As in torchgpipe."""
-
-from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
-
-__all__ = ["DeferredBatchNorm"]

@@ -1,0 +1,228 @@
+"""``Pipe``, a pipeline in one process, and ``AsyncPipe``, one process per stage.
+
+rank 0   pipe(x): F0 F1 F2 F3 · · · · · · · · · · · · · B0 B1 B2 B3 ─▶ a list of batches
+rank 1   pipe(x): ·  F0 F1 F2 F3 ─▶ output, loss.backward(): B0 B1 B2 B3
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, combinations, islice
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.compat import unwrap_local_errors
+from penstock.compat.fairscale import model_parallel
+from penstock.compat.torchgpipe import microbatch
+from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
+from penstock.compat.torchgpipe.gpipe import GPipe, verify_children
+from penstock.compat.torchgpipe.microbatch import Batch, TensorOrTensors, Tensors
+
+__all__ = ["AsyncPipe", "InputDevice", "LazyModule", "Pipe", "TensorOrTensors", "Tensors", "verify_children"]
+
+InputDevice: TypeAlias = int | str | torch.device | None
+
+
+class Pipe(GPipe):
+    """``torchgpipe.GPipe``, except that parameters may be shared by partitions on one device.
+
+    The input must be on the first device.
+    """
+
+    _name = "Pipe"
+    _balance_module = "fairscale.nn.pipe.balance"
+
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+        """The module's output for a mini-batch, concatenated, on the last device."""
+        microbatch.check(input)
+        if self.devices:
+            self._check_device(input)
+        return super().forward(input)
+
+    def _check_device(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            for item in value:
+                self._check_device(item)
+            return
+        first = self.devices[0]
+        if value.device.type != first.type or first.index not in (None, value.device.index):
+            raise RuntimeError(
+                f"the input is on {value.device}, but the first partition on {first}, and Pipe does not move "
+                "inputs: pass input.to(pipe.devices[0])"
+            )
+
+    def _verify(self, module: nn.Sequential) -> None:
+        verify_children(module)
+
+    def _verify_partitions(self) -> None:
+        super()._verify_partitions()
+        pairs = combinations(zip(self.partitions, self.devices, strict=True), 2)
+        for (one, here), (other, there) in pairs:
+            if here != there and set(one.parameters()) & set(other.parameters()):
+                raise ValueError("module with duplicate parameters on distinct devices is not supported")
+
+
+class LazyModule:
+    """A function that builds a layer. ``AsyncPipe`` calls it on the rank that owns the layer."""
+
+    def __init__(self, function: Callable[[], nn.Module]) -> None:
+        self.function = function
+
+    def __call__(self) -> nn.Module:
+        return self.function()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The layers of this rank."""
+
+    module: nn.Sequential
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+
+Layer = nn.Module | Callable[[], nn.Module]
+
+
+class AsyncPipe(nn.Module):
+    """Trains a Sequential, or a list of layers and ``LazyModule``s, with one partition per rank of ``group``.
+
+    Each rank holds its partition as submodule ``0`` and calls the pipe with a mini-batch; only the first rank's is
+    used. The last rank receives the output and calls ``backward`` on a loss; in training mode the other ranks run their
+    backward inside the call. Layers are not moved: move them before the first call.
+    """
+
+    chunks: int = 1
+    checkpoint: str = "except_last"
+
+    def __init__(
+        self,
+        module: nn.Sequential | list[Layer],
+        balance: Iterable[int],
+        *,
+        group: dist.ProcessGroup | None = None,
+        worker_map: Mapping[int, str] | None = None,
+        input_device: InputDevice = None,
+        chunks: int = chunks,
+        checkpoint: str = checkpoint,
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if chunks <= 0:
+            raise ValueError("number of chunks must be positive integer")
+        if checkpoint not in ("always", "except_last", "never"):
+            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        self.balance = list(balance)
+        _verify(module, self.balance)
+        self.chunks, self.checkpoint = chunks, checkpoint
+        self.lock = threading.Lock()
+        self.worker_map, self.input_device = worker_map, input_device
+        self.group: dist.ProcessGroup = model_parallel.get_pipeline_parallel_group() if group is None else group
+        ranks, rank = self.group.size(), self.group.rank()
+        if ranks < len(self.balance):
+            counts = f"ranks: {ranks}, partitions: {len(self.balance)}"
+            raise IndexError(f"too few ranks to hold given partitions ({counts})")
+        self.final_stage = rank == len(self.balance) - 1
+        self.partitions: list[Partition] = []
+        self.partition: nn.Sequential | None = None
+        self.pipeline: ps.Pipeline | None = None  # built by the first call, on all ranks
+        self._pipeline_config: Any = None
+        if rank >= len(self.balance):
+            warnings.warn("More ranks than partitions, some ranks unused", stacklevel=2)
+            return
+        self._deferred = deferred_batch_norm
+        whole = _partition(module, self.balance, chunks if deferred_batch_norm else None)
+        self._whole = [whole]  # in a list, so that other ranks' layers are not submodules
+        mine = whole[rank]
+        while lazy := [part for part in mine.modules() if isinstance(part, ps.Lazy)]:
+            for part in lazy:
+                part.build()
+        assert isinstance(mine, nn.Sequential)
+        self.partitions = [Partition(mine)]
+        self.add_module("0", mine)
+        self.partition = mine  # fairscale's checkpoints have this second name as well
+
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors | list[Batch]:
+        """The output for a mini-batch on the last rank; on others the list of input batches."""
+        microbatch.check(input)
+        if self.partition is None:
+            return input
+        with self.lock, unwrap_local_errors():
+            pipeline = self._pipeline()
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
+                output: TensorOrTensors = pipeline.forward(input)
+        if not self.final_stage:
+            return microbatch.scatter(input, self.chunks)
+        microbatch.check(output)
+        return output
+
+    def back_helper(self, output: list[Batch]) -> None:
+        """Does nothing on ranks other than the last: their backward ran inside the call."""
+        if self.final_stage:
+            raise ValueError("back_helper should only be called on non-final stages")
+
+    def _pipeline(self) -> ps.Pipeline:
+        assert self.partition is not None
+        tensors: Iterator[Tensor] = chain(self.partition.parameters(), self.partition.buffers())
+        device = next((tensor.device for tensor in tensors), torch.device(self.input_device or "cpu"))
+        config = (device, self.chunks, self.checkpoint)
+        if self.pipeline is None or self._pipeline_config != config:
+            if self.pipeline is not None:
+                self.pipeline.close()
+            (whole,) = self._whole
+            ranks = dist.get_process_group_ranks(self.group)[: len(self.balance)]
+            self.pipeline = ps.Pipeline(
+                ps.split(whole, balance=[1] * len(whole)),
+                microbatches=self.chunks,
+                mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=device),
+                recompute=self.checkpoint,
+                batchnorm="deferred" if self._deferred else "microbatch",
+                dynamic=True,  # ranks know nothing of each other's layers
+            )
+            self._pipeline_config = config
+        return self.pipeline
+
+    def __len__(self) -> int:
+        """The number of layers of this rank."""
+        return 0 if self.partition is None else len(self.partition)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.partition or ())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self)[index]
+
+
+def _verify(module: nn.Sequential | list[Layer], balance: list[int]) -> None:
+    if len(set(map(id, module))) != len(module):
+        raise ValueError("module with duplicate children is not supported")
+    if len(module) != sum(balance):
+        raise ValueError(
+            f"module and sum of balance have different length (module: {len(module)}, sum of balance: {sum(balance)})"
+        )
+    if any(count <= 0 for count in balance):
+        raise ValueError(f"all balance numbers must be positive integer (balance: {balance})")
+
+
+def _partition(module: nn.Sequential | list[Layer], balance: list[int], deferred: int | None) -> nn.Sequential:
+    """All partitions, with lazy layers not yet built; ``deferred``: convert BatchNorm layers for so many chunks."""
+    named = module.named_children() if isinstance(module, nn.Sequential) else enumerate(module)
+    layers = ((str(name), _layer(layer, deferred)) for name, layer in named)
+    return nn.Sequential(*(nn.Sequential(OrderedDict(islice(layers, count))) for count in balance))
+
+
+def _layer(layer: Any, deferred: int | None) -> nn.Module:
+    if isinstance(layer, nn.Module):
+        return layer if deferred is None else DeferredBatchNorm.convert_deferred_batch_norm(layer, deferred)
+    if callable(layer):
+        return ps.Lazy(layer if deferred is None else lambda: _layer(layer(), deferred))
+    raise TypeError(f"layer must be nn.Module or callable, is {type(layer)}")

@@ -1,0 +1,298 @@
+"""Blocks of a model, strategies that group them into stages, and the plan that they make.
+
+IPU n is device n, modulo the number of CUDA devices; without any, all stages are on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock import hooks
+from penstock.compat.poptorch.enums import AutoStage
+from penstock.compat.poptorch.errors import Error, require
+
+__all__ = [
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PhasedExecution",
+    "PipelinedExecution",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "Stage",
+    "Strategy",
+    "device_of_ipu",
+    "plan_stages",
+    "removeBlocks",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# ── annotations ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _block(user_id: object, ipu_id: object) -> tuple[str | None, str | None]:
+    """The name and the placeholder device of a block; ``ipu:n`` becomes a device when the pipeline is built."""
+    valid_id = user_id is None or (isinstance(user_id, str) and user_id)
+    require(valid_id, f"Block IDs are supposed to be strings but got {user_id!r}")
+    valid_ipu = ipu_id is None or (isinstance(ipu_id, int) and ipu_id >= 0)
+    require(valid_ipu, f"an IPU is a number from 0 on, got {ipu_id!r}")
+    return None if user_id is None else str(user_id), None if ipu_id is None else f"ipu:{ipu_id}"
+
+
+class Block(ps.Block):
+    """A scope whose operations form the block ``user_id`` on the IPU ``ipu_id``. No effect outside PopTorch models.
+
+    Blocks without a name are numbered in the order of the forward: "0", "1", …
+    """
+
+    def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
+        super().__init__(*_block(user_id, ipu_id))
+
+    def start(self) -> None:
+        """Begin the block here; it lasts until another one is entered."""
+        trace = hooks.recorder()
+        if trace is not None:
+            trace.begin(self)
+
+    @staticmethod
+    def useAutoId() -> None:
+        """No effect: blocks without a name are always numbered."""
+
+
+class BlockFunction(ps.BlockFunction):
+    """A decorator: the operations of the function or method form the block ``user_id``."""
+
+    def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
+        super().__init__(*_block(user_id, ipu_id))
+
+
+def BeginBlock(layer_to_call: F, user_id: str | None = None, ipu_id: int | None = None) -> F:
+    """Begin the block ``user_id`` at each call of a module or function. A module is returned as it is."""
+    if isinstance(layer_to_call, nn.Module) and hooks.begin_block_of(layer_to_call) is not None:
+        raise Error("module has already been assigned to a block.")
+    if not callable(layer_to_call):
+        raise Error("module is not an instance of torch.nn.Module or function.")
+    return ps.BeginBlock(layer_to_call, *_block(user_id, ipu_id))
+
+
+def removeBlocks(module: nn.Module) -> None:
+    """Remove the marks of ``BeginBlock`` from a module and its submodules."""
+    for part in module.modules():
+        hooks.remove_begin_block(part)
+
+
+# ── strategies ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Stage:
+    """Blocks that run together: ``Stage("B1", "B2").ipu(0)``."""
+
+    def __init__(self, *block_ids: str) -> None:
+        invalid = [block for block in block_ids if not isinstance(block, str)]
+        require(not invalid, f"Block IDs are supposed to be strings but got {invalid}")
+        require(block_ids, "a stage needs blocks: poptorch.Stage('B1', 'B2')")
+        self.blocks = list(block_ids)
+        self._ipu: int | None = None
+
+    def ipu(self, ipu: int) -> Stage:
+        """Place the stage on an IPU."""
+        require(isinstance(ipu, int) and ipu >= 0, f"an IPU is a number from 0 on, got {ipu!r}")
+        self._ipu = ipu
+        return self
+
+    def __repr__(self) -> str:
+        return f"Stage({', '.join(map(repr, self.blocks))})" + ("" if self._ipu is None else f".ipu({self._ipu})")
+
+
+class Strategy:
+    """Stages, named or found by ``AutoStage``, and the schedule that runs them."""
+
+    schedule: str
+
+    def __init__(self, *args: AutoStage | Stage | str | Sequence[str]) -> None:
+        self.auto: AutoStage | None = AutoStage.SameAsIpu if not args else None
+        self.stages: list[Stage] = []
+        if args and isinstance(args[0], AutoStage):
+            require(len(args) == 1, f"AutoStage finds all stages: it cannot stand among others, as in {args}")
+            self.auto = args[0]
+        else:
+            for arg in args:
+                names: Any = arg if isinstance(arg, (list, tuple)) else [arg]
+                self.stages.append(arg if isinstance(arg, Stage) else Stage(*names))
+        self._by_block: dict[str, Stage] = {}
+        for stage in self.stages:
+            for block in stage.blocks:
+                require(block not in self._by_block, f"{block} associated with more than one stage")
+                self._by_block[block] = stage
+
+    def stage(self, block_id: str) -> Stage:
+        """The stage of a block."""
+        known = list(self._by_block)
+        require(block_id in self._by_block, f"Unknown Block '{block_id}' list of expected Blocks: {known}")
+        return self._by_block[block_id]
+
+    def __repr__(self) -> str:
+        args = [self.auto] if self.auto is not None else self.stages
+        return f"{type(self).__name__}({', '.join(map(str, args))})"
+
+
+class PipelinedExecution(Strategy):
+    """Micro-batches follow each other through the stages (1F1B).
+
+    Takes ``Stage`` objects, names of blocks (each its own stage), lists of names, or an ``AutoStage``.
+    """
+
+    schedule = "1f1b"
+
+
+class ShardedExecution(Strategy):
+    """One micro-batch at a time runs through all stages."""
+
+    schedule = "sharded"
+
+
+class PhasedExecution:
+    """Not supported."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise Error(
+            f"poptorch.{type(self).__name__}: phased execution is not there yet, it comes later. PipelinedExecution "
+            "and ShardedExecution run the same stages to the same result, with all of them in the devices' memory"
+        )
+
+
+class SerialPhasedExecution(PhasedExecution):
+    """Not supported."""
+
+
+class ParallelPhasedExecution(PhasedExecution):
+    """Not supported."""
+
+
+class Phase(PhasedExecution):
+    """Not supported."""
+
+
+# ── from blocks to a plan ────────────────────────────────────────────────────────────────────────────────────────
+
+_LEAD = Block("before the first block", 0)
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Blocks(NamedTuple):
+    """The blocks of a model in order: the layers of each, and the IPUs of those that name one."""
+
+    chain: hooks.LayerChain
+    layers: Mapping[str, Sequence[str]]
+    ipus: Mapping[str, int]
+
+
+def device_of_ipu(ipu: int) -> torch.device:
+    """IPU n is device n, modulo the number of CUDA devices."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", ipu % count) if count else torch.device("cpu")
+
+
+def plan_stages(model: nn.Module, strategy: Strategy, call: Call) -> tuple[ps.Plan, list[int]]:
+    """The plan of a model that is called with these arguments, and the IPU of each stage.
+
+    A model without blocks is one stage. A block of the strategy that the model lacks, such as a loss, is skipped.
+    """
+    blocks = _find_blocks(model, strategy, call)
+    if blocks is None:
+        return hooks.build_plan(hooks.WholeModelChain(model), [("model",)]), [0]
+    stages = [[block] for block in blocks.layers]
+    fixed: list[int | None] = [None] * len(stages)
+    if strategy.auto is None:
+        for block in blocks.layers:
+            strategy.stage(block)
+        present = [[block for block in stage.blocks if block in blocks.layers] for stage in strategy.stages]
+        stages = [names for names in present if names]
+        numbers = [number for number, names in enumerate(present) if names]
+        fixed = [strategy.stages[number]._ipu for number in numbers]
+    else:
+        numbers = list(range(len(stages)))
+    if strategy.auto == AutoStage.SameAsIpu:
+        without = [block for block in blocks.layers if block not in blocks.ipus]
+        require(
+            not without,
+            f"poptorch.AutoStage.SameAsIpu was selected but no IPU was specified for block(s) {', '.join(without)}: "
+            "give them an ipu_id, or name the stages: poptorch.PipelinedExecution(poptorch.Stage(…).ipu(0), …)",
+        )
+        stages = [list(group) for _, group in groupby(blocks.layers, key=blocks.ipus.__getitem__)]
+        fixed, numbers = [None] * len(stages), list(range(len(stages)))
+    ipus = [
+        next((blocks.ipus[block] for block in names if block in blocks.ipus), number) if ipu is None else ipu
+        for names, ipu, number in zip(stages, fixed, numbers, strict=True)
+    ]
+    groups = [[layer for block in names for layer in blocks.layers[block]] for names in stages]
+    return hooks.build_plan(blocks.chain, groups), ipus
+
+
+def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> _Blocks | None:
+    """The blocks of a model; None if it has none, or cannot be traced and shows no sign of any."""
+    try:
+        chain = hooks.marked_chain(model, sample=call)
+    except ps.PlanError as error:
+        if (
+            not getattr(error, "marked", False)
+            and not hooks.mentions_marks(model)
+            and hooks.begin_block_of(model) is None
+        ):
+            return None
+        blocks = _find_blocks_of_trunk(model)
+        if blocks is None:
+            raise
+        return blocks
+    if chain is None:
+        return None
+    if strategy.auto == AutoStage.SameAsIpu:
+        # Layers before the first block are on IPU 0: their own stage, unless the first block is there as well.
+        first = chain.devices().get(chain.layers[0])
+        leading = any(node.op == "call_module" and node.meta["layer"] is None for node in chain.how.main.graph.nodes)
+        if first is not None and _ipu(first) != 0 and leading:
+            chain = hooks.marked_chain(model, sample=call, lead=_LEAD)
+            assert chain is not None
+    ipus = {block: _ipu(device) for block, device in chain.devices().items()}
+    return _Blocks(chain, {block: (block,) for block in chain.layers}, ipus)
+
+
+def _ipu(device: str) -> int:
+    return int(device.rpartition(":")[2])
+
+
+def _find_blocks_of_trunk(model: nn.Module) -> _Blocks | None:
+    """Blocks that begin with layers of one list, in a model that cannot be traced (Hugging Face's, for example).
+
+    What runs before the list belongs to its first block, what runs after it to its last one.
+    """
+    marks = {path: mark for path, module in model.named_modules() if (mark := hooks.begin_block_of(module)) is not None}
+    parents = {path.rpartition(".")[0] for path in marks}
+    kinds = (nn.ModuleList, nn.Sequential)
+    lists = [path for path, module in model.named_modules() if isinstance(module, kinds) and path in parents]
+    if len(lists) != 1:
+        return None
+    chain = hooks.trunk_chain(model, lists[0])
+    layers: dict[str, list[str]] = {}
+    ipus: dict[str, int] = {}
+    numbers: dict[ps.Block, str] = {}
+    before = [mark for path, mark in marks.items() if path.rpartition(".")[0] != lists[0]]
+    current = marks.get(chain.layers[0]) or next(iter(before), _LEAD)
+    for layer in chain.layers:
+        current = marks.get(layer, current)
+        name = current.name or numbers.setdefault(current, str(len(numbers)))
+        layers.setdefault(name, []).append(layer)
+        if current.device is not None:
+            ipus.setdefault(name, _ipu(current.device))
+    return _Blocks(chain, layers, ipus)

@@ -1,5 +1,0 @@
-"""Replicas of a module."""
-
-from penstock.compat.torchdistpackage.ddp.naive_ddp import NaiveDDP
-
-__all__ = ["NaiveDDP"]

@@ -1,0 +1,384 @@
+"""Gradients over ranks: reduction over replicas, clipping by the global norm, and a shared loss scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import penstock as ps
+from penstock._torch import ddp_comm_hooks, queue_callback
+from penstock.compat.torchdistpackage.topology import tpc
+
+__all__ = ["NaiveDDP", "NativeScalerPP", "clip_grad_norm_", "defer_reduction"]
+
+BUCKET_BYTES = 25 << 20
+
+
+# ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class NaiveDDP(nn.Module):
+    """Broadcasts a module's parameters and reduces its gradients over ``process_group``.
+
+    The default group is the data group of ``tpc``, or the world where ``tpc`` is not set up. Gradients are reduced at
+    the end of every ``num_grad_acc_iter``-th backward; in ``forward_backward``, once at its end if its micro-batches
+    complete that number. ``sync`` has no effect: a reduction is complete when the backward ends.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sync: bool = False,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        reduce_op: str = "avg",
+        num_grad_acc_iter: int = 1,
+    ) -> None:
+        super().__init__()
+        if reduce_op.lower() not in ("avg", "sum"):
+            raise ValueError(f"reduce_op must be 'avg' or 'sum', got {reduce_op!r}")
+        if num_grad_acc_iter < 1:
+            raise ValueError(f"num_grad_acc_iter must be 1 at least, got {num_grad_acc_iter}")
+        self.module = module
+        if process_group is None and not tpc.is_mode_inited("global"):
+            process_group = dist.group.WORLD
+            assert process_group is not None, "torch.distributed is not initialized"
+        elif process_group is None and tpc.is_mode_inited("data"):
+            process_group = tpc.get_group("data")
+        self.process_group = process_group
+        self.mean = reduce_op.lower() == "avg"
+        self.num_grad_acc_iter = num_grad_acc_iter
+        self.require_backward_grad_sync = True
+        self._backwards = 0  # since the last reduction
+        self._in_backward = False
+        if self.process_group is not None:
+            first = dist.get_process_group_ranks(self.process_group)[0]
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, first, self.process_group)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this context are neither counted nor reduced."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def reduce_gradients(self) -> None:
+        """Does nothing: gradients that are complete have been reduced already."""
+
+    def after_backwards(self, count: int = 1) -> None:
+        """Count backwards, and reduce the gradients when ``num_grad_acc_iter`` is reached."""
+        self._backwards += count
+        if self._backwards >= self.num_grad_acc_iter:
+            self._backwards = 0
+            if self.process_group is not None:
+                _reduce(self.module.parameters(), self.process_group, mean=self.mean)
+
+    def _on_grad(self, parameter: Tensor) -> None:
+        if self.require_backward_grad_sync and not self._in_backward:
+            self._in_backward = True
+            queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._in_backward = False
+        self.after_backwards()
+
+
+@contextmanager
+def defer_reduction(kinds: Mapping[type[nn.Module], Callable[[Any], None]]) -> Iterator[None]:
+    """Let wrapped modules that are called in this context reduce their gradients once, at its end.
+
+    ``DistributedDataParallel`` reduces in the first backward after its last forward; in a pipeline, later backwards
+    add to the gradients. ``kinds`` maps further wrapper classes to the function that reduces one of them.
+    """
+    known: dict[type[nn.Module], Callable[[Any], None]] = {DistributedDataParallel: _reduce_ddp, **kinds}
+    called: dict[Any, Callable[[Any], None]] = {}
+
+    def look(module: Any, args: Any) -> None:
+        reduce = next((reduce for kind, reduce in known.items() if isinstance(module, kind)), None)
+        if reduce is None or module in called or not torch.is_grad_enabled() or not module.require_backward_grad_sync:
+            return
+        if isinstance(module, DistributedDataParallel) and module.static_graph:
+            raise ps.PlanError("a pipeline does not support static_graph=True of DistributedDataParallel: leave it out")
+        called[module] = reduce
+        module.require_backward_grad_sync = False
+
+    hook = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for wrapper in called:
+            wrapper.require_backward_grad_sync = True
+    for wrapper, reduce in called.items():
+        reduce(wrapper)
+
+
+def _reduce_ddp(wrapper: DistributedDataParallel) -> None:
+    wrapper.require_forward_param_sync = True  # buffers are broadcast in the next forward, as after any reduction
+    named = wrapper.module.named_parameters()
+    parameters = [p for name, p in named if name not in wrapper.parameters_to_ignore]
+    hooks = ddp_comm_hooks(wrapper)
+    _reduce(parameters, wrapper.process_group, hook=hooks[-1] if hooks else None, size=wrapper.bucket_bytes_cap)
+
+
+@torch.no_grad()
+def _reduce(
+    parameters: Iterable[nn.Parameter],
+    group: dist.ProcessGroup,
+    *,
+    mean: bool = True,
+    hook: tuple[Callable[..., Any], Any] | None = None,
+    size: int = BUCKET_BYTES,
+) -> None:
+    """Replace gradients by their mean or sum over a group; a parameter without a gradient anywhere keeps none.
+
+    ``hook`` is a communication hook of ``DistributedDataParallel`` with its state; it computes the mean.
+    """
+    parameters = [p for p in parameters if p.requires_grad]
+    if not parameters or group.size() == 1:
+        return
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group)
+    grads = [_dense_grad(p) for p, anywhere in zip(parameters, used.tolist(), strict=True) if anywhere]
+    buckets = _buckets(grads, size)
+    started = []
+    for index, bucket in enumerate(buckets):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        if hook is None:
+            started.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
+        else:
+            grad_bucket = _GradBucket(index, flat, bucket, index == len(buckets) - 1)
+            started.append((hook[0](hook[1], grad_bucket), flat, bucket))
+    for work, flat, bucket in started:
+        result = work.wait()
+        if hook is not None:
+            flat = result[0] if isinstance(result, (list, tuple)) else result
+        elif mean:
+            flat /= group.size()
+        for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _dense_grad(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+    return parameter.grad
+
+
+def _buckets(grads: Iterable[Tensor], size: int) -> list[list[Tensor]]:
+    """Gradients of one device and dtype, at most ``size`` bytes together."""
+    buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
+    totals: dict[tuple[torch.device, torch.dtype], int] = {}
+    for grad in grads:
+        kind = grad.device, grad.dtype
+        buckets.setdefault((*kind, totals.get(kind, 0) // size), []).append(grad)
+        totals[kind] = totals.get(kind, 0) + grad.numel() * grad.element_size()
+    return list(buckets.values())
+
+
+class _GradBucket:
+    """The interface of ``torch.distributed.GradBucket``, which cannot be constructed from Python."""
+
+    def __init__(self, index: int, flat: Tensor, parameters: Sequence[Tensor], last: bool) -> None:
+        self._index, self._flat, self._parameters, self._last = index, flat, list(parameters), last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        self._flat = tensor
+
+    def gradients(self) -> list[Tensor]:
+        parts = torch.split(self._flat, [p.numel() for p in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+# ── clipping ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients so that their norm over all model ranks is at most ``max_norm``; return the norm before.
+
+    Every model rank calls it, with or without gradients. A parameter whose gradient is the same on all tensor ranks
+    counts once; of other parameters, each tensor rank is taken to have a part.
+    """
+    own: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm_type = float(norm_type)
+    shared = _shared_over_tensor_ranks(own) if _size("tensor") > 1 else set()
+    first = _size("tensor") == 1 or tpc.is_first_in_group("tensor")
+    sharded = [p.grad for p in own if isinstance(p.grad, DTensor)]
+    plain = [p.grad for p in own if p.grad is not None and not isinstance(p.grad, DTensor)]
+    counted = [p.grad for p in own if id(p) not in shared or first]
+    home = plain[0].device if plain else torch.device("cpu")
+    norms = [_norm(grad, norm_type, home) for grad in plain if any(grad is one for one in counted)]
+    largest = math.isinf(norm_type)
+    total = _combine(norms, norm_type, home)
+    total = _all_reduce(total, "tensor", largest)
+    whole = [_norm(grad, norm_type, home) for grad in sharded]  # a collective operation of the DTensor's mesh
+    total = (
+        torch.maximum(total, _combine(whole, norm_type, home)) if largest else total + _combine(whole, norm_type, home)
+    )
+    total = _all_reduce(total, "pipe", largest)
+    total = total if largest else total.pow(1 / norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped. Pass "
+            "error_if_nonfinite=False to scale them by it anyway"
+        )
+    scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+    for grad in (*plain, *(grad.to_local() for grad in sharded)):
+        grad.mul_(scale.to(grad.device, grad.dtype))
+    return total
+
+
+def _norm(grad: Tensor, norm_type: float, home: torch.device) -> Tensor:
+    dtype = torch.float32 if grad.dtype.itemsize < 4 else None
+    norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(home)
+
+
+def _combine(norms: Sequence[Tensor], norm_type: float, home: torch.device) -> Tensor:
+    """The sum of the norms' powers, or the largest norm."""
+    if not norms:
+        return torch.zeros((), device=home)
+    stacked = torch.stack(list(norms))
+    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
+
+
+def _size(mode: str) -> int:
+    return tpc.get_group_size(mode) if tpc.is_mode_inited(mode) else 1
+
+
+def _all_reduce(total: Tensor, mode: str, largest: bool) -> Tensor:
+    if _size(mode) == 1:
+        return total
+    wide = total.to(tpc.device, torch.float64, copy=True)
+    dist.all_reduce(wide, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, tpc.get_group(mode))
+    return wide.to(total.device, total.dtype)
+
+
+def _shared_over_tensor_ranks(parameters: Sequence[Any]) -> set[int]:
+    """The ids of parameters whose gradients are the same on all tensor ranks, up to rounding.
+
+    Gradients are compared by shape, norm and a sum with non-repeating weights: parts of one parameter may have equal
+    norms, but hardly equal weighted sums.
+    """
+    plain = [p for p in parameters if not isinstance(p, DTensor)]
+    own = [_fingerprint(p.grad) for p in plain]
+    everyone: list[Any] = [None] * tpc.get_group_size("tensor")
+    dist.all_gather_object(everyone, own, tpc.get_group("tensor"))
+    if any(len(theirs) != len(own) for theirs in everyone):
+        return set()
+    same = (all(_close(row[0], other) for other in row) for row in zip(*everyone, strict=True))
+    return {id(p) for p, equal in zip(plain, same, strict=True) if equal}
+
+
+def _fingerprint(grad: Tensor | None) -> tuple[tuple[int, ...], float, float]:
+    if grad is None:
+        return (), 0.0, 0.0
+    flat = (grad.to_dense() if grad.is_sparse else grad).detach().flatten().to(torch.float64)
+    weights = torch.cos(torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device))
+    return tuple(grad.shape), float(flat.norm()), float(flat @ weights)
+
+
+def _close(one: tuple[tuple[int, ...], float, float], other: tuple[tuple[int, ...], float, float]) -> bool:
+    tolerance = 1e-4 * one[1]
+    return one[0] == other[0] and all(abs(a - b) <= tolerance for a, b in zip(one[1:], other[1:], strict=True))
+
+
+# ── loss scale ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class NativeScalerPP:
+    """A float16 loss scale that all ranks of the world share: all of them step, or none.
+
+    scaler = NativeScalerPP()
+    loss = forward_backward(optimizer, fwd_fn, scaler.bwd_fn, inputs, …)
+    scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+    """
+
+    state_dict_key = "amp_scaler"
+    loss_scale = 1.0  # set by GradScaler
+
+    def __init__(self, **options: Any) -> None:
+        """``options`` are those of ``penstock.GradScaler``. Every rank of the world creates one."""
+        self._scaler = ps.GradScaler(self, **options)
+        self.scale = self._scaler.scale
+        self.state_dict, self.load_state_dict = self._scaler.state_dict, self._scaler.load_state_dict
+
+    def agree(self, number: float) -> float:
+        """The largest number of all ranks; ``GradScaler`` calls it."""
+        largest = torch.tensor(number, dtype=torch.float64, device=tpc.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
+
+    def bwd_fn(self, output: Any, grad: Any) -> None:
+        """The backward of ``forward_backward`` with a scaled loss."""
+        if grad is None:
+            self._scaler.scale(output).backward()
+            return
+        pairs = [(output, grad)] if isinstance(output, Tensor) else list(zip(output, grad, strict=True))
+        tensors = [tensor for tensor, its in pairs if its is not None]
+        torch.autograd.backward(tensors, [its for _, its in pairs if its is not None])
+
+    def __call__(
+        self,
+        loss: Any,
+        optimizer: Optimizer | None,
+        clip_grad: float | None = None,
+        parameters: Iterable[Tensor] | None = None,
+        create_graph: bool = False,
+        need_update: bool = True,
+    ) -> Tensor | None:
+        """Step, and update the scale; return the gradients' norm if they are clipped.
+
+        A loss with a graph is scaled and gets its backward first. Without ``need_update`` that is all.
+        """
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            self._scaler.scale(loss).backward(create_graph=create_graph)
+        if not need_update:
+            return None
+        norm = None
+        if clip_grad is not None:
+            assert parameters is not None, "clip_grad needs the parameters"
+            self._scaler.unscale_(optimizer)
+            norm = clip_grad_norm_(parameters, clip_grad)
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return norm

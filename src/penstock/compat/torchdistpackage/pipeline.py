@@ -1,0 +1,364 @@
+"""``forward_backward``: a 1F1B pipeline of functions, one per rank; and helpers that partition models.
+
+rank 0   F0 F1 F2 · · B0 …       F: fwd_fn([output of the rank before, *this rank's own inputs])
+rank 1   ·  F0 F1 · B0 F2 …      B: bwd_fn(output, grad), or autograd's backward; on the last rank grad is None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.compat import unwrap_local_errors
+from penstock.compat.torchdistpackage.gradients import NaiveDDP, defer_reduction
+from penstock.compat.torchdistpackage.topology import tpc
+from penstock.hooks import tree_flatten, tree_unflatten
+
+__all__ = [
+    "CallableModule",
+    "FunctionPipeline",
+    "flat_and_partition",
+    "flatten_model",
+    "forward_backward",
+    "forward_eval",
+    "partition_balanced",
+    "partition_uniform",
+]
+
+Forward = Callable[[Any], Any]
+Backward = Callable[[Any, Any], Any]
+
+
+def forward_backward(
+    optimizer: Any,
+    fwd_fn: Forward,
+    bwd_fn: Backward | None,
+    inputs: Any,
+    num_microbatches: int = 1,
+    forward_only: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    scatter_gather_tensors: bool = False,
+) -> Any:
+    """Run one mini-batch; return the output of ``fwd_fn`` for the last micro-batch, detached.
+
+    ``inputs``, a tensor or a list of tensors, are this rank's own inputs, split along dimension 0. ``fwd_fn`` gets the
+    output of the rank before (the items of a tuple one by one) followed by this rank's inputs: as a list, or alone if
+    it is one value. On the last rank ``fwd_fn`` returns the loss. Gradients of micro-batches are summed, not averaged.
+    ``bwd_fn(output, grad)`` runs the backward, with None for ``grad`` on the last rank. With an ``optimizer``,
+    gradients are zeroed first.
+
+    Tensors are sent with their own dtypes, shapes and structure: ``dtype`` and ``scatter_gather_tensors`` are unused.
+    """
+    if optimizer is not None:
+        optimizer.zero_grad()
+    own = [*inputs] if isinstance(inputs, (list, tuple)) else [] if inputs is None else [inputs]
+    after: dict[type[nn.Module], Callable[[Any], None]] = {
+        NaiveDDP: lambda wrapper: wrapper.after_backwards(num_microbatches)
+    }
+    pipeline: FunctionPipeline = tpc.pipeline()
+    with nullcontext() if forward_only else defer_reduction(after), unwrap_local_errors():
+        return pipeline.run(fwd_fn, bwd_fn, own, num_microbatches, training=not forward_only)
+
+
+def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The forward of one mini-batch in one piece; on the last rank this is the model's output."""
+    return forward_backward(None, fwd_fn, None, inputs, num_microbatches=1, forward_only=True, dtype=dtype)
+
+
+# ── the pipeline ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FunctionPipeline:
+    """A ``penstock.Pipeline`` whose stages call functions that each rank has for itself."""
+
+    def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> None:
+        self.ranks, self.group = ranks, group
+        stages = [FunctionStage(first=s == 0, last=s == len(ranks) - 1) for s in range(len(ranks))]
+        self.stage = stages[ranks.index(dist.get_rank())]
+        self.pipeline = ps.Pipeline(
+            ps.split(nn.Sequential(*stages), balance=[1] * len(stages)),
+            lambda loss: loss,
+            microbatch_size=1,  # the pipeline's input has one row per micro-batch
+            schedule="1f1b",
+            mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=list(ranks), device=device),
+            reduction="sum",
+            outputs=None,
+            dynamic=True,
+        )
+
+    def run(
+        self, fwd_fn: Forward, bwd_fn: Backward | None, own: Sequence[Any], microbatches: int, *, training: bool
+    ) -> Any:
+        share, rows = _split_inputs(own, microbatches, training)
+        self._guard(lambda: self.pipeline.agree(0.0))  # a rank that failed, or is gone, is reported here
+        shares: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(shares, share, self.group)
+        count = _count(self.ranks, shares)
+        self.stage.begin(fwd_fn, bwd_fn, rows[:count] or [[]] * count)
+        inputs = torch.empty(count, 0) if self.stage.first else None
+        try:
+            self._guard(lambda: (self.pipeline.step if training else self.pipeline.evaluate)(inputs))
+            return self.stage.last_output
+        finally:
+            self.stage.begin(None, None, ())
+
+    def _guard(self, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException:
+            tpc.close_pipeline()  # the next call builds a new one
+            raise
+
+    def close(self) -> None:
+        self.pipeline.close()
+
+
+class FunctionStage(nn.Module):
+    """A stage that calls ``fwd_fn``, and in the backward pass ``bwd_fn`` if there is one."""
+
+    def __init__(self, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.begin(None, None, ())
+
+    def begin(self, fwd_fn: Forward | None, bwd_fn: Backward | None, rows: Sequence[Sequence[Any]]) -> None:
+        """Set the functions and this rank's own inputs per micro-batch."""
+        self.functions, self.rows = (fwd_fn, bwd_fn), rows  # in a tuple: a module among them is not a child
+        self.last_output: Any = None
+
+    def forward(self, value: Any) -> Any:
+        current = ps.current_microbatch()
+        fwd_fn, bwd_fn = self.functions
+        assert current is not None
+        assert fwd_fn is not None
+        leaves, spec = tree_flatten(() if self.first else value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        wired = bwd_fn is not None and torch.is_grad_enabled()
+        inputs = [leaf.detach().requires_grad_(leaf.requires_grad) if wired else leaf for leaf in tensors]
+        entries = iter([_Entry.apply(leaf) for leaf in inputs])  # type: ignore[no-untyped-call]
+        value = tree_unflatten([next(entries) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        values = [*(value if isinstance(value, (tuple, list)) else [value]), *self.rows[current.index]]
+        output = fwd_fn(values[0] if len(values) == 1 else values)
+        if current.index == len(self.rows) - 1:
+            self.last_output = _map_tensors(output, Tensor.detach)
+        if not torch.is_grad_enabled():
+            return torch.zeros(()) if self.last else output
+        if bwd_fn is None:
+            return _check_loss(output) if self.last else output
+        return self._wire(_Call(bwd_fn, output, inputs, self.last), output, tensors)
+
+    def _wire(self, call: _Call, output: Any, tensors: Sequence[Tensor]) -> Any:
+        """The output in a graph whose backward calls ``bwd_fn``; on the last rank a scalar in place of the loss."""
+        leaves, spec = tree_flatten(output)
+        differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if self.last:
+            differentiable = [torch.zeros((), requires_grad=True)]
+        elif not differentiable:
+            return output
+        anchor = torch.empty(0, requires_grad=True)
+        outputs = iter(_Exit.apply(call, differentiable, anchor, *tensors))  # type: ignore[no-untyped-call]
+        if self.last:
+            return next(outputs)
+        return tree_unflatten(
+            [next(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], spec
+        )
+
+
+class _Call(NamedTuple):
+    bwd_fn: Backward
+    output: Any
+    inputs: Sequence[Tensor]  # leaves of the stage's own graph
+    last: bool
+
+    def backward(self, grads: Sequence[Tensor | None]) -> None:
+        if self.last:
+            self.bwd_fn(self.output, None)
+        elif any(grad is not None for grad in grads):  # with None this would look like the last rank
+            leaves, spec = tree_flatten(self.output)
+            arrived = iter(grads)
+            found = [next(arrived) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+            self.bwd_fn(self.output, tree_unflatten(found, spec))
+
+
+class _Entry(torch.autograd.Function):
+    """An identity. Its output has its own version counter, so that functions may change their inputs in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _Exit(torch.autograd.Function):
+    """The outputs of a stage, and a backward by ``bwd_fn`` through the stage's own graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, outputs: Sequence[Tensor], anchor: Tensor, *tensors: Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        call = ctx.call
+        with torch.enable_grad():
+            call.backward(grads)
+        return None, None, None, *(tensor.grad for tensor in call.inputs)
+
+
+def _check_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ps.PlanError(
+            f"the last rank's forward gave {found}: without a backward function it must give the loss, one number in a "
+            "tensor"
+        )
+    if not loss.requires_grad:
+        raise ps.PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
+    return loss.reshape(())
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+# ── inputs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Share(NamedTuple):
+    """A rank's part of a mini-batch, as the others need to know it."""
+
+    training: bool
+    microbatches: int  # as requested
+    samples: tuple[int, ...] = ()  # of each of its inputs that is split
+    problem: str | None = None
+
+
+def _split_inputs(own: Sequence[Any], microbatches: int, training: bool) -> tuple[_Share, list[list[Any]]]:
+    """This rank's inputs per micro-batch. A problem is part of the share, so that all ranks raise it."""
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        problem = f"the number of micro-batches must be a whole number from 1, got {microbatches!r}"
+        return _Share(training, 0, problem=problem), []
+    if training and torch.is_inference_mode_enabled():
+        problem = "a backward needs gradients, but inference mode is on"
+        return _Share(training, microbatches, problem=problem), []
+    samples: list[int] = []
+    for number, value in enumerate(own):
+        lengths = [len(leaf) for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+        if len(set(lengths)) > 1 or 0 in lengths:
+            problem = f"input {number} is empty: its tensors have no entries along dimension 0"
+            if 0 not in lengths:
+                problem = f"the tensors of the input {number} disagree on the batch size: {lengths}"
+            return _Share(training, microbatches, problem=problem), []
+        samples += lengths[:1]
+    count = min([microbatches, *samples])
+    rows = [[_map_tensors(value, partial(_part, count=count, index=k)) for value in own] for k in range(count)]
+    return _Share(training, microbatches, tuple(samples)), rows
+
+
+def _part(leaf: Tensor, count: int, index: int) -> Tensor:
+    """One micro-batch of a tensor. ``.data`` has its own version counter: parts may be changed in place."""
+    part = torch.tensor_split(leaf, count)[index] if leaf.dim() else leaf
+    return part if part.requires_grad else part.data
+
+
+def _count(ranks: Sequence[int], shares: Sequence[_Share]) -> int:
+    """The number of micro-batches; raises the same error on all ranks if their inputs do not fit together."""
+    for rank, share in zip(ranks, shares, strict=True):
+        if share.problem is not None:
+            raise ps.PlanError(f"rank {rank}: {share.problem}")
+    for name in ("training", "microbatches"):
+        values = [getattr(share, name) for share in shares]
+        if len(set(values)) > 1:
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in zip(ranks, values, strict=True))
+            raise ps.PlanError(f"the ranks were called differently: {name} is {listed}")
+    microbatches = shares[0].microbatches
+    samples = {number for share in shares for number in share.samples}
+    counts = {min(number, microbatches) for number in samples}
+    if len(counts) > 1 or (len(samples) > 1 and any(number % microbatches for number in samples)):
+        listed = "; ".join(
+            f"rank {rank} has {', '.join(map(str, share.samples))} samples"
+            for rank, share in zip(ranks, shares, strict=True)
+            if share.samples
+        )
+        raise ps.PlanError(
+            f"the inputs cannot be cut into {microbatches} micro-batches alike: {listed}. Give all ranks the same "
+            "number of samples, or multiples of the number of micro-batches"
+        )
+    return counts.pop() if counts else microbatches
+
+
+# ── partitions ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CallableModule(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+
+def flatten_model(
+    model: nn.Module, layer_list: Iterable[str | nn.Module | Callable[..., Any]], return_list: bool = False
+) -> nn.Sequential | list[nn.Module]:
+    """The layers of a model in the order in which they run, given by names, modules and functions.
+
+    The name of an ``nn.Sequential`` or ``nn.ModuleList`` stands for its members.
+    """
+    entries: list[str | nn.Module] = []
+    for layer in layer_list:
+        if not isinstance(layer, (str, nn.Module)) and not callable(layer):
+            raise NotImplementedError(f"a layer must be a name, a module or a function, got {layer!r}")
+        entries.append(layer if isinstance(layer, (str, nn.Module)) else CallableModule(layer))
+    layers = list(ps.flatten(model, entries, partial=True))
+    return layers if return_list else nn.Sequential(*layers)
+
+
+def partition_uniform(flat_sequence: Any, extra_len: int = 0) -> Any:
+    """This rank's layers: equally many on each rank, the remainder on the last.
+
+    ``extra_len`` counts as further layers at the end, so that the last rank gets fewer of the others.
+    """
+    size, rank = tpc.get_group_size("pipe"), tpc.get_group_rank("pipe")
+    each = (len(flat_sequence) + extra_len) // size
+    return flat_sequence[rank * each : None if rank == size - 1 else (rank + 1) * each]
+
+
+def partition_balanced(flat_sequence: Any) -> Any:
+    """This rank's layers, with the largest number of parameters on any rank as small as possible."""
+    size, rank = tpc.get_group_size("pipe"), tpc.get_group_rank("pipe")
+    plan = ps.split(nn.Sequential(*flat_sequence), stages=size, balance="parameters")
+    counts = [len(group) for group in plan.groups]
+    first = sum(counts[:rank])
+    return flat_sequence[first : first + counts[rank]]
+
+
+def flat_and_partition(sequential: nn.Module, flat_level: int = 1, partition_policy: str = "uniform") -> nn.Sequential:
+    """This rank's layers of a Sequential, after expanding nested Sequentials ``flat_level`` levels deep."""
+    policies: dict[str, Callable[[Sequence[nn.Module]], Any]]
+    policies = {"uniform": partition_uniform, "balanced": partition_balanced}
+    if partition_policy not in policies:
+        raise NotImplementedError(f"partition_policy must be 'uniform' or 'balanced', got {partition_policy!r}")
+    layers = list(sequential.children())
+    for _ in range(flat_level):
+        layers = [
+            child
+            for layer in layers
+            for child in (layer.children() if isinstance(layer, (nn.Sequential, nn.ModuleList)) else [layer])
+        ]
+    return nn.Sequential(*policies[partition_policy](layers))

@@ -1,1 +1,0 @@
-"""Scripts with which shells complete ``penstock`` command lines: made from the parsers, one file for each shell."""

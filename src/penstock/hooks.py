@@ -1,0 +1,50 @@
+"""Hooks for libraries that are built on Penstock, such as the facades in ``penstock.compat``.
+
+Training scripts do not need them. Like the names of ``penstock`` itself they are public and documented.
+
+- ``tree_flatten``, ``tree_unflatten``: nested tuples, lists and dicts of tensors;
+- ``LayerChain``, ``chain_of``, ``marked_chain``, ``trunk_chain``, ``WholeModelChain``, ``build_plan``: from a model to
+  its layers, and from groups of layers to a ``Plan``;
+- ``partition``: balanced groups of consecutive costs;  ``parse_bytes``: a size such as ``"16GiB"``;
+- ``cut_points``, ``begin_block_of``, ``remove_begin_block``, ``mentions_marks``, ``recorder``: the marks of a model;
+- ``bind_arguments``: a call's arguments by name;
+- ``Prefetcher``: an iterator that runs ahead in a thread;
+- ``is_offloaded``: whether an optimizer keeps its state in host memory.
+"""
+
+from __future__ import annotations
+
+from penstock.engine.message import flatten as tree_flatten
+from penstock.engine.message import unflatten as tree_unflatten
+from penstock.format import parse_bytes
+from penstock.split import chain_of
+from penstock.split.chain import LayerChain, WholeModelChain, bind_arguments, build_plan
+from penstock.split.marks import begin_block_of, cut_points, remove_begin_block
+from penstock.split.partition import partition
+from penstock.split.trace.errors import mentions_marks
+from penstock.split.trace.line import marked_chain
+from penstock.split.trace.state import recorder
+from penstock.split.trunk.line import trunk_chain
+from penstock.train.optimizer_offload import is_offloaded
+from penstock.train.prefetch import Prefetcher
+
+__all__ = [
+    "LayerChain",
+    "Prefetcher",
+    "WholeModelChain",
+    "begin_block_of",
+    "bind_arguments",
+    "build_plan",
+    "chain_of",
+    "cut_points",
+    "is_offloaded",
+    "marked_chain",
+    "mentions_marks",
+    "parse_bytes",
+    "partition",
+    "recorder",
+    "remove_begin_block",
+    "tree_flatten",
+    "tree_unflatten",
+    "trunk_chain",
+]

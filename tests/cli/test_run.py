@@ -1,0 +1,295 @@
+"""``penstock run``: what it starts, what it shows, how it fails, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from penstock.cli import main
+from penstock.launcher.agent import Failure, _first, _Output
+from penstock.train.launch import usable_cores
+from tests.support.endings import said
+from tests.support.programs import DEADLINE, commands, environment, free_port, python, run, wait_for, warm
+
+PLACE = """
+import sys, torch, torch.distributed as dist
+import penstock as ps
+
+mesh = ps.Mesh()
+print(f"{mesh.rank} {mesh.data_rank} {mesh.pipe_rank} {torch.get_num_threads()} {sys.argv[1:]}")
+print(f"err {mesh.rank}", file=sys.stderr)
+dist.barrier()
+"""
+
+# Without torch: it starts in no time.
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+
+assert __name__ == "__main__"
+assert "torch" not in sys.modules
+what, *more = sys.argv[1:]
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+os.write(1, f"out {rank} {more}\\n".encode())
+os.write(2, f"err {rank}\\n".encode())
+Path(f"{__file__}.{rank}").touch()
+while not all(Path(f"{__file__}.{other}").exists() for other in range(world)):
+    time.sleep(0.01)
+if rank == world - 1:
+    if what == "raise":
+        raise ValueError("all is lost")
+    if what == "exit":
+        sys.exit(3)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+if what == "sleep":
+    Path(more[0], str(os.getpid())).touch()
+if what != "go":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def penstock(*arguments: object, start: Callable[..., list[str]] = warm) -> list[str]:
+    return start("-m", "penstock", "run", *arguments)
+
+
+def temporary(tmp_path: Path) -> dict[str, str]:
+    """An environment with a place of its own for temporary files, to see what is left there."""
+    (tmp_path / "tmp").mkdir()
+    return environment(TMPDIR=str(tmp_path / "tmp"))
+
+
+def left(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "tmp").glob("penstock*"))
+
+
+# What is shown ----------------------------------------------------------------------------------------------
+
+
+def test_output_of_rank_0_and_files_for_the_others(tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    options = ("--stages", 2, "--data", 2, "--cpu", "--log-dir", tmp_path / "logs")
+    done = run(penstock(*options, tmp_path / "place.py", "--data", "9"), temporary(tmp_path))
+    threads = max(1, usable_cores() // 4)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"0 0 0 {threads} ['--data', '9']\n", "err 0\n")
+    files = {path.name: said(path.read_text()) for path in (tmp_path / "logs").iterdir()}
+    assert files == {
+        **{f"rank{r}.out": f"{r} {r // 2} {r % 2} {threads} ['--data', '9']\n" for r in (1, 2, 3)},
+        **{f"rank{r}.err": f"err {r}\n" for r in (1, 2, 3)},
+    }
+    assert left(tmp_path) == []
+
+
+def test_all_ranks_of_a_module(tmp_path: Path) -> None:
+    """Modules are found in the current directory, and find others there."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(f"from package import beside\n{SCRIPT}")
+    (tmp_path / "package" / "beside.py").touch()
+    command = ["run", "--stages", 2, "--all-ranks", "-m", "package.train", "go", "--", "-m"]
+    (done,) = commands([command], temporary(tmp_path), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 1] out 1 ['--', '-m']", "out 0 ['--', '-m']"]
+    assert sorted(done.stderr.splitlines()) == ["[rank 1] err 1", "err 0"]
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_two_machines(script: Path, tmp_path: Path, numbered: bool) -> None:
+    """Two agents on this one. One of them has rank 0, and only that is shown."""
+    where = f"127.0.0.1:{free_port()}"
+    ways = [["--master", where, "--node-rank", k] for k in (0, 1)] if numbered else [["--rdzv-endpoint", where]] * 2
+    machines = [["run", "--stages", 4, "--nnodes", 2, *way, script, "go"] for way in ways]
+    first, second = commands(machines, temporary(tmp_path), tmp_path)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    if not numbered and not first.stdout:  # who came first is rank 0
+        first, second = second, first
+    assert (first.stdout, first.stderr) == ("out 0 []\n", "err 0\n")
+    assert (second.stdout, second.stderr) == ("", "")
+    assert left(tmp_path) == []
+
+
+# How it fails -----------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_the_rank_that_failed_first_and_no_other(script: Path, tmp_path: Path) -> None:
+    (done,) = commands([["run", "--stages", 2, script, "raise"]], temporary(tmp_path), tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    beginning, _, told = done.stderr.partition("\npenstock: rank 1 failed, with exit code 1:\n\n")
+    assert beginning == "err 0\n"
+    traceback, _, more = told.partition("\n\npenstock: ")
+    first, *_, last = traceback.splitlines()
+    assert (first, last) == ("Traceback (most recent call last):", "ValueError: all is lost")
+    assert f'File "{script}", line ' in traceback.splitlines()[1]  # and not how the script was started
+    assert more.startswith("what ranks other than 0 printed is in ")
+    directory = Path(more.split()[-1])
+    assert said((directory / "rank1.err").read_text()) == "err 1\n"
+    assert sorted(path.name for path in directory.iterdir()) == ["rank1.err", "rank1.out"]
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "message"),
+    [("exit", 3, "rank 1 failed, with exit code 3\n"), ("kill", 137, "rank 1 was killed by SIGKILL:\n\nerr 1\n")],
+)
+def test_exit_codes(script: Path, tmp_path: Path, what: str, code: int, message: str) -> None:
+    (done,) = commands([["run", "--stages", 2, script, what]], temporary(tmp_path), tmp_path)
+    assert (done.returncode, done.stdout.count("\n")) == (code, 1)
+    assert f"\npenstock: {message}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_failure_in_a_stage_is_the_pipelines_own_error(tmp_path: Path) -> None:
+    """It is the same on both ranks, and tells where it was: nobody has to look for the rank."""
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import torch, penstock as ps\n"
+        "from torch import nn\n"
+        "class Bad(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        if type(x) is torch.Tensor: raise ValueError('not this one')\n"
+        "        return x\n"
+        "plan = ps.split(nn.Sequential(nn.Linear(2, 2), Bad(), nn.Linear(2, 2)), balance=[1, 2])\n"
+        "pipe = ps.Pipeline(plan, nn.MSELoss(), microbatches=2, mesh=ps.Mesh())\n"
+        "pipe.step(torch.zeros(4, 2), torch.zeros(4, 2))\n"
+    )
+    done = run(penstock("--stages", 2, file), temporary(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "\npenstock: rank 1 failed, with exit code 1:\n\n"
+        "penstock.errors.PipelineError: rank 1, stage 1, micro-batch 0, action 1F0: ValueError: not this one\n"
+    )
+    assert done.stderr.count("Traceback") == 1
+    assert left(tmp_path) == []
+
+
+def failures(directory: Path, **ranks: tuple[int, float | None]) -> Failure:
+    """The failure of ranks that ended with a code, and wrote down why at some time, or did not."""
+    found = {}
+    for name, (code, at) in ranks.items():
+        rank = int(name[1:])
+        file = directory / f"error{rank}.json"
+        if at is not None:
+            message = {"message": "", "extraInfo": {"py_callstack": f"why {rank}", "timestamp": int(at)}}
+            file.write_text(json.dumps({"message": message, "time": at}))
+        found[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(file))
+    return _first(found, _Output(directory, show_all=False))
+
+
+def test_which_failure_the_others_followed_from(tmp_path: Path) -> None:
+    kill, abort, term = -signal.SIGKILL, -signal.SIGABRT, -signal.SIGTERM
+    assert failures(tmp_path, r0=(1, 5.3), r1=(1, 5.1), r2=(1, 5.2)).told == "why 1"
+    assert failures(tmp_path, r0=(term, None), r1=(1, 5.1)).told == "why 1"
+    assert failures(tmp_path, r0=(1, 5.2), r1=(term, 5.1)).told == "why 1"  # asked to end while it failed by itself
+    assert failures(tmp_path, r0=(1, 5.0), r1=(kill, None)) == Failure("rank 1 was killed by SIGKILL", "", 137)
+    assert failures(tmp_path, r0=(1, 5.0), r1=(abort, None)).told == "why 0"  # as NCCL does when others have gone
+    assert failures(tmp_path, r0=(term, None), r1=(abort, None)).code == 134
+    assert failures(tmp_path, r0=(7, None)) == Failure("rank 0 failed, with exit code 7", "", 7)
+    assert list(tmp_path.iterdir()) == []
+
+
+# How it ends ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sleeping(script: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """A run whose ranks sleep, and their process numbers."""
+    (tmp_path / "pids").mkdir()
+    command = penstock("--stages", 2, script, "sleep", tmp_path / "pids", start=python)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    launcher = subprocess.Popen(command, env=temporary(tmp_path), start_new_session=True, **quiet)
+    pids: list[int] = []
+    try:
+        wait_for(lambda: len(list((tmp_path / "pids").iterdir())) == 2 or launcher.poll(), "the ranks do not start")
+        pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
+        assert len(pids) == 2
+        yield launcher, pids
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ctrl_c_ends_all_processes(script: Path, tmp_path: Path) -> None:
+    with sleeping(script, tmp_path) as (launcher, pids):
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(DEADLINE) == 130
+        assert [pid for pid in pids if alive(pid)] == []
+    assert left(tmp_path) == []
+
+
+def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_path: Path) -> None:
+    with sleeping(script, tmp_path) as (launcher, pids):
+        launcher.kill()
+        launcher.wait()
+        wait_for(lambda: not any(map(alive, pids)), "the ranks live on")
+
+
+# Usage ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "Missing argument 'train.py'"),
+        (["SCRIPT"], "Missing option '--stages'"),
+        (["--stages", "2"], "Missing argument 'train.py'"),
+        (["--stages", "0", "SCRIPT"], "'0' is not a whole number from 1"),
+        (["--stages", "x", "SCRIPT"], "'x' is not a whole number from 1"),
+        (["--stages", "2", "none.py"], "there is no file 'none.py'"),
+        (["--stages", "2", "."], "there is no file '.'"),
+        (["--stages", "2", "-m", "no_such.module"], "there is no module 'no_such.module': 'no_such' is not here"),
+        (["--stages", "3", "--nnodes", "2", "--rdzv-endpoint", "h:1", "SCRIPT"], "3 processes cannot be shared"),
+        (["--stages", "2", "--nnodes", "2", "SCRIPT"], "where do the 2 machines meet?"),
+        (["--stages", "2", "--nnodes", "2", "--master", "h:1", "SCRIPT"], "--master needs --node-rank"),
+        (["--stages", "2", "--master", "h:1", "SCRIPT"], "are for several machines"),
+        (["--stages", "2", "--node-rank", "0", "SCRIPT"], "are for several machines"),
+        (["--stages", "2", "--nnodes", "2", "--master", "h:1", "--node-rank", "2", "SCRIPT"], "2 is too high"),
+        (["--stages", "2", "--nnodes", "2", "--master", "h:1", "--rdzv-endpoint", "h:1", "SCRIPT"], "give one"),
+        (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "1", "SCRIPT"], "themselves"),
+        (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "h", "SCRIPT"], "'h' is not HOST:PORT"),
+        (["--stages", "2", "--nnodes", "2", "--master", ":5", "SCRIPT"], "':5' is not HOST:PORT"),
+        (["--stages", "2", "--nnodes", "2", "--master", "h:70000", "SCRIPT"], "'h:70000' is not HOST:PORT"),
+        (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "no.invalid:1", "SCRIPT"], "'no.invalid' is not known"),
+        (["--stages", "2", "--log-dir", "SCRIPT", "SCRIPT"], "cannot write to --log-dir"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], script: Path, argv: list[str], message: str
+) -> None:
+    assert main(["run", *(str(script) if word == "SCRIPT" else word for word in argv)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_help_says_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "What rank 0 prints is shown" in out
+    assert "penstock run --stages 4 train.py --epochs 3" in out
+    assert "the error of the first that failed is shown, and its exit code is this command's" in out

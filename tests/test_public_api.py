@@ -1,0 +1,56 @@
+"""The names at the top of the package, and the modules that they load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import penstock
+
+NAMES = """
+    split Plan flatten cut CutPoint Block BeginBlock BlockFunction Stage Lazy balance_by_size balance_by_time
+    skippable stash pop Namespace verify_skippables SkipError SkipUseError
+    Pipeline StepResult Mesh Offload DataLoader GradScaler init progress print0 is_distributed Broadcast
+    current_microbatch is_checkpointing is_recomputing keep defer_weight_grad
+    Schedule Action plan PlanResult Trace
+    PenstockError PlanError ScheduleError PipelineError
+"""
+
+
+def test_names() -> None:
+    """The list for type checkers, the table for ``__getattr__`` and this one are the same."""
+    assert penstock.__file__ is not None
+    tree = ast.parse(Path(penstock.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    exported = {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names if alias.asname}
+    assert set(exported) == set(NAMES.split())
+    for name, module in penstock._MODULES.items():
+        assert exported[name] == f"{module}.{name}"
+    for name in exported:
+        assert getattr(penstock, name).__name__ == name
+    assert set(exported) <= set(dir(penstock))
+    assert not hasattr(penstock, "no_such_name")
+
+
+def test_imports_are_lazy() -> None:
+    """Neither the package nor its command line loads torch, and training loads neither planner nor command line.
+
+    ``ps.split`` stays the function, although the subpackage of the same name is imported.
+    """
+    program = """
+import sys
+import penstock as ps, penstock.cli
+assert "torch" not in sys.modules
+assert not [name for name in sys.modules if name.startswith("penstock.cli.")]
+for name in [name for name in sys.modules if name.split(".")[0] in ("typer", "rich") or name == "penstock.cli"]:
+    del sys.modules[name]
+import penstock.split.plan
+assert callable(ps.split)
+ps.Pipeline, ps.Mesh, ps.DataLoader, ps.progress, ps.init, ps.GradScaler, ps.Offload
+print(*[name for name in sys.modules if name.startswith(("penstock.profile", "penstock.cli", "typer", "rich"))])
+ps.Trace, ps.PlanResult
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("\n", "")
