@@ -12,7 +12,7 @@ import pytest
 
 from penstock.schedule import Costs, Simulation, build, from_text, simulate
 from penstock.viz import to_svg
-from tests.schedule.zoo import VARIANTS, label
+from tests.schedule.samples import VARIANTS, label
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,7 +11,7 @@ from rich.console import Console
 from penstock import viz
 from penstock.schedule.registry import build
 from penstock.schedule.simulate import Costs, Simulation, simulate
-from tests.schedule.zoo import VARIANTS, label, staircase
+from tests.schedule.samples import VARIANTS, label, staircase
 
 
 def simulated(name: str, p: int, m: int, v: int | None = None, **costs: float) -> Simulation:

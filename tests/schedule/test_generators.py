@@ -16,7 +16,7 @@ from penstock.schedule.interleaved import interleaved
 from penstock.schedule.one_f_one_b import one_f_one_b
 from penstock.schedule.registry import SCHEDULES, build
 from penstock.schedule.schedule import Schedule, loop, vee
-from tests.schedule.eager import drawing, run
+from tests.schedule.interpreter import drawing, run
 
 # A column is the time of one forward, I or W; a full backward takes two.
 STAIRCASES = {

@@ -1,18 +1,55 @@
-"""Schedules by name: what is found, and what is said about what is not."""
+"""Schedules by name, and the facts that they are registered with."""
 
 from __future__ import annotations
+
+import runpy
+from pathlib import Path
 
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.registry import SCHEDULES, build, canonical_name
+from penstock.schedule import SCHEDULES, Schedule, build, canonical_name, loop, register
+from tests.schedule.interpreter import peak_activations
 
-NAMES = ["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zbv", "dualpipev", "v_half", "v_min"]
+ROOT = Path(__file__).parents[2]
+NAMES = ["1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "dualpipev", "gpipe", "looped_bfs"]
 NAMES += ["sharded", "forward_only"]
 
 
-def test_the_names() -> None:
+def test_names() -> None:
     assert list(SCHEDULES) == NAMES
+
+
+def test_a_decorated_function_is_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.schedule.registry._kinds", kinds := {})
+
+    @register("reversed", "for this test", v=None, default_v=3, memory="m")
+    def reversed_(p: int, m: int, v: int = 3) -> Schedule:
+        return Schedule.of("reversed", loop(p, v), [()] * p, m)
+
+    kind = kinds["reversed"]
+    assert (kind.make, kind.description, kind.takes_v, kind.default_v) == (reversed_, "for this test", True, 3)
+
+
+def test_peak_memory_is_as_registered() -> None:
+    for name, kind in SCHEDULES.items():
+        for p in (1, 2, 3, 4, 8):
+            for m in (2 * p, 4 * p):
+                for v in (2, 3) if kind.takes_v else (kind.stages_per_rank,):
+                    schedule = build(name, p, m, v)
+                    peak = peak_activations(schedule) if schedule.trains else 0
+                    assert peak <= eval(kind.memory, {"p": p, "m": m, "v": v}) + 1e-9, (name, p, m, v)
+                    if p > 1 and m == 4 * p:
+                        assert peak == pytest.approx(eval(kind.memory, {"p": p, "m": m, "v": v})), (name, p, m, v)
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/choosing.md", "docs/reference/schedule.md"])
+def test_generated_tables_are_current(file: str) -> None:
+    """If not: ``python tools/schedule_tables.py``."""
+    updated = runpy.run_path(str(ROOT / "tools" / "schedule_tables.py"))["updated"]
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert "<!-- schedules: " in text
+    assert text == updated(text)
 
 
 @pytest.mark.parametrize(
@@ -31,20 +68,20 @@ def test_the_names() -> None:
         ("forward-only", "forward_only"),
     ],
 )
-def test_any_spelling_of_a_name_will_do(spelling: str, name: str) -> None:
+def test_any_spelling_of_a_name(spelling: str, name: str) -> None:
     assert canonical_name(spelling) == name
     assert build(spelling, 2, 3) == build(name, 2, 3)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_kind_says_how_many_stages_a_rank_holds(name: str) -> None:
-    kind = SCHEDULES[name]
-    for v in (1, 2, 3) if kind.takes_v else (kind.stages_per_rank,):
-        assert build(name, 3, 4, v).num_stages == 3 * v
-    assert kind.description
+def test_stages_per_rank() -> None:
+    for name, kind in SCHEDULES.items():
+        for v in (1, 2, 3) if kind.takes_v else (kind.stages_per_rank,):
+            assert build(name, 3, 4, v).num_stages == 3 * v
+        assert build(name, 3, 4).num_stages == 3 * kind.default_v
+        assert kind.description
 
 
-def test_v_may_be_left_out() -> None:
+def test_v_is_optional() -> None:
     assert build("interleaved", 2, 4) == build("interleaved", 2, 4, 2)
     assert build("looped_bfs", 2, 4) == build("looped_bfs", 2, 4, 2)
     assert build("sharded", 2, 4) == build("sharded", 2, 4, 1)
@@ -57,7 +94,7 @@ def test_v_may_be_left_out() -> None:
         (("1f2b", 2, 4), "there is no schedule '1f2b': did you mean '1f1b'?"),
         (("interleave", 2, 4), "there is no schedule 'interleave': did you mean 'interleaved'?"),
         (("zb_h3", 2, 4), "did you mean 'zb_h2' or 'zb_h1'?"),
-        (("chimera", 2, 4), "there is no schedule 'chimera': there are 'gpipe', '1f1b', 'interleaved',"),
+        (("chimera", 2, 4), "there is no schedule 'chimera': there are '1f1b', 'interleaved', 'zb_h1',"),
         (("gpipe", 0, 4), "schedule 'gpipe' needs at least 1 rank (p), not 0"),
         (("gpipe", 2, -3), "schedule 'gpipe' needs at least 1 micro-batch (m), not -3"),
         (("interleaved", 2, 4, 0), "schedule 'interleaved' needs at least 1 stage per rank (v), not 0"),
@@ -66,7 +103,7 @@ def test_v_may_be_left_out() -> None:
         (("zbv", 2, 4, 3), "leave v out, or choose one that takes any v ('interleaved', 'looped_bfs'"),
     ],
 )
-def test_errors(arguments: tuple[str, int, int], message: str) -> None:
+def test_wrong_arguments(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(ScheduleError) as error:
         build(*arguments)
     assert message in str(error.value)

@@ -12,7 +12,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.registry import build
 from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.simulate import Costs, Simulation, simulate
-from tests.schedule.zoo import VARIANTS, placed, staircase
+from tests.schedule.samples import VARIANTS, placed, staircase
 
 
 def run(name: str, p: int, m: int, v: int | None = None, **costs: float) -> Simulation:

@@ -10,7 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.registry import build
 from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.text import from_text, to_text
-from tests.schedule.zoo import SMALL, VARIANTS
+from tests.schedule.samples import SMALL, VARIANTS
 
 
 def test_a_line_for_each_rank() -> None:

@@ -13,9 +13,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.registry import build
 from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.text import from_csv, to_csv
-from tests.schedule.eager import run
+from tests.schedule.interpreter import run
+from tests.schedule.samples import SMALL, VARIANTS
 from tests.schedule.test_generators import check_complete
-from tests.schedule.zoo import SMALL, VARIANTS
 
 
 def torch_csv(name: str, p: int, m: int, v: int, with_comms: bool = False) -> str:

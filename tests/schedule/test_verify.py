@@ -13,7 +13,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.registry import build
 from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.verify import verify
-from tests.schedule.zoo import SMALL, VARIANTS, label, placed, staircase
+from tests.schedule.samples import SMALL, VARIANTS, label, placed, staircase
 
 
 def can_run(schedule: Schedule) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.schedule.registry import SCHEDULES, build
-from tests.schedule.zoo import placed, staircase
+from tests.schedule.samples import placed, staircase
 from tests.support.models import assert_same, batch, mlp, penstock_threads, snapshot
 
 

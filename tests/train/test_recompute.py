@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.schedule import Costs, Schedule, auto, simulate
-from tests.schedule.zoo import placed
+from tests.schedule.samples import placed
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import Ranks
 

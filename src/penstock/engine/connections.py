@@ -178,7 +178,7 @@ class ProgramCache:
         if key not in self._programs:
             source = self.source
             make = source.fill_drain if key[2] else source.training if key[1] else source.forward_only
-            self._programs[key] = lower(make(key[0]), self.edges, described=self.dynamic)[self.rank]
+            self._programs[key] = lower(make(key[0]), self.edges, with_headers=self.dynamic)[self.rank]
         program = self._programs[key]
         forward, backward = self._channels(header, endpoints)
         loss = self.stages[max(self.stages)].loss

@@ -167,7 +167,7 @@ class DistributedExecutor(FailureGuard, Executor):
             self.reducer = self.programs.reducer = GradReducer(modules, self.replicas, parallel)
         if self.replicas is not None:
             if not parallel:  # these were made equal before
-                self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
+                self.replicas.broadcast(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
             if self.loss is not None:
@@ -233,7 +233,7 @@ class DistributedExecutor(FailureGuard, Executor):
             self.gather_shards()
             self._run_program(header, [message._replace(wants=()) for message in messages], grad=False)
             for sharded in self.sharded:
-                sharded.release()
+                sharded.reshard()
             total, _, samples = self._broadcast_loss()
         return StepOutcome(total, None, loss.take_outputs() if loss is not None else None, samples, len(sizes))
 
@@ -287,7 +287,7 @@ class DistributedExecutor(FailureGuard, Executor):
         if self.sharded and self.replicas is not None:
             self.replicas.sum([1.0])  # detects a replica that has failed; within FSDP this rank would wait for it
         for sharded in self.sharded:
-            sharded.gather()
+            sharded.unshard()
 
     @contextmanager
     def committing_statistics(self, *, training: bool) -> Iterator[None]:
@@ -365,7 +365,7 @@ class DistributedExecutor(FailureGuard, Executor):
         total = numbers.max() if largest else numbers.sum()
         return total.to(value.device, torch.float64 if any(double for _, double in pairs) else value.dtype)
 
-    def maximum(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         groups = (self.replicas, self.tensor_parallel)
         for control in (self.control, *(group.control for group in groups if group is not None)):
             with control.in_call(NUMBER):
@@ -486,7 +486,7 @@ class DistributedExecutor(FailureGuard, Executor):
         for stage in self.stages.values():
             stage.close()
         for sharded in self.sharded:
-            sharded.abandon()
+            sharded.reset()
         self.control.close()
         self.ties.close()
         if self.reducer is not None:  # reductions may be in flight

@@ -166,7 +166,7 @@ class Executor(ABC):
         """The sum, or the maximum, of a number over the ranks of the pipeline."""
 
     @abstractmethod
-    def maximum(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """The maximum of a number over all ranks, replicas included."""
 
     @abstractmethod

@@ -366,7 +366,7 @@ class LossAndOutputs:
             if self.replicas is None:
                 self.weights = self.rule.weights(sizes, denominator)
             else:  # received by the first backward
-                self.pending = self.replicas.start([float(self.batch), float(denominator)])
+                self.pending = self.replicas.start_sum([float(self.batch), float(denominator)])
         self.collector = output_collector(outputs, sizes) if sizes else None
         self.losses = [None] * len(sizes)
         self.counts = []

@@ -327,7 +327,7 @@ class ThreadExecutor(Executor):
     def reduce(self, value: Tensor, largest: bool) -> Tensor:
         return value
 
-    def maximum(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         return number
 
     def gather_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,19 +1,18 @@
-"""Schedules as plain data: made, verified, simulated, lowered and written without a device or a process."""
+"""Schedules as plain data: built, verified, simulated, searched and lowered without a device or a process."""
 
 from __future__ import annotations
 
-from penstock.schedule.dualpipe_v import dualpipev
-from penstock.schedule.fill_drain import forward_only, gpipe, looped_bfs, sharded
-from penstock.schedule.interleaved import interleaved
-from penstock.schedule.one_f_one_b import one_f_one_b
-from penstock.schedule.registry import SCHEDULES, ScheduleKind, build, canonical_name
-from penstock.schedule.schedule import Action, Schedule
+import pkgutil
+from importlib import import_module
+
+from penstock.schedule.costs import Costs
+from penstock.schedule.recompute import recompute_modes, with_recompute
+from penstock.schedule.registry import SCHEDULES, ScheduleKind, build, canonical_name, register
+from penstock.schedule.schedule import Action, Schedule, loop, vee
 from penstock.schedule.search import SearchResult, auto
-from penstock.schedule.simulate import Costs, Simulation, simulate
+from penstock.schedule.simulate import Simulation, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
-from penstock.schedule.v_shape import v_half, v_min, zbv
 from penstock.schedule.verify import MemoryReport, verify
-from penstock.schedule.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "SCHEDULES",
@@ -27,22 +26,22 @@ __all__ = [
     "auto",
     "build",
     "canonical_name",
-    "dualpipev",
-    "forward_only",
     "from_csv",
     "from_text",
-    "gpipe",
-    "interleaved",
-    "looped_bfs",
-    "one_f_one_b",
-    "sharded",
+    "loop",
+    "recompute_modes",
+    "register",
     "simulate",
     "to_csv",
     "to_text",
-    "v_half",
-    "v_min",
+    "vee",
     "verify",
-    "zb_h1",
-    "zb_h2",
-    "zbv",
+    "with_recompute",
 ]
+
+# Importing the module of a schedule registers it. These come first in listings and tables; a new module is found by
+# itself, and its schedules follow.
+_FAMILIES = ("one_f_one_b", "interleaved", "zero_bubble", "v_shape", "dualpipe_v", "fill_drain")
+
+for _module in dict.fromkeys((*_FAMILIES, *(module.name for module in pkgutil.iter_modules(__path__)))):
+    import_module(f"{__name__}.{_module}")

@@ -1,4 +1,4 @@
-"""What a schedule's work costs: time per action, time per transfer, memory per micro-batch."""
+"""The costs of a schedule: time per action, time per transfer, memory per micro-batch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ PerEdge = float | Mapping[Edge, float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Times and sizes, in any units that agree with each other.
+    """Times and sizes, in any consistent units.
 
     ``f``, ``i``, ``w``, ``b``, ``r`` are the times of one action of a stage: forward, input gradient, weight
     gradient, full backward (by default ``i + w``) and recompute (by default ``f``).
 
-    A value that crosses to another rank arrives ``latency + bytes / bandwidth`` after it is there; a channel
-    carries one value at a time, so its next one waits ``bytes / bandwidth``. The gradient going back costs
-    the same. Within a rank both are free.
+    A value that crosses to another rank arrives ``latency + bytes / bandwidth`` after it is computed. A channel
+    carries one value at a time, for ``bytes / bandwidth``. The gradient in the other direction costs the same. Within
+    a rank both are free.
 
-    ``activation`` is what a stage keeps of one micro-batch from the start of ``F`` to the end of ``B`` or
-    ``W``; ``keep`` is the fraction of it still held between ``I`` and ``W``, which may be more than all of it
-    (gradients wait there, too), and ``checkpoint`` the fraction held between ``F`` and ``R`` where the schedule
-    recomputes.
+    ``activation`` is the memory of one micro-batch on a stage from the start of ``F`` to the end of ``B`` or ``W``.
+    ``keep`` is the fraction of it held between ``I`` and ``W``; it may exceed 1, because gradients are held there,
+    too. ``checkpoint`` is the fraction held between ``F`` and ``R`` where the schedule recomputes.
     """
 
     f: PerStage = 1.0
@@ -73,9 +72,9 @@ class Costs:
         b: float | None = None,
         r: float | None = None,
     ) -> Costs:
-        """Costs of a rank's whole share of one micro-batch, of which each of its ``v`` stages does one part.
+        """Costs per rank and micro-batch, divided over its ``v`` stages, to compare schedules with different ``v``.
 
-        So the bubbles and memory of schedules with different ``v`` compare. ``comm`` is the latency of a hop.
+        ``comm`` is the latency between two ranks.
         """
         if v < 1:
             raise ScheduleError(f"v={v} stages per rank: at least 1 is needed")
@@ -90,7 +89,7 @@ class Costs:
         )
 
     def durations(self, num_stages: int) -> dict[str, list[float]]:
-        """For each kind of work, the time it takes on each stage."""
+        """For each kind of action, its time on each stage."""
         times = {kind: self.of_stages(kind.lower(), num_stages) for kind in "FIW"}
         times["B"] = (
             [i + w for i, w in zip(times["I"], times["W"], strict=True)]
@@ -101,7 +100,7 @@ class Costs:
         return {kind: times[kind] for kind in COMPUTE}
 
     def of_stages(self, name: str, num_stages: int) -> list[float]:
-        """The numbers called ``name``, one per stage."""
+        """The values of the field ``name``, one per stage."""
         value: PerStage = getattr(self, name)
         if isinstance(value, int | float):
             return [float(value)] * num_stages
@@ -110,7 +109,7 @@ class Costs:
         return [float(number) for number in value]
 
     def of_edge(self, name: str, edge: Edge) -> float:
-        """The number called ``name`` of one edge."""
+        """The value of the field ``name`` for one edge."""
         value: PerEdge = getattr(self, name)
         if isinstance(value, int | float):
             return float(value)
@@ -119,14 +118,14 @@ class Costs:
         return float(value[edge])
 
     def to_data(self) -> dict[str, Any]:
-        """As numbers, lists and dicts; what is as it is by default is left out."""
-        found: dict[str, Any] = {}
+        """As numbers, lists and dicts, without fields that have their default."""
+        data: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default:
                 edges = isinstance(value, Mapping)
-                found[field.name] = [[*edge, number] for edge, number in value.items()] if edges else value
-        return found
+                data[field.name] = [[*edge, number] for edge, number in value.items()] if edges else value
+        return data
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Costs:

@@ -1,4 +1,4 @@
-"""DualPipeV: forwards of one way through the V beside backwards of the other, in eight phases."""
+"""DualPipeV: forwards of one direction of the V beside backwards of the other, in eight phases."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 
+from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, vee
 
 __all__ = ["dualpipev"]
 
 
+@register("dualpipev", "on a V, forwards beside backwards, in eight phases", v=2, memory="p + 0.5")
 def dualpipev(p: int, m: int) -> Schedule:
-    """In the main phase a forward stands beside a backward of another micro-batch: their work can hide each
-    other's communication. p + 1/2 activations; a backward is split only where the weight gradient fills a gap.
+    """In the main phase, a forward runs next to a backward of another micro-batch, so that each can hide the
+    other's communication. A backward is split only where its weight gradient fills a gap.
 
-    The phases need 2p micro-batches to unfold; fewer than that are the first of 2p.
+    The phases need 2p micro-batches; for fewer, the schedule is that of the first m of 2p.
 
     p=2, m=4; the digit before the letter is the stage, a backward ``B`` takes two columns::
 
@@ -28,16 +30,16 @@ def dualpipev(p: int, m: int) -> Schedule:
 
 
 def _phases(p: int, m: int, r: int) -> Iterator[Action]:
-    """What rank r does with stage 0, its one on the way out, and stage 1, its one on the way back."""
+    """The order of rank r. Index 0 is its stage of the first half of the model, index 1 that of the second half."""
     stages = (r, 2 * p - 1 - r)
-    coming = {(i, kind): count() for i in (0, 1) for kind in "FB"}
+    next_microbatch = {(i, kind): count() for i in (0, 1) for kind in "FB"}
     deferred: deque[Action] = deque()
 
     def forward(i: int) -> Action:
-        return Action(stages[i], "F", next(coming[i, "F"]))
+        return Action(stages[i], "F", next(next_microbatch[i, "F"]))
 
     def backward(i: int) -> Action:
-        return Action(stages[i], "B", next(coming[i, "B"]))
+        return Action(stages[i], "B", next(next_microbatch[i, "B"]))
 
     def input_gradient(i: int) -> Action:
         _, _, k = backward(i)
@@ -46,28 +48,28 @@ def _phases(p: int, m: int, r: int) -> Iterator[Action]:
 
     weight_gradient = deferred.popleft
 
-    for _ in range(2 * (p - r - 1)):  # 1. fill the way out
+    for _ in range(2 * (p - r - 1)):  # 1. fill the first half
         yield forward(0)
-    for _ in range(r + 1):  # 2. both ways forward
+    for _ in range(r + 1):  # 2. forwards of both halves
         yield forward(0)
         yield forward(1)
-    for _ in range(p - r - 1):  # 3. the first gradients; weights fill the wait for the next forward
+    for _ in range(p - r - 1):  # 3. the first gradients; W fills the wait for the next forward
         yield input_gradient(1)
         yield weight_gradient()
         yield forward(1)
-    for _ in range(m - 2 * p + r + 1):  # 4. the main phase: forward beside backward, crosswise
+    for _ in range(m - 2 * p + r + 1):  # 4. main phase: a forward of one half next to a backward of the other
         yield forward(0)
         yield backward(1)
         yield forward(1)
         yield backward(0)
-    for _ in range(p - r - 1):  # 5. the way out has no more forwards
+    for _ in range(p - r - 1):  # 5. no forwards left in the first half
         yield backward(1)
         yield forward(1)
         yield backward(0)
-    for half in range(2 * (r + 1)):  # 6. nor has the way back; in the second half, weights are left for later
-        yield (backward if half <= r else input_gradient)(1 - half % 2)
-    for _ in range(p - r - 1):  # 7. weights fill the wait for the last gradients
+    for i in range(2 * (r + 1)):  # 6. nor in the second; W is deferred in the second part of this phase
+        yield (backward if i <= r else input_gradient)(1 - i % 2)
+    for _ in range(p - r - 1):  # 7. W fills the wait for the last gradients
         yield weight_gradient()
         yield input_gradient(0)
-    while deferred:  # 8. the rest of the weights
+    while deferred:  # 8. the remaining W
         yield weight_gradient()

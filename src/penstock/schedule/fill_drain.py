@@ -1,17 +1,18 @@
-"""Fill, then drain, for stages that are placed already: what a plain call of a pipeline runs."""
+"""Fill and drain: GPipe and its relatives run all forwards before the first backward, or no backward at all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.schedule.interleaved import even_groups
+from penstock.schedule.one_f_one_b import even_groups
+from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 
 __all__ = ["fill_drain", "forward_only", "gpipe", "looped_bfs", "sharded"]
 
 
-def fill_drain(placement: Sequence[int], m: int, *, backward: bool = True) -> Schedule:
-    """All forwards, then all backwards if ``backward``; every rank goes through its stages one after the other.
+def fill_drain(placement: Sequence[int], m: int, *, backward: bool = True, name: str = "fill_drain") -> Schedule:
+    """All forwards, then all backwards if ``backward``, for any placement. A rank runs its stages one after another.
 
     placement (0, 1, 1, 0), m=2::
 
@@ -24,14 +25,12 @@ def fill_drain(placement: Sequence[int], m: int, *, backward: bool = True) -> Sc
         forwards = [Action(s, "F", k) for s in stages for k in range(m)]
         return forwards + [Action(s, "B", k) for s in reversed(stages) if backward for k in range(m)]
 
-    return Schedule.of("fill_drain", placement, map(order, range(max(placement) + 1)), m)
+    return Schedule.of(name, placement, map(order, range(max(placement) + 1)), m)
 
 
-# GPipe: fill the pipeline with every forward, then drain it with every backward.
-
-
+@register("gpipe", "all forwards, then all backwards", memory="m")
 def gpipe(p: int, m: int) -> Schedule:
-    """All forwards, then all backwards. Simple, but every micro-batch is in flight at once: memory grows with m.
+    """All forwards, then all backwards. Every micro-batch is in flight at once: memory grows with m.
 
     p=3, m=3; a column is the time of one forward, a backward ``B`` takes two::
 
@@ -39,13 +38,10 @@ def gpipe(p: int, m: int) -> Schedule:
         rank 1: .  F0 F1 F2 .  .  .  B0 -- B1 -- B2 --
         rank 2: .  .  F0 F1 F2 B0 -- B1 -- B2 --
     """
-    orders = ([Action(r, kind, k) for kind in "FB" for k in range(m)] for r in range(p))
-    return Schedule.of("gpipe", loop(p), orders, m)
+    return fill_drain(loop(p), m, name="gpipe")
 
 
-# Looped BFS: GPipe over v stages per rank, breadth first.
-
-
+@register("looped_bfs", "GPipe over v stages per rank, breadth first", v=None, default_v=2, memory="m")
 def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
     """Every micro-batch through a stage before the rank's next stage: the bubble of interleaved, the memory of GPipe.
 
@@ -56,20 +52,12 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
         rank 0: 0F0 0F1 2F0 2F1 .   .   .   2B0 --- 2B1 --- 0B0 --- 0B1 ---
         rank 1: .   1F0 1F1 3F0 3F1 3B0 --- 3B1 --- 1B0 --- 1B1 ---
     """
-
-    def order(r: int) -> list[Action]:
-        stages = range(r, p * v, p)
-        forwards = [Action(s, "F", k) for s in stages for k in range(m)]
-        return forwards + [Action(s, "B", k) for s in reversed(stages) for k in range(m)]
-
-    return Schedule.of("looped_bfs", loop(p, v), map(order, range(p)), m)
+    return fill_drain(loop(p, v), m, name="looped_bfs")
 
 
-# Sharded: one micro-batch at a time. No overlap: to fit a model on several devices, and to debug.
-
-
+@register("sharded", "one micro-batch at a time, nothing overlaps", v=None, default_v=1, memory="1")
 def sharded(p: int, m: int, v: int = 1) -> Schedule:
-    """A micro-batch goes through all stages and back before the next one starts.
+    """A micro-batch goes through all stages and back before the next one starts: to fit a model, and to debug.
 
     p=2, m=2; a column is the time of one forward, a backward ``B`` takes two::
 
@@ -78,18 +66,16 @@ def sharded(p: int, m: int, v: int = 1) -> Schedule:
     """
 
     def order(r: int) -> list[Action]:
-        there, back = range(r, p * v, p), reversed(range(r, p * v, p))
-        visit = [(s, "F") for s in there] + [(s, "B") for s in back]
-        return [Action(s, kind, k) for k in range(m) for s, kind in visit]
+        stages = range(r, p * v, p)
+        pass_of_one = [(s, "F") for s in stages] + [(s, "B") for s in reversed(stages)]
+        return [Action(s, kind, k) for k in range(m) for s, kind in pass_of_one]
 
     return Schedule.of("sharded", loop(p, v), map(order, range(p)), m)
 
 
-# Forward only: evaluation and inference.
-
-
+@register("forward_only", "no backward: evaluation", v=None, default_v=1, memory="0")
 def forward_only(p: int, m: int, v: int = 1) -> Schedule:
-    """Forwards, and no backward. With v > 1 stages per rank, micro-batches go round in groups of p or a few more.
+    """Forwards, and no backward. With v > 1, micro-batches loop over the ranks in groups of at least p.
 
     p=3, m=4::
 

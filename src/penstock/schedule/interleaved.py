@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
-from penstock.schedule.one_f_one_b import alternate, one_f_one_b
+from penstock.schedule.one_f_one_b import alternate, even_groups, one_f_one_b
+from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 
-__all__ = ["even_groups", "interleaved"]
+__all__ = ["interleaved"]
 
 
+@register(
+    "interleaved", "1F1B over v stages per rank; 1/v of its bubble", v=None, default_v=2, memory="p + (p - 1) / v"
+)
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
-    """1F1B over stages dealt round the ranks: 1/v of its bubble, for more memory and v times the traffic.
+    """1F1B with v stages per rank, looped: 1/v of its bubble, for more memory and v times the traffic.
 
-    Micro-batches go in groups: a rank takes a whole group through its first stage, then the same group through
-    its second, and so on; backwards the same, last stage first. A group of p comes round to rank 0 just when
-    rank 0 has done its last. Micro-batches left over make the groups larger when they are few (no time is
-    lost, a little memory is), and are a group with gaps when they are many.
+    Micro-batches go in groups: a rank runs a whole group through its first stage, then the same group through
+    its second, and so on; backwards the same, last stage first. The first micro-batch of a group of p returns to
+    rank 0 just when rank 0 is done with the last. A small remainder of m / p enlarges the groups, which costs no
+    time and a little memory; a large one becomes an incomplete group.
 
     p=2, m=4, v=2; the digit before the letter is the stage, a column is a forward, a backward ``B`` takes two::
 
@@ -39,8 +42,3 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
         return alternate(forwards, backwards, (v - 1) * len(groups[0]) + 2 * (p - r - 1) + 1)
 
     return Schedule.of("interleaved", loop(p, v), map(order, range(p)), m)
-
-
-def even_groups(m: int, num_groups: int) -> list[range]:
-    """Micro-batches in groups, as even as can be, the larger ones first."""
-    return [range(*pair) for pair in pairwise(-(-m * g // num_groups) for g in range(num_groups + 1))]

@@ -1,4 +1,16 @@
-"""A program: one rank's schedule after lowering, compute and communication in one order."""
+"""Lowering: from a schedule to one program per rank, with its sends, receives, releases and gradient reductions.
+
+A channel carries messages in one direction between two ranks, in the order in which its sender produces them;
+the receiver posts its receives in that same order. Rank 1 of a 1F1B schedule, receives posted two deep:
+
+    1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_B0 ... 1B0 1SEND_B0 1SENT_F0 ...
+    └ posted ahead ─┘              │                         └ the gradient of 1F0's output has arrived, so its
+                                   └ after 1F0: it cannot      send is complete: the output is released
+                                     arrive earlier
+
+A send never blocks. Its buffer is released after the first later action whose input from that peer proves that the
+message was consumed. Where no action proves it, the rank waits for its oldest send once ``live_sends`` are open.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +31,8 @@ class Instruction(NamedTuple):
     """One step of a rank's program.
 
     ``kind`` is a kind of compute action, or one of ``RECV_F RECV_B`` (post a receive), ``SEND_F SEND_B``,
-    ``SENT_F SENT_B`` (that send is over: let go of what was sent) and ``REDUCE`` (the stage's gradients are
-    complete). Communication names the edge by its two ends: ``stage`` is this rank's, ``peer`` the other one.
+    ``SENT_F SENT_B`` (that send is complete: release its buffer) and ``REDUCE`` (the stage's gradients are
+    complete). Communication names its edge by the two stages: ``stage`` is on this rank, ``peer`` on the other.
     """
 
     kind: str
@@ -35,10 +47,10 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does, communication included.
+    """The instructions of one rank, computation and communication in one order.
 
-    ``slots[stage, microbatch]`` numbers the place where the stage keeps what it needs from ``F`` to the end
-    of its backward; a stage has ``num_slots[stage]`` of them, as many as its peak in-flight count.
+    ``slots[stage, microbatch]`` is the number of the slot that holds the state of that micro-batch from ``F`` to the
+    end of its backward; a stage has ``num_slots[stage]`` slots, its peak in-flight count.
     """
 
     rank: int
@@ -50,123 +62,14 @@ class Program:
         return " ".join(map(str, self.instructions))
 
 
-# What must have happened before a message is made: how far each rank is in its order by then, at least.
-
-
-def vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str, int, int], dict[int, int]]:
-    """For what ("F" or "B", stage, micro-batch) sends to other ranks: how many of their actions it stands on.
-
-    Every rank carries a count for each rank, of the actions it knows to be over; a message brings its sender's
-    counts along, and the receiver keeps the larger ones.
-    """
-    sources, targets = neighbours(schedule.num_stages, edges)
-    placement = schedule.placement
-    known = [[0] * schedule.num_ranks for _ in range(schedule.num_ranks)]
-    sent: dict[tuple[str, int, int], list[int]] = {}
-    found: dict[tuple[str, int, int], dict[int, int]] = {}
-    for rank, begin, end in topological_runs(schedule, edges).runs:
-        mine = known[rank]
-        for i in range(begin, end):
-            stage, kind, k = schedule.orders[rank][i]
-            mine[rank] = i + 1
-            if kind == "F":
-                lane, coming, going = "F", sources[stage], targets[stage]
-            elif kind in BACKWARD:
-                lane, coming, going = "B", targets[stage], sources[stage]
-            else:
-                continue
-            for other in coming:
-                if placement[other] != rank:
-                    known[rank] = mine = list(map(max, mine, sent[lane, other, k]))
-            there = {placement[other] for other in going} - {rank}
-            if there:
-                sent[lane, stage, k] = list(mine)
-                found[lane, stage, k] = {other: mine[other] for other in there}
-    return found
-
-
-# Whether lowered programs run to their end when a send is only over once its receive is posted, or it is taken.
-
-_Event = tuple[str, int, int, int]  # what, from stage, to stage, micro-batch
-
-
-def deadlocks(programs: Sequence[Program], *, described: bool = False) -> bool:
-    """Run the programs without tensors or time: every rank goes on until it must wait for another one.
-
-    A send is over once its receive is posted; if messages are ``described``, once the action that needs it begins.
-    """
-    events: set[_Event] = set()
-    waits = [_waits(program, described) for program in programs]
-    sleeping: dict[_Event, int] = {}
-    ready = list(range(len(programs)))
-    at = [0] * len(programs)
-    while ready:
-        rank = ready.pop()
-        program = programs[rank].instructions
-        while at[rank] < len(program):
-            missing = next((e for e in waits[rank][at[rank]] if e not in events), None)
-            if missing is not None:
-                sleeping[missing] = rank
-                break
-            for event in _events(program[at[rank]], waits[rank][at[rank]]):
-                events.add(event)
-                if event in sleeping:
-                    ready.append(sleeping.pop(event))
-            at[rank] += 1
-    return any(pc < len(program.instructions) for pc, program in zip(at, programs, strict=True))
-
-
-def _events(instruction: Instruction, waited: Sequence[_Event]) -> list[_Event]:
-    """What others may wait for: a send, a receive, or, once an action has what it waited for, that this is taken."""
-    kind, stage, k, peer = instruction
-    if kind.startswith("SEND"):
-        return [(kind, stage, peer, k)]
-    if kind.startswith("RECV"):
-        return [(kind, peer, stage, k)]
-    return [(f"TAKE_{what[-1]}", src, dst, k) for what, src, dst, k in waited if what.startswith("SEND")]
-
-
-def _waits(program: Program, described: bool) -> list[list[_Event]]:
-    """What must have happened elsewhere before each instruction: sends before compute, posts or takes before SENT."""
-    over = "TAKE" if described else "RECV"
-    arrivals: dict[tuple[str, int, int], list[_Event]] = {}
-    for kind, stage, k, peer in program.instructions:
-        if kind.startswith("RECV"):
-            lane = kind[-1]
-            arrivals.setdefault((lane, stage, k), []).append((f"SEND_{lane}", peer, stage, k))
-    waits: list[list[_Event]] = []
-    for kind, stage, k, peer in program.instructions:
-        if kind.startswith("SENT"):
-            waits.append([(f"{over}_{kind[-1]}", stage, peer, k)])
-        elif kind == "F" or kind in BACKWARD:
-            waits.append(arrivals.get(("F" if kind == "F" else "B", stage, k), []))
-        else:
-            waits.append([])
-    return waits
-
-
-# From a schedule to one program per rank: what to send, receive, release and reduce, and when.
-#
-# A channel carries messages in one direction between two ranks, in the order in which its sender makes them;
-# the receiver posts its receives in that same order. Rank 1 of a 1F1B schedule, receives posted two deep:
-#
-#     1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_B0 ... 1B0 1SEND_B0 1SENT_F0 ...
-#     └ posted ahead ─┘              │                         └ the gradient of 1F0's output has come, so its
-#                                    └ after 1F0: it cannot      send is over: the output is released
-#                                      come earlier
-#
-# A send never blocks: it is released after the first later action whose input from that peer proves that the
-# message was consumed. Where no such action comes, the oldest is waited for once ``live_sends`` are open.
-
-
 class _Message(NamedTuple):
-    """A value that crosses from one rank to another: made by one action, needed by another."""
+    """A value that crosses from one rank to another."""
 
-    src: int  # stage that makes it
-    dst: int  # stage that needs it
+    src: int  # stage that produces it
+    dst: int  # stage that consumes it
     microbatch: int
-    made: int  # position of the making action in its rank's order
-    needed: int  # position of the needing action in its rank's order
+    produced: int  # position of the producing action in its rank's order
+    consumed: int  # position of the consuming action in its rank's order
 
 
 def lower(
@@ -175,56 +78,57 @@ def lower(
     *,
     depth: int = 2,
     live_sends: int = 4,
-    described: bool = False,
+    with_headers: bool = False,
 ) -> tuple[Program, ...]:
     """One program per rank, for a schedule that has been verified.
 
-    ``depth`` receives are posted per channel at any time, the one waited for included. ``live_sends`` may be open
-    before the oldest is waited for, or as many as the sender has micro-batches in flight, if these are more.
-    A message that is ``described`` by a header of its own is received when it is taken, and not when it is posted.
+    ``depth`` is the number of receives posted per channel at any time, the one waited for included. A sender waits
+    for its oldest send when more than ``live_sends`` are open, or more than its peak number of micro-batches in
+    flight. With ``with_headers``, each message has a header that describes it: its receive is posted when the message
+    is consumed.
     """
     if depth < 1 or live_sends < 1:
         raise ScheduleError(f"depth and live_sends must be at least 1, got {depth} and {live_sends}")
     crossing = edges_of(schedule, edges)
     messages = _messages(schedule, crossing)
-    before_made = vector_clocks(schedule, crossing)
+    clocks = vector_clocks(schedule, crossing)
     in_flight = [_peak_in_flight(order) if schedule.trains else 0 for order in schedule.orders]
     ranks = range(schedule.num_ranks)
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
     sends: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
     sent: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
-    for (sender, receiver, lane), channel in messages.items():
-        stands_on = [before_made[lane, message.src, message.microbatch][receiver] for message in channel]
-        for message, position in zip(channel, _posts(channel, depth, stands_on), strict=True):
-            post = Instruction(f"RECV_{lane}", message.dst, message.microbatch, message.src)
+    for (sender, receiver, direction), channel in messages.items():
+        depends_on = [clocks[direction, message.src, message.microbatch][receiver] for message in channel]
+        for message, position in zip(channel, _posts(channel, depth, depends_on), strict=True):
+            post = Instruction(f"RECV_{direction}", message.dst, message.microbatch, message.src)
             before[receiver][position].append(post)
-        answers = _knowledge(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
+        progress = _known_progress(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
         open_sends: deque[tuple[int, Instruction]] = deque()
-        most = max(live_sends, in_flight[sender])
+        limit = max(live_sends, in_flight[sender])
         for message in channel:
-            there = (message.src, message.microbatch, message.dst)
-            over = Instruction(f"SENT_{lane}", *there)
-            sends[sender][message.made].append(Instruction(f"SEND_{lane}", *there))
-            proof = _first_proof(answers, message)
+            key = (message.src, message.microbatch, message.dst)
+            release = Instruction(f"SENT_{direction}", *key)
+            sends[sender][message.produced].append(Instruction(f"SEND_{direction}", *key))
+            proof = _first_proof(progress, message)
             if proof is not None:
-                sent[sender][proof].append(over)
+                sent[sender][proof].append(release)
                 continue
-            open_sends.append((message.made, over))
-            if len(open_sends) > most:
-                made, oldest = open_sends.popleft()
-                (before if made < message.made else sent)[sender][message.made].append(oldest)
-        sent[sender][len(schedule.orders[sender])].extend(over for _, over in open_sends)
+            open_sends.append((message.produced, release))
+            if len(open_sends) > limit:
+                produced, oldest = open_sends.popleft()
+                (before if produced < message.produced else sent)[sender][message.produced].append(oldest)
+        sent[sender][len(schedule.orders[sender])].extend(release for _, release in open_sends)
     programs = tuple(
         _assemble(rank, order, before[rank], sends[rank], sent[rank], schedule.trains)
         for rank, order in enumerate(schedule.orders)
     )
-    if deadlocks(programs, described=described):  # a bounded wait closed a circle: let sends pile up instead
-        return lower(schedule, edges, depth=depth, live_sends=live_sends * 2, described=described)
+    if deadlocks(programs, with_headers=with_headers):  # a bounded wait closed a cycle: allow more open sends
+        return lower(schedule, edges, depth=depth, live_sends=live_sends * 2, with_headers=with_headers)
     return programs
 
 
 def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Message]]:
-    """What crosses between ranks, per (sender, receiver, lane), in the order in which it is made."""
+    """The messages between ranks, per (sender, receiver, direction), in the order in which they are produced."""
     position = {
         ("F" if a.kind == "F" else "B", a.stage, a.microbatch): i
         for order in schedule.orders
@@ -233,50 +137,50 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
     }
     channels: dict[tuple[int, int, str], list[_Message]] = defaultdict(list)
     for edge in edges:
-        for lane, (src, dst) in (("F", edge), ("B", edge[::-1])):
+        for direction, (src, dst) in (("F", edge), ("B", edge[::-1])):
             a, b = schedule.placement[src], schedule.placement[dst]
             if a == b:
                 continue
             for k in range(schedule.num_microbatches):
-                if (lane, src, k) in position and (lane, dst, k) in position:
-                    made, needed = position[lane, src, k], position[lane, dst, k]
-                    channels[a, b, lane].append(_Message(src, dst, k, made, needed))
+                if (direction, src, k) in position and (direction, dst, k) in position:
+                    produced, consumed = position[direction, src, k], position[direction, dst, k]
+                    channels[a, b, direction].append(_Message(src, dst, k, produced, consumed))
     for channel in channels.values():
-        channel.sort(key=lambda message: (message.made, message.dst))
+        channel.sort(key=lambda message: (message.produced, message.dst))
     return dict(channels)
 
 
-def _posts(channel: Sequence[_Message], depth: int, stands_on: Sequence[int]) -> list[int]:
-    """Before which action of the receiver each receive is posted.
+def _posts(channel: Sequence[_Message], depth: int, depends_on: Sequence[int]) -> list[int]:
+    """For each receive, the receiver's action before which it is posted.
 
-    Not later than the action that needs it, nor than the post of a later message (order!); and ``depth - 1``
-    messages ahead of that. But not before the receiver's own actions that the message ``stands_on``: it cannot come
-    earlier, and on a GPU a receive that waits for the receiver's own work may hold that work up.
+    A receive is posted ``depth - 1`` messages before the consuming action, and never after the receive of a later
+    message. It is not posted before the receiver's own actions that the message ``depends_on``: the message cannot
+    arrive earlier, and on a GPU a receive that waits for the receiver's own work may delay that work.
     """
-    latest = [message.needed for message in channel]
+    latest = [message.consumed for message in channel]
     for i in reversed(range(len(latest) - 1)):
         latest[i] = min(latest[i], latest[i + 1])
-    return [max(latest[i - depth + 1] if i >= depth - 1 else 0, own) for i, own in enumerate(stands_on)]
+    return [max(latest[i - depth + 1] if i >= depth - 1 else 0, own) for i, own in enumerate(depends_on)]
 
 
-def _knowledge(messages: Iterable[_Message]) -> tuple[list[int], list[int]]:
-    """What a rank learns of its peer: after action ``positions[i]``, the peer is past its ``passed[i]``."""
+def _known_progress(messages: Iterable[_Message]) -> tuple[list[int], list[int]]:
+    """A rank's knowledge of its peer: after its own action ``positions[i]``, the peer is past action ``passed[i]``."""
     positions: list[int] = []
     passed: list[int] = []
-    for message in sorted(messages, key=lambda message: message.needed):
-        if not passed or message.made > passed[-1]:
-            positions.append(message.needed)
-            passed.append(message.made)
+    for message in sorted(messages, key=lambda message: message.consumed):
+        if not passed or message.produced > passed[-1]:
+            positions.append(message.consumed)
+            passed.append(message.produced)
     return positions, passed
 
 
-def _first_proof(knowledge: tuple[list[int], list[int]], message: _Message) -> int | None:
-    """The sender's first action after which the message must have been consumed, if there is one."""
-    positions, passed = knowledge
-    i = bisect_right(passed, message.needed - 1)
+def _first_proof(progress: tuple[list[int], list[int]], message: _Message) -> int | None:
+    """The sender's first action that proves that the message was consumed, if there is one."""
+    positions, passed = progress
+    i = bisect_right(passed, message.consumed - 1)
     if i == len(passed):
         return None
-    return max(positions[i], message.made)
+    return max(positions[i], message.produced)
 
 
 def _peak_in_flight(order: Sequence[Action]) -> int:
@@ -312,3 +216,95 @@ def _assemble(
             out.append(Instruction("REDUCE", stage))
     out.extend(sent[len(order)])
     return Program(rank, tuple(out), slots, dict(num_slots))
+
+
+def vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str, int, int], dict[int, int]]:
+    """For each message ("F" or "B", source stage, micro-batch) and receiving rank: the number of the receiver's own
+    actions that the message depends on.
+
+    These are vector clocks: every rank counts, for each rank, the actions that it knows to be done. A message carries
+    its sender's counts, and the receiver takes the maximum.
+    """
+    sources, targets = neighbours(schedule.num_stages, edges)
+    placement = schedule.placement
+    known = [[0] * schedule.num_ranks for _ in range(schedule.num_ranks)]
+    sent: dict[tuple[str, int, int], list[int]] = {}
+    counts: dict[tuple[str, int, int], dict[int, int]] = {}
+    for rank, begin, end in topological_runs(schedule, edges).runs:
+        mine = known[rank]
+        for i in range(begin, end):
+            stage, kind, k = schedule.orders[rank][i]
+            mine[rank] = i + 1
+            if kind == "F":
+                direction, inputs, outputs = "F", sources[stage], targets[stage]
+            elif kind in BACKWARD:
+                direction, inputs, outputs = "B", targets[stage], sources[stage]
+            else:
+                continue
+            for other in inputs:
+                if placement[other] != rank:
+                    known[rank] = mine = list(map(max, mine, sent[direction, other, k]))
+            receivers = {placement[other] for other in outputs} - {rank}
+            if receivers:
+                sent[direction, stage, k] = list(mine)
+                counts[direction, stage, k] = {other: mine[other] for other in receivers}
+    return counts
+
+
+_Event = tuple[str, int, int, int]
+"""(kind, source stage, destination stage, micro-batch); kinds are those of instructions, and TAKE_F, TAKE_B."""
+
+
+def deadlocks(programs: Sequence[Program], *, with_headers: bool = False) -> bool:
+    """Whether the programs block each other where sends rendezvous with their receives.
+
+    A send completes once its receive is posted; with headers, once the consuming action begins (TAKE).
+    """
+    events: set[_Event] = set()
+    waits = [_waits(program, with_headers) for program in programs]
+    blocked: dict[_Event, int] = {}
+    ready = list(range(len(programs)))
+    at = [0] * len(programs)
+    while ready:
+        rank = ready.pop()
+        program = programs[rank].instructions
+        while at[rank] < len(program):
+            missing = next((e for e in waits[rank][at[rank]] if e not in events), None)
+            if missing is not None:
+                blocked[missing] = rank
+                break
+            for event in _events(program[at[rank]], waits[rank][at[rank]]):
+                events.add(event)
+                if event in blocked:
+                    ready.append(blocked.pop(event))
+            at[rank] += 1
+    return any(pc < len(program.instructions) for pc, program in zip(at, programs, strict=True))
+
+
+def _events(instruction: Instruction, waited: Sequence[_Event]) -> list[_Event]:
+    """The events of an instruction: a send, a posted receive, or TAKE of the messages that an action consumes."""
+    kind, stage, k, peer = instruction
+    if kind.startswith("SEND"):
+        return [(kind, stage, peer, k)]
+    if kind.startswith("RECV"):
+        return [(kind, peer, stage, k)]
+    return [(f"TAKE_{event[-1]}", src, dst, k) for event, src, dst, k in waited if event.startswith("SEND")]
+
+
+def _waits(program: Program, with_headers: bool) -> list[list[_Event]]:
+    """For each instruction, the events of other ranks it waits for: SEND before compute, RECV or TAKE before SENT."""
+    completion = "TAKE" if with_headers else "RECV"
+    arrivals: dict[tuple[str, int, int], list[_Event]] = {}
+    for kind, stage, k, peer in program.instructions:
+        if kind.startswith("RECV"):
+            direction = kind[-1]
+            arrivals.setdefault((direction, stage, k), []).append((f"SEND_{direction}", peer, stage, k))
+    waits: list[list[_Event]] = []
+    for kind, stage, k, peer in program.instructions:
+        if kind.startswith("SENT"):
+            waits.append([(f"{completion}_{kind[-1]}", stage, peer, k)])
+        elif kind == "F" or kind in BACKWARD:
+            waits.append(arrivals.get(("F" if kind == "F" else "B", stage, k), []))
+        else:
+            waits.append([])
+    return waits

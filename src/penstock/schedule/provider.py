@@ -17,31 +17,12 @@ from penstock.schedule.verify import verify
 
 __all__ = ["AUTO", "ScheduleProvider", "merge_ranks"]
 
-
-# Ranks that take turns: their orders as one, with as few changes from one to the other as the work allows.
-
-
-def merge_ranks(schedule: Schedule, edges: Iterable[Edge], joined: Sequence[int]) -> Schedule:
-    """The same actions on fewer ranks: ``joined[r]`` does the work of rank ``r``, in the order that ``r`` has.
-
-    Each goes on until it must wait for another, so GPipe goes through its stages one after the other::
-
-        rank 0: 0F0 0F1 .   .   .   0B0 0B1        rank 0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1
-        rank 1: .   1F0 1F1 1B0 1B1
-    """
-    orders: list[list[Action]] = [[] for _ in range(max(joined) + 1)]
-    for rank, begin, end in topological_runs(schedule, edges).runs:
-        orders[joined[rank]].extend(schedule.orders[rank][begin:end])
-    placement = [joined[rank] for rank in schedule.placement]
-    return Schedule.of(schedule.name, placement, orders, schedule.num_microbatches)
-
-
 AUTO = "auto"
-"""The name of a schedule that is made to measure."""
+"""The name of a schedule that is searched for the costs of the pipeline."""
 
 
 class ScheduleProvider:
-    """A schedule for any number of micro-batches, verified when it is made, and made once."""
+    """Builds, verifies and caches the schedules of a pipeline for any number of micro-batches."""
 
     def __init__(
         self,
@@ -51,15 +32,15 @@ class ScheduleProvider:
         microbatches: int,
         *,
         ranks: int | None = None,
-        places: int | None = None,
+        max_ranks: int | None = None,
         recompute: Recompute = "never",
         microbatch_size: int | None = None,
         costs: Costs | None = None,
     ) -> None:
-        """``ranks`` is how many there are, and all must have work; ``places`` is how many there may be.
+        """``ranks`` is the exact number of ranks, ``max_ranks`` an upper limit.
 
-        With ``microbatch_size`` it, and not ``microbatches``, says how many a mini-batch has. ``costs`` are what an
-        order is made for where the schedule is "auto".
+        With ``microbatch_size``, the number of micro-batches follows from the size of the mini-batch. ``costs`` are
+        the costs for which an "auto" schedule is searched.
         """
         if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
             raise ScheduleError(f"microbatches must be at least 1, got {microbatches!r}")
@@ -71,134 +52,131 @@ class ScheduleProvider:
         self.microbatch_size = microbatch_size
         self.edges = tuple(edges)
         self.recompute = recompute_modes(recompute, stages)
-        self._given: Schedule | None = None
-        self._before: ScheduleProvider | None = None  # what another order has taken the place of
-        self._placed: tuple[int, ...] = ()  # where the stages of an automatic schedule are
-        self._made: dict[tuple[str, int], Schedule] = {}
-        self._apart: tuple[ScheduleProvider, Sequence[int]] | None = None  # where ranks are joined: as they were
+        self._fixed: Schedule | None = None
+        self._previous: ScheduleProvider | None = None  # the provider before ``with_schedule``
+        self._auto_placement: tuple[int, ...] = ()
+        self._cache: dict[tuple[str, int], Schedule] = {}
+        self._unmerged: tuple[ScheduleProvider, Sequence[int]] | None = (
+            None  # before ``with_merged_ranks``, and its map
+        )
         self.stages_per_rank: int | None = None
         self.costs = costs
         if costs is not None and schedule != AUTO:
             raise ScheduleError(f"costs are for schedule={AUTO!r}, which makes an order for them, not for {schedule!r}")
         if isinstance(schedule, Schedule):
-            _check_given(schedule, stages, microbatches, ranks)
-            self._given, self.name, self.ranks = schedule, schedule.name, schedule.num_ranks
+            _check_fixed(schedule, stages, microbatches, ranks)
+            self._fixed, self.name, self.ranks = schedule, schedule.name, schedule.num_ranks
             trains = schedule.trains
         else:
             if not isinstance(schedule, str):
                 raise ScheduleError(f"schedule must be a name or a Schedule, got {schedule!r}")
             if schedule == AUTO:
                 self.name, trains = AUTO, True
-                self.ranks = min(stages if ranks is None else ranks, stages if places is None else max(1, places))
+                self.ranks = min(stages if ranks is None else ranks, stages if max_ranks is None else max(1, max_ranks))
                 if self.ranks > stages:
                     raise ScheduleError(f"{stages} stages are too few for {self.ranks} ranks: each must have one")
-                rounds = loop(self.ranks, -(-stages // self.ranks))
-                self._placed = vee(self.ranks) if stages == 2 * self.ranks else rounds[:stages]
+                looped = loop(self.ranks, -(-stages // self.ranks))
+                self._auto_placement = vee(self.ranks) if stages == 2 * self.ranks else looped[:stages]
             else:
                 self.name = canonical_name(schedule)
-                self.ranks, self.stages_per_rank = _ranks_for(self.name, stages, ranks, places)
+                self.ranks, self.stages_per_rank = _ranks_for(self.name, stages, ranks, max_ranks)
                 trains = build(self.name, 1, 1).trains
         if not trains:
             raise ScheduleError(f"schedule {self.name!r} has no backward, and a training step needs one: try '1f1b'")
-        self.placement = self.training(1 if self._given is None else microbatches).placement
+        self.placement = self.training(1 if self._fixed is None else microbatches).placement
 
     def count(self, samples: int) -> int:
-        """How many micro-batches a mini-batch of so many samples is cut into, if it has as many samples."""
+        """The number of micro-batches for a mini-batch of ``samples``."""
         return self.microbatches if self.microbatch_size is None else -(-samples // self.microbatch_size)
 
     def recomputes(self, stage: int) -> bool:
-        """Whether any forward of a stage is run again."""
-        given = () if self._given is None else self._given.orders
-        return self.recompute[stage] != "never" or any(a.kind == "R" and a.stage == stage for o in given for a in o)
+        """Whether any micro-batch of ``stage`` is recomputed."""
+        orders = () if self._fixed is None else self._fixed.orders
+        return self.recompute[stage] != "never" or any(a.kind == "R" and a.stage == stage for o in orders for a in o)
 
-    def with_merged_ranks(self, joined: Sequence[int]) -> ScheduleProvider:
-        """The same schedules with ranks that take turns: ``joined[r]`` does the work of rank ``r``."""
-        source = copy.copy(self)
-        source._made, source._apart = {}, (self, joined)
-        source.ranks, source.placement = max(joined) + 1, tuple(joined[rank] for rank in self.placement)
-        return source
+    def with_merged_ranks(self, merged: Sequence[int]) -> ScheduleProvider:
+        """The same schedules on fewer ranks: rank ``merged[r]`` runs the actions of rank ``r``; see ``merge_ranks``."""
+        provider = copy.copy(self)
+        provider._cache, provider._unmerged = {}, (self, merged)
+        provider.ranks, provider.placement = max(merged) + 1, tuple(merged[rank] for rank in self.placement)
+        return provider
 
-    def replaced(self, schedule: Schedule) -> ScheduleProvider:
-        """The same with another order for training; for more micro-batches than it has, this one goes on."""
-        if schedule.placement != (self if self._apart is None else self._apart[0]).placement:
+    def with_schedule(self, schedule: Schedule) -> ScheduleProvider:
+        """A provider with another training schedule. For more micro-batches than that has, it uses this one's."""
+        if schedule.placement != (self if self._unmerged is None else self._unmerged[0]).placement:
             raise ScheduleError(f"schedule {schedule.name!r} has its stages on other ranks: they stay where they are")
-        if self._apart is not None:
-            source, joined = self._apart
-            return source.replaced(schedule).with_merged_ranks(joined)
-        given = () if self._given is None else self._given.orders  # an order may have its own recomputes
-        again = {action.stage for order in given for action in order if action.kind == "R"}
-        modes = tuple("always" if s in again else mode for s, mode in enumerate(self.recompute))
-        source = copy.copy(self)
-        source._given, source._before, source.name = schedule, self._before or self, schedule.name
-        source._made, source.recompute = {}, modes
-        return source
+        if self._unmerged is not None:
+            provider, merged = self._unmerged
+            return provider.with_schedule(schedule).with_merged_ranks(merged)
+        orders = () if self._fixed is None else self._fixed.orders
+        recomputed = {action.stage for order in orders for action in order if action.kind == "R"}
+        provider = copy.copy(self)
+        provider._fixed, provider._previous, provider.name = schedule, self._previous or self, schedule.name
+        provider.recompute = tuple("always" if s in recomputed else mode for s, mode in enumerate(self.recompute))
+        provider._cache = {}
+        return provider
 
     def training(self, microbatches: int) -> Schedule:
-        """The schedule of a step of so many micro-batches."""
+        """The schedule of a training step of ``microbatches``."""
         return self._get("train", microbatches)
 
     def fill_drain(self, microbatches: int) -> Schedule:
-        """All forwards, then all backwards, with the stages placed as in training."""
+        """All forwards, then all backwards, with the placement of the training schedule."""
         return self._get("fill_drain", microbatches)
 
     def forward_only(self, microbatches: int) -> Schedule:
-        """All forwards, with the stages placed as in training."""
+        """All forwards, with the placement of the training schedule."""
         return self._get("forward", microbatches)
 
-    def _get(self, what: str, microbatches: int) -> Schedule:
-        key = (what, microbatches)
-        if key not in self._made:
-            schedule = self._make(what, microbatches)
-            if what != "forward":
+    def _get(self, mode: str, microbatches: int) -> Schedule:
+        key = (mode, microbatches)
+        if key not in self._cache:
+            if mode == "train":
+                schedule = self._build_training(microbatches)
+            else:
+                schedule = fill_drain(self.placement, microbatches, backward=mode == "fill_drain")
+            if mode != "forward":
                 schedule = with_recompute(schedule, self.recompute)
             verify(schedule, self.edges)
-            self._made[key] = schedule
-        return self._made[key]
+            self._cache[key] = schedule
+        return self._cache[key]
 
-    def _make(self, what: str, microbatches: int) -> Schedule:
-        if what != "train":
-            return fill_drain(self.placement, microbatches, backward=what == "fill_drain")
-        if self._apart is not None:
-            source, joined = self._apart
-            return merge_ranks(source._make(what, microbatches), self.edges, joined)
-        if self._given is not None:
-            if self._before is not None and microbatches > self._given.num_microbatches:
-                return self._before._make(what, microbatches)
-            return self._given.first(microbatches)
+    def _build_training(self, microbatches: int) -> Schedule:
+        if self._unmerged is not None:
+            provider, merged = self._unmerged
+            return merge_ranks(provider._build_training(microbatches), self.edges, merged)
+        if self._fixed is not None:
+            if self._previous is not None and microbatches > self._fixed.num_microbatches:
+                return self._previous._build_training(microbatches)
+            return self._fixed.first(microbatches)
         if self.name == AUTO:
-            costs, seconds = (Costs(), 0.05) if self.costs is None else (self.costs, 0.5)  # without costs, less to gain
-            replayed = self._replayed()
-            found = auto(
-                self._waiting(costs, replayed), self._placed, microbatches, edges=self.edges, seconds=seconds,
-                repeatable=True, recompute=replayed,
-            )  # fmt: skip
-            return found.schedule
+            return self._search(microbatches)
         return build(self.name, self.ranks, microbatches, self.stages_per_rank)
 
-    def _waiting(self, costs: Costs, replayed: Sequence[int]) -> Costs:
-        """The costs with twice as much kept for the weight gradients of stages whose recomputes come afterwards.
+    def _search(self, microbatches: int) -> Schedule:
+        """An automatic schedule. Recomputes that the search does not know of are inserted afterwards.
 
-        From its recompute on a micro-batch is whole, and so it is while its weight gradients wait: few are to do so.
+        The search knows of recomputed stages only if ``checkpoint`` says what they keep: it would run all forwards of
+        stages that seem to keep nothing ahead. Micro-batches of the other recomputed stages are complete again from R
+        to the end of W, so the search counts them twice between I and W, to leave few weight gradients waiting.
         """
-        late = {s for s, mode in enumerate(self.recompute) if mode != "never" and s not in replayed}
-        if not late:
-            return costs
-        keep = costs.of_stages("keep", len(self.recompute))
-        return replace(costs, keep=tuple(max(2.0, own) if s in late else own for s, own in enumerate(keep)))
-
-    def _replayed(self) -> list[int]:
-        """The stages whose recomputes an order is made with; others' are put into it afterwards.
-
-        None unless it is known what they keep until then: forwards that seem to keep nothing would all run ahead.
-        """
-        if self.costs is None or "except_last" in self.recompute:
-            return []
-        stages = [stage for stage, mode in enumerate(self.recompute) if mode == "always"]
-        kept = self.costs.of_stages("checkpoint", len(self.recompute))
-        return stages if all(kept[stage] for stage in stages) else []
+        costs, seconds = (Costs(), 0.05) if self.costs is None else (self.costs, 0.5)  # less to gain without costs
+        num_stages = len(self.recompute)
+        searched = [stage for stage, mode in enumerate(self.recompute) if mode == "always"]
+        checkpoints = costs.of_stages("checkpoint", num_stages)
+        if self.costs is None or "except_last" in self.recompute or not all(checkpoints[s] for s in searched):
+            searched = []
+        inserted = {s for s, mode in enumerate(self.recompute) if mode != "never"} - set(searched)
+        if inserted:
+            keeps = costs.of_stages("keep", num_stages)
+            costs = replace(costs, keep=tuple(max(2.0, k) if s in inserted else k for s, k in enumerate(keeps)))
+        return auto(
+            costs, self._auto_placement, microbatches, edges=self.edges, seconds=seconds, repeatable=True,
+            recompute=searched,
+        ).schedule  # fmt: skip
 
 
-def _check_given(schedule: Schedule, stages: int, microbatches: int, ranks: int | None) -> None:
+def _check_fixed(schedule: Schedule, stages: int, microbatches: int, ranks: int | None) -> None:
     if schedule.num_stages != stages:
         raise ScheduleError(
             f"schedule {schedule.name!r} is for {schedule.num_stages} stages, but the plan has {stages}"
@@ -212,14 +190,15 @@ def _check_given(schedule: Schedule, stages: int, microbatches: int, ranks: int 
         )
 
 
-def _ranks_for(name: str, stages: int, ranks: int | None, places: int | None) -> tuple[int, int | None]:
-    """How many ranks a named schedule takes for ``stages``, and the stages per rank where it must be said."""
-    fixed = SCHEDULES[name].stages_per_rank
+def _ranks_for(name: str, stages: int, ranks: int | None, max_ranks: int | None) -> tuple[int, int | None]:
+    """The number of ranks of a named schedule for ``stages``, and v where the schedule takes it."""
+    kind = SCHEDULES[name]
+    fixed = kind.stages_per_rank
     if fixed is None:
-        if ranks is None and places is not None:
-            ranks = max(1, min(places, stages))
+        if ranks is None and max_ranks is not None:
+            ranks = max(1, min(max_ranks, stages))
         if ranks is None:
-            ranks = stages // 2 if stages % 2 == 0 and name in ("interleaved", "looped_bfs") else stages
+            ranks = stages if stages % kind.default_v else stages // kind.default_v
         if stages % ranks:
             raise ScheduleError(
                 f"schedule {name!r} puts the same number of stages on each rank: {stages} stages do not divide "
@@ -233,6 +212,21 @@ def _ranks_for(name: str, stages: int, ranks: int | None, places: int | None) ->
         raise ScheduleError(
             f"schedule {name!r} puts {fixed} stage{'s' * (fixed > 1)} on each rank, so {stages} stages need {needed} "
             f"ranks, not {ranks}. Schedules that take any number of stages per rank: "
-            "'interleaved', 'looped_bfs'"
+            + ", ".join(repr(other) for other, k in SCHEDULES.items() if k.takes_v and k.default_v > 1)
         )
     return needed, None
+
+
+def merge_ranks(schedule: Schedule, edges: Iterable[Edge], merged: Sequence[int]) -> Schedule:
+    """The same actions on fewer ranks: rank ``merged[r]`` runs the actions of rank ``r``, in their order.
+
+    Each original rank runs until it must wait for another, so GPipe runs its stages one after another::
+
+        rank 0: 0F0 0F1 .   .   .   0B0 0B1        rank 0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1
+        rank 1: .   1F0 1F1 1B0 1B1
+    """
+    orders: list[list[Action]] = [[] for _ in range(max(merged) + 1)]
+    for rank, begin, end in topological_runs(schedule, edges).runs:
+        orders[merged[rank]].extend(schedule.orders[rank][begin:end])
+    placement = [merged[rank] for rank in schedule.placement]
+    return Schedule.of(schedule.name, placement, orders, schedule.num_microbatches)

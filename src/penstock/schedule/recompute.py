@@ -1,8 +1,8 @@
-"""Recompute as part of a schedule: an ``R`` before each backward that needs its forward run again.
+"""Recompute as part of a schedule: an ``R`` before each backward whose forward is run again.
 
-1f1b, rank 1     1F0 1F1 1B0 1F2 1B1 …        keeps what two forwards made
-always           1F0 1F1 1R0 1B0 1F2 1R1 1B1  keeps two inputs, and what one forward made
-                             └ runs while the gradient is still on its way
+1f1b, rank 1     1F0 1F1 1B0 1F2 1B1 …        keeps the activations of two forwards
+always           1F0 1F1 1R0 1B0 1F2 1R1 1B1  keeps two inputs, and the activations of one forward
+                             └ runs while the gradient is still in transit
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["MODES", "Recompute", "recompute_modes", "with_recompute"]
 MODES = ("never", "except_last", "always")
 
 Recompute = str | Sequence[str] | Mapping[int, str]
-"""One mode for all stages, one for each, or some by their stage's number; the rest are "never"."""
+"""One mode for all stages, one per stage, or a mapping from stages to modes; other stages are "never"."""
 
 
 def recompute_modes(recompute: Recompute, stages: int) -> tuple[str, ...]:
@@ -26,9 +26,9 @@ def recompute_modes(recompute: Recompute, stages: int) -> tuple[str, ...]:
     if isinstance(recompute, str):
         modes = [recompute] * stages
     elif isinstance(recompute, Mapping):
-        strange = [stage for stage in recompute if stage not in range(stages)]
-        if strange:
-            raise ScheduleError(f"recompute names stage {strange[0]}, but there are {stages} stages (0..{stages - 1})")
+        unknown = [stage for stage in recompute if stage not in range(stages)]
+        if unknown:
+            raise ScheduleError(f"recompute names stage {unknown[0]}, but there are {stages} stages (0..{stages - 1})")
         modes = [recompute.get(stage, "never") for stage in range(stages)]
     elif isinstance(recompute, Sequence):
         modes = list(recompute)
@@ -43,16 +43,16 @@ def recompute_modes(recompute: Recompute, stages: int) -> tuple[str, ...]:
 
 
 def with_recompute(schedule: Schedule, modes: Sequence[str]) -> Schedule:
-    """The same schedule with an ``R`` right before each backward of the micro-batches that ``modes`` names.
+    """The schedule with an ``R`` right before each backward of the micro-batches selected by ``modes``.
 
-    Nothing stands between the two, so no rank keeps more than one recomputed micro-batch; and an ``R`` waits for
-    nobody, so it runs in the time in which the gradient is awaited. ``"except_last"`` leaves out the last micro-batch:
-    one forward less, for what it made kept until its backward. What the schedule recomputes already stays as it is.
+    ``R`` and backward are adjacent, so a rank holds at most one recomputed micro-batch. ``R`` has no inputs from other
+    ranks, so it runs while the rank waits for the gradient. ``"except_last"`` does not recompute the last micro-batch,
+    whose activations are kept. Recomputes that the schedule already has are unchanged.
     """
-    there = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
+    present = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
     last = schedule.num_microbatches - 1
 
-    def wanted(stage: int, microbatch: int) -> bool:
+    def selected(stage: int, microbatch: int) -> bool:
         mode = modes[stage]
         return mode == "always" or (mode == "except_last" and microbatch < last)
 
@@ -61,7 +61,7 @@ def with_recompute(schedule: Schedule, modes: Sequence[str]) -> Schedule:
         out: list[Action] = []
         for action in order:
             stage, kind, k = action
-            if kind in BACKWARD and wanted(stage, k) and (stage, k) not in there:
+            if kind in BACKWARD and selected(stage, k) and (stage, k) not in present:
                 out.append(Action(stage, "R", k))
             out.append(action)
         orders.append(tuple(out))

@@ -1,4 +1,4 @@
-"""Schedules by name."""
+"""Schedules by name. A schedule registers itself with the facts that listings, tables and the planner need."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import TypeVar
 
 from penstock.errors import ScheduleError
-from penstock.schedule.dualpipe_v import dualpipev
-from penstock.schedule.fill_drain import forward_only, gpipe, looped_bfs, sharded
-from penstock.schedule.interleaved import interleaved
-from penstock.schedule.one_f_one_b import one_f_one_b
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.v_shape import v_half, v_min, zbv
-from penstock.schedule.zero_bubble import zb_h1, zb_h2
 
-__all__ = ["SCHEDULES", "ScheduleKind", "build", "canonical_name"]
+__all__ = ["SCHEDULES", "ScheduleKind", "build", "canonical_name", "register"]
+
+Make = TypeVar("Make", bound=Callable[..., Schedule])
 
 
 @dataclass(frozen=True)
@@ -27,29 +24,37 @@ class ScheduleKind:
     """``make(p, m)``, or ``make(p, m, v)`` where the number of stages per rank is free."""
     description: str
     stages_per_rank: int | None
-    """How many stages every rank holds; None where that is the caller's choice, v."""
+    """Stages on every rank; None where the caller chooses it, as v."""
+    default_v: int
+    """Stages per rank where the caller does not choose."""
+    memory: str
+    """Peak of the fullest rank for m >= 2p, in activations of a micro-batch: an expression of p, m and v."""
 
     @property
     def takes_v(self) -> bool:
         return self.stages_per_rank is None
 
 
-SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
-    {
-        "gpipe": ScheduleKind(gpipe, "all forwards, then all backwards", 1),
-        "1f1b": ScheduleKind(one_f_one_b, "one forward, one backward in turn; p activations", 1),
-        "interleaved": ScheduleKind(interleaved, "1F1B over v stages per rank; 1/v of its bubble", None),
-        "looped_bfs": ScheduleKind(looped_bfs, "GPipe over v stages per rank, breadth first", None),
-        "zb_h1": ScheduleKind(zb_h1, "split backward; a third of 1F1B's bubble in its memory", 1),
-        "zb_h2": ScheduleKind(zb_h2, "split backward; no pause once begun, twice 1F1B's memory", 1),
-        "zbv": ScheduleKind(zbv, "split backward on a V; no pause once begun, 1F1B's memory", 2),
-        "dualpipev": ScheduleKind(dualpipev, "on a V, forwards beside backwards, in eight phases", 2),
-        "v_half": ScheduleKind(v_half, "on a V, about half of 1F1B's memory", 2),
-        "v_min": ScheduleKind(v_min, "on a V, about a third of 1F1B's memory", 2),
-        "sharded": ScheduleKind(sharded, "one micro-batch at a time, nothing overlaps", None),
-        "forward_only": ScheduleKind(forward_only, "no backward: evaluation", None),
-    }
-)
+_kinds: dict[str, ScheduleKind] = {}
+
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(_kinds)
+"""Every registered schedule by its name."""
+
+
+def register(
+    name: str, description: str, *, memory: str, v: int | None = 1, default_v: int = 1
+) -> Callable[[Make], Make]:
+    """Register the decorated function as the schedule ``name``.
+
+    ``v`` is the number of stages per rank, None if the function takes it as an argument; ``default_v`` is then its
+    default. ``memory`` is that of ``ScheduleKind``.
+    """
+
+    def decorator(make: Make) -> Make:
+        _kinds[name] = ScheduleKind(make, description, v, v or default_v, memory)
+        return make
+
+    return decorator
 
 
 def build(name: str, p: int, m: int, v: int | None = None) -> Schedule:
@@ -74,14 +79,14 @@ def build(name: str, p: int, m: int, v: int | None = None) -> Schedule:
 
 
 def canonical_name(name: str) -> str:
-    """The name as it stands in ``SCHEDULES``, from any spelling of it."""
+    """The key of ``SCHEDULES`` for any spelling of a name."""
 
-    def plain(text: str) -> str:
+    def normalized(text: str) -> str:
         return "".join(c for c in text.lower() if c.isalnum())
 
-    known = {plain(own): own for own in SCHEDULES}
-    if plain(name) in known:
-        return known[plain(name)]
-    near = [repr(known[match]) for match in get_close_matches(plain(name), known)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(map(repr, SCHEDULES))}"
+    known = {normalized(own): own for own in SCHEDULES}
+    if normalized(name) in known:
+        return known[normalized(name)]
+    close = [repr(known[match]) for match in get_close_matches(normalized(name), known)]
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(map(repr, SCHEDULES))}"
     raise ScheduleError(f"there is no schedule {name!r}: {hint}")

@@ -1,4 +1,7 @@
-"""One unit of work, and its text form: ``2F0`` is the forward of stage 2 on micro-batch 0."""
+"""Schedules as plain data: actions, their order on each rank, where stages are placed, and who waits for whom.
+
+The text form of an action is its stage, kind and micro-batch: ``2F0`` is the forward of stage 2 on micro-batch 0.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,15 @@ __all__ = [
 ]
 
 COMPUTE = ("F", "R", "B", "I", "W")
-"""Kinds of work: forward, recompute, full backward, input gradient, weight gradient."""
+"""Kinds of actions: forward, recompute, full backward, input gradient, weight gradient."""
 
 BACKWARD = ("B", "I")
 """Kinds that turn the gradient of a stage's outputs into the gradient of its inputs."""
 
-_TEXT = re.compile(r"(\d+)([FRBIW])(\d+)")
+Edge = tuple[int, int]
+"""A value that flows from one stage to a later one: (source stage, destination stage)."""
+
+_ACTION = re.compile(r"(\d+)([FRBIW])(\d+)")
 
 
 class Action(NamedTuple):
@@ -46,7 +52,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         """The inverse of ``str``."""
-        match = _TEXT.fullmatch(text.strip())
+        match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
                 f"{text!r} is not an action: expected stage, kind ({', '.join(COMPUTE)}) and micro-batch, as in '2F0'"
@@ -55,16 +61,13 @@ class Action(NamedTuple):
         return cls(int(stage), kind, int(microbatch))
 
 
-# A schedule: for each rank, the order in which it does its stages' work. Plain data.
-
-
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, in which order.
+    """The order of actions on each rank.
 
-    ``placement[s]`` is the rank that holds stage ``s``; ``orders[r]`` is what rank ``r`` does, in order.
-    Idle time is not part of a schedule: a rank starts an action when the one before it is done and its
-    inputs are there.
+    ``placement[s]`` is the rank that holds stage ``s``; ``orders[r]`` are the actions of rank ``r``, in order.
+    Idle time is not part of a schedule: a rank starts an action when the previous one is done and its inputs have
+    arrived.
     """
 
     name: str
@@ -82,12 +85,12 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """The kinds of work that occur."""
+        """The kinds of actions that occur."""
         return frozenset(action.kind for order in self.orders for action in order)
 
     @property
     def trains(self) -> bool:
-        """Whether there is any backward work."""
+        """Whether the schedule has backward work."""
         return bool(self.kinds - {"F"})
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -97,8 +100,7 @@ class Schedule:
     def first(self, num_microbatches: int) -> Schedule:
         """The same order for the first ``num_microbatches`` only.
 
-        Dropping micro-batches keeps a schedule valid: no action waits for another micro-batch's data, and
-        what remains keeps its order.
+        Dropping micro-batches keeps a schedule valid: no action waits for another micro-batch's data.
         """
         if num_microbatches > self.num_microbatches:
             raise ScheduleError(
@@ -113,7 +115,7 @@ class Schedule:
     def of(
         cls, name: str, placement: Sequence[int], orders: Iterable[Iterable[Action]], num_microbatches: int
     ) -> Schedule:
-        """From any iterables."""
+        """A schedule from any iterables."""
         return cls(name, tuple(placement), tuple(tuple(order) for order in orders), num_microbatches)
 
     def __str__(self) -> str:
@@ -122,7 +124,6 @@ class Schedule:
         return to_text(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
         from penstock.viz import schedule_html
 
         return schedule_html(self)
@@ -133,32 +134,29 @@ class Schedule:
         return schedule_svg(self)
 
 
-# Where stages live: which rank holds which stage.
+# Placements: which rank holds which stage.
 #
-# loop, 2 ranks x 2        V, 2 ranks x 2
+#     loop, 2 ranks x 2        V, 2 ranks x 2
 #
-# rank 0: stages 0 2       rank 0: stages 0 3
-# rank 1: stages 1 3       rank 1: stages 1 2
+#     rank 0: stages 0 2       rank 0: stages 0 3
+#     rank 1: stages 1 3       rank 1: stages 1 2
 
 
 def loop(p: int, v: int = 1) -> tuple[int, ...]:
-    """``v`` stages on each of ``p`` ranks, going round: stage ``s`` is on rank ``s mod p``."""
+    """``v`` stages on each of ``p`` ranks, round-robin: stage ``s`` is on rank ``s mod p``."""
     return tuple(s % p for s in range(p * v))
 
 
 def vee(p: int) -> tuple[int, ...]:
-    """Two stages on each of ``p`` ranks, there and back: the first rank holds the first and the last."""
+    """Two stages on each of ``p`` ranks, in a V: the first rank holds the first and the last stage."""
     return (*range(p), *reversed(range(p)))
 
 
-# How work flows between ranks: who waits for whom, and an order in which everything can be done.
-
-Edge = tuple[int, int]
-"""A value that crosses from one stage to a later one: (source stage, destination stage)."""
+# Dependencies between stages.
 
 
 def edges_of(schedule: Schedule, edges: Iterable[Edge] | None = None) -> tuple[Edge, ...]:
-    """The given edges, checked, or the chain: every stage feeds the next."""
+    """The given edges, checked and without duplicates; by default, a chain in which each stage feeds the next."""
     num_stages = schedule.num_stages
     if edges is None:
         return tuple((s, s + 1) for s in range(num_stages - 1))
@@ -184,30 +182,29 @@ def neighbours(num_stages: int, edges: Iterable[Edge]) -> tuple[list[list[int]],
 
 @dataclass(frozen=True)
 class TopologicalRuns:
-    """The outcome of letting every rank run as far as it can.
+    """A topological order of a schedule's actions, as runs of consecutive actions of one rank.
 
-    ``runs`` holds (rank, begin, end): the rank did ``orders[rank][begin:end]`` without waiting. Taken one
-    after the other, they respect every dependency. ``stuck`` maps each rank that could not finish to the
-    position where it waits and the stage whose work, on the same micro-batch, it waits for.
+    ``runs`` holds (rank, begin, end) for ``orders[rank][begin:end]``. ``blocked`` maps each rank that cannot finish
+    to the position where it waits, and the stage whose action on the same micro-batch it waits for.
     """
 
     runs: tuple[tuple[int, int, int], ...]
-    stuck: dict[int, tuple[int, int]]
+    blocked: dict[int, tuple[int, int]]
 
 
 def topological_runs(schedule: Schedule, edges: Iterable[Edge]) -> TopologicalRuns:
     """Let every rank run as far as it can, in time linear in the number of actions.
 
-    A forward waits for the forwards of the stages that feed it, a backward for the backwards of the stages
-    it feeds. Sends do not block and receives are posted in the sender's order, so nothing else can wait.
-    What a stage needs of itself is taken as given: it is a matter of one rank's order (see ``verify``).
+    A forward waits for the forwards of the stages that feed it, a backward for the backwards of the stages it feeds.
+    Sends do not block and receives are posted in the sender's order, so nothing else waits. Dependencies within a
+    stage are a matter of one rank's order, and are checked by ``verify``.
     """
     m, size = schedule.num_microbatches, schedule.num_stages * schedule.num_microbatches
     sources, targets = neighbours(schedule.num_stages, edges)
     done = bytearray(2 * size)  # forward of stage s on micro-batch k at s*m + k, backward at size + s*m + k
     position = [0] * schedule.num_ranks
     waiting: dict[int, list[int]] = {}  # index in done -> ranks that wait for it
-    stuck: dict[int, tuple[int, int]] = {}
+    blocked: dict[int, tuple[int, int]] = {}
     runs = []
     ready = list(reversed(range(schedule.num_ranks)))
     while ready:
@@ -226,14 +223,14 @@ def topological_runs(schedule: Schedule, edges: Iterable[Edge]) -> TopologicalRu
             for other in needed:
                 if not done[half + other * m + microbatch]:
                     waiting.setdefault(half + other * m + microbatch, []).append(rank)
-                    stuck[rank] = (at, other)
+                    blocked[rank] = (at, other)
                     break
             else:
                 key = half + stage * m + microbatch
                 done[key] = 1
                 if key in waiting:
                     for other in waiting.pop(key):
-                        del stuck[other]
+                        del blocked[other]
                         ready.append(other)
                 at += 1
                 continue
@@ -241,4 +238,4 @@ def topological_runs(schedule: Schedule, edges: Iterable[Edge]) -> TopologicalRu
         position[rank] = at
         if at > begin:
             runs.append((rank, begin, at))
-    return TopologicalRuns(tuple(runs), stuck)
+    return TopologicalRuns(tuple(runs), blocked)

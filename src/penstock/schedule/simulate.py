@@ -1,6 +1,6 @@
-"""When everything in a schedule would happen: times, bubbles and memory, without running it.
+"""When every action of a schedule would run: times, bubbles and memory, without running it.
 
-rank 0  F0  F1  ..  ..  B0  B1      a rank starts an action when the one before it is done
+rank 0  F0  F1  ..  ..  B0  B1      a rank starts an action when the previous one is done
 rank 1  ..  F0  F1  B0  B1  ..      and its inputs have arrived
 """
 
@@ -34,7 +34,7 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the time it works."""
+        """For each rank, the sum of the durations of its actions."""
         times = self.costs.durations(self.schedule.num_stages)
         return tuple(sum(times[kind][stage] for stage, kind, _ in order) for order in self.schedule.orders)
 
@@ -60,16 +60,15 @@ class Simulation:
 
     @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """For each rank, the curve of what it keeps: (time, memory from then on)."""
+        """For each rank, its memory over time: (time, memory from then on)."""
         return tuple(self._curve(rank) for rank in range(self.schedule.num_ranks))
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """For each rank, the most it keeps."""
+        """For each rank, the maximum of ``memory``."""
         return tuple(max(kept for _, kept in curve) for curve in self.memory)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
         from penstock.viz import simulation_html
 
         return simulation_html(self)
@@ -80,18 +79,18 @@ class Simulation:
         return simulation_svg(self)
 
     def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """A rank does one thing at a time, so its order is also the order of its memory's changes."""
+        """The memory of a rank over time. It changes in the order of the rank's actions."""
         curve = [(0.0, 0.0)]
         if not self.schedule.trains:
             return tuple(curve)
         order, starts, ends = self.schedule.orders[rank], self.starts[rank], self.ends[rank]
-        sizes, waits_of, kept_of = (
+        sizes, keeps, checkpoints = (
             self.costs.of_stages(name, self.schedule.num_stages) for name in ("activation", "keep", "checkpoint")
         )
         recomputed = {(a.stage, a.microbatch) for a in order if a.kind == "R"}
         kept = 0.0
         for (stage, kind, microbatch), start, end in zip(order, starts, ends, strict=True):
-            size, keep, checkpoint = sizes[stage], waits_of[stage], kept_of[stage]
+            size, keep, checkpoint = sizes[stage], keeps[stage], checkpoints[stage]
             if kind == "F":
                 kept += size
                 curve.append((start, kept))
@@ -108,7 +107,7 @@ class Simulation:
 
 
 class _Link:
-    """One edge, in one direction: when the value of each micro-batch arrives at its other end."""
+    """One edge in one direction: when the value of each micro-batch arrives."""
 
     __slots__ = ("arrival", "channel", "latency", "transfer")
 
@@ -126,29 +125,29 @@ class _Link:
 
 
 _Links = dict[str, list[list[_Link]]]
-"""By kind of work and stage."""
+"""By kind of action and stage."""
 
 
 def _links(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_Links, _Links]:
-    """The wires that each stage's work waits for, and those it sends on.
+    """The links that each stage's actions wait for, and those they send on.
 
-    Forward and backward traffic have channels of their own: one per direction between two ranks.
+    Forward and backward traffic have separate channels, one per direction between two ranks.
     """
     stages, m = range(schedule.num_stages), schedule.num_microbatches
     forward_in, forward_out, backward_in, backward_out = ([list[_Link]() for _ in stages] for _ in range(4))
     channels: dict[tuple[str, int, int], list[float]] = {}
     for src, dst in edges:
-        here, there = schedule.placement[src], schedule.placement[dst]
+        src_rank, dst_rank = schedule.placement[src], schedule.placement[dst]
         latency = transfer = 0.0
-        if here != there:
+        if src_rank != dst_rank:
             latency = costs.of_edge("latency", (src, dst))
             transfer = costs.of_edge("bytes", (src, dst)) / costs.of_edge("bandwidth", (src, dst))
-        forth = _Link(m, latency, transfer, channels.setdefault(("F", here, there), [0.0]))
-        forward_out[src].append(forth)
-        forward_in[dst].append(forth)
-        back = _Link(m, latency, transfer, channels.setdefault(("B", there, here), [0.0]))
-        backward_out[dst].append(back)
-        backward_in[src].append(back)
+        forward = _Link(m, latency, transfer, channels.setdefault(("F", src_rank, dst_rank), [0.0]))
+        forward_out[src].append(forward)
+        forward_in[dst].append(forward)
+        backward = _Link(m, latency, transfer, channels.setdefault(("B", dst_rank, src_rank), [0.0]))
+        backward_out[dst].append(backward)
+        backward_in[src].append(backward)
     none: list[list[_Link]] = [[] for _ in stages]
     incoming = {"F": forward_in, "B": backward_in, "I": backward_in, "R": none, "W": none}
     outgoing = {"F": forward_out, "B": backward_out, "I": backward_out, "R": none, "W": none}
@@ -156,10 +155,9 @@ def _links(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_Li
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edge] | None = None) -> Simulation:
-    """Run ``schedule`` on paper: every action as early as its rank and its inputs allow.
+    """Compute when each action runs if every action starts as early as its rank and its inputs allow.
 
-    One pass over the actions, in an order in which every input is known before it is needed. The schedule
-    is verified first.
+    The schedule is verified first. The simulation is one pass over its actions in topological order.
     """
     costs = costs or Costs()
     edges = edges_of(schedule, edges)
@@ -171,43 +169,39 @@ def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edg
     for rank, begin, stop in topological_runs(schedule, edges).runs:
         now = ends[rank][-1] if begin else 0.0
         for stage, kind, microbatch in schedule.orders[rank][begin:stop]:
-            for wire in incoming[kind][stage]:
-                if wire.arrival[microbatch] > now:
-                    now = wire.arrival[microbatch]
+            for link in incoming[kind][stage]:
+                if link.arrival[microbatch] > now:
+                    now = link.arrival[microbatch]
             starts[rank].append(now)
             now += times[kind][stage]
             ends[rank].append(now)
-            for wire in outgoing[kind][stage]:
-                wire.send(microbatch, now)
+            for link in outgoing[kind][stage]:
+                link.send(microbatch, now)
     return Simulation(schedule, costs, report, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
 def _idle(busy: float, total: float) -> float:
-    """The fraction of ``total`` that is not ``busy``; nothing is idle where nothing takes time."""
+    """The fraction of ``total`` that is not ``busy``; 0 where ``total`` is 0."""
     return max(0.0, 1 - busy / total) if total else 0.0
-
-
-# What a step should take, said before it is run.
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The time of a step, and for each rank of the pipeline the bytes at its peak, as far as they are known.
+    """The predicted time of a step and, where known, the peak memory of each rank in bytes.
 
-    ``by`` says whose it is: ``"plan"`` is what a planner found, ``"costs"`` what the ``costs`` of a pipeline come to,
-    ``"replan"`` those of ``pipe.replan``; ``"trace"`` is no prediction in the strict sense, but the simulation of a run
-    with the times that were measured in it.
+    ``by`` names its origin: ``"plan"`` the planner, ``"costs"`` the ``costs`` argument of a pipeline, ``"replan"``
+    those of ``pipe.replan``, and ``"trace"`` the simulation of a recorded run with its own measured times.
     """
 
     seconds: float
     by: str
-    memory: tuple[float, ...] | None = None  # all of it: parameters, gradients, states of the optimizer, activations
-    saved: tuple[float, ...] | None = None  # for backwards to come
-    samples: int | None = None  # of a micro-batch, for which it holds; None: of any
+    memory: tuple[float, ...] | None = None  # in total: parameters, gradients, optimizer states, activations
+    saved: tuple[float, ...] | None = None  # activations saved for the backward
+    samples: int | None = None  # samples per micro-batch for which it holds; None: any
 
     @classmethod
     def simulated(cls, by: str, schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> Prediction:
-        """Of costs in seconds; and in bytes, where activations are not just counted."""
-        found = simulate(schedule, costs, edges)
-        known = costs.activation != Costs.activation and any(found.peak_memory)
-        return cls(found.makespan, by, saved=tuple(found.peak_memory) if known else None)
+        """The simulated time of ``schedule``; and its peaks, if ``costs.activation`` is given, in bytes."""
+        simulation = simulate(schedule, costs, edges)
+        in_bytes = costs.activation != Costs.activation and any(simulation.peak_memory)
+        return cls(simulation.makespan, by, saved=simulation.peak_memory if in_bytes else None)

@@ -1,10 +1,14 @@
-"""A schedule as text, and back: a line for each rank, with its actions in order.
+"""Schedules as text and as the CSV of torch.distributed.pipelining.
+
+The text form has a line for each rank, with its actions in order:
 
     # name: 1f1b
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
 
-Blank lines and other comments are free. A rank without work is a line with a single ``-``.
+Blank lines and other comments are ignored. A rank without actions is a line with a single ``-``.
+
+The CSV has a row for each rank, a cell for each action, and empty cells for idle time.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ from collections.abc import Iterable, Sequence
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Action, Schedule
 
-__all__ = ["LocatedAction", "from_csv", "from_rows", "from_text", "parse_action", "to_csv", "to_text"]
+__all__ = ["from_csv", "from_text", "to_csv", "to_text"]
 
-LocatedAction = tuple[str, Action]
-"""Where in a file an action stands ("line 2, column 5"), and the action."""
+_LocatedAction = tuple[str, Action]
+"""The location of an action in its file ("line 2, column 5"), and the action."""
 
 _NAME = re.compile(r"#\s*name:\s*(.*\S)")
 _IDLE = "-"
@@ -35,37 +39,37 @@ def to_text(schedule: Schedule) -> str:
 def from_text(text: str) -> Schedule:
     """The inverse of ``to_text``; without a ``# name:`` the schedule's name is "custom"."""
     name = "custom"
-    rows: list[list[LocatedAction]] = []
+    rows: list[list[_LocatedAction]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if match := _NAME.match(line.strip()):
             name = match[1]
         code = line.partition("#")[0]
         cells = [(f"line {number}, column {cell.start() + 1}", cell[0]) for cell in re.finditer(r"\S+", code)]
         if cells:
-            rows.append([(place, parse_action(place, cell)) for place, cell in cells if code.strip() != _IDLE])
-    return from_rows(name, rows)
+            rows.append([(place, _parse_action(place, cell)) for place, cell in cells if code.strip() != _IDLE])
+    return _from_rows(name, rows)
 
 
-def parse_action(place: str, cell: str) -> Action:
-    """One action; an error says where."""
+def _parse_action(place: str, cell: str) -> Action:
+    """One action; an error names its location."""
     try:
         return Action.parse(cell)
     except ScheduleError as error:
         raise ScheduleError(f"{place}: {error}") from None
 
 
-def from_rows(name: str, rows: Sequence[Iterable[LocatedAction]]) -> Schedule:
+def _from_rows(name: str, rows: Sequence[Iterable[_LocatedAction]]) -> Schedule:
     """A schedule from its rows. A stage is placed on the rank in whose row it occurs."""
     orders: list[list[Action]] = [[] for _ in rows]
     rank_of: dict[int, int] = {}
-    stages: dict[int, str] = {}  # and where each was seen first
+    stages: dict[int, str] = {}  # and the location of its first action
     microbatches: dict[int, str] = {}
     for rank, row in enumerate(rows):
         for place, action in row:
-            home = rank_of.setdefault(action.stage, rank)
-            if home != rank:
+            owner = rank_of.setdefault(action.stage, rank)
+            if owner != rank:
                 raise ScheduleError(
-                    f"{place}: {action} puts stage {action.stage} on rank {rank}, but it is on rank {home} "
+                    f"{place}: {action} puts stage {action.stage} on rank {rank}, but it is on rank {owner} "
                     f"already ({stages[action.stage]})"
                 )
             stages.setdefault(action.stage, place)
@@ -85,15 +89,13 @@ def from_rows(name: str, rows: Sequence[Iterable[LocatedAction]]) -> Schedule:
     return Schedule.of(name, placement, orders, len(microbatches))
 
 
-# The CSV of torch.distributed.pipelining: a row for each rank, a cell for each action, empty cells for idle time.
-
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)")
-"""What torch adds to a schedule before it runs it. Our own lowering adds its own."""
+"""Actions that torch adds to a schedule before it runs it; our own lowering adds its own."""
 
 
 def to_csv(schedule: Schedule) -> str:
-    """What torch's runtime loads as a "compute_only" schedule."""
+    """CSV that torch's runtime loads as a "compute_only" schedule."""
     if "R" in schedule.kinds:
         raise ScheduleError(
             f"schedule {schedule.name!r} has recompute actions (R), which torch.distributed.pipelining does not know; "
@@ -105,17 +107,17 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:
-    """A schedule that torch wrote, "compute_only" or "compute_comms". Overlapped actions come one after the other."""
-    rows: list[list[LocatedAction]] = []
+    """A schedule written by torch, "compute_only" or "compute_comms". Overlapped actions become sequential."""
+    rows: list[list[_LocatedAction]] = []
     for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
-        row: list[LocatedAction] = []
+        row: list[_LocatedAction] = []
         for column, cell in enumerate(map(str.strip, cells), start=1):
             overlap = _OVERLAP.fullmatch(cell)
             for part in overlap[1].split(";") if overlap else [cell]:
                 if part and not _LOWERED.fullmatch(part):
                     place = f"row {number}, column {column}"
-                    row.append((place, parse_action(place, part)))
+                    row.append((place, _parse_action(place, part)))
         rows.append(row)
     while rows and not rows[-1]:
         rows.pop()
-    return from_rows(name, rows)
+    return _from_rows(name, rows)

@@ -1,16 +1,16 @@
-"""V-shaped schedules: each rank holds a stage of the way out and one of the way back, in p, p/2 or p/3 memory.
+"""V-shaped schedules: each rank holds a stage of the first half of the model and one of the second.
 
-How one micro-batch travels decides both time and memory. All travel alike, six places apart (F, I and W of two
-stages), so a rank holds as many activations as a micro-batch stays there, in places, divided by six. On a V, the
-ranks where it starts early are those where it ends late, and the hops can be chosen so that every rank holds the
-same. With hops of one place, on 4 ranks (V-Min)::
+The path of one micro-batch decides both time and memory. All micro-batches follow the same path, six slots apart (F, I
+and W of two stages), so a rank holds as many activations as a micro-batch spends slots there, divided by six. On a V,
+the ranks on which a micro-batch starts early are those on which it ends late, and the hops (slots per rank) can be
+chosen so that every rank holds the same. With hops of one slot, on 4 ranks (V-Min)::
 
-    rank 0: F . . . . . . F I . . . . . . I      out by F, back by F, then out and back by I:
-    rank 1: . F . . . . F . . I . . . . I .      two stays that add up to about 4p places on every rank,
-    rank 2: . . F . . F . . . . I . . I . .      which is 4p/6 activations of a stage, a third of p of a rank
+    rank 0: F . . . . . . F I . . . . . . I      F down and up the V, then I down and up: on every rank, the
+    rank 1: . F . . . . F . . I . . . . I .      residence times of the two stages add up to about 4p slots,
+    rank 2: . . F . . F . . . . I . . I . .      which is 4p/6 activations of a stage, or p/3 of a rank
     rank 3: . . . F F . . . . . . I I . . .
 
-Such travels are what ranks wish; squeezing them makes the schedule.
+These paths give each action its preferred slot; compacting them makes the schedule.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, vee
 
-__all__ = ["v_half", "v_min", "v_schedule", "zbv"]
+__all__ = ["v_half", "v_min", "zbv"]
 
 
+@register("zbv", "split backward on a V; no pause once begun, 1F1B's memory", v=2, memory="p")
 def zbv(p: int, m: int) -> Schedule:
-    """ZB-V: zero bubble in 1F1B's memory, p activations. Once begun, a rank works without a pause (m >= 2p).
+    """ZB-V: zero bubble in 1F1B's memory, p activations. A rank works without a pause from its first action (m >= 2p).
 
     p=2, m=4; the digit before the letter is the stage, every action takes one column::
 
         rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0F3 0W0 3F2 3I2 0I1 3W2 0W1 3F3 3I3 0I2 3W3 0I3 ...
         rank 1: .   1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 ...
     """
-    return v_schedule("zbv", p, m, hops=(4, 2, 4, 2), room=2 * p)
+    return v_schedule("zbv", p, m, hops=(4, 2, 4, 2), cap=2 * p)
 
 
+@register("v_half", "on a V, about half of 1F1B's memory", v=2, memory="p // 2 + 1")
 def v_half(p: int, m: int) -> Schedule:
     """V-Half: about half of 1F1B's bubble in half of its memory, p // 2 + 1 activations.
 
@@ -44,9 +47,10 @@ def v_half(p: int, m: int) -> Schedule:
         rank 1: .   1F0 1F1 1F2 4F0 .   .   4I0 4W0 4F1 1I0 1W0 4I1 4W1 4F2 .   1I1 4I2 1W1 4W2 1I2 1W2
         rank 2: .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
     """
-    return v_schedule("v_half", p, m, hops=(2, 1, 2, 1), room=(p + 2) // 2 * 2)
+    return v_schedule("v_half", p, m, hops=(2, 1, 2, 1), cap=(p + 2) // 2 * 2)
 
 
+@register("v_min", "on a V, about a third of 1F1B's memory", v=2, memory="(p + 4) // 3")
 def v_min(p: int, m: int) -> Schedule:
     """V-Min: the least memory, (p + 4) // 3 activations, and still less bubble than 1F1B.
 
@@ -57,49 +61,52 @@ def v_min(p: int, m: int) -> Schedule:
         rank 2: .   .   2F0 2F1 .   5F0 .   5F1 .   .   5I0 5W0 5I1 2I0 5W1 2I1 2W0 2W1
         rank 3: .   .   .   3F0 4F0 3F1 4F1 .   .   .   .   4I0 3I0 4I1 3I1 4W0 3W0 4W1 3W1
     """
-    return v_schedule("v_min", p, m, hops=(1, 1, 1, 1), room=(p + 4) // 3 * 2)
+    return v_schedule("v_min", p, m, hops=(1, 1, 1, 1), cap=(p + 4) // 3 * 2)
 
 
 class _Slot(NamedTuple):
-    """When a rank would like to do its work of one kind and stage on micro-batch 0; on k, six places times k later."""
+    """The preferred slot of an action on micro-batch 0; that of micro-batch k is 6k slots later."""
 
     time: int
     stage: int
     kind: str
 
 
-def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], room: int) -> Schedule:
-    """Micro-batches that hop as told, squeezed; no rank ever holds more than ``room`` activations of a stage."""
-    f_out, f_back, i_out, i_back = hops
-    # Its two stays on a rank take sum(hops) * (p - 1) + 12 places, W included. What the room allows beyond
-    # that is best spent on rank 0, between the last F and the first I, where both stays get longer by it.
-    spare = (6 * room - sum(hops) * (p - 1) - 12) // 2
-    f_end = (f_out + f_back) * (p - 1) + 1
+def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: int) -> Schedule:
+    """The V-shaped schedule for ``hops`` (slots per rank of F down, F up, I down, I up), compacted.
+
+    No rank holds more than ``cap`` activations of a stage.
+    """
+    f_down, f_up, i_down, i_up = hops
+    # The two residence times on a rank are sum(hops) * (p - 1) + 12 slots, W included. Slots that the cap allows beyond
+    # that are spent on rank 0, between the last F and the first I, which lengthens both residence times.
+    spare = (6 * cap - sum(hops) * (p - 1) - 12) // 2
+    f_end = (f_down + f_up) * (p - 1) + 1
     i_start = f_end + 1 + spare
-    i_end = i_start + (i_out + i_back) * (p - 1) + 1
-    wishes, ahead = [], []
+    i_end = i_start + (i_down + i_up) * (p - 1) + 1
+    slots, ahead = [], []
     for r in range(p):
-        out, back = r, 2 * p - 1 - r
-        f_back_time, i_out_time = f_end - f_back * r, i_start + i_out * r
-        wishes.append(
+        down, up = r, 2 * p - 1 - r
+        f_up_time, i_down_time = f_end - f_up * r, i_start + i_down * r
+        slots.append(
             (
-                _Slot(f_out * r, out, "F"),
-                _Slot(f_back_time, back, "F"),
-                _Slot(i_out_time, back, "I"),
-                _Slot(i_end - i_back * r, out, "I"),
+                _Slot(f_down * r, down, "F"),
+                _Slot(f_up_time, up, "F"),
+                _Slot(i_down_time, up, "I"),
+                _Slot(i_end - i_up * r, down, "I"),
             )
         )
-        # Running ahead, a rank leaves room for the stays on the way back: from their F to the end of their W.
-        ahead.append(room - -(-(i_out_time + 2 - f_back_time) // 6))
-    return Schedule.of(name, vee(p), _compact(p, m, wishes, room, ahead), m)
+        # A rank that runs ahead leaves memory for its second stage: from its F to the end of its W.
+        ahead.append(cap - -(-(i_down_time + 2 - f_up_time) // 6))
+    return Schedule.of(name, vee(p), _compact(p, m, slots, cap, ahead), m)
 
 
-def _compact(p: int, m: int, wishes: Sequence[Sequence[_Slot]], room: int, ahead: Sequence[int]) -> list[list[Action]]:
-    """Let the ranks work in lockstep, one action per place, as early as they can.
+def _compact(p: int, m: int, slots: Sequence[Sequence[_Slot]], cap: int, ahead: Sequence[int]) -> list[list[Action]]:
+    """List-schedule all ranks in lockstep, one action per slot, as early as possible.
 
-    A rank does what it wishes next. While that waits, for its input or for room, the rank does a W; having none,
-    what is ready though not yet due, except that it starts micro-batches early only while it holds fewer than
-    ``ahead`` of its stage on the way out.
+    A rank runs the action with the earliest preferred slot. If that lacks its input or memory, it runs a W; without a
+    W, the next action that is ready, except that it starts micro-batches early only while it holds fewer than
+    ``ahead`` of its first stage.
     """
     last = 2 * p - 1
     done = {kind: [0] * (2 * p) for kind in "FIW"}  # micro-batches, by kind and stage
@@ -112,15 +119,15 @@ def _compact(p: int, m: int, wishes: Sequence[Sequence[_Slot]], room: int, ahead
     def ready(action: Action) -> bool:
         s, kind, k = action
         if kind == "F":
-            return (s == 0 or done["F"][s - 1] > k) and held(s) + held(last - s) < room
+            return (s == 0 or done["F"][s - 1] > k) and held(s) + held(last - s) < cap
         return done["F"][s] > k and (s == last or done["I"][s + 1] > k)
 
     def choose(r: int) -> Action | None:
-        due = sorted((time + 6 * done[kind][s], s, kind) for time, s, kind in wishes[r] if done[kind][s] < m)
+        due = sorted((time + 6 * done[kind][s], s, kind) for time, s, kind in slots[r] if done[kind][s] < m)
         actions = (Action(s, kind, done[kind][s]) for _, s, kind in due)
-        wished = next(actions, None)
-        if wished is not None and ready(wished):
-            return wished
+        preferred = next(actions, None)
+        if preferred is not None and ready(preferred):
+            return preferred
         if deferred[r]:
             return deferred[r].popleft()
         early = (a for a in actions if held(r) < ahead[r] or (a.stage, a.kind) != (r, "F"))
@@ -128,7 +135,7 @@ def _compact(p: int, m: int, wishes: Sequence[Sequence[_Slot]], room: int, ahead
 
     while any(len(order) < 6 * m for order in orders):
         chosen = [choose(r) for r in range(p)]
-        assert any(chosen), f"no rank can go on: p={p}, m={m}, room={room}"
+        assert any(chosen), f"no rank can proceed: p={p}, m={m}, cap={cap}"
         for r, action in enumerate(chosen):
             if action is not None:
                 orders[r].append(action)

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: complete, in order, free of deadlock; and how much it keeps at once."""
+"""Whether a schedule can run: complete, in order, free of deadlock; and how much each rank keeps at its peak."""
 
 from __future__ import annotations
 
@@ -18,24 +18,217 @@ from penstock.schedule.schedule import (
     topological_runs,
 )
 
-__all__ = ["MemoryReport", "_grid", "verify"]
+__all__ = ["MemoryReport", "verify"]
 
 
-# The part of a schedule around a fault, drawn as text: one row per rank, an arrow at the wrong cell.
+@dataclass(frozen=True)
+class MemoryReport:
+    """Peak counts, one entry per rank.
+
+    ``peak_in_flight`` counts (stage, micro-batch) pairs between the forward and the end of their last
+    backward work (``B``, or the ``W`` after ``I``); a schedule without backwards keeps none.
+    ``peak_activations`` is ``peak_in_flight`` divided by the number of stages on the rank.
+    ``peak_deferred`` counts pairs whose ``I`` is done and whose ``W`` is not.
+    """
+
+    peak_in_flight: tuple[int, ...]
+    peak_activations: tuple[float, ...]
+    peak_deferred: tuple[int, ...]
+
+
+# The states of one stage and one micro-batch:
 #
-#           5    6     7    8
-# rank 0:  0F5  0B0   0F6  0B1
-# rank 1:  1B0  1F3  [1F3] 1B1  <-- here
+#     NOTHING --F--> FORWARD --R--> RECOMPUTED     FORWARD, RECOMPUTED --B--> DONE
+#                                                  FORWARD, RECOMPUTED --I--> INPUT --W--> DONE
+_NOTHING, _FORWARD, _RECOMPUTED, _INPUT, _DONE = range(5)
+_TRANSITIONS: tuple[dict[str, int], ...] = (
+    {"F": _FORWARD},
+    {"R": _RECOMPUTED, "B": _DONE, "I": _INPUT},
+    {"B": _DONE, "I": _INPUT},
+    {"W": _DONE},
+    {},
+)
+_IN_FLIGHT = {"F": 1, "R": 0, "B": -1, "I": 0, "W": -1}
+_DEFERRED = {"F": 0, "R": 0, "B": 0, "I": 1, "W": -1}
+
+
+def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> MemoryReport:
+    """Check that ``schedule`` can run, and count what each rank keeps at its peak.
+
+    ``edges`` are the (source stage, destination stage) pairs between which values flow; by default each
+    stage feeds the next. Channels are FIFO, receives are posted in the sender's order and sends do not
+    block, so a schedule deadlocks exactly when its orders and its data dependencies together have a cycle.
+    Raises ``ScheduleError`` naming the action, the rank and, for a deadlock, the cycle.
+    """
+    _check_placement(schedule)
+    edges = edges_of(schedule, edges)
+    report = _check_orders(schedule)
+    outcome = topological_runs(schedule, edges)
+    if outcome.blocked:
+        _deadlock(schedule, outcome)
+    return report
+
+
+def _check_placement(schedule: Schedule) -> None:
+    """Every stage is on a rank that exists, and every rank has a stage."""
+    num_ranks = schedule.num_ranks
+    ranks = f"there are {num_ranks} ranks (0..{num_ranks - 1})"
+    if not num_ranks:
+        _fail(schedule, "there are no ranks")
+    if not schedule.num_stages:
+        _fail(schedule, "there are no stages")
+    if schedule.num_microbatches < 1:
+        _fail(schedule, f"there are {schedule.num_microbatches} micro-batches, at least 1 is needed")
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < num_ranks:
+            _fail(schedule, f"stage {stage} is placed on rank {rank}, but {ranks}")
+    for rank in sorted(set(range(num_ranks)) - set(schedule.placement)):
+        why = f"rank {rank} holds no stage: use fewer ranks, or place a stage there"
+        _fail(schedule, why, {rank: (0, "")})
+
+
+def _check_orders(schedule: Schedule) -> MemoryReport:
+    """Every stage runs each action once, in a legal order, on its own rank. Counts in-flight work on the way."""
+    m, num_stages, placement = schedule.num_microbatches, schedule.num_stages, schedule.placement
+    if num_stages * m > sum(map(len, schedule.orders)):  # too few actions: do not allocate for a huge m
+        present = {(a.stage, a.microbatch) for order in schedule.orders for a in order}
+        pairs = ((stage, microbatch) for stage in range(num_stages) for microbatch in range(m))
+        _incomplete(schedule, *next(pair for pair in pairs if pair not in present), _NOTHING)
+    state = bytearray(num_stages * m)
+    flights, deferreds = [], []
+    for rank, order in enumerate(schedule.orders):
+        flight = peak_flight = deferred = peak_deferred = 0
+        for position, (stage, kind, microbatch) in enumerate(order):
+            if not (0 <= stage < num_stages and 0 <= microbatch < m and placement[stage] == rank):
+                _misplaced(schedule, rank, position)
+            state_after = _TRANSITIONS[state[stage * m + microbatch]].get(kind)
+            if state_after is None:
+                _out_of_order(schedule, rank, position)
+            state[stage * m + microbatch] = state_after
+            flight += _IN_FLIGHT[kind]
+            deferred += _DEFERRED[kind]
+            if flight > peak_flight:
+                peak_flight = flight
+            if deferred > peak_deferred:
+                peak_deferred = deferred
+        flights.append(peak_flight)
+        deferreds.append(peak_deferred)
+
+    wanted = _DONE if schedule.trains else _FORWARD
+    if state.count(wanted) < len(state):
+        index = next(i for i, s in enumerate(state) if s != wanted)
+        _incomplete(schedule, *divmod(index, m), state[index])
+    if not schedule.trains:
+        flights = [0] * schedule.num_ranks
+    counts = [placement.count(rank) for rank in range(schedule.num_ranks)]
+    shares = tuple(flight / count for flight, count in zip(flights, counts, strict=True))
+    return MemoryReport(tuple(flights), shares, tuple(deferreds))
+
+
+def _misplaced(schedule: Schedule, rank: int, position: int) -> NoReturn:
+    """An action of a stage or micro-batch that does not exist, or of a stage on another rank."""
+    action = schedule.orders[rank][position]
+    stages, m = schedule.num_stages, schedule.num_microbatches
+    if not 0 <= action.stage < stages:
+        why = f"there is no stage {action.stage}: there are {stages} (0..{stages - 1})"
+    elif not 0 <= action.microbatch < m:
+        why = f"there is no micro-batch {action.microbatch}: there are {m} (0..{m - 1})"
+    else:
+        why = f"stage {action.stage} is on rank {schedule.placement[action.stage]}"
+    _fail(schedule, f"{_place(schedule, rank, position)} cannot be done there: {why}", {rank: (position, "")})
+
+
+def _out_of_order(schedule: Schedule, rank: int, position: int) -> NoReturn:
+    """An action of unknown kind, repeated, too early or too late, or a B together with I and W."""
+    order = schedule.orders[rank]
+    stage, kind, microbatch = order[position]
+    where = _place(schedule, rank, position)
+
+    def at(other: str, within: range) -> int | None:
+        return next((i for i in within if order[i] == (stage, other, microbatch)), None)
+
+    past, future = range(position), range(position + 1, len(order))
+    if kind not in COMPUTE:
+        why = f"{where} is of an unknown kind: expected one of {', '.join(COMPUTE)}"
+    elif (before := at(kind, past)) is not None:
+        why = f"{where} is there a second time: it is already at position {before}"
+    elif kind in "BIW" and any(at(other, past) is not None for other in ("B" if kind in "IW" else "IW")):
+        why = f"{where} repeats backward work: a stage does B, or I and W, on a micro-batch, never both"
+    elif kind == "R" and any(at(other, past) is not None for other in BACKWARD):
+        why = f"{where} comes too late: the backward is already done"
+    else:
+        need = Action(stage, "I" if kind == "W" else "F", microbatch)
+        after = at(need.kind, future)
+        why = f"{where} needs {need} before it, which " + (
+            f"comes only at position {after}" if after is not None else "is missing"
+        )
+    _fail(schedule, why, {rank: (position, "")})
+
+
+def _incomplete(schedule: Schedule, stage: int, microbatch: int, state: int) -> NoReturn:
+    """A stage does not finish a micro-batch."""
+    rank = schedule.placement[stage]
+    order = schedule.orders[rank]
+    if state == _NOTHING:
+        missing, rest = f"{stage}F{microbatch}", f"stage {stage} does nothing with micro-batch {microbatch}"
+    elif state == _INPUT:
+        missing, rest = f"{stage}W{microbatch}", f"{stage}I{microbatch} is there, its weight gradient is not"
+    else:
+        missing = f"{stage}B{microbatch}"
+        rest = f"{stage}F{microbatch} is there, its backward (B, or I and W) is not"
+    positions = [i for i, a in enumerate(order) if (a.stage, a.microbatch) == (stage, microbatch)]
+    mark = (positions[-1], f"{missing} does not follow") if positions else (len(order), f"{missing} is missing")
+    _fail(schedule, f"{missing} of rank {rank} is missing: {rest}", {rank: mark})
+
+
+def _deadlock(schedule: Schedule, outcome: TopologicalRuns) -> NoReturn:
+    """Follow who waits for whom until a rank repeats: that is the cycle."""
+    trail: list[int] = []
+    rank = min(outcome.blocked)
+    while rank not in trail:
+        trail.append(rank)
+        rank = schedule.placement[outcome.blocked[rank][1]]
+    cycle = trail[trail.index(rank) :]
+
+    waits, marks = [], {}
+    for rank in cycle:
+        position, stage = outcome.blocked[rank]
+        action = schedule.orders[rank][position]
+        owner = schedule.placement[stage]
+        kinds = ("F",) if action.kind == "F" else BACKWARD
+        need = next(
+            a
+            for a in schedule.orders[owner]
+            if a.stage == stage and a.microbatch == action.microbatch and a.kind in kinds
+        )
+        who = f"rank {owner}" if owner != rank else f"rank {rank} itself, later in its order"
+        waits.append(f"at {action} for {need} of {who}")
+        marks[rank] = (position, f"waits for {need}")
+    why = f"deadlock: rank {cycle[0]} waits " + ", which waits ".join(waits)
+    _fail(schedule, why, marks)
+
+
+def _place(schedule: Schedule, rank: int, position: int) -> str:
+    return f"{schedule.orders[rank][position]} of rank {rank} (position {position})"
+
+
+def _fail(schedule: Schedule, why: str, marks: Mapping[int, tuple[int, str]] | None = None) -> NoReturn:
+    picture = _grid(schedule, marks or {})
+    raise ScheduleError(f"schedule {schedule.name!r}: {why}" + (f"\n\n{picture}" if picture else ""))
+
 
 _BEFORE, _AFTER = 5, 3
-"""Columns shown to the left and to the right of the marked one: a fault is mostly explained by its past."""
+"""Columns shown to the left and to the right of the marked one: the cause of a fault is usually before it."""
 
 
 def _grid(schedule: Schedule, marks: Mapping[int, tuple[int, str]]) -> str:
-    """The orders around ``marks``: rank -> (position in its order, what to write beside the arrow).
+    """The orders around ``marks``, rank -> (position in its order, remark beside the arrow), one row per rank::
 
-    Where several ranks are marked, their marked cells are lined up in one column; the position in each
-    rank's order is then written beside the row.
+                  5    6     7    8
+        rank 0:  0F5  0B0   0F6  0B1
+        rank 1:  1B0  1F3  [1F3] 1B1  <-- here
+
+    The marked cells of several ranks are aligned in one column, with each position beside its row.
     """
     centres = {position for position, _ in marks.values()}
     common = min(centres, default=0)  # the column that ranks without a mark are shown around
@@ -65,199 +258,3 @@ def _grid(schedule: Schedule, marks: Mapping[int, tuple[int, str]]) -> str:
             line = f"{line} <-- here{place}{': ' if remark else ''}{remark}"
         lines.append(line.rstrip())
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What each rank keeps at its peak, one entry per rank.
-
-    ``peak_in_flight`` counts (stage, micro-batch) pairs between the forward and the end of their last
-    backward work (``B``, or the ``W`` after ``I``); a schedule that only runs forward keeps none.
-    ``peak_activations`` is the same in shares of a rank: in flight over stages on that rank.
-    ``peak_deferred`` counts pairs whose ``I`` is done and whose ``W`` is not.
-    """
-
-    peak_in_flight: tuple[int, ...]
-    peak_activations: tuple[float, ...]
-    peak_deferred: tuple[int, ...]
-
-
-# What one stage does with one micro-batch, as states and steps:
-#
-#     NOTHING --F--> FORWARD --R--> RECOMPUTED     FORWARD, RECOMPUTED --B--> DONE
-#                                                  FORWARD, RECOMPUTED --I--> INPUT --W--> DONE
-_NOTHING, _FORWARD, _RECOMPUTED, _INPUT, _DONE = range(5)
-_STEPS: tuple[dict[str, int], ...] = (
-    {"F": _FORWARD},
-    {"R": _RECOMPUTED, "B": _DONE, "I": _INPUT},
-    {"B": _DONE, "I": _INPUT},
-    {"W": _DONE},
-    {},
-)
-_IN_FLIGHT = {"F": 1, "R": 0, "B": -1, "I": 0, "W": -1}
-_DEFERRED = {"F": 0, "R": 0, "B": 0, "I": 1, "W": -1}
-
-
-def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> MemoryReport:
-    """Check that ``schedule`` can run, and say what each rank keeps at its peak.
-
-    ``edges`` are the (source stage, destination stage) pairs between which values flow; by default each
-    stage feeds the next. Channels are FIFO, receives are posted in the sender's order and sends do not
-    block, so a schedule deadlocks exactly when its orders and its data dependencies together have a cycle.
-    Raises ``ScheduleError`` naming the action, the rank and, for a deadlock, the cycle.
-    """
-    _check_shape(schedule)
-    edges = edges_of(schedule, edges)
-    report = _check_orders(schedule)
-    outcome = topological_runs(schedule, edges)
-    if outcome.stuck:
-        _deadlock(schedule, outcome)
-    return report
-
-
-def _check_shape(schedule: Schedule) -> None:
-    """Every stage is on a rank that exists, and every rank has a stage."""
-    num_ranks = schedule.num_ranks
-    ranks = f"there are {num_ranks} ranks (0..{num_ranks - 1})"
-    if not num_ranks:
-        _fail(schedule, "there are no ranks")
-    if not schedule.num_stages:
-        _fail(schedule, "there are no stages")
-    if schedule.num_microbatches < 1:
-        _fail(schedule, f"there are {schedule.num_microbatches} micro-batches, at least 1 is needed")
-    for stage, rank in enumerate(schedule.placement):
-        if not 0 <= rank < num_ranks:
-            _fail(schedule, f"stage {stage} is placed on rank {rank}, but {ranks}")
-    for rank in sorted(set(range(num_ranks)) - set(schedule.placement)):
-        why = f"rank {rank} holds no stage: use fewer ranks, or place a stage there"
-        _fail(schedule, why, {rank: (0, "")})
-
-
-def _check_orders(schedule: Schedule) -> MemoryReport:
-    """Every stage does everything once, in its order, where it lives. Counts what is kept on the way."""
-    m, num_stages, placement = schedule.num_microbatches, schedule.num_stages, schedule.placement
-    if num_stages * m > sum(map(len, schedule.orders)):  # too few to be complete, and perhaps a huge m
-        there = {(a.stage, a.microbatch) for order in schedule.orders for a in order}
-        pairs = ((stage, microbatch) for stage in range(num_stages) for microbatch in range(m))
-        _incomplete(schedule, *next(pair for pair in pairs if pair not in there), _NOTHING)
-    state = bytearray(num_stages * m)
-    flights, deferreds = [], []
-    for rank, order in enumerate(schedule.orders):
-        flight = peak_flight = deferred = peak_deferred = 0
-        for position, (stage, kind, microbatch) in enumerate(order):
-            if not (0 <= stage < num_stages and 0 <= microbatch < m and placement[stage] == rank):
-                _misplaced(schedule, rank, position)
-            step = _STEPS[state[stage * m + microbatch]].get(kind)
-            if step is None:
-                _out_of_order(schedule, rank, position)
-            state[stage * m + microbatch] = step
-            flight += _IN_FLIGHT[kind]
-            deferred += _DEFERRED[kind]
-            if flight > peak_flight:
-                peak_flight = flight
-            if deferred > peak_deferred:
-                peak_deferred = deferred
-        flights.append(peak_flight)
-        deferreds.append(peak_deferred)
-
-    wanted = _DONE if schedule.trains else _FORWARD
-    if state.count(wanted) < len(state):
-        index = next(i for i, s in enumerate(state) if s != wanted)
-        _incomplete(schedule, *divmod(index, m), state[index])
-    if not schedule.trains:
-        flights = [0] * schedule.num_ranks
-    counts = [placement.count(rank) for rank in range(schedule.num_ranks)]
-    shares = tuple(flight / count for flight, count in zip(flights, counts, strict=True))
-    return MemoryReport(tuple(flights), shares, tuple(deferreds))
-
-
-def _misplaced(schedule: Schedule, rank: int, position: int) -> NoReturn:
-    """An action of a stage or a micro-batch that does not exist, or that lives on another rank."""
-    action = schedule.orders[rank][position]
-    stages, m = schedule.num_stages, schedule.num_microbatches
-    if not 0 <= action.stage < stages:
-        why = f"there is no stage {action.stage}: there are {stages} (0..{stages - 1})"
-    elif not 0 <= action.microbatch < m:
-        why = f"there is no micro-batch {action.microbatch}: there are {m} (0..{m - 1})"
-    else:
-        why = f"stage {action.stage} is on rank {schedule.placement[action.stage]}"
-    _fail(schedule, f"{_place(schedule, rank, position)} cannot be done there: {why}", {rank: (position, "")})
-
-
-def _out_of_order(schedule: Schedule, rank: int, position: int) -> NoReturn:
-    """An action of no known kind, a second time, too early, or of the other way to do a backward."""
-    order = schedule.orders[rank]
-    stage, kind, microbatch = order[position]
-    where = _place(schedule, rank, position)
-
-    def at(other: str, within: range) -> int | None:
-        return next((i for i in within if order[i] == (stage, other, microbatch)), None)
-
-    past, future = range(position), range(position + 1, len(order))
-    if kind not in COMPUTE:
-        why = f"{where} is of an unknown kind: expected one of {', '.join(COMPUTE)}"
-    elif (before := at(kind, past)) is not None:
-        why = f"{where} is there a second time: it is already at position {before}"
-    elif kind in "BIW" and any(at(other, past) is not None for other in ("B" if kind in "IW" else "IW")):
-        why = f"{where} repeats backward work: a stage does B, or I and W, on a micro-batch, never both"
-    elif kind == "R" and any(at(other, past) is not None for other in BACKWARD):
-        why = f"{where} comes too late: the backward is already done"
-    else:
-        need = Action(stage, "I" if kind == "W" else "F", microbatch)
-        after = at(need.kind, future)
-        why = f"{where} needs {need} before it, which " + (
-            f"comes only at position {after}" if after is not None else "is missing"
-        )
-    _fail(schedule, why, {rank: (position, "")})
-
-
-def _incomplete(schedule: Schedule, stage: int, microbatch: int, state: int) -> NoReturn:
-    """A stage leaves a micro-batch unfinished."""
-    rank = schedule.placement[stage]
-    order = schedule.orders[rank]
-    if state == _NOTHING:
-        missing, rest = f"{stage}F{microbatch}", f"stage {stage} does nothing with micro-batch {microbatch}"
-    elif state == _INPUT:
-        missing, rest = f"{stage}W{microbatch}", f"{stage}I{microbatch} is there, its weight gradient is not"
-    else:
-        missing = f"{stage}B{microbatch}"
-        rest = f"{stage}F{microbatch} is there, its backward (B, or I and W) is not"
-    found = [i for i, a in enumerate(order) if (a.stage, a.microbatch) == (stage, microbatch)]
-    mark = (found[-1], f"{missing} does not follow") if found else (len(order), f"{missing} is missing")
-    _fail(schedule, f"{missing} of rank {rank} is missing: {rest}", {rank: mark})
-
-
-def _deadlock(schedule: Schedule, outcome: TopologicalRuns) -> NoReturn:
-    """Follow who waits for whom until a rank comes up again: that is the cycle."""
-    trail: list[int] = []
-    rank = min(outcome.stuck)
-    while rank not in trail:
-        trail.append(rank)
-        rank = schedule.placement[outcome.stuck[rank][1]]
-    cycle = trail[trail.index(rank) :]
-
-    waits, marks = [], {}
-    for rank in cycle:
-        position, stage = outcome.stuck[rank]
-        action = schedule.orders[rank][position]
-        owner = schedule.placement[stage]
-        kinds = ("F",) if action.kind == "F" else BACKWARD
-        need = next(
-            a
-            for a in schedule.orders[owner]
-            if a.stage == stage and a.microbatch == action.microbatch and a.kind in kinds
-        )
-        who = f"rank {owner}" if owner != rank else f"rank {rank} itself, later in its order"
-        waits.append(f"at {action} for {need} of {who}")
-        marks[rank] = (position, f"waits for {need}")
-    why = f"deadlock: rank {cycle[0]} waits " + ", which waits ".join(waits)
-    _fail(schedule, why, marks)
-
-
-def _place(schedule: Schedule, rank: int, position: int) -> str:
-    return f"{schedule.orders[rank][position]} of rank {rank} (position {position})"
-
-
-def _fail(schedule: Schedule, why: str, marks: Mapping[int, tuple[int, str]] | None = None) -> NoReturn:
-    picture = _grid(schedule, marks or {})
-    raise ScheduleError(f"schedule {schedule.name!r}: {why}" + (f"\n\n{picture}" if picture else ""))

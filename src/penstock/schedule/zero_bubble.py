@@ -1,12 +1,14 @@
-"""Zero bubble H1 and H2: 1F1B with the backward split, and weight gradients where 1F1B would wait."""
+"""Zero bubble H1 and H2: 1F1B with a split backward; weight gradients fill the waits of 1F1B."""
 
 from __future__ import annotations
 
+from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 
 __all__ = ["zb_h1", "zb_h2"]
 
 
+@register("zb_h1", "split backward; a third of 1F1B's bubble in its memory", memory="p")
 def zb_h1(p: int, m: int) -> Schedule:
     """A third of 1F1B's bubble in 1F1B's memory: rank r holds p - r micro-batches in flight and r deferred.
 
@@ -19,8 +21,9 @@ def zb_h1(p: int, m: int) -> Schedule:
     return Schedule.of("zb_h1", loop(p), (_deferring(r, m, p - r, r) for r in range(p)), m)
 
 
+@register("zb_h2", "split backward; no pause once begun, twice 1F1B's memory", memory="2 * p - 1")
 def zb_h2(p: int, m: int) -> Schedule:
-    """Twice the memory, and no bubble once begun: a rank that has started works without a pause to its end.
+    """Twice the memory of 1F1B, and no bubble after the start: a rank works without a pause from its first action.
 
     p=3, m=5; every action takes one column::
 
@@ -32,9 +35,9 @@ def zb_h2(p: int, m: int) -> Schedule:
 
 
 def _deferring(r: int, m: int, warmup: int, lag: int) -> list[Action]:
-    """Rank r: ``warmup`` forwards; then I, the W of ``lag`` micro-batches ago and F in turn; then what is left.
+    """Rank r: ``warmup`` forwards; then I, the W of ``lag`` micro-batches ago and F in turn; then the remaining W.
 
-    Once there is no forward left to fill the time between two I, a W does, whatever its lag.
+    Once no forward is left to fill the time between two I, a W does, whatever its lag.
     """
     order = [Action(r, "F", k) for k in range(min(warmup, m))]
     weights = iter([Action(r, "W", k) for k in range(m)])

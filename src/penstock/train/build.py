@@ -176,7 +176,7 @@ def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvi
         [(edge.src, edge.dst) for edge in plan.edges],
         options.microbatches,
         ranks=None if mesh is None else mesh.pipe,
-        places=None if named is None else len(named),
+        max_ranks=None if named is None else len(named),
         recompute=options.recompute,
         microbatch_size=options.microbatch_size,
         costs=costs,

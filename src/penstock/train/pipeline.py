@@ -271,8 +271,8 @@ class Pipeline(PipelineState):
         if self._rendezvous is not None:
             self._rendezvous.compare({"what replan was given": digest(repr(costs)), "its order": digest(str(schedule))})
         if found.changed:
-            self._source = self._source.replaced(schedule)
-            executor.reschedule(executor.source.replaced(schedule))
+            self._source = self._source.with_schedule(schedule)
+            executor.reschedule(executor.source.with_schedule(schedule))
         self.prediction = predict_from_costs("replan", costs, executor)
         return found
 

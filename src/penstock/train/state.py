@@ -178,7 +178,7 @@ class PipelineState:
         executor = self._executor
         executor.check_idle()
         options: dict[str, Any] = {} if executor.weights is None else {"device_of": executor.weights.device_of}
-        return grad_norm(self.parameters(), norm_type, executor.ties.counts, executor.reduce, **options)
+        return grad_norm(self.parameters(), norm_type, executor.ties.counts_in_norm, executor.reduce, **options)
 
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers under the plain model's own names.
@@ -222,10 +222,10 @@ class PipelineState:
         if self._executor.loss is not None:
             self._executor.loss.scale = scale
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """The maximum of a number over the ranks, on all of them. Every rank calls it."""
         self._executor.check_idle()
-        return self._executor.maximum(number)
+        return self._executor.max_over_ranks(number)
 
     def broadcast(self, value: Any) -> Any:
         """The value of the last stage's rank, on every rank: ``pipe.broadcast(pipe(x))``. Every rank calls it."""

@@ -98,7 +98,7 @@ def test_no_cuts_and_recomputes_of_all_are_much_better(shape: str, p: int, v: in
     assert answer is not None
     assert max(answer.memory) <= memory * (1 + 1e-9)
     assert answer.found.makespan <= best * 1.01
-    assert answer.found.floor <= answer.found.makespan
+    assert answer.found.lower_bound <= answer.found.makespan
 
 
 def kept_at_most(schedule: Schedule, sizes: list[float], inputs: list[float]) -> list[float]:
@@ -142,10 +142,10 @@ def test_memory_is_what_the_order_keeps(data: st.DataObject) -> None:
         return
     assert {a.stage for own in found.schedule.orders for a in own if a.kind == "R"} == again
     peaks = kept_at_most(found.schedule, list(sizes), list(inputs))
-    assert list(found.peak) == pytest.approx(peaks)
+    assert list(found.peak_memory) == pytest.approx(peaks)
     assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, room, strict=True))
     assert simulate(found.schedule, costs).makespan == found.makespan
-    assert found.floor <= found.makespan * (1 + 1e-9)
+    assert found.lower_bound <= found.makespan * (1 + 1e-9)
 
 
 # ── for real ─────────────────────────────────────────────────────────────────────────────────────────────────────────

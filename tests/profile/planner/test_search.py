@@ -44,7 +44,7 @@ def test_cuts_and_order_together_beat_every_fixed_schedule_on_an_even_cut(halves
     assert found.found.makespan < most
     again = simulate(found.found.schedule, found.costs, tuple(edges_between(segments, found.cuts)))
     assert again.makespan == found.found.makespan
-    assert found.found.floor <= again.makespan
+    assert found.found.lower_bound <= again.makespan
 
 
 def uniform(layers: int = 8, seconds: float = 0.03, held: float = 10.0, kept: float = 1.0) -> ModelCosts:

@@ -24,8 +24,7 @@ from penstock.profile.links import Links, measure_links
 from penstock.profile.measure import measure_costs
 from penstock.profile.planner.candidates import device_grids
 from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, stage_costs, static_bytes
-from penstock.schedule import one_f_one_b, simulate
-from penstock.schedule.recompute import recompute_modes, with_recompute
+from penstock.schedule import build, recompute_modes, simulate, with_recompute
 
 __all__ = ["AutoConfig", "Configuration", "Profiler", "load_links"]
 
@@ -183,11 +182,11 @@ class AutoConfig:
         count = -(-samples // costs.samples)
         name = "inside" if self.num_gpus <= self.gpus_per_vm else "outside"
         link = self.links.get(name) or next(iter(self.links.values()), costs.link)
-        segments = Segments(self.profile.over(link).at(-(-samples // count)))
+        segments = Segments(self.profile.with_link(link).at(-(-samples // count)))
         cuts = even_cuts(segments, pipe)
         ranks = Ranks((1.0,) * pipe, (inf,) * pipe, (1.0,) * pipe)
         modes = recompute_modes(dict.fromkeys(range(pipe - 1), "always"), pipe)
-        schedule = with_recompute(one_f_one_b(pipe, count), modes)
+        schedule = with_recompute(build("1f1b", pipe, count), modes)
         edges = tuple(edges_between(segments, cuts))
         simulation = simulate(schedule, stage_costs(segments, ranks, range(pipe), cuts), edges)
         gradients = [segments.total("gradients", i, j) for i, j in pairwise((0, *cuts))]
@@ -196,7 +195,7 @@ class AutoConfig:
             pipe,
             data,
             costs.samples,
-            max(ends[-1] + link.summing(size, data) for ends, size in zip(simulation.ends, gradients, strict=True)),
+            max(ends[-1] + link.all_reduce_seconds(size, data) for ends, size in zip(simulation.ends, gradients, strict=True)),
             max(held + peak for held, peak in zip(static, simulation.peak_memory, strict=True)),
         )
 
@@ -212,5 +211,5 @@ class AutoConfig:
 def even_cuts(segments: Segments, stages: int) -> Cuts:
     """The ends of stages with equally many layers, as ``Varuna`` makes them."""
     n, costs = segments.n, segments.costs
-    crossing = [0.0, *(costs.between(range(cut), range(cut, n)) for cut in range(1, n))]
+    crossing = [0.0, *(costs.bytes_between(range(cut), range(cut, n)) for cut in range(1, n))]
     return tuple(accumulate(hooks.partition([1] * n, stages, crossing=crossing, memory=[], limits=None)))

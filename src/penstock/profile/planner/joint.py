@@ -62,7 +62,7 @@ class JointResult:
     @property
     def memory(self) -> tuple[float, ...]:
         """For each rank, the bytes at its peak."""
-        return tuple(map(sum, zip(self.static, self.found.peak, strict=True)))
+        return tuple(map(sum, zip(self.static, self.found.peak_memory, strict=True)))
 
 
 def joint_search(
@@ -150,9 +150,9 @@ class _Search:
         if stages is None or stages.cap is None:
             return best
         found = find_order(replace(stages, room=(inf,) * len(stages.room)), seconds=seconds, seed=self.seed)
-        if found is None or max(found.peak) >= max(best.found.peak):
+        if found is None or max(found.peak_memory) >= max(best.found.peak_memory):
             return best
-        fits = all(peak <= room for peak, room in zip(found.peak, stages.room, strict=True))
+        fits = all(peak <= room for peak, room in zip(found.peak_memory, stages.room, strict=True))
         return replace(best, found=found) if fits and found.makespan <= best.found.makespan * (1 + 1e-9) else best
 
     def points(self, count: int) -> list[Point]:

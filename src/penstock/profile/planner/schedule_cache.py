@@ -8,15 +8,14 @@ from math import inf
 from random import Random
 
 from penstock.errors import ScheduleError
+from penstock.schedule import SearchResult, auto
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule
-from penstock.schedule.search import SearchResult, auto, simulate_orders
 from penstock.schedule.search.lower_bound import lower_bound
-from penstock.schedule.search.op_graph import OpTable
-from penstock.schedule.search.orders import encode, without_weight_grads
+from penstock.schedule.search.op_graph import NodeTable
+from penstock.schedule.search.orders import encode, simulate_orders, with_recomputes, without_weight_grads
 from penstock.schedule.search.place_weight_grads import evaluate, place_weight_grads
 from penstock.schedule.search.problem import Orders, Problem, make_problem
-from penstock.schedule.search.recompute_choice import with_recomputes
 from penstock.schedule.search.tabu import tabu_search
 
 __all__ = ["COUNTED", "AdaptedSchedule", "StageProblem", "adapt_schedule", "find_order", "seconds_per_move"]
@@ -105,12 +104,12 @@ class AdaptedSchedule:
 
     def floor_of(self, stages: StageProblem) -> float:
         """No order that this one could become for these stages takes less."""
-        return stages.loose_floor if self.problem.loose else stages.floor
+        return stages.loose_floor if self.problem.recompute_optional else stages.floor
 
     def adapted(self, stages: StageProblem) -> AdaptedSchedule | None:
         """The same order for other stages; None if these fit in no order."""
         try:
-            problem = _problem(stages, self.problem.loose)
+            problem = _problem(stages, self.problem.recompute_optional)
         except ScheduleError:
             return None
         return _adapted(stages, problem, with_recomputes(problem, self.words))
@@ -120,7 +119,7 @@ class AdaptedSchedule:
         if self.seconds == inf:
             return self
         goal = lower_bound(self.problem)
-        seconds, words = tabu_search(OpTable(self.problem), self.words, steps, random, goal, lambda: False)
+        seconds, words = tabu_search(NodeTable(self.problem), self.words, steps, random, goal, lambda: False)
         return AdaptedSchedule(self.stages, self.problem, words, seconds)
 
     def finished(self) -> SearchResult | None:
@@ -146,7 +145,7 @@ def seconds_per_move(stages: StageProblem) -> float:
 def _problem(stages: StageProblem, loose: bool) -> Problem:
     how = stages.placement, stages.m, stages.cap, stages.edges, stages.again
     problem, _ = make_problem(stages.costs, *how)
-    return replace(problem, loose=loose)
+    return replace(problem, recompute_optional=loose)
 
 
 def _adapted(stages: StageProblem, problem: Problem, words: Orders) -> AdaptedSchedule:

@@ -158,7 +158,7 @@ class _Evaluation:
             sizes[rank] += self.segments.total("gradients", i, j)
         summing = self._summing(sizes)
         done = max(ends[-1] + sums for ends, sums in zip(simulation.ends, summing, strict=True))
-        floor = min(done, found.found.floor)
+        floor = min(done, found.found.lower_bound)
         saved = None if found.again else tuple(simulate(schedule, replace(costs, keep=1.0), edges).peak_memory)
         return Candidate(self.way, found.cuts, schedule, done, floor, found.memory, simulation.bubble, costs, saved)
 
@@ -176,7 +176,7 @@ class _Evaluation:
 
     def _summing(self, sizes: Sequence[float]) -> list[float]:
         """The seconds in which ranks' gradients, of so many bytes, are summed over the replicas."""
-        return [self.between.summing(size, self.way.data) for size in sizes]
+        return [self.between.all_reduce_seconds(size, self.way.data) for size in sizes]
 
     def _misses(self, needs: float) -> None:
         self.needs, limit = needs, max(self.ranks.memory)

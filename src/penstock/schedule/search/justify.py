@@ -1,10 +1,10 @@
-"""Squeeze an order: all work as early as it can be done, then all as late as it can be, and so on.
+"""Double justification: run all ops as early as possible, then all as late as possible, and so on.
 
-On its way, work goes into gaps. A rank that would wait does what comes later in its order, if that is ready, has room,
-and is over in time for the work that it passes, whose latest start is known from the turn before. So no turn makes an
-order slower; and most make it faster, since work has left the end that it was squeezed from.
+In each pass, ops move into gaps. A rank that would wait runs a later op of its order, if that is ready, fits in memory
+and ends before the latest start of the op that it overtakes, known from the previous pass. So no pass makes an order
+slower, and most make it faster, because ops leave the end from which they are shifted.
 
-Backwards in time an order is an order, too: there a W takes memory, and an F gives it back.
+Reversed in time, an order is again an order: there a W allocates memory, and an F frees it.
 """
 
 from __future__ import annotations
@@ -13,73 +13,74 @@ import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from penstock.schedule.search.op_graph import OpTable
+from penstock.schedule.search.op_graph import NodeTable
 from penstock.schedule.search.problem import TOLERANCE, Orders
 
 __all__ = ["Justification", "justify"]
 
 _LOOKAHEAD = 24
-"""So far ahead in its order a rank looks for work."""
+"""The number of ops of its order among which a rank looks for one to run."""
 
 
-def justify(pieces: OpTable, words: Orders, turns: int, expired: Callable[[], bool]) -> tuple[float, Orders]:
-    """The order squeezed so often, or until nothing more comes of it, one way and the other, or time is up."""
-    order = Justification(pieces, words)
+def justify(table: NodeTable, orders: Orders, passes: int, expired: Callable[[], bool]) -> tuple[float, Orders]:
+    """Up to ``passes`` passes; fewer if two in a row bring nothing, or time has expired."""
+    justification = Justification(table, orders)
     vain = 0
-    for _ in range(turns):
-        before = order.makespan
-        order.turn()
-        vain = vain + 1 if order.makespan > before * (1 - TOLERANCE) else 0
+    for _ in range(passes):
+        before = justification.makespan
+        justification.run_pass()
+        vain = vain + 1 if justification.makespan > before * (1 - TOLERANCE) else 0
         if vain == 2 or expired():
             break
-    words = order.early()
-    return order.makespan, words
+    orders = justification.early_orders()
+    return justification.makespan, orders
 
 
 class Justification:
-    """An order being squeezed."""
+    """Orders between passes. After the constructor, the first pass has run: all ops are early."""
 
-    def __init__(self, pieces: OpTable, words: Orders) -> None:
-        self.pieces = pieces
-        problem = pieces.problem
-        self.orders, self.letters = pieces.numbered(words)
-        self.duration = [problem.durations[letter] for letter in self.letters]
-        takes = [problem.takes[letter] for letter in self.letters]
-        needs = [problem.needs[letter] for letter in self.letters]
-        never = -math.inf
-        # What work takes, and what there is at the most while it is done, over what there was before it: both ways.
-        self._takes = takes, [-more for more in takes]
+    def __init__(self, table: NodeTable, orders: Orders) -> None:
+        self.table = table
+        problem = table.problem
+        self.orders, self.ops = table.number(orders)
+        self.duration = [problem.durations[op] for op in self.ops]
+        change = [problem.memory_change[op] for op in self.ops]
+        needs = [problem.memory_need[op] for op in self.ops]
+        none = -math.inf
+        # Forward and reversed: the change of memory by a node, and its peak relative to the memory before it.
+        self._change = change, [-more for more in change]
         self._peaks = (
-            [need or never for need in needs],
-            [need - more if need else never for need, more in zip(needs, takes, strict=True)],
+            [need or none for need in needs],
+            [need - more if need else none for need, more in zip(needs, change, strict=True)],
         )
-        self._near = pieces.targets, pieces.sources
-        self._missing = [len(each) for each in pieces.sources], [len(each) for each in pieces.targets]
-        self._room = [cap * (1 + TOLERANCE) for cap in problem.cap]
-        self._back = False
-        self._latest = [never] * pieces.nothing
+        self._successors = table.targets, table.sources
+        self._num_inputs = [len(each) for each in table.sources], [len(each) for each in table.targets]
+        self._memory_limit = [cap * (1 + TOLERANCE) for cap in problem.cap]
+        self._reversed = False
+        self._latest = [none] * table.none
         self.makespan = 0.0
-        self.turn()
+        self.run_pass()
 
-    def early(self) -> Orders:
-        """The words when all work is early: where it is late, this is one more turn."""
-        if not self._back:
-            self.turn()
-        return [[self.letters[work] for work in reversed(order)] for order in self.orders]
+    def early_orders(self) -> Orders:
+        """The orders with all ops early; runs one more pass if they are late."""
+        if not self._reversed:
+            self.run_pass()
+        return [[self.ops[node] for node in reversed(order)] for order in self.orders]
 
-    def turn(self) -> None:
-        """Squeeze it the other way: early at first, then late."""
-        pieces, duration, latest = self.pieces, self.duration, self._latest
-        orders, line, own, rank_of = self.orders, pieces.line, pieces.own, pieces.rank
-        takes, peaks, near = self._takes[self._back], self._peaks[self._back], self._near[self._back]
-        missing = list(self._missing[self._back])
-        arrive = [0.0] * len(missing)
+    def run_pass(self) -> None:
+        """Shift all ops in the other direction than the last pass: early first, then late."""
+        table, duration, latest = self.table, self.duration, self._latest
+        orders, line, pair, rank_of = self.orders, table.line, table.pair, table.rank
+        change, peaks = self._change[self._reversed], self._peaks[self._reversed]
+        successors = self._successors[self._reversed]
+        missing = list(self._num_inputs[self._reversed])
+        arrival = [0.0] * len(missing)
         starts = [0.0] * len(missing)
         ranks = len(orders)
         position, held, free = [0] * ranks, [0.0] * ranks, [0.0] * ranks
-        wake = [0.0] * ranks  # when an idle rank looks again; infinity while only news can wake it
+        wake = [0.0] * ranks  # when an idle rank looks again; infinite while only an arrival can wake it
         events = [(0.0, rank) for rank in range(ranks)]
-        about = TOLERANCE * self.makespan
+        tolerance = TOLERANCE * self.makespan
         never = math.inf
         done = 0.0
         while events:
@@ -87,71 +88,71 @@ class Justification:
             if wake[rank] != now:
                 continue
             wake[rank] = -1.0
-            order, at, holds, room = orders[rank], position[rank], held[rank], self._room[rank]
+            order, at, memory, limit = orders[rank], position[rank], held[rank], self._memory_limit[rank]
             count = len(order)
-            looking = True  # all that has arrived by now is known; when the rank runs ahead of others, it is not
+            up_to_date = True  # all arrivals until now are known; not so while the rank runs ahead of others
             while at < count:
-                work = order[at]
-                if missing[work] or arrive[work] > now + about:
-                    if not looking:
+                node = order[at]
+                if missing[node] or arrival[node] > now + tolerance:
+                    if not up_to_date:
                         wake[rank] = free[rank] = now
                         heappush(events, (now, rank))
                         break
-                    limit = latest[work] + about
-                    soon = never if missing[work] else arrive[work]
+                    deadline = latest[node] + tolerance
+                    soon = never if missing[node] else arrival[node]
                     found = -1
-                    if now + pieces.shortest[rank] <= limit:
-                        lines, owns = [line[work]], [own[work]]
-                        after, top = holds + takes[work], holds + peaks[work]
+                    if now + table.shortest[rank] <= deadline:
+                        lines, pairs = [line[node]], [pair[node]]
+                        after, top = memory + change[node], memory + peaks[node]
                         for i in range(at + 1, min(at + _LOOKAHEAD, count)):
                             other = order[i]
-                            if not missing[other] and line[other] not in lines and own[other] not in owns:
-                                begin = arrive[other]
-                                if begin <= now + about:
+                            if not missing[other] and line[other] not in lines and pair[other] not in pairs:
+                                begin = arrival[other]
+                                if begin <= now + tolerance:
                                     if (
-                                        now + duration[other] <= limit
-                                        and holds + peaks[other] <= room
-                                        and (takes[other] <= 0.0 or top + takes[other] <= room)
+                                        now + duration[other] <= deadline
+                                        and memory + peaks[other] <= limit
+                                        and (change[other] <= 0.0 or top + change[other] <= limit)
                                     ):
                                         found = i
                                         break
-                                elif begin < soon and begin + duration[other] <= limit:
+                                elif begin < soon and begin + duration[other] <= deadline:
                                     soon = begin
                             lines.append(line[other])
-                            owns.append(own[other])
+                            pairs.append(pair[other])
                             if after + peaks[other] > top:
                                 top = after + peaks[other]
-                            after += takes[other]
+                            after += change[other]
                     if found < 0:
                         free[rank] = now
                         wake[rank] = soon
                         if soon < never:
                             heappush(events, (soon, rank))
                         break
-                    work = order.pop(found)
-                    order.insert(at, work)
+                    node = order.pop(found)
+                    order.insert(at, node)
                 at += 1
-                if arrive[work] > now:
-                    now = arrive[work]
-                starts[work] = now
-                now += duration[work]
-                holds += takes[work]
-                looking = False
-                for other, time in near[work]:
+                if arrival[node] > now:
+                    now = arrival[node]
+                starts[node] = now
+                now += duration[node]
+                memory += change[node]
+                up_to_date = False
+                for other, time in successors[node]:
                     missing[other] -= 1
-                    if now + time > arrive[other]:
-                        arrive[other] = now + time
-                    there = rank_of[other]
-                    if not missing[other] and there != rank and wake[there] > arrive[other]:
-                        at_once = arrive[other] if arrive[other] > free[there] else free[there]
-                        if at_once < wake[there]:
-                            wake[there] = at_once
-                            heappush(events, (at_once, there))
-            position[rank], held[rank] = at, holds
+                    if now + time > arrival[other]:
+                        arrival[other] = now + time
+                    receiver = rank_of[other]
+                    if not missing[other] and receiver != rank and wake[receiver] > arrival[other]:
+                        wake_at = arrival[other] if arrival[other] > free[receiver] else free[receiver]
+                        if wake_at < wake[receiver]:
+                            wake[receiver] = wake_at
+                            heappush(events, (wake_at, receiver))
+            position[rank], held[rank] = at, memory
             if now > done:
                 done = now
         self.makespan = done
         self._latest = [done - start - time for start, time in zip(starts, duration, strict=True)]
         for order in orders:
             order.reverse()
-        self._back = not self._back
+        self._reversed = not self._reversed

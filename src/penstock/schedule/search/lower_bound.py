@@ -1,122 +1,154 @@
-"""A time that no order can beat: what a rank must wait, work and leave to others, and what its memory allows."""
+"""A lower bound on the makespan of every order, and the choice of stages to recompute that follows from it."""
 
 from __future__ import annotations
 
 import math
 
-from penstock.schedule.search.problem import TOLERANCE, Problem
+from penstock.schedule.search.problem import TOLERANCE, B, F, I, Problem, R, W
 
-__all__ = ["by_recompute_benefit", "lower_bound", "memory_bound_period", "memory_time"]
+__all__ = ["lower_bound", "memory_bound_period", "memory_time", "recompute_choices"]
+
+_RESIDENCE_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
+"""Guesses of how much longer than necessary micro-batches stay at a stage."""
 
 
 def lower_bound(problem: Problem) -> float:
-    """The largest of four bounds, for each rank where it applies.
+    """The largest of four bounds, over all ranks:
 
-    - one micro-batch goes through all stages and back;
-    - a rank waits for its first input, then does all its work, recomputes too where they are sure to be done;
-    - a rank waits for its first input, does all but the W that others' waits can hide, and the rest of the
-      pipeline goes on from its last gradient to the end;
-    - a rank waits for its first input, and then takes up micro-batches as fast as its memory allows.
+    - one micro-batch passes all stages forward and backward;
+    - a rank waits for its first input, then does all its work, with the recomputes that are not optional;
+    - a rank waits for its first input and does all its work but the W that can run while others finish; then the
+      rest of the pipeline continues from its last gradient to the end;
+    - a rank waits for its first input, then starts micro-batches as fast as its memory allows.
     """
     count, m, times = problem.num_stages, problem.m, problem.durations
-    forward, backward, fused, weights = (times[kind * count : (kind + 1) * count] for kind in range(4))
-    replay = _recompute_times(problem)
-    rest = [min(b, i + w) for b, i, w in zip(fused, backward, weights, strict=True)]
-    leaves = [min(b, i) for b, i in zip(fused, backward, strict=True)]  # a gradient, this long after its start
-    away = _round_trips(problem)
+    forward, input_grad, fused, weight_grad = (times[kind * count : (kind + 1) * count] for kind in (F, I, B, W))
+    recompute = _recompute_times(problem)
+    rest = [min(b, i + w) for b, i, w in zip(fused, input_grad, weight_grad, strict=True)]
+    sends = [min(b, i) for b, i in zip(fused, input_grad, strict=True)]  # from a backward's start to its gradient
+    round_trips = _round_trips(problem)
     head = [0.0] * count  # until the stage's first input
-    tail = [0.0] * count  # from the moment the gradient leaves to the end of all work of that micro-batch elsewhere
+    tail = [0.0] * count  # from the time the gradient is sent to the end of that micro-batch's work elsewhere
     for src, dst, time in sorted(problem.arcs, key=lambda arc: arc[1]):
         head[dst] = max(head[dst], head[src] + forward[src] + time)
-        tail[dst] = max(tail[dst], time + max(rest[src], leaves[src] + tail[src]))
-    found = max(head[s] + forward[s] + away[s] + max(rest[s], leaves[s] + tail[s]) for s in range(count))
-    for stages, work, pace in zip(problem.local, problem.work, memory_bound_period(problem), strict=True):
+        tail[dst] = max(tail[dst], time + max(rest[src], sends[src] + tail[src]))
+    bound = max(head[s] + forward[s] + round_trips[s] + max(rest[s], sends[s] + tail[s]) for s in range(count))
+    for stages, work, period in zip(problem.stages_of, problem.work, memory_bound_period(problem), strict=True):
         begin = min(head[s] for s in stages)
-        moving = sum(forward[s] + replay[s] + leaves[s] for s in stages)
-        end = min(max(rest[s] - leaves[s], tail[s]) for s in stages)
-        found = max(found, begin + m * work, begin + m * moving + end, begin + m * pace)
-    return found
+        without_w = sum(forward[s] + recompute[s] + sends[s] for s in stages)
+        end = min(max(rest[s] - sends[s], tail[s]) for s in stages)
+        bound = max(bound, begin + m * work, begin + m * without_w + end, begin + m * period)
+    return bound
 
 
 def memory_bound_period(problem: Problem) -> list[float]:
-    """By rank, the least time between two micro-batches that its memory allows, in the long run (Little's law).
+    """By rank: the least time between two micro-batches that its memory allows in the long run (Little's law).
 
-    Each stays at a stage at least as long as it takes to go from there to the end and back. Where it may be recomputed
-    or not, what is kept is weighed against the work that it takes to keep less.
+    A micro-batch stays at a stage at least for the round trip from there to the last stage. Where recomputing is
+    optional, the bound takes the best trade-off between memory and recompute time.
     """
-    pairs, paces = memory_time(problem), []
-    for rank, stages in enumerate(problem.local):
-        room = _usable_cap(problem, rank)
-        if not room:
-            paces.append(0.0)
-        elif problem.loose:
-            paces.append(_period_with_recompute(problem, rank, room))
+    kept, periods = memory_time(problem), []
+    for rank, stages in enumerate(problem.stages_of):
+        memory = _usable_memory(problem, rank)
+        if not memory:
+            periods.append(0.0)
+        elif problem.recompute_optional:
+            periods.append(_period_with_recompute(problem, rank, memory))
         else:
-            paces.append(sum(pairs[s][problem.again[s]] for s in stages) / room)
-    return paces
+            periods.append(sum(kept[s][problem.recomputed[s]] for s in stages) / memory)
+    return periods
 
 
 def memory_time(problem: Problem) -> list[tuple[float, float]]:
-    """By stage, what it keeps of a micro-batch times how long it keeps it, at least; and the same if it recomputes."""
-    count, times = problem.num_stages, problem.durations
-    found = []
-    for s, away in enumerate(_round_trips(problem)):
-        size, before, after, part = problem.activation[s], problem.before[s], problem.keep[s], problem.checkpoint[s]
-        replay, fused, split = times[4 * count + s], times[2 * count + s], times[count + s]
-        whole = before * times[s] + min(before * fused, before * split + after * times[3 * count + s])
-        kept = whole + before * away
-        dropped = whole + before * replay + part * max(0.0, away - replay)
-        found.append((size * kept, size * min(kept, dropped)))
-    return found
+    """By stage: the least product of memory and time of a micro-batch; kept, and recomputed."""
+    products = []
+    for s, round_trip in enumerate(_round_trips(problem)):
+        size, before, after, part = problem.activation[s], problem.before_i[s], problem.keep[s], problem.checkpoint[s]
+        recompute = problem.duration(R, s)
+        split = before * problem.duration(I, s) + after * problem.duration(W, s)
+        work = before * problem.duration(F, s) + min(before * problem.duration(B, s), split)
+        kept = work + before * round_trip
+        recomputed = work + before * recompute + part * max(0.0, round_trip - recompute)
+        products.append((size * kept, size * min(kept, recomputed)))
+    return products
 
 
-def by_recompute_benefit(problem: Problem, rank: int) -> list[int]:
-    """The stages of a rank, those first whose recompute saves the most memory for its time."""
-    pairs, count = memory_time(problem), problem.num_stages
+def recompute_choices(problem: Problem) -> list[Problem]:
+    """The problem with fixed recomputed stages: all, none, and about as few as each rank needs to keep its pace."""
+    if not problem.recompute_optional:
+        return [problem]
+    chosen = [
+        frozenset(range(problem.num_stages)),
+        frozenset[int](),
+        *(_stages_to_recompute(problem, factor) for factor in _RESIDENCE_FACTORS),
+    ]
+    choices = [problem.with_recomputed(stages) for stages in dict.fromkeys(chosen)]
+    return [choice for choice in choices if choice.feasible]
 
-    def worth(stage: int) -> float:
-        saved, replay = pairs[stage][0] - pairs[stage][1], problem.durations[4 * count + stage]
-        return saved / replay if replay else math.inf
 
-    return sorted(problem.local[rank], key=worth, reverse=True)
+def _stages_to_recompute(problem: Problem, factor: float) -> frozenset[int]:
+    """Stages whose recompute lets each rank keep its pace if micro-batches stay ``factor`` times as long as needed."""
+    products, chosen = memory_time(problem), set[int]()
+    for rank, stages in enumerate(problem.stages_of):
+        kept, work = factor * sum(products[s][0] for s in stages), problem.work[rank]
+        for s in _by_recompute_benefit(problem, rank):
+            if kept <= problem.cap[rank] * work * (1 + TOLERANCE):
+                break
+            kept -= factor * (products[s][0] - products[s][1])
+            work += problem.duration(R, s)
+            chosen.add(s)
+    return frozenset(chosen)
 
 
-def _period_with_recompute(problem: Problem, rank: int, room: float) -> float:
-    """The pace of a rank that recomputes as much of each stage as is best for it."""
-    pairs, count = memory_time(problem), problem.num_stages
-    kept, work = sum(pairs[s][0] for s in problem.local[rank]), problem.work[rank]
-    for s in by_recompute_benefit(problem, rank):
-        saved, replay = pairs[s][0] - pairs[s][1], problem.durations[4 * count + s]
-        lack = kept - room * work
-        if lack <= saved + room * replay:
-            return kept / room if lack <= 0 else work + replay * lack / (saved + room * replay)
-        kept, work = kept - saved, work + replay
-    return kept / room
+def _by_recompute_benefit(problem: Problem, rank: int) -> list[int]:
+    """The stages of a rank, by the memory that their recompute saves per time, largest first."""
+    products = memory_time(problem)
+
+    def benefit(stage: int) -> float:
+        saved, time = products[stage][0] - products[stage][1], problem.duration(R, stage)
+        return saved / time if time else math.inf
+
+    return sorted(problem.stages_of[rank], key=benefit, reverse=True)
+
+
+def _period_with_recompute(problem: Problem, rank: int, memory: float) -> float:
+    """The period of a rank that recomputes the best fraction of each stage's micro-batches."""
+    products = memory_time(problem)
+    kept, work = sum(products[s][0] for s in problem.stages_of[rank]), problem.work[rank]
+    for s in _by_recompute_benefit(problem, rank):
+        saved, time = products[s][0] - products[s][1], problem.duration(R, s)
+        lack = kept - memory * work
+        if lack <= saved + memory * time:
+            return kept / memory if lack <= 0 else work + time * lack / (saved + memory * time)
+        kept, work = kept - saved, work + time
+    return kept / memory
 
 
 def _round_trips(problem: Problem) -> list[float]:
-    """By stage, the time from the end of its F to the start of its backward, at least."""
-    count, times = problem.num_stages, problem.durations
-    away = _recompute_times(problem)
+    """By stage: the least time from the end of its F to the start of its backward."""
+    round_trips = _recompute_times(problem)
     for src, dst, time in sorted(problem.arcs, key=lambda arc: -arc[0]):
-        leaves = min(times[count + dst], times[2 * count + dst])
-        away[src] = max(away[src], time + times[dst] + away[dst] + leaves + time)
-    return away
+        backward = min(problem.duration(I, dst), problem.duration(B, dst))
+        round_trip = time + problem.duration(F, dst) + round_trips[dst] + backward + time
+        round_trips[src] = max(round_trips[src], round_trip)
+    return round_trips
 
 
 def _recompute_times(problem: Problem) -> list[float]:
-    """By stage, the time of a recompute that is sure to be done."""
-    count, times = problem.num_stages, problem.durations
-    return [times[4 * count + s] if problem.again[s] and not problem.loose else 0.0 for s in range(count)]
+    """By stage: the time of a recompute that is not optional."""
+    return [
+        problem.duration(R, s) if recomputed and not problem.recompute_optional else 0.0
+        for s, recomputed in enumerate(problem.recomputed)
+    ]
 
 
-def _usable_cap(problem: Problem, rank: int) -> float:
-    """The most of its cap that a rank can fill: where its stages keep the same, a multiple of that."""
+def _usable_memory(problem: Problem, rank: int) -> float:
+    """The part of its cap that a rank can use: where its stages have equal activations, a multiple of those."""
     cap = problem.cap[rank] * (1 + TOLERANCE)
-    stages = problem.local[rank]
+    stages = problem.stages_of[rank]
     sizes = {problem.activation[s] for s in stages} - {0.0}
-    alike = all(problem.before[s] == problem.keep[s] == 1 and not problem.again[s] for s in stages)
-    if len(sizes) == 1 and alike:
+    uniform = all(problem.before_i[s] == problem.keep[s] == 1 and not problem.recomputed[s] for s in stages)
+    if len(sizes) == 1 and uniform:
         (size,) = sizes
         return min(cap, math.floor(cap / size) * size)
     return cap

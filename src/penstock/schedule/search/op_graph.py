@@ -1,81 +1,86 @@
-"""The single pieces of work of a problem, which all its orders have in common.
+"""Orders as a graph of nodes, updated incrementally by the moves of a local search.
 
-Work is numbered ``class * m + micro-batch`` with F, backward (I or B), W and R of each stage as classes.
+A node is an op on one micro-batch. It waits for its inputs and for its predecessor on its rank. The longest paths from
+the start to each node and from there to the end give an estimate of the makespan after a move.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from penstock.schedule.search.problem import TOLERANCE, Orders, Problem
+from penstock.schedule.search.problem import TOLERANCE, B, C, F, I, Orders, Problem, R, W
 
-__all__ = ["OpGraph", "OpTable"]
+__all__ = ["NodeTable", "OpGraph"]
 
 
-class OpTable:
-    """Lists by piece of work."""
+class NodeTable:
+    """The nodes of a problem, which all its orders share.
+
+    Node numbers are ``line * m + micro-batch``. The lines are F, the backward (I or B), W and R of each stage.
+    """
 
     def __init__(self, problem: Problem) -> None:
         count, m = problem.num_stages, problem.m
         self.problem = problem
-        self.nothing = 4 * count * m  # stands before the first and after the last work of a rank
-        kinds = (*range(2 * count), *range(3 * count, 5 * count))
-        self.rank = [problem.placement[kind % count] for kind in kinds for _ in range(m)]
+        self.none = 4 * count * m
+        """A node before the first and after the last node of every rank."""
+        ops = [kind * count + s for kind in (F, I, W, R) for s in range(count)]
+        self.rank = [problem.placement[op % count] for op in ops for _ in range(m)]
         self.line = [line for line in range(4 * count) for _ in range(m)]
         self.microbatch = [*range(m)] * (4 * count)
-        self.own = [*range(count * m)] * 4
-        """The same number for all work of a stage on a micro-batch."""
-        self.letters = [kind for kind in kinds for _ in range(m)]
+        self.pair = [*range(count * m)] * 4
+        """The same number for all nodes of one stage and micro-batch."""
+        self.ops = [op for op in ops for _ in range(m)]
         self.shortest = [
-            min(problem.durations[kind * count + s] for s in stages for kind in range(6)) for stages in problem.local
+            min(problem.duration(kind, s) for s in stages for kind in range(6)) for stages in problem.stages_of
         ]
-        """By rank, the time of its shortest work."""
-        self.needs = [problem.needs[kind] for kind in kinds for _ in range(m)]
-        sources: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
-        targets: list[list[tuple[int, float]]] = [[] for _ in range(self.nothing)]
+        """By rank: the duration of its shortest op."""
+        self.needs = [problem.memory_need[op] for op in self.ops]
+        sources: list[list[tuple[int, float]]] = [[] for _ in range(self.none)]
+        targets: list[list[tuple[int, float]]] = [[] for _ in range(self.none)]
         for src, dst, time in problem.arcs:
-            for one, other in ((src, dst), (count + dst, count + src)):
+            for source, target in ((src, dst), (count + dst, count + src)):
                 for k in range(m):
-                    sources[other * m + k].append((one * m + k, time))
-                    targets[one * m + k].append((other * m + k, time))
+                    sources[target * m + k].append((source * m + k, time))
+                    targets[source * m + k].append((target * m + k, time))
         self.sources = [tuple(each) for each in sources]
         self.targets = [tuple(each) for each in targets]
-        self.chain = max(map(len, (*sources, *targets)), default=0) <= 1
-        """Whether work has at most one source and one target: then these, and the times, are lists of their own."""
-        none = (self.nothing, 0.0)
-        self.source, self.coming = zip(*((*each, none)[0] for each in self.sources), strict=True)
-        self.target, self.going = zip(*((*each, none)[0] for each in self.targets), strict=True)
+        self.is_chain = max(map(len, (*sources, *targets)), default=0) <= 1
+        """Whether every node has at most one source and one target, those of the next four lists."""
+        none = (self.none, 0.0)
+        self.source, self.source_time = zip(*((*each, none)[0] for each in self.sources), strict=True)
+        self.target, self.target_time = zip(*((*each, none)[0] for each in self.targets), strict=True)
 
-    def numbered(self, words: Orders) -> tuple[list[list[int]], list[int]]:
-        """For each rank, the work in its order; and by work, its letter."""
+    def number(self, orders: Orders) -> tuple[list[list[int]], list[int]]:
+        """For each rank its order as nodes; and the op of each node."""
         count, m = self.problem.num_stages, self.problem.m
-        letters = list(self.letters)
+        ops = list(self.ops)
         done = [0] * (2 * count)
         deferred: list[deque[int]] = [deque() for _ in range(count)]
-        dropped: list[deque[int]] = [deque() for _ in range(count)]
-        orders = []
-        for word in words:
-            order = []
-            for letter in word:
-                kind, stage = divmod(letter, count)
-                if kind in (3, 4):
-                    waiting = deferred if kind == 3 else dropped
-                    order.append(((kind - 1) * count + stage) * m + waiting[stage].popleft())
+        to_recompute: list[deque[int]] = [deque() for _ in range(count)]
+        numbered = []
+        for order in orders:
+            nodes = []
+            for op in order:
+                kind, stage = divmod(op, count)
+                if kind in (W, R):
+                    waiting = deferred if kind == W else to_recompute
+                    nodes.append(((kind - 1) * count + stage) * m + waiting[stage].popleft())
                     continue
-                line = letter - count if kind == 2 else letter % (5 * count)
+                line = stage if kind in (F, C) else count + stage
                 k = done[line]
                 done[line] = k + 1
-                order.append(line * m + k)
-                letters[line * m + k] = letter
-                if kind == 1:
+                nodes.append(line * m + k)
+                ops[line * m + k] = op
+                if kind == I:
                     deferred[stage].append(k)
-                elif kind == 5:
-                    dropped[stage].append(k)
-            orders.append(order)
-        return orders, letters
+                elif kind == C:
+                    to_recompute[stage].append(k)
+            numbered.append(nodes)
+        return numbered, ops
 
-    def in_sequence(self, orders: list[list[int]]) -> list[int]:
-        """All work of an order, each after what it waits for."""
+    def topological_order(self, orders: list[list[int]]) -> list[int]:
+        """All nodes of the orders, each after its inputs and its predecessor."""
         missing = [len(each) for each in self.sources]
         done: list[int] = []
         ready = list(range(len(orders)))
@@ -84,81 +89,80 @@ class OpTable:
             rank = ready.pop()
             order = orders[rank]
             while position[rank] < len(order) and not missing[order[position[rank]]]:
-                work = order[position[rank]]
+                node = order[position[rank]]
                 position[rank] += 1
-                done.append(work)
-                for other, _ in self.targets[work]:
+                done.append(node)
+                for other, _ in self.targets[node]:
                     missing[other] -= 1
                     if self.rank[other] != rank:
                         ready.append(self.rank[other])
         return done
 
 
-# An order as a graph of single pieces of work, with the time before and after each, kept up to date by small moves.
-#
-# Work waits for its inputs and for the work before it on its rank; the longest ways from the beginning and to the end
-# say at once what a move does to the makespan, about.
-
-
 class OpGraph:
-    """A complete order, W included, that fits and has no deadlock."""
+    """Complete orders, W included, that keep the cap and do not deadlock.
 
-    def __init__(self, pieces: OpTable, words: Orders) -> None:
-        self.pieces, self.problem = pieces, pieces.problem
-        problem = pieces.problem
+    Moves leave ``end`` and ``tail`` out of date until ``update``.
+    """
+
+    def __init__(self, table: NodeTable, orders: Orders) -> None:
+        self.table, self.problem = table, table.problem
+        problem = table.problem
         self.stages, self.m = problem.num_stages, problem.m
-        self.room = [cap * (1 + TOLERANCE) for cap in problem.cap]
-        self.nothing, self.rank, self.needs = pieces.nothing, pieces.rank, pieces.needs
-        self.sources, self.targets = pieces.sources, pieces.targets
-        self._line, self._microbatch = pieces.line, pieces.microbatch
-        self.orders, self.letters = pieces.numbered(words)
-        self.duration = [*(problem.durations[letter] for letter in self.letters), 0.0]
-        self.takes = [problem.takes[letter] for letter in self.letters]
-        self.fused = [letter // self.stages == 2 for letter in self.letters]
-        self.dropped = [letter // self.stages == 5 for letter in self.letters[: self.stages * self.m]]
-        self.place = [0] * self.nothing
-        self.held = [0.0] * (self.nothing + 1)
-        self.before, self.after = [self.nothing] * self.nothing, [self.nothing] * self.nothing
+        self.memory_limit = [cap * (1 + TOLERANCE) for cap in problem.cap]
+        self.none, self.rank, self.needs = table.none, table.rank, table.needs
+        self.sources, self.targets = table.sources, table.targets
+        self.orders, self.ops = table.number(orders)
+        self.duration = [*(problem.durations[op] for op in self.ops), 0.0]
+        self.change = [problem.memory_change[op] for op in self.ops]
+        self.fused = [op // self.stages == B for op in self.ops]
+        """By node: whether it is a B."""
+        self.recomputed = [op // self.stages == C for op in self.ops[: self.stages * self.m]]
+        """By forward node: whether it is recomputed."""
+        self.place = [0] * self.none  # position in the rank's order
+        self.held = [0.0] * (self.none + 1)  # memory after the node
+        self.before, self.after = [self.none] * self.none, [self.none] * self.none
         for order in self.orders:
             self._link(order, 0, len(order) - 1)
-        self.sequence = pieces.in_sequence(self.orders)
-        self.at = [0] * self.nothing
-        for i, work in enumerate(self.sequence):
-            self.at[work] = i
-        self.end, self.tail = [0.0] * (self.nothing + 1), [0.0] * (self.nothing + 1)
-        self._first, self._last = 0, len(self.sequence) - 1
+        self.sequence = table.topological_order(self.orders)
+        self.at = [0] * self.none  # position in the sequence
+        for i, node in enumerate(self.sequence):
+            self.at[node] = i
+        self.end, self.tail = [0.0] * (self.none + 1), [0.0] * (self.none + 1)
+        """By node: the longest path from the start to its end, and from its start to the end."""
+        self._first, self._last = 0, len(self.sequence) - 1  # the part of the sequence that changed
         self.update()
 
     @property
-    def words(self) -> Orders:
-        return [[self.letters[work] for work in order] for order in self.orders]
+    def encoded(self) -> Orders:
+        """The orders as op codes."""
+        return [[self.ops[node] for node in order] for order in self.orders]
 
-    def _set(self, work: int, letter: int) -> None:
-        """Work is of this class."""
-        self.letters[work] = letter
-        self.duration[work], self.takes[work] = self.problem.durations[letter], self.problem.takes[letter]
+    def _set_op(self, node: int, op: int) -> None:
+        self.ops[node] = op
+        self.duration[node], self.change[node] = self.problem.durations[op], self.problem.memory_change[op]
 
     def _link(self, order: list[int], low: int, high: int) -> None:
-        """Neighbours, places and memory of a part of an order."""
-        before = order[low - 1] if low else self.nothing
+        """Set neighbours, places and memory of a part of an order."""
+        before = order[low - 1] if low else self.none
         held = self.held[before]
         for i in range(low, high + 1):
-            work = order[i]
-            self.place[work] = i
-            self.before[work] = before
-            if before != self.nothing:
-                self.after[before] = work
-            held += self.takes[work]
-            self.held[work] = held
-            before = work
-        after = order[high + 1] if high + 1 < len(order) else self.nothing
+            node = order[i]
+            self.place[node] = i
+            self.before[node] = before
+            if before != self.none:
+                self.after[before] = node
+            held += self.change[node]
+            self.held[node] = held
+            before = node
+        after = order[high + 1] if high + 1 < len(order) else self.none
         self.after[before] = after
-        if after != self.nothing:
+        if after != self.none:
             self.before[after] = before
 
     def update(self) -> None:
-        """The times before and after, once moves are done."""
-        if self.pieces.chain:
+        """Recompute the longest paths and the makespan after moves."""
+        if self.table.is_chain:
             self._update_chain()
         else:
             self._update_any()
@@ -166,110 +170,111 @@ class OpGraph:
         self._first, self._last = len(self.sequence), -1
 
     def _update_chain(self) -> None:
-        pieces, before, after, duration = self.pieces, self.before, self.after, self.duration
-        source, coming, target, going = pieces.source, pieces.coming, pieces.target, pieces.going
+        table, before, after, duration = self.table, self.before, self.after, self.duration
+        source, source_time, target, target_time = table.source, table.source_time, table.target, table.target_time
         end, tail = self.end, self.tail
-        for work in self.sequence[self._first :]:
-            start, arrival = end[before[work]], end[source[work]] + coming[work]
-            end[work] = (arrival if arrival > start else start) + duration[work]
-        for work in reversed(self.sequence[: self._last + 1]):
-            rest, there = tail[after[work]], tail[target[work]] + going[work]
-            tail[work] = (there if there > rest else rest) + duration[work]
+        for node in self.sequence[self._first :]:
+            start, arrival = end[before[node]], end[source[node]] + source_time[node]
+            end[node] = (arrival if arrival > start else start) + duration[node]
+        for node in reversed(self.sequence[: self._last + 1]):
+            rest, there = tail[after[node]], tail[target[node]] + target_time[node]
+            tail[node] = (there if there > rest else rest) + duration[node]
 
     def _update_any(self) -> None:
         before, after, duration, sources, targets = self.before, self.after, self.duration, self.sources, self.targets
         end, tail, sequence = self.end, self.tail, self.sequence
-        for work in sequence[self._first :]:
-            start = end[before[work]]
-            for other, time in sources[work]:
+        for node in sequence[self._first :]:
+            start = end[before[node]]
+            for other, time in sources[node]:
                 if end[other] + time > start:
                     start = end[other] + time
-            end[work] = start + duration[work]
-        for work in reversed(sequence[: self._last + 1]):
-            rest = tail[after[work]]
-            for other, time in targets[work]:
+            end[node] = start + duration[node]
+        for node in reversed(sequence[: self._last + 1]):
+            rest = tail[after[node]]
+            for other, time in targets[node]:
                 if tail[other] + time > rest:
                     rest = tail[other] + time
-            tail[work] = rest + duration[work]
+            tail[node] = rest + duration[node]
 
     def moved(self, rank: int, origin: int, to: int) -> list[int] | None:
-        """The part of a rank's order between two places, after the work at one has gone to the other.
+        """The slice of a rank's order between two places after the node at ``origin`` moves to ``to``.
 
-        None where that breaks the cap, or turns round what has its order: the same work on two micro-batches, work of
-        a stage on one, and work that waits for the other.
+        None if that exceeds the cap, or reverses nodes whose order is given: the same op on two micro-batches, two
+        nodes of one stage and micro-batch, and a node and its input.
         """
-        order, takes, needs, line, batch = self.orders[rank], self.takes, self.needs, self._line, self._microbatch
-        work = order[origin]
-        kind, k = line[work], batch[work]
+        order, change, needs = self.orders[rank], self.change, self.needs
+        lines, microbatch = self.table.line, self.table.microbatch
+        node = order[origin]
+        line, k = lines[node], microbatch[node]
         low, high = (to, origin) if to < origin else (origin, to)
         part = order[low : high + 1]
-        part.remove(work)
+        part.remove(node)
         for other in part:
-            if line[other] == kind:
+            if lines[other] == line:
                 return None
-            if batch[other] == k and ((line[other] - kind) % self.stages == 0 or self._linked(work, other)):
+            if microbatch[other] == k and ((lines[other] - line) % self.stages == 0 or self._connected(node, other)):
                 return None
-        part.insert(to - low, work)
-        held, room = self.held[order[low - 1]] if low else 0.0, self.room[rank]
+        part.insert(to - low, node)
+        held, limit = self.held[order[low - 1]] if low else 0.0, self.memory_limit[rank]
         for other in part:
-            if needs[other] and held + needs[other] > room:
+            if needs[other] and held + needs[other] > limit:
                 return None
-            held += takes[other]
+            held += change[other]
         return part
 
-    def _linked(self, work: int, other: int) -> bool:
-        return any(near == other for near, _ in (*self.sources[work], *self.targets[work]))
+    def _connected(self, node: int, other: int) -> bool:
+        return any(near == other for near, _ in (*self.sources[node], *self.targets[node]))
 
     def estimate(self, rank: int, low: int, part: list[int]) -> float:
-        """About how long the longest way through a new part of an order is, with the rest as it is."""
+        """The longest path through a new slice of an order from place ``low``, with all other paths as they are."""
         end, tail, duration = self.end, self.tail, self.duration
         order = self.orders[rank]
         now = end[order[low - 1]] if low else 0.0
         ends = []
-        for work in part:
-            for other, time in self.sources[work]:
+        for node in part:
+            for other, time in self.sources[node]:
                 if end[other] + time > now:
                     now = end[other] + time
-            now += duration[work]
+            now += duration[node]
             ends.append(now)
         high = low + len(part)
         rest = tail[order[high]] if high < len(order) else 0.0
         longest = 0.0
         for i in range(len(part) - 1, -1, -1):
-            work = part[i]
-            for other, time in self.targets[work]:
+            node = part[i]
+            for other, time in self.targets[node]:
                 if tail[other] + time > rest:
                     rest = tail[other] + time
             if ends[i] + rest > longest:
                 longest = ends[i] + rest
-            rest += duration[work]
+            rest += duration[node]
         return longest
 
     def move(self, rank: int, origin: int, to: int, part: list[int]) -> bool:
-        """Do it, unless work would have to wait for itself."""
+        """Make the move to the slice ``part``; False, without a change, if it would close a cycle."""
         order = self.orders[rank]
         low, high = min(origin, to), max(origin, to)
         first, last = self.at[order[low]], self.at[order[high]]
         window = self.sequence[first : last + 1]
-        work = order[origin]
-        others = set(part)
-        others.discard(work)
-        linked = {work}
-        # What waits for the work (or what it waits for) goes along with it, past those that it is moved past.
+        node = order[origin]
+        passed = set(part)
+        passed.discard(node)
+        moving = {node}
+        # Nodes that depend on the node (or that it depends on) move with it in the sequence, past those it passes.
         if to > origin:
-            near, links = self.sources, self.before
+            near, neighbour = self.sources, self.before
             scan = window[1:]
         else:
-            near, links = self.targets, self.after
+            near, neighbour = self.targets, self.after
             scan = window[-2::-1]
         for other in scan:
-            if other in others:
-                if any(source in linked for source, _ in near[other]):
+            if other in passed:
+                if any(source in moving for source, _ in near[other]):
                     return False
-            elif links[other] in linked or any(source in linked for source, _ in near[other]):
-                linked.add(other)
-        stay = [other for other in window if other not in linked]
-        along = [other for other in window if other in linked]
+            elif neighbour[other] in moving or any(source in moving for source, _ in near[other]):
+                moving.add(other)
+        stay = [other for other in window if other not in moving]
+        along = [other for other in window if other in moving]
         window = stay + along if to > origin else along + stay
         self.sequence[first : last + 1] = window
         for i, other in enumerate(window, first):
@@ -280,63 +285,63 @@ class OpGraph:
         return True
 
     def fuse(self, backward: int) -> int:
-        """Make an I and its W a B, and say where the W was."""
-        rank, weight = self.rank[backward], backward + self.stages * self.m
-        order, place, at = self.orders[rank], self.place[weight], self.at[weight]
-        del order[place], self.sequence[at]
-        self._change(backward, 2, at)
+        """Make an I and its W a B; return the place of the W."""
+        weight_grad = backward + self.stages * self.m
+        place, at = self._remove(weight_grad)
+        self.fused[backward] = True
+        self._set_op(backward, backward // self.m + self.stages)
+        self._changed(backward, at)
         return place
 
     def split(self, backward: int, place: int | None = None) -> None:
-        """Make a B an I and a W: at this place of the order, or right after the I."""
-        rank, weight = self.rank[backward], backward + self.stages * self.m
-        order = self.orders[rank]
-        if place is None:
-            place = self.place[backward] + 1
-        at = self.at[order[place - 1]] + 1
-        order.insert(place, weight)
-        self.sequence.insert(at, weight)
-        self._change(backward, 1, at)
-
-    def _change(self, backward: int, kind: int, last: int) -> None:
-        """A backward is now of this kind, I or B, and its W in the order and the sequence, there, or not."""
-        self.fused[backward] = kind == 2
-        self._set(backward, backward // self.m + (kind - 1) * self.stages)
-        self._changed(backward, last)
+        """Make a B an I and a W, with the W at ``place`` of the order, or directly after the I."""
+        weight_grad = backward + self.stages * self.m
+        at = self._insert(weight_grad, self.place[backward] + 1 if place is None else place)
+        self.fused[backward] = False
+        self._set_op(backward, backward // self.m)
+        self._changed(backward, at)
 
     def keep(self, forward: int) -> int | None:
-        """Do without a recompute, and say where it was; None, and nothing is done, where that breaks the cap."""
-        rank, replay = self.rank[forward], forward + 3 * self.stages * self.m
-        order, place, at = self.orders[rank], self.place[replay], self.at[replay]
-        room, held = self.room[rank] - self.takes[replay], self.held
+        """Remove a recompute; return its place. None, without a change, if that exceeds the cap."""
+        rank, recompute = self.rank[forward], forward + 3 * self.stages * self.m
+        limit, held = self.memory_limit[rank] - self.change[recompute], self.held
         before = forward
-        for other in order[self.place[forward] + 1 : place]:
-            if self.needs[other] and held[before] + self.needs[other] > room:
+        for other in self.orders[rank][self.place[forward] + 1 : self.place[recompute]]:
+            if self.needs[other] and held[before] + self.needs[other] > limit:
                 return None
             before = other
-        del order[place], self.sequence[at]
-        self.dropped[forward] = False
-        self._set(forward, forward // self.m)
+        place, at = self._remove(recompute)
+        self.recomputed[forward] = False
+        self._set_op(forward, forward // self.m)
         self._changed(forward, at)
         return place
 
-    def drop(self, forward: int, place: int | None = None) -> None:
-        """Recompute a micro-batch: at this place of the order, or right before its backward."""
-        rank, replay = self.rank[forward], forward + 3 * self.stages * self.m
-        order = self.orders[rank]
-        if place is None:
-            place = self.place[forward + self.stages * self.m]
-        at = self.at[order[place - 1]] + 1
-        order.insert(place, replay)
-        self.sequence.insert(at, replay)
-        self.dropped[forward] = True
-        self._set(forward, 5 * self.stages + forward // self.m)
+    def recompute(self, forward: int, place: int | None = None) -> None:
+        """Recompute a micro-batch, with its R at ``place`` of the order, or directly before its backward."""
+        backward, recompute = forward + self.stages * self.m, forward + 3 * self.stages * self.m
+        at = self._insert(recompute, self.place[backward] if place is None else place)
+        self.recomputed[forward] = True
+        self._set_op(forward, C * self.stages + forward // self.m)
         self._changed(forward, at)
 
-    def _changed(self, work: int, last: int) -> None:
-        """The work is another, and something after it on its rank has come or gone: there in the sequence."""
-        order, first = self.orders[self.rank[work]], self.at[work]
-        self._link(order, self.place[work], len(order) - 1)
+    def _remove(self, node: int) -> tuple[int, int]:
+        """Remove a node from its order and from the sequence; return its places in both."""
+        place, at = self.place[node], self.at[node]
+        del self.orders[self.rank[node]][place], self.sequence[at]
+        return place, at
+
+    def _insert(self, node: int, place: int) -> int:
+        """Insert a node into its order, and into the sequence after its predecessor; return its place in that."""
+        order = self.orders[self.rank[node]]
+        at = self.at[order[place - 1]] + 1
+        order.insert(place, node)
+        self.sequence.insert(at, node)
+        return at
+
+    def _changed(self, node: int, last: int) -> None:
+        """Relink after the op of ``node`` changed, and a node was inserted or removed at ``last`` of the sequence."""
+        order, first = self.orders[self.rank[node]], self.at[node]
+        self._link(order, self.place[node], len(order) - 1)
         for i in range(first, len(self.sequence)):
             self.at[self.sequence[i]] = i
         self._first, self._last = min(self._first, first), max(self._last, min(last, len(self.sequence) - 1))

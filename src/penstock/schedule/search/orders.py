@@ -1,46 +1,176 @@
-"""Where the search starts: the fixed schedules, and families of orders that are like them."""
+"""Encoded orders: from and to schedules, with and without weight gradients and recomputes. See ``problem``."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice, product
+from dataclasses import replace
 
+from penstock.schedule.costs import Costs
+from penstock.schedule.one_f_one_b import alternate
 from penstock.schedule.registry import SCHEDULES
-from penstock.schedule.schedule import Schedule, loop, vee
-from penstock.schedule.search.problem import TOLERANCE, Orders, Problem
-from penstock.schedule.search.recompute_choice import with_recomputes
-from penstock.schedule.v_shape import v_schedule
+from penstock.schedule.schedule import Action, Edge, Schedule, loop, vee
+from penstock.schedule.search.problem import KINDS, TOLERANCE, B, C, F, I, Orders, Problem, R, W
+from penstock.schedule.simulate import Simulation, simulate
 
-__all__ = ["encode", "fixed_orders", "fixed_schedules", "sequential_orders", "start_orders", "without_weight_grads"]
+__all__ = [
+    "encode",
+    "fixed_orders",
+    "fixed_schedules",
+    "fuse_all",
+    "sequential_orders",
+    "simulate_orders",
+    "warmup_variants",
+    "with_recomputes",
+    "without_weight_grads",
+]
 
-_HOPS = (
-    (4, 2, 4, 2),
-    (2, 1, 2, 1),
-    (1, 1, 1, 1),
-    (1, 2, 1, 2),
-    (2, 2, 2, 2),
-    (1, 2, 2, 1),
-    (2, 1, 1, 2),
-    (3, 1, 3, 1),
-    (2, 4, 2, 4),
-    (1, 1, 2, 2),
-    (2, 2, 1, 1),
-    (1, 3, 1, 3),
-    (3, 2, 3, 2),
-)
-"""Ways to travel through a V: places per hop of F out, F back, I out, I back."""
+_cache: dict[tuple[tuple[int, ...], int, tuple[bool, ...]], list[Orders]] = {}
+_CACHE_SIZE = 4
+"""The fixed schedules of the last few problems, by placement, micro-batches and fused stages."""
 
-_made: dict[tuple[tuple[int, ...], int, tuple[bool, ...]], list[Orders]] = {}
-_MOST = 4
-"""The fixed schedules that were made last, by placement, micro-batches and what is fused: a few such lists."""
+
+def encode(problem: Problem, schedule: Schedule, fused: Sequence[bool] | None = None) -> Orders:
+    """A schedule's orders as op codes. A B stays one op on ``fused`` stages (by default, where that takes less time
+    than I and W), and becomes I and W on the others.
+    """
+    count, fused = problem.num_stages, problem.fusing_pays if fused is None else fused
+    orders: Orders = []
+    for actions in schedule.orders:
+        order: list[int] = []
+        recomputed = {(stage, k) for stage, kind, k in actions if kind == "R"}
+        for stage, kind, k in actions:
+            if kind == "B" and not fused[stage]:
+                order += (I * count + stage, W * count + stage)
+            elif kind == "F" and (stage, k) in recomputed:
+                order.append(C * count + stage)
+            else:
+                order.append(KINDS.index(kind) * count + stage)
+        orders.append(order)
+    return orders
+
+
+def _decode(problem: Problem, orders: Orders) -> Schedule:
+    """The orders with their micro-batches."""
+    count = problem.num_stages
+    forwards, backwards = [0] * count, [0] * count
+    deferred: list[deque[int]] = [deque() for _ in range(count)]
+    to_recompute: list[deque[int]] = [deque() for _ in range(count)]
+    decoded = []
+    for order in orders:
+        actions = []
+        for op in order:
+            kind, stage = divmod(op, count)
+            if kind in (F, C):
+                k = forwards[stage]
+                forwards[stage] += 1
+                if kind == C:
+                    to_recompute[stage].append(k)
+            elif kind == W:
+                k = deferred[stage].popleft()
+            elif kind == R:
+                k = to_recompute[stage].popleft()
+            else:
+                k = backwards[stage]
+                backwards[stage] += 1
+                if kind == I:
+                    deferred[stage].append(k)
+            actions.append(Action(stage, KINDS[kind], k))
+        decoded.append(actions)
+    return Schedule.of("auto", problem.placement, decoded, problem.m)
+
+
+def simulate_orders(problem: Problem, orders: Orders, costs: Costs, edges: Sequence[Edge]) -> Simulation:
+    """Simulate the orders as a schedule. Adjacent I and W become a B where that delays nothing."""
+    split = simulate(_decode(problem, orders), costs, edges)
+    fused = simulate(_fuse_backwards(problem, split), costs, edges)
+    return fused if fused.makespan <= split.makespan * (1 + 1e-12) else split
+
+
+def _fuse_backwards(problem: Problem, simulation: Simulation) -> Schedule:
+    """One B for an I directly followed by its W, if no consumer starts before the gradient of the B arrives."""
+    schedule = simulation.schedule
+    starts = {
+        (action.stage, action.microbatch): start
+        for order, times in zip(schedule.orders, simulation.starts, strict=True)
+        for action, start in zip(order, times, strict=True)
+        if action.kind in "IB"
+    }
+    consumers: list[list[tuple[int, float]]] = [[] for _ in schedule.placement]
+    for src, dst, time in problem.arcs:
+        consumers[dst].append((src, time))
+    orders = []
+    for order, times in zip(schedule.orders, simulation.starts, strict=True):
+        fused: list[Action] = []
+        at = 0
+        while at < len(order):
+            action = order[at]
+            stage, kind, k = action
+            adjacent = kind == "I" and at + 1 < len(order) and order[at + 1] == (stage, "W", k)
+            duration = problem.duration(B, stage)
+            if adjacent and duration <= problem.duration(I, stage) + problem.duration(W, stage):
+                end = times[at] + duration
+                if all(starts[src, k] >= (end + time) * (1 - 1e-15) for src, time in consumers[stage]):
+                    action = Action(stage, "B", k)
+                    at += 1
+            fused.append(action)
+            at += 1
+        orders.append(tuple(fused))
+    return replace(schedule, orders=tuple(orders))
+
+
+def without_weight_grads(problem: Problem, orders: Orders) -> Orders:
+    count = problem.num_stages
+    return [[op for op in order if op // count != W] for order in orders]
+
+
+def fuse_all(problem: Problem, orders: Orders) -> Orders:
+    """The orders with a B in place of each I, and without W."""
+    count = problem.num_stages
+    return [[op + (B - I) * count * (op // count == I) for op in order if op // count != W] for order in orders]
+
+
+def with_recomputes(problem: Problem, orders: Orders) -> Orders:
+    """The orders with the recomputes of the problem: a new R directly before its backward, others unchanged."""
+    count = problem.num_stages
+    if not any(problem.recomputed) and all(max(order, default=0) < R * count for order in orders):
+        return orders
+    changed: Orders = []
+    for stages, order in zip(problem.stages_of, orders, strict=True):
+        kept = {s for s in stages if not problem.recomputed[s]}
+        added = set(stages) - kept - {op % count for op in order if op // count == C}
+        out: list[int] = []
+        for op in order:
+            kind, s = divmod(op, count)
+            if s in kept and kind in (R, C):
+                if kind == C:
+                    out.append(F * count + s)
+            elif s in added and kind in (I, B):
+                out += (R * count + s, op)
+            else:
+                out.append(C * count + s if s in added and kind == F else op)
+        changed.append(out)
+    return changed
+
+
+def sequential_orders(problem: Problem) -> Orders:
+    """One micro-batch at a time through all stages and back: slow, with the least memory."""
+    count = problem.num_stages
+    backwards = [
+        (B * count + s,) if fused else (I * count + s, W * count + s) for s, fused in enumerate(problem.fusing_pays)
+    ]
+    return with_recomputes(
+        problem,
+        [[*stages, *(op for s in reversed(stages) for op in backwards[s])] * problem.m for stages in problem.stages_of],
+    )
 
 
 def fixed_schedules(problem: Problem) -> Iterator[Schedule]:
-    """All known schedules that train on just this placement."""
+    """All registered training schedules that have exactly this placement."""
     ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
+    if problem.placement not in (loop(ranks, per_rank), vee(ranks)):
+        return
     for kind in SCHEDULES.values():
-        if problem.placement not in (loop(ranks, per_rank), vee(ranks)):
-            return
         if kind.stages_per_rank not in (None, per_rank):
             continue
         schedule = kind.make(ranks, problem.m, per_rank) if kind.takes_v else kind.make(ranks, problem.m)
@@ -48,109 +178,39 @@ def fixed_schedules(problem: Problem) -> Iterator[Schedule]:
             yield schedule
 
 
-def fixed_orders(problem: Problem, *, as_made: bool = False) -> list[Orders]:
-    """The same as letters, with the problem's recomputes; and if ``as_made``, with their own backwards."""
-    fuses = (True,) * problem.num_stages if as_made else problem.fuses
-    key = problem.placement, problem.m, fuses
-    if key not in _made:
-        if len(_made) >= _MOST:
-            _made.clear()
-        _made[key] = [encode(problem, schedule, fuses) for schedule in fixed_schedules(problem)]
-    return [with_recomputes(problem, words) for words in _made[key]]
+def fixed_orders(problem: Problem, *, fused: Sequence[bool] | None = None) -> list[Orders]:
+    """The fixed schedules, encoded, with the recomputes of the problem; ``fused`` is that of ``encode``."""
+    fused = problem.fusing_pays if fused is None else tuple(fused)
+    key = problem.placement, problem.m, fused
+    if key not in _cache:
+        if len(_cache) >= _CACHE_SIZE:
+            _cache.clear()
+        _cache[key] = [encode(problem, schedule, fused) for schedule in fixed_schedules(problem)]
+    return [with_recomputes(problem, orders) for orders in _cache[key]]
 
 
-def encode(problem: Problem, schedule: Schedule, fuses: Sequence[bool] | None = None) -> Orders:
-    """A schedule's orders as letters; a B is one letter where a stage ``fuses``: that takes less time than I and W."""
-    count, fuses = problem.num_stages, problem.fuses if fuses is None else fuses
-    words: Orders = []
-    for order in schedule.orders:
-        word: list[int] = []
-        again = {(stage, k) for stage, kind, k in order if kind == "R"}
-        for stage, kind, k in order:
-            if kind == "B" and not fuses[stage]:
-                word += (count + stage, 3 * count + stage)
-            else:
-                word.append(("FIBWR".index(kind) + 5 * (kind == "F" and (stage, k) in again)) * count + stage)
-        words.append(word)
-    return words
-
-
-def without_weight_grads(problem: Problem, words: Orders) -> Orders:
-    """Without W."""
-    weights, count = 3 * problem.num_stages, problem.num_stages
-    return [[letter for letter in word if not weights <= letter < weights + count] for word in words]
-
-
-def sequential_orders(problem: Problem) -> Orders:
-    """Each micro-batch through all stages and back before the next: slow, and never short of memory."""
-    count = problem.num_stages
-    backs = [(2 * count + s,) if problem.fuses[s] else (count + s, 3 * count + s) for s in range(count)]
-    return with_recomputes(
-        problem,
-        [[*stages, *(letter for s in reversed(stages) for letter in backs[s])] * problem.m for stages in problem.local],
-    )
-
-
-def start_orders(problem: Problem, families: int) -> Iterator[Orders]:
-    """Orders to begin with: those that are known, and up to so many relatives of them; the likeliest two first."""
-    ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
-    relatives: Iterator[Orders] = iter(())
-    if problem.placement == vee(ranks):
-        relatives = _travelling(problem)
-    elif problem.placement == loop(ranks, per_rank):
-        relatives = _alternating(problem, per_rank)
-    for words in islice(relatives, 2):
-        yield with_recomputes(problem, words)
-    for words in fixed_orders(problem):
-        yield words
-        yield without_weight_grads(problem, words)
-    for words in islice(relatives, max(2, families)):
-        yield with_recomputes(problem, words)
-
-
-def _alternating(problem: Problem, per_rank: int) -> Iterator[Orders]:
-    """Warm-ups of different length, then backward and forward in turn, in groups of p micro-batches."""
-    ranks, count, m = problem.num_ranks, problem.num_stages, problem.m
-    deepest = (per_rank - 1) * min(m, ranks)
-    for groups, slope in product(_groupings(m, ranks) if per_rank > 1 else [[1] * m], (1, 2, 0)):
+def warmup_variants(problem: Problem) -> Iterator[Orders]:
+    """On a loop: skeletons of interleaved 1F1B with different numbers of warm-up forwards, as the caps allow."""
+    ranks, count = problem.num_ranks, problem.num_stages
+    per_rank = count // ranks
+    if problem.placement != loop(ranks, per_rank):
+        return
+    full, rest = divmod(problem.m, ranks)
+    groups = [ranks] * full + [rest]
+    if full and 2 * rest < ranks:  # a small remainder shares the places of the last group
+        groups[-2:] = (ranks + rest + 1) // 2, (ranks + rest) // 2
+    deepest = (per_rank - 1) * min(problem.m, ranks)
+    for slope in (1, 2, 0):
         for base in range(deepest + 1, deepest + ranks * (1 if slope else 2) + 1, max(1, ranks // 8)):
-            words: Orders = []
-            for rank, stages in enumerate(problem.local):
+            orders: Orders = []
+            for rank, stages in enumerate(problem.stages_of):
                 forwards = [s for group in groups for s in stages for _ in range(group)]
-                backwards = [count + s for group in groups for s in reversed(stages) for _ in range(group)]
-                kept, most = 0.0, 0
-                for s in forwards:
-                    if kept + problem.activation[s] > problem.cap[rank] * (1 + TOLERANCE):
+                backwards = [I * count + s for group in groups for s in reversed(stages) for _ in range(group)]
+                warmup, held = 0, 0.0
+                for s in forwards[: base + slope * (ranks - 1 - rank)]:
+                    if held + problem.activation[s] > problem.cap[rank] * (1 + TOLERANCE):
                         break
-                    kept += problem.held(s)
-                    most += 1
-                warm = min(most, base + slope * (ranks - 1 - rank))
-                word = forwards[:warm]
-                for i, back in enumerate(backwards):
-                    word.append(back)
-                    word += forwards[warm + i : warm + i + 1]
-                words.append(word)
-            yield words
-
-
-def _groupings(m: int, size: int) -> list[list[int]]:
-    """Groups of ``size``. A few left over share the last groups' places evenly; many are a group of their own."""
-    full, rest = divmod(m, size)
-    if not rest or not full:
-        return [[size] * full + [rest] * bool(rest)]
-    alone = [size] * full + [rest]
-    shared = [size] * (full - 1) + [(size + rest + 1) // 2, (size + rest) // 2]
-    return [alone, shared] if 2 * rest >= size else [shared, alone]
-
-
-def _travelling(problem: Problem) -> Iterator[Orders]:
-    """On a V, different hops, in as many activations as fit if all stages keep the same."""
-    ranks = problem.num_ranks
-    size = max(sum(map(problem.held, stages)) / 2 for stages in problem.local)
-    whole = max(map(max, ([problem.activation[s] - problem.held(s) for s in stages] for stages in problem.local)))
-    room = min(2 * problem.m, int((min(problem.cap) - whole) / size * (1 + TOLERANCE))) if size else 2 * problem.m
-    for hops in _HOPS:
-        if sum(hops) * (ranks - 1) + 12 <= 6 * room:
-            words = encode(problem, v_schedule("travel", ranks, problem.m, hops, room))
-            yield words
-            yield without_weight_grads(problem, words)
+                    held += problem.held_after_forward(s)
+                    warmup += 1
+                orders.append(alternate(forwards, backwards, warmup))
+            yield with_recomputes(problem, orders)

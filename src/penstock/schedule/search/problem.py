@@ -1,12 +1,12 @@
-"""What the search works on: the work of each stage, where it lives, what it waits for, what a rank may keep.
+"""The problem that the search solves: durations, placement, dependencies and the memory cap of each rank.
 
-An order is a word per rank. Its letters are classes of work, numbers from 0 to 6S - 1 for S stages:
+The search encodes the order of a rank as a list of op codes, ``kind * num_stages + stage``. The kinds are
 
-    F of stage s: s      I of stage s: S + s      B of stage s: 2S + s      W of stage s: 3S + s
-                         R of stage s: 4S + s     F of stage s that drops what it made, for R to bring back: 5S + s
+    F  forward             I  input gradient      B  full backward
+    W  weight gradient     R  recompute           C  forward that keeps only its checkpoint, for R to recompute
 
-All micro-batches are alike, so within a class they come in their order and a word needs no micro-batch numbers. Which
-of them are recomputed is plain from the forwards.
+Micro-batches are interchangeable: within one op code they come in order, so an encoded order needs no micro-batch
+numbers.
 """
 
 from __future__ import annotations
@@ -15,49 +15,50 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 from penstock.errors import ScheduleError
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule, edges_of
 
-__all__ = ["TOLERANCE", "Orders", "Problem", "connect_arcs", "make_problem"]
+__all__ = ["KINDS", "TOLERANCE", "B", "C", "F", "I", "Orders", "Problem", "R", "W", "connect_arcs", "make_problem"]
 
-T = TypeVar("T")
+F, I, B, W, R, C = range(6)  # noqa: E741
+KINDS = "FIBWRF"
+"""The kind of action of each kind of op."""
 
 Orders = list[list[int]]
-"""For each rank, its order as classes of work."""
+"""For each rank, its order as op codes."""
 
 TOLERANCE = 1e-9
-"""Sums of the same numbers in another order may differ by this, relative to what they are compared with."""
+"""Relative difference below which sums of the same numbers in another order are equal."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Plain numbers, ready for the inner loops. Lists by stage are called after the stage's work."""
+    """The numbers of the problem, as flat tuples for the inner loops."""
 
     placement: tuple[int, ...]
     m: int
     durations: tuple[float, ...]
-    """By class."""
+    """By op."""
     arcs: tuple[tuple[int, int, float], ...]
-    """(source stage, destination stage, time that a value takes from one to the other)."""
+    """(source stage, destination stage, transfer time)."""
     activation: tuple[float, ...]
-    """By stage, what is counted from F on: all that it keeps, before I or after it."""
-    before: tuple[float, ...]
-    """By stage, the fraction of that which is really there before I."""
+    """By stage: the memory counted from F on, the maximum of what is held before and after I."""
+    before_i: tuple[float, ...]
+    """By stage: the fraction of ``activation`` that is really held before I."""
     keep: tuple[float, ...]
-    """By stage, the fraction that is there between I and W."""
+    """By stage: the fraction that is held between I and W."""
     cap: tuple[float, ...]
     """By rank."""
     contended: bool
-    """Whether values queue for a channel: then ``evaluate`` is an estimate, and ``simulate`` has the last word."""
+    """Whether transfers queue for a channel. Then ``evaluate`` is an estimate, and ``simulate`` decides."""
     checkpoint: tuple[float, ...]
-    """By stage, the fraction of an activation that is held between F and R."""
-    again: tuple[bool, ...]
-    """By stage, whether its forwards drop what they made."""
-    loose: bool = False
-    """Whether forwards of those stages may keep it, one or the other or all."""
+    """By stage: the fraction of ``activation`` that is held between C and R."""
+    recomputed: tuple[bool, ...]
+    """By stage: whether its micro-batches are recomputed."""
+    recompute_optional: bool = False
+    """Whether the search may keep the activations of some micro-batches of the recomputed stages."""
 
     @property
     def num_stages(self) -> int:
@@ -68,121 +69,122 @@ class Problem:
         return len(self.cap)
 
     @cached_property
-    def local(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank."""
-        found: list[list[int]] = [[] for _ in self.cap]
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """By rank: its stages."""
+        stages: list[list[int]] = [[] for _ in self.cap]
         for stage, rank in enumerate(self.placement):
-            found[rank].append(stage)
-        return tuple(map(tuple, found))
+            stages[rank].append(stage)
+        return tuple(map(tuple, stages))
 
     @cached_property
-    def takes(self) -> tuple[float, ...]:
-        """By class, what the rank keeps more once the work is over: below zero for a backward."""
+    def memory_change(self) -> tuple[float, ...]:
+        """By op: the change of the rank's memory by the time the op is done."""
         sizes = self.activation
-        held = [size * part for size, part in zip(sizes, self.checkpoint, strict=True)]
+        checkpoints = [size * part for size, part in zip(sizes, self.checkpoint, strict=True)]
         return (
             *sizes,
             *(-size * (1 - keep) for size, keep in zip(sizes, self.keep, strict=True)),
             *(-size for size in sizes),
             *(-size * keep for size, keep in zip(sizes, self.keep, strict=True)),
-            *(size - part for size, part in zip(sizes, held, strict=True)),
-            *held,
+            *(size - part for size, part in zip(sizes, checkpoints, strict=True)),
+            *checkpoints,
         )
 
     @cached_property
-    def needs(self) -> tuple[float, ...]:
-        """By class, the room that there must be for it."""
+    def memory_need(self) -> tuple[float, ...]:
+        """By op: the free memory that it needs."""
         count, none = self.num_stages, (0.0,) * self.num_stages
-        return (*self.activation, *none, *none, *none, *self.takes[4 * count : 5 * count], *self.activation)
+        return (*self.activation, *none, *none, *none, *self.memory_change[R * count : C * count], *self.activation)
 
     @cached_property
-    def fuses(self) -> tuple[bool, ...]:
-        """By stage, whether B takes less time than I and W."""
-        count, times = self.num_stages, self.durations
+    def fusing_pays(self) -> tuple[bool, ...]:
+        """By stage: whether B takes less time than I and W."""
         return tuple(
-            times[2 * count + s] < (times[count + s] + times[3 * count + s]) * (1 - TOLERANCE) for s in range(count)
+            self.duration(B, s) < (self.duration(I, s) + self.duration(W, s)) * (1 - TOLERANCE)
+            for s in range(self.num_stages)
         )
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """By rank, the least time that all its work on one micro-batch takes."""
-        count, times = self.num_stages, self.durations
+        """By rank: the least time of all its work on one micro-batch."""
         return tuple(
             sum(
-                times[s]
-                + min(times[2 * count + s], times[count + s] + times[3 * count + s])
-                + (times[4 * count + s] if self.again[s] and not self.loose else 0.0)
+                self.duration(F, s)
+                + min(self.duration(B, s), self.duration(I, s) + self.duration(W, s))
+                + (self.duration(R, s) if self.recomputed[s] and not self.recompute_optional else 0.0)
                 for s in stages
             )
-            for stages in self.local
+            for stages in self.stages_of
         )
 
     @cached_property
-    def least(self) -> tuple[float, ...]:
-        """By rank, what it keeps when there is one micro-batch at a time."""
-        return tuple(self.memory_from(stages) for stages in self.local)
+    def least_memory(self) -> tuple[float, ...]:
+        """By rank: its peak memory with one micro-batch at a time."""
+        return tuple(map(self.memory_from, self.stages_of))
+
+    @property
+    def feasible(self) -> bool:
+        """Whether every rank has memory for one micro-batch in all its stages."""
+        return all(need <= cap * (1 + TOLERANCE) for need, cap in zip(self.least_memory, self.cap, strict=True))
+
+    def duration(self, kind: int, stage: int) -> float:
+        return self.durations[kind * self.num_stages + stage]
 
     def memory_from(self, stages: Sequence[int]) -> float:
-        """What some stages of a rank need, one after the other, for one micro-batch."""
+        """The peak memory of some stages of a rank, run one after another for one micro-batch."""
         need = 0.0
         for s in reversed(stages):
-            need = max(self.activation[s], self.held(s) + need)
+            need = max(self.activation[s], self.held_after_forward(s) + need)
         return need
 
-    def held(self, stage: int) -> float:
-        """What a stage keeps of a micro-batch after its forward."""
-        return self.activation[stage] * (self.checkpoint[stage] if self.again[stage] else 1.0)
+    def held_after_forward(self, stage: int) -> float:
+        """The memory of one micro-batch on a stage after its forward."""
+        return self.activation[stage] * (self.checkpoint[stage] if self.recomputed[stage] else 1.0)
 
     def with_m(self, m: int) -> Problem:
         return replace(self, m=m)
 
+    def with_recomputed(self, stages: Iterable[int]) -> Problem:
+        """The problem with exactly these stages recomputed."""
+        chosen = set(stages)
+        return replace(self, recomputed=tuple(s in chosen for s in range(self.num_stages)), recompute_optional=False)
+
     def with_full_backwards(self) -> Problem:
-        """The problem of orders in which nothing waits for W: with what is really there before I."""
-        if min(self.before) == 1:
+        """The problem of orders in which W directly follows I: with the memory that is really held before I."""
+        if min(self.before_i) == 1:
             return self
-        sizes = tuple(size * part for size, part in zip(self.activation, self.before, strict=True))
-        held = tuple(part / own for part, own in zip(self.checkpoint, self.before, strict=True))
+        sizes = tuple(size * part for size, part in zip(self.activation, self.before_i, strict=True))
+        checkpoints = tuple(part / before for part, before in zip(self.checkpoint, self.before_i, strict=True))
         ones = (1.0,) * self.num_stages
-        return replace(self, activation=sizes, before=ones, keep=ones, checkpoint=held)
+        return replace(self, activation=sizes, before_i=ones, keep=ones, checkpoint=checkpoints)
 
     def relaxed_to_fit(self) -> Problem:
-        """The problem, if one micro-batch at a time fits; else the one in which W takes no time, and I that of B: for
-        orders of whole backwards, in which nothing waits.
+        """The problem itself, if one micro-batch at a time fits. Otherwise the problem of full backwards, in which
+        I takes the time of B, W no time, and no memory is held between them.
         """
-        tried = self.with_recomputed(range(self.num_stages)) if self.loose else self
-        if tried.fits:
+        tightest = self.with_recomputed(range(self.num_stages)) if self.recompute_optional else self
+        if tightest.feasible:
             return self
         count, times = self.num_stages, self.durations
-        whole = times[2 * count : 3 * count]
-        times = (*times[:count], *whole, *whole, *(0.0,) * count, *times[4 * count :])
+        backwards = times[B * count : W * count]
+        times = (*times[:count], *backwards, *backwards, *(0.0,) * count, *times[R * count :])
         return replace(self.with_full_backwards(), durations=times)
 
-    @property
-    def fits(self) -> bool:
-        """Whether every rank has room for one micro-batch in all its stages."""
-        return all(need <= cap * (1 + TOLERANCE) for need, cap in zip(self.least, self.cap, strict=True))
 
-    def with_recomputed(self, stages: Iterable[int]) -> Problem:
-        """With all forwards of these stages recomputed, and of no others."""
-        chosen = set(stages)
-        return replace(self, again=tuple(s in chosen for s in range(self.num_stages)), loose=False)
-
-
-def connect_arcs(
-    problem: Problem, wires: Sequence[list[T]]
-) -> tuple[list[list[list[T]]], list[list[tuple[list[T], float, int]]]]:
-    """For F and I of each stage, the wires they wait for, and those they send on, with the time and the rank at the
-    other end. ``wires`` holds two lists of arrivals for each arc, forth and back.
+def connect_arcs(problem: Problem) -> tuple[list[list[list[float]]], list[list[tuple[list[float], float, int]]]]:
+    """For F and I of each stage: the lists of arrival times they wait for, and those they append to, each with its
+    transfer time and the receiving rank. Each arc has two lists, forward and backward.
     """
     count, placement = problem.num_stages, problem.placement
-    incoming: list[list[list[T]]] = [[] for _ in range(2 * count)]
-    outgoing: list[list[tuple[list[T], float, int]]] = [[] for _ in range(2 * count)]
-    for number, (src, dst, time) in enumerate(problem.arcs):
-        forth, back = wires[2 * number], wires[2 * number + 1]
-        incoming[dst].append(forth)
-        outgoing[src].append((forth, time, placement[dst]))
-        incoming[count + src].append(back)
-        outgoing[count + dst].append((back, time, placement[src]))
+    incoming: list[list[list[float]]] = [[] for _ in range(2 * count)]
+    outgoing: list[list[tuple[list[float], float, int]]] = [[] for _ in range(2 * count)]
+    for src, dst, time in problem.arcs:
+        forward: list[float] = []
+        backward: list[float] = []
+        incoming[dst].append(forward)
+        outgoing[src].append((forward, time, placement[dst]))
+        incoming[count + src].append(backward)
+        outgoing[count + dst].append((backward, time, placement[src]))
     return incoming, outgoing
 
 
@@ -194,18 +196,18 @@ def make_problem(
     edges: Iterable[Edge] | None,
     recompute: Iterable[int] | bool | None = False,
 ) -> tuple[Problem, tuple[Edge, ...]]:
-    """The problem, checked, and its edges."""
+    """The problem for the arguments of ``auto``, checked, and its edges."""
     placement = tuple(placement)
     if not placement:
         raise ScheduleError("auto needs at least 1 stage: the placement is empty")
     if m < 1:
         raise ScheduleError(f"auto needs at least 1 micro-batch, not {m}")
     count, ranks = len(placement), max(placement) + 1
-    strange = [rank for rank in placement if rank < 0] or sorted(set(range(ranks)) - set(placement))
-    if strange:
+    wrong = [rank for rank in placement if rank < 0] or sorted(set(range(ranks)) - set(placement))
+    if wrong:
         raise ScheduleError(
-            f"rank {strange[0]} of the placement {placement} "
-            + ("holds no stage: use fewer ranks, or place a stage there" if strange[0] >= 0 else "does not exist")
+            f"rank {wrong[0]} of the placement {placement} "
+            + ("holds no stage: use fewer ranks, or place a stage there" if wrong[0] >= 0 else "does not exist")
         )
     edges = edges_of(Schedule("auto", placement, ((),) * ranks, m), edges)
     times = costs.durations(count)
@@ -218,18 +220,18 @@ def make_problem(
             time = transfer + costs.of_edge("latency", edge)
         arcs.append((*edge, time))
     keeps = costs.of_stages("keep", count)
-    before = [1 / max(1.0, keep) for keep in keeps]
+    before_i = [1 / max(1.0, keep) for keep in keeps]
     problem = Problem(
         placement,
         m,
-        (*times["F"], *times["I"], *times["B"], *times["W"], *times["R"], *times["F"]),
+        tuple(time for kind in KINDS for time in times[kind]),
         tuple(arcs),
-        tuple(size / part for size, part in zip(costs.of_stages("activation", count), before, strict=True)),
-        tuple(before),
+        tuple(size / part for size, part in zip(costs.of_stages("activation", count), before_i, strict=True)),
+        tuple(before_i),
         tuple(min(1.0, keep) for keep in keeps),
         (0.0,) * ranks,
         contended,
-        tuple(part * own for part, own in zip(costs.of_stages("checkpoint", count), before, strict=True)),
+        tuple(part * before for part, before in zip(costs.of_stages("checkpoint", count), before_i, strict=True)),
         _recomputed(recompute, count),
         recompute is None,
     )
@@ -242,9 +244,9 @@ def _recomputed(recompute: Iterable[int] | bool | None, count: int) -> tuple[boo
     if recompute is None or isinstance(recompute, bool):
         return (recompute is not False,) * count
     chosen = set(recompute)
-    strange = sorted(chosen - set(range(count)))
-    if strange:
-        raise ScheduleError(f"recompute names stage {strange[0]}, but there are {count} stages (0..{count - 1})")
+    unknown = sorted(chosen - set(range(count)))
+    if unknown:
+        raise ScheduleError(f"recompute names stage {unknown[0]}, but there are {count} stages (0..{count - 1})")
     return tuple(s in chosen for s in range(count))
 
 
@@ -255,39 +257,40 @@ def _caps(problem: Problem, cap: float | Sequence[float] | None) -> tuple[float,
     caps = (float(cap),) * ranks if isinstance(cap, int | float) else tuple(map(float, cap))
     if len(caps) != ranks:
         raise ScheduleError(f"cap has {len(caps)} numbers, there are {ranks} ranks: give one number, or {ranks}")
-    most = (problem.m * sum(problem.activation[s] for s in stages) for stages in problem.local)  # it never keeps more
-    return tuple(every if cap == math.inf else cap for cap, every in zip(caps, most, strict=True))
+    unlimited = (problem.m * sum(problem.activation[s] for s in stages) for stages in problem.stages_of)
+    return tuple(most if cap == math.inf else cap for cap, most in zip(caps, unlimited, strict=True))
 
 
 def _peak_of_1f1b(problem: Problem) -> float:
-    """What 1F1B's fullest rank keeps: p - r micro-batches (at most m) on the r-th rank, of all that its stages keep; of
-    stages that are recomputed one more whole.
+    """The peak of 1F1B's fullest rank. The r-th of p ranks holds min(m, p - r) micro-batches in all its stages; one
+    more complete activation counts where stages are recomputed.
     """
-    turns = sorted(range(problem.num_ranks), key=lambda rank: problem.local[rank][0])
-    if problem.loose:
+    ranks = sorted(range(problem.num_ranks), key=lambda rank: problem.stages_of[rank][0])
+    if problem.recompute_optional:
         problem = problem.with_recomputed(())
-    kept = []
-    for turn, rank in enumerate(turns):
-        stages = problem.local[rank]
-        whole = max(problem.activation[s] - problem.held(s) for s in stages)
-        kept.append(min(problem.m, len(turns) - turn) * sum(map(problem.held, stages)) + whole)
-    return max(kept)
+    peaks = []
+    for position, rank in enumerate(ranks):
+        stages = problem.stages_of[rank]
+        complete = max(problem.activation[s] - problem.held_after_forward(s) for s in stages)
+        held = sum(map(problem.held_after_forward, stages))
+        peaks.append(min(problem.m, len(ranks) - position) * held + complete)
+    return max(peaks)
 
 
 def _check_memory(problem: Problem) -> None:
-    """Every rank has room for one micro-batch in all its stages: in a chain of stages, no order does with less."""
+    """Every rank has memory for one micro-batch in all its stages. In a chain of stages, no order needs less."""
     short = [
         (need - cap, rank)
-        for rank, (need, cap) in enumerate(zip(problem.least, problem.cap, strict=True))
+        for rank, (need, cap) in enumerate(zip(problem.least_memory, problem.cap, strict=True))
         if not need <= cap * (1 + TOLERANCE)
     ]
     if not short:
         return
     lack, rank = max(short, key=lambda entry: entry[0])
-    each = ", ".join(f"{need:.4g}" for need in problem.least)
+    each = ", ".join(f"{need:.4g}" for need in problem.least_memory)
     raise ScheduleError(
-        f"no order fits: rank {rank} keeps at least {problem.least[rank]:.4g} (one micro-batch in stages "
-        f"{', '.join(map(str, problem.local[rank]))}) and may keep {problem.cap[rank]:.4g}, {lack:.4g} too little. "
+        f"no order fits: rank {rank} keeps at least {problem.least_memory[rank]:.4g} (one micro-batch in stages "
+        f"{', '.join(map(str, problem.stages_of[rank]))}) and may keep {problem.cap[rank]:.4g}, {lack:.4g} too little. "
         f"The least for all ranks: {each}. Raise the cap, "
-        + ("or cut the model finer" if all(problem.again) else "cut the model finer, or recompute")
+        + ("or cut the model finer" if all(problem.recomputed) else "cut the model finer, or recompute")
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from penstock.schedule.registry import SCHEDULES
-from penstock.schedule.schedule import Action, Schedule
+from penstock.schedule import SCHEDULES, Action, Schedule, build
 
-__all__ = ["SMALL", "VARIANTS", "label", "placed", "staircase"]
+__all__ = ["SMALL", "VARIANTS", "label", "placed", "schedules", "staircase"]
 
 VARIANTS: list[tuple[str, int | None]] = [
     (name, v) for name, kind in SCHEDULES.items() for v in ((1, 2, 3) if kind.takes_v else (None,))
@@ -16,6 +15,13 @@ VARIANTS: list[tuple[str, int | None]] = [
 
 SMALL = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 4), (4, 3)]
 """(p, m) small enough to try everything."""
+
+
+def schedules(sizes: Iterable[tuple[int, int]] = SMALL) -> Iterator[Schedule]:
+    """Every schedule for each (p, m)."""
+    for p, m in sizes:
+        for name, v in VARIANTS:
+            yield build(name, p, m, v)
 
 
 def label(value: object) -> str:

@@ -50,7 +50,7 @@ def optimum(problem: Problem, seconds: float) -> float | None:
         for src, dst, time in problem.arcs:
             model.add(start["F", dst, k] >= end["F", src, k] + ticks(time))
             model.add(start["I", src, k] >= end["I", dst, k] + ticks(time))
-    for rank, stages in enumerate(problem.local):
+    for rank, stages in enumerate(problem.stages_of):
         mine = [(s, k) for s in stages for k in range(m)]
         model.add_no_overlap(
             model.new_fixed_size_interval_var(start[kind, s, k], times[kind][s], "") for s, k in mine for kind in "FIW"

@@ -12,21 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.costs import Costs
-from penstock.schedule.fill_drain import looped_bfs
+from penstock.schedule import Costs, SearchResult, auto, build, simulate, verify
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.schedule import loop, vee
-from penstock.schedule.search import SearchResult, auto
-from penstock.schedule.search.list_scheduler import default_policy, list_schedule
-from penstock.schedule.search.lower_bound import lower_bound, memory_bound_period, memory_time
+from penstock.schedule.search.list_scheduler import list_schedule
+from penstock.schedule.search.lower_bound import lower_bound, memory_bound_period, memory_time, recompute_choices
 from penstock.schedule.search.orders import fixed_schedules, sequential_orders
 from penstock.schedule.search.place_weight_grads import evaluate
 from penstock.schedule.search.problem import Problem, make_problem
-from penstock.schedule.search.recompute_choice import recompute_choices
-from penstock.schedule.simulate import simulate
-from penstock.schedule.verify import verify
-from tests.schedule.fits import fits_all
-from tests.schedule.zoo import placed
+from tests.schedule.memory_check import fits_all
+from tests.schedule.samples import placed
 
 SHORT = 0.02
 """Seconds of search: the promises hold however short it is."""
@@ -77,7 +72,9 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         0
     ].with_full_backwards()
     factor = draw(st.sampled_from([None, 1.0, 1.5, 2.5, math.inf]))
-    cap = None if factor is None else [math.inf if factor == math.inf else factor * kept for kept in plenty.least]
+    cap = (
+        None if factor is None else [math.inf if factor == math.inf else factor * kept for kept in plenty.least_memory]
+    )
     return {
         "costs": costs,
         "placement": placement,
@@ -109,18 +106,18 @@ def test_every_answer_keeps_its_promises(case: dict[str, Any]) -> None:
     assert found.schedule.trains
     verify(found.schedule, case["edges"])
     certificate = simulate(found.schedule, case["costs"], case["edges"])
-    assert (found.makespan, found.peak) == (certificate.makespan, certificate.peak_memory)
-    assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(found.peak, found.cap, strict=True))
-    assert 0 <= found.floor <= found.makespan
+    assert (found.makespan, found.peak_memory) == (certificate.makespan, certificate.peak_memory)
+    assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(found.peak_memory, found.cap, strict=True))
+    assert 0 <= found.lower_bound <= found.makespan
     assert found.gap >= 0
 
     replayed = {(a.stage, a.microbatch) for order in found.schedule.orders for a in order if a.kind == "R"}
     problem = problem_of(case)
-    if not problem.loose:
-        again = [s for s, recomputed in enumerate(problem.again) if recomputed]
+    if not problem.recompute_optional:
+        again = [s for s, recomputed in enumerate(problem.recomputed) if recomputed]
         assert replayed == {(s, k) for s in again for k in range(case["m"])}
     assert lower_bound(problem) <= found.makespan * (1 + 1e-9)
-    modes = ["always" if again and not problem.loose else "never" for again in problem.again]
+    modes = ["always" if again and not problem.recompute_optional else "never" for again in problem.recomputed]
     for fixed in fixed_schedules(problem):
         other = simulate(with_recompute(fixed, modes), case["costs"], case["edges"])
         if all(peak <= cap for peak, cap in zip(other.peak_memory, found.cap, strict=True)):
@@ -137,11 +134,11 @@ def test_one_micro_batch_at_a_time_always_fits(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("placement", [loop(4), loop(4, 2), vee(4), (0, 1, 2, 3, 0, 0, 2)])
-def test_a_policy_does_not_run_into_a_deadlock_for_lack_of_memory(placement: tuple[int, ...]) -> None:
+def test_list_scheduling_does_not_deadlock_for_lack_of_memory(placement: tuple[int, ...]) -> None:
     for factor in (1.0, 1.5, 2.0, 3.0):
         caps = [factor * placement.count(rank) for rank in range(4)]
         problem, _ = make_problem(Costs(latency=0.1), placement, 9, caps, None)
-        makespan, words = list_schedule(problem, default_policy(problem))
+        makespan, words = list_schedule(problem)
         assert makespan < math.inf
         assert fits_all(problem, words)
         assert evaluate(problem, words) <= makespan
@@ -151,7 +148,7 @@ def test_the_fixed_schedules_are_looked_at_whatever_else_is_found() -> None:
     """So many micro-batches that the search only sees some of them, no time for it, and room for them all."""
     costs = Costs.per_rank(v=2, comm=0.5)
     found = auto(costs, loop(8, 2), 160, cap=200, seconds=0)
-    assert found.makespan <= simulate(looped_bfs(8, 160, 2), costs).makespan * (1 + 1e-9)
+    assert found.makespan <= simulate(build("looped_bfs", 8, 160, 2), costs).makespan * (1 + 1e-9)
 
 
 # Uniform costs: no order is faster -------------------------------------------------------------------------------
@@ -170,7 +167,7 @@ def test_many_micro_batches_are_few_repeated() -> None:
     for placement in (loop(16, 2), vee(16)):
         found = auto(Costs.per_rank(v=2), placement, 128)
         assert found.makespan == pytest.approx(391.5)
-        assert max(found.peak) <= 16
+        assert max(found.peak_memory) <= 16
 
 
 def test_repeating_holds_the_pace() -> None:
@@ -197,12 +194,12 @@ def test_what_waits_for_weight_gradients_keeps_the_cap_too() -> None:
     for cap in (2.0, 4.0, 8.0):
         found = auto(costs, loop(4), 8, cap=cap, seconds=0.1)
         assert max(simulate(found.schedule, costs).peak_memory) <= cap
-        assert found.peak == simulate(found.schedule, costs).peak_memory
+        assert found.peak_memory == simulate(found.schedule, costs).peak_memory
 
 
 def test_less_memory_is_kept_and_costs_time() -> None:
     tight, roomy = (auto(Costs.per_rank(v=2, comm=0.1), vee(4), 8, cap=cap, seconds=0.2) for cap in (2, 4))
-    assert max(tight.peak) <= 2
+    assert max(tight.peak_memory) <= 2
     assert tight.makespan > roomy.makespan
 
 
@@ -213,7 +210,7 @@ def test_more_memory_than_1f1b_is_used() -> None:
 
 def test_each_rank_has_its_own_cap() -> None:
     found = auto(Costs(), loop(3), 6, cap=[1, 2, 3], seconds=SHORT)
-    assert all(peak <= cap for peak, cap in zip(found.peak, (1, 2, 3), strict=True))
+    assert all(peak <= cap for peak, cap in zip(found.peak_memory, (1, 2, 3), strict=True))
 
 
 def test_the_floor_knows_of_memory() -> None:
@@ -245,7 +242,7 @@ def test_recomputes_pay_in_half_the_memory() -> None:
     costs = replace(Costs.per_rank(v=2, comm=0.1), checkpoint=0.02)
     found = auto(costs, loop(8, 2), 16, cap=4, recompute=None, repeatable=True)
     assert found.makespan <= 63
-    assert max(found.peak) <= 4 * (1 + 1e-9)
+    assert max(found.peak_memory) <= 4 * (1 + 1e-9)
     assert 0 < replayed(found) < 16 * 16
     assert found.makespan == simulate(found.schedule, costs).makespan
 
@@ -277,7 +274,7 @@ def test_less_than_a_micro_batch_in_all_stages_is_enough() -> None:
         auto(costs, (0, 0, 0, 0), 2, cap=1.3)
     for recompute in (True, None):
         found = auto(costs, (0, 0, 0, 0), 2, cap=1.3, recompute=recompute, seconds=SHORT)
-        assert max(found.peak) == pytest.approx(1.3)
+        assert max(found.peak_memory) == pytest.approx(1.3)
     with pytest.raises(ScheduleError, match=r"Raise the cap, or cut the model finer$"):
         auto(costs, (0, 0, 0, 0), 2, cap=1.29, recompute=None)
 
@@ -306,7 +303,7 @@ def test_many_micro_batches_with_recomputes() -> None:
     costs = Costs.per_rank(v=2, comm=0.1)
     how: dict[str, Any] = {"cap": 4, "recompute": None, "seconds": 0.4, "repeatable": True}
     few, many = (auto(costs, loop(8, 2), m, **how) for m in (64, 128))
-    assert max(many.peak) <= 4 * (1 + 1e-9)
+    assert max(many.peak_memory) <= 4 * (1 + 1e-9)
     assert many.makespan - few.makespan <= 64 * 3.7
 
 
@@ -338,14 +335,14 @@ def test_wrong_use(placement: tuple[int, ...], options: dict[str, Any], message:
 
 def test_nothing_takes_time() -> None:
     found = auto(Costs(f=0, i=0, w=0), loop(2), 3, seconds=SHORT)
-    assert (found.makespan, found.floor, found.gap) == (0, 0, 0)
+    assert (found.makespan, found.lower_bound, found.gap) == (0, 0, 0)
 
 
 def test_stages_that_keep_nothing() -> None:
     """The 8B-like case in small: an embedding and a head without activations, beside what their ranks also hold."""
     costs = Costs(f=(0.1, 1, 1, 0.8), i=(0, 1, 1, 0.8), w=(0.1, 1, 1, 0.8), activation=(0.0, 1.0, 1.0, 0.0))
     found = auto(costs, (0, 0, 1, 1), 8, cap=2, seconds=0.2)
-    assert max(found.peak) <= 2
+    assert max(found.peak_memory) <= 2
     assert found.gap < 0.02
 
 
@@ -361,14 +358,8 @@ def test_a_backward_is_fused_where_that_delays_nothing() -> None:
 def test_a_cheaper_fused_backward_is_used() -> None:
     """Where I and W cost twice B, to split is hardly worth it."""
     found = auto(Costs(f=1, i=1, w=1, b=1), loop(2), 8, seconds=0.2)
-    assert found.makespan <= simulate_1f1b(2, 8, Costs(f=1, i=1, w=1, b=1))
+    assert found.makespan <= simulate(build("1f1b", 2, 8), Costs(f=1, i=1, w=1, b=1)).makespan
     assert sum(a.kind == "B" for order in found.schedule.orders for a in order) >= 12
-
-
-def simulate_1f1b(p: int, m: int, costs: Costs) -> float:
-    from penstock.schedule.one_f_one_b import one_f_one_b
-
-    return simulate(one_f_one_b(p, m), costs).makespan
 
 
 def test_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,12 +376,12 @@ def test_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_out_of_time_at_once() -> None:
     found = auto(Costs.per_rank(v=2, comm=0.1), vee(4), 40, cap=3, seconds=0)
     verify(found.schedule)
-    assert max(found.peak) <= 3
+    assert max(found.peak_memory) <= 3
 
 
 def test_the_answer_says_how_good_it_is() -> None:
     assert str(auto(Costs(), loop(2), 4, seconds=SHORT)) == (
-        "makespan 13, floor 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep"
+        "makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep"
     )
     found = auto(Costs(latency=0.5), loop(2), 4, seconds=SHORT)
     assert f"at most {found.gap:.1%} slower than the best order" in str(found)

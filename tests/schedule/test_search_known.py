@@ -14,7 +14,7 @@ from penstock.schedule.schedule import loop, vee
 from penstock.schedule.search import auto
 from penstock.schedule.search.lower_bound import lower_bound
 from penstock.schedule.search.problem import make_problem
-from tests.schedule.oracle import optimum
+from tests.schedule.exact_solver import optimum
 
 SCENARIOS = Path(__file__).parents[3] / "shared" / "peers" / "scenarios.json"
 SHAPES = {"v1": (1, loop(4)), "loop2": (2, loop(4, 2)), "V": (2, vee(4))}
@@ -46,7 +46,7 @@ def test_regret_at_the_memory_of_1f1b() -> None:
         for shape, (v, placement) in SHAPES.items():
             found = auto(costs_of(scenario, v), placement, 8, seconds=0.4)
             best = scenario["by_memory_cap"]["1.0p"][shape]
-            assert found.floor <= best["best_known"] * (1 + 1e-4)  # the file has four digits
+            assert found.lower_bound <= best["best_known"] * (1 + 1e-4)  # the file has four digits
             regrets.append(found.makespan / best["best_known"] - 1)
     assert max(regrets) <= 0.02
     assert sum(regrets) / len(regrets) <= 0.005
