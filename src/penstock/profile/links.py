@@ -41,10 +41,9 @@ from torch import Tensor
 
 from penstock.engine.channel.base import Endpoint, WaitTimer
 from penstock.engine.channel.local import LocalChannel
-from penstock.engine.connections import Connections
+from penstock.engine.connections import Connections, Endpoints
 from penstock.engine.failure.rendezvous import Rendezvous
 from penstock.engine.message import TensorMeta
-from penstock.engine.rank_programs import Endpoints
 from penstock.errors import PlanError
 from penstock.profile.costs import Link
 from penstock.train.mesh import Mesh
