@@ -280,7 +280,7 @@ class DistributedExecutor(FailureGuard):
         run_name = self.run_names.next(training=grad)
         if not announced.sizes:
             if self.weights is not None:
-                self.weights.land()
+                self.weights.end_run()
             return None
         job = self.jobs.of(announced)
         ends = job.ends
@@ -292,7 +292,7 @@ class DistributedExecutor(FailureGuard):
                 recorded_program(self.tape, job.runner)()
         finally:
             if self.weights is not None:
-                self.weights.land()
+                self.weights.end_run()
         for stage in self.stages.values():
             stage.moments = ()
         grads, ends.inputs, ends.grads = ends.grads, [], None

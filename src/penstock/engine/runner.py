@@ -220,7 +220,7 @@ def compile_program(instructions: Iterable[Instruction], wiring: Bindings) -> Ru
     back = prefetch_points(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
     away = {pair for pairs in back.values() for pair in pairs if wiring.stages[pair[0]].offload is not None}
     weights = next((stage.weights for stage in wiring.stages.values() if stage.weights is not None), None)
-    stops = {} if weights is None else weights.calls(instructions, wiring.stages)
+    stops = {} if weights is None else weights.transfer_calls(instructions, wiring.stages)
     for at, instruction in enumerate(instructions):
         if at in stops:
             pieces.append((stops[at], instruction, _OTHER))

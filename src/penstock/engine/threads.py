@@ -200,7 +200,7 @@ class ThreadExecutor:
             raise
         finally:
             if self.weights is not None:
-                self.weights.land()
+                self.weights.end_run()
             for stage in self.stages.values():
                 stage.moments = ()
         seconds = perf_counter() - start

@@ -93,7 +93,7 @@ class OffloadedOptimizer:
         self._take_over()  # Adagrad has state from its beginning
 
     def _whole(self, closure: Callable[[], Any] | None) -> Any:
-        with nullcontext() if self.weights is None else self.weights.staying():
+        with nullcontext() if self.weights is None else self.weights.resident_scope():
             try:
                 self._arrive(self._fetch(list(self.optimizer.state)))
                 return self._raw(self.optimizer) if closure is None else self._raw(self.optimizer, closure)
@@ -106,7 +106,7 @@ class OffloadedOptimizer:
             with torch.enable_grad():
                 loss = closure()
         if self.weights is not None:
-            self.weights.gather()
+            self.weights.reclaim()
         buckets = list(self._buckets())
         groups = self.optimizer.param_groups
         params_of = [group["params"] for group in groups]
@@ -160,16 +160,16 @@ class OffloadedOptimizer:
         """Start the state of these parameters on its way to the device, and those of them that are on the host."""
         started = []
         for key in keys:
-            loan = None if self.weights is None else self.weights.lend(key)
+            loan = None if self.weights is None else self.weights.lease(key)
             if loan is not None:
                 self._loans[key] = loan
-                started += [_PendingCopy(loan.copies, loan.mark, tensor) for tensor in loan.came]
+                started += [_PendingCopy(loan.copies, loan.event, tensor) for tensor in loan.on_device]
             homes = self._homes.get(key, {})
             for container, at, path, tensor in _tensors(self.optimizer.state.get(key)):
                 home = homes.get(path)
                 if home is not None and tensor is home.host:
                     there = torch.empty_like(tensor, device=home.device)
-                    home.mark = home.copies.back(tensor, there)
+                    home.mark = home.copies.to_device([(tensor, there)])
                     container[at] = there
                     started.append(_PendingCopy(home.copies, home.mark, there))
         return started
@@ -199,8 +199,8 @@ class OffloadedOptimizer:
             if copies is None or tensor.nbytes < max(1, self.smallest) or uses[storage_id(tensor)] > 1:
                 continue
             if home is None or not home.fits(tensor):
-                home = homes[path] = _HostTensor(copies, tensor.device, copies.host(tensor))
-            home.mark = copies.out(tensor, home.host, home.mark)
+                home = homes[path] = _HostTensor(copies, tensor.device, copies.allocate_host(tensor))
+            home.mark = copies.to_host([(tensor, home.host)], home.mark)
             container[at] = home.host
             started.append(_PendingCopy(copies, home.mark, tensor))
         return started
@@ -235,7 +235,7 @@ class OffloadedOptimizer:
     def _finish(copies: Iterable[_PendingCopy]) -> None:
         """Here the host waits: whoever reads the state after a step must find it."""
         for copy in copies:
-            copy.by.finish(copy.mark)
+            copy.by.synchronize(copy.mark)
 
 
 class _PendingCopy(NamedTuple):

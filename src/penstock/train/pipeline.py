@@ -180,7 +180,7 @@ class Pipeline(PipelineState):
                 outcome = self._executor.train(self._value(inputs), targets, self._outputs)
             except BaseException:
                 if self._executor.weights is not None:
-                    self._executor.weights.land()
+                    self._executor.weights.end_run()
                 aside.give_back()
                 raise
             self._counted = outcome.factor is not None
@@ -256,7 +256,7 @@ class Pipeline(PipelineState):
         wide = self._wide is not None
         flight = ThreadCall(self._executor, self._executor.source.fill_drain(len(sizes)), sizes, trainable, wide)
         if self._executor.weights is not None:
-            self._executor.weights.stay(flight)
+            self._executor.weights.make_resident(flight)
         return apply_call(flight, messages)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -381,7 +381,7 @@ class Pipeline(PipelineState):
 
     def _at_work(self) -> AbstractContextManager[None]:
         """Around a run: weights that live on the host are their devices'."""
-        return nullcontext() if self._executor.weights is None else self._executor.weights.at_work()
+        return nullcontext() if self._executor.weights is None else self._executor.weights.run()
 
     def _value(self, inputs: Any) -> Any:
         """What enters the first stage: of a tuple of positional arguments, a dict of keywords, or one value."""

@@ -165,7 +165,7 @@ class PipelineState:
         on the host (``Offload(weights=True)``) stay there.
         """
         self._check_open()
-        stay = set() if self._executor.weights is None else set(map(id, self._executor.weights.at_home()))
+        stay = set() if self._executor.weights is None else set(map(id, self._executor.weights.host_tensors()))
         for stage, module in self._modules.items():
             there = torch.device(self._executor.stages[stage].device if device is None else device)
             share_buffers(self._model, module)
