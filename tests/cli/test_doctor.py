@@ -175,7 +175,7 @@ def test_variables_of_slurm() -> None:
 
 @pytest.mark.parametrize(
     ("program", "error"),
-    [("exit 3", "process 0 ended with exit code 3"), ("exec sleep 60", "none arrived within 1 s")],
+    [("exit 3", "process 0 ended with exit code 3"), ("exec sleep 60", "no message arrived within 1 s")],
 )
 def test_processes_that_end_early_or_hang(
     program: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -260,7 +260,7 @@ def test_page() -> None:
 
 def test_the_document() -> None:
     document = (Path(__file__).parents[2] / "docs" / "when-it-fails.md").read_text("utf-8")
-    error = "none arrived within 110 s"
+    error = "no message arrived within 110 s"
     failed = (Exchange("gloo", error=error),)
     found = diagnose(facts(addresses=("127.0.1.1",), reverse_seconds=(5.0,), exchanges=failed))
     page = doctor._page([finding for finding in found if finding.status != "ok"], 118)[:-2]

@@ -334,7 +334,7 @@ def process_link(device: str, ranks: int, timeout: float = _TIMEOUT) -> Link:
             errors = errors.strip() or f"process 0 ended with exit code {started[0].returncode}"
         return Link(**json.loads(output.splitlines()[-1]))
     except subprocess.TimeoutExpired as error:
-        raise LinkError(f"two processes did not finish within {timeout:.0f} s") from error
+        raise LinkError(f"no message arrived within {timeout:.0f} s") from error
     except (OSError, ValueError, IndexError) as error:
         raise LinkError((errors.strip() or str(error)).splitlines()[-1]) from error
     finally:
