@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 import pytest
@@ -23,6 +24,7 @@ from tests.schedule.samples import schedules, staircase
 
 SIZES = list(product((1, 2, 3, 4), (1, 2, 3, 5, 8)))
 Edges = Sequence[tuple[int, int]]
+lowered = cache(lower)
 Message = tuple[str, int, int, int]  # direction, from stage, to stage, micro-batch
 
 
@@ -74,7 +76,7 @@ def test_two_ranks_of_1f1b() -> None:
         "F0 F1 .  B0 .  B1",
         ".  F0 B0 F1 B1 . ",
     )
-    assert [str(program) for program in lower(schedule)] == [
+    assert [str(program) for program in lowered(schedule)] == [
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0SENT_F0 0B1 0SENT_F1 0REDUCE",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE 1SENT_B0 1SENT_B1",
     ]
@@ -96,7 +98,7 @@ def test_bounds_are_at_least_one(bad: dict[str, int]) -> None:
 
 def test_compute_keeps_its_order() -> None:
     for schedule in schedules(SIZES):
-        for order, program in zip(schedule.orders, lower(schedule), strict=True):
+        for order, program in zip(schedule.orders, lowered(schedule), strict=True):
             done = [(i.stage, i.kind, i.microbatch) for i in program.instructions if i.kind in "FRBIW"]
             assert done == [tuple(action) for action in order], describe(schedule)
 
@@ -104,7 +106,7 @@ def test_compute_keeps_its_order() -> None:
 def test_every_message_is_sent_once_received_once_and_released_once() -> None:
     for schedule in schedules(SIZES):
         expected = Counter(expected_messages(schedule, chain(schedule.num_stages)))
-        programs = lower(schedule)
+        programs = lowered(schedule)
         for kind in ("SEND", "RECV", "SENT"):
             assert Counter(x for program in programs for x in of_kind(program, kind)) == expected, describe(schedule)
 
@@ -112,7 +114,7 @@ def test_every_message_is_sent_once_received_once_and_released_once() -> None:
 def test_a_message_is_sent_when_made_posted_before_needed_and_released_after_sending() -> None:
     for schedule in schedules(SIZES):
         edges = chain(schedule.num_stages)
-        for program in lower(schedule):
+        for program in lowered(schedule):
             posted: set[Message] = set()
             sent: set[Message] = set()
             made: set[tuple[str, int, int]] = set()
@@ -132,7 +134,7 @@ def test_a_message_is_sent_when_made_posted_before_needed_and_released_after_sen
 def test_receives_are_posted_in_the_order_of_the_sends() -> None:
     """Both ends of a channel (sender, receiver, direction) must agree, or a message lands in another one's buffer."""
     for schedule in schedules(SIZES):
-        programs = lower(schedule)
+        programs = lowered(schedule)
         sends = _by_channel(schedule, programs, "SEND")
         assert _by_channel(schedule, programs, "RECV") == sends, describe(schedule)
 
@@ -141,7 +143,7 @@ def test_no_receive_is_posted_before_the_actions_of_its_own_rank_that_it_depends
     """A receive that NCCL runs on the GPU may hold up the loading of a kernel: then both would wait for ever."""
     for schedule in schedules([(2, 3), (3, 4), (4, 2)]):
         causes = _causes(schedule, chain(schedule.num_stages))
-        for program in lower(schedule):
+        for program in lowered(schedule):
             to_do = [i for i in program.instructions if i.kind in ("F", "B", "I")]
             for i in program.instructions:
                 if i.kind in ("F", "B", "I"):
@@ -364,7 +366,7 @@ def test_filling_and_draining_on_any_placement() -> None:
     for placement in [(0,), (0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0)]:
         for m, backward in product((1, 2, 5), (True, False)):
             schedule = fill_drain(placement, m, backward=backward)
-            run(schedule, lower(schedule), chain(len(placement)))
+            run(schedule, lowered(schedule), chain(len(placement)))
 
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -372,7 +374,7 @@ def test_filling_and_draining_on_any_placement() -> None:
 
 def test_no_two_micro_batches_in_flight_share_a_slot_and_none_is_wasted() -> None:
     for schedule in schedules(SIZES):
-        for rank, program in enumerate(lower(schedule)):
+        for rank, program in enumerate(lowered(schedule)):
             flying: dict[int, dict[int, int]] = defaultdict(dict)  # stage -> slot -> micro-batch
             peak: Counter[int] = Counter()
             total = peak_total = 0
@@ -404,7 +406,7 @@ def test_1f1b_keeps_as_many_as_there_are_ranks_below() -> None:
 
 def test_a_stages_gradients_are_reduced_once_after_its_last_backward() -> None:
     for schedule in schedules(SIZES):
-        for rank, program in enumerate(lower(schedule)):
+        for rank, program in enumerate(lowered(schedule)):
             places = {i.stage: n for n, i in enumerate(program.instructions) if i.kind == "REDUCE"}
             kinds = [i.kind for i in program.instructions]
             if not schedule.trains:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -104,20 +105,18 @@ TIMES = [(1.0, 1.0, 1.0), (1.0, 1.3, 0.7), (2.0, 1.5, 1.5), (0.5, 1.0, 0.25)]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("f", "i", "w"), TIMES)
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (3, 1), (4, 8), (5, 7)])
-def test_fill_and_drain(name: str, f: float, i: float, w: float, p: int, m: int) -> None:
-    simulation = run(name, p, m, f=f, i=i, w=w)
-    assert simulation.makespan == pytest.approx((m + p - 1) * (f + i + w))
-    assert simulation.bubble == pytest.approx((p - 1) / (m + p - 1))
-    assert simulation.bubbles == pytest.approx([simulation.bubble] * p)
+def test_fill_and_drain(name: str) -> None:
+    for (f, i, w), (p, m) in product(TIMES, [(1, 1), (1, 5), (3, 1), (4, 8), (5, 7)]):
+        simulation = run(name, p, m, f=f, i=i, w=w)
+        assert simulation.makespan == pytest.approx((m + p - 1) * (f + i + w))
+        assert simulation.bubble == pytest.approx((p - 1) / (m + p - 1))
+        assert simulation.bubbles == pytest.approx([simulation.bubble] * p)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
-@pytest.mark.parametrize(("f", "i", "w"), TIMES)
-@pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 2), (4, 8, 2), (3, 6, 3), (2, 8, 4)])
-def test_more_stages_divide_the_bubble(name: str, f: float, i: float, w: float, p: int, m: int, v: int) -> None:
-    assert run(name, p, m, v, f=f, i=i, w=w).makespan == pytest.approx((m + (p - 1) / v) * (f + i + w))
+def test_more_stages_divide_the_bubble(name: str) -> None:
+    for (f, i, w), (p, m, v) in product(TIMES, [(2, 2, 2), (4, 8, 2), (3, 6, 3), (2, 8, 4)]):
+        assert run(name, p, m, v, f=f, i=i, w=w).makespan == pytest.approx((m + (p - 1) / v) * (f + i + w))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (4, 8), (8, 16), (8, 40)])
