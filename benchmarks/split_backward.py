@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder
+from penstock.engine.weightgrad import WeightGradQueue, make_recorder
 
 __all__ = ["main", "run", "show"]
 
@@ -60,7 +60,7 @@ class Case:
         self.module = nn.Sequential(*(Layer(dim, 4) for _ in range(layers))).to(device)
         self.x = torch.randn(batch, tokens, dim, device=device, requires_grad=True)
         self.grad = torch.randn(batch, tokens, dim, device=device)
-        self.queue = WeightGradQueue(WeightGradRecorder(self.module))
+        self.queue = WeightGradQueue(make_recorder(self.module))
         self.sync: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def full(self) -> tuple[float, float, float]:
@@ -75,7 +75,7 @@ class Case:
         with self.queue.recording():
             output = self.module(self.x)
         first = self._now()
-        with self.queue.taking():
+        with self.queue.deferring():
             torch.autograd.backward([output], [self.grad])
         second = self._now()
         self.queue.run()

@@ -32,6 +32,7 @@ __all__ = [
     "KINDS",
     "StyledLine",
     "align_columns",
+    "count_noun",
     "describe_schedule",
     "gantt",
     "memory_rows",
@@ -253,8 +254,8 @@ def print_text(text: str, file: TextIO) -> None:
 def describe_schedule(schedule: Schedule) -> str:
     """A schedule in a line."""
     return (
-        f"{schedule.name}: {_plural(schedule.num_ranks, 'rank')}, {_plural(schedule.num_stages, 'stage')}, "
-        f"{_plural(schedule.num_microbatches, 'micro-batch')}"
+        f"{schedule.name}: {count_noun(schedule.num_ranks, 'rank')}, {count_noun(schedule.num_stages, 'stage')}, "
+        f"{count_noun(schedule.num_microbatches, 'micro-batch')}"
     )
 
 
@@ -364,9 +365,10 @@ def _format_number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _plural(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
+def count_noun(number: int, noun: str) -> str:
+    """``1 stage``, ``2 stages``."""
+    plural = "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 # A simulated schedule as a picture for a page or a notebook: SVG, as text, with nothing to install.

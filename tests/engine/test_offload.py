@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.engine.offload.activations import ActivationOffload, activation_offload, prefetch_points
 from penstock.engine.offload.copies import HostBuffer, HostBufferPool
-from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder
+from penstock.engine.weightgrad import WeightGradQueue, make_recorder
 from penstock.errors import PipelineError
 from penstock.schedule.lower import Instruction
 from tests.support.copies import LateCopies
@@ -482,13 +482,13 @@ def test_weight_gradients_are_still_put_off() -> None:
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8))
     plain = copy.deepcopy(module)
     offload, copies = offload_for(module)
-    queue = WeightGradQueue(WeightGradRecorder(module))
+    queue = WeightGradQueue(make_recorder(module))
     for _ in range(3):
         x = torch.randn(4, 8, requires_grad=True)
         with offload.saving(0, [x]), queue.recording():
             out = module(x)
         offload.prefetch(0)
-        with queue.taking():
+        with queue.deferring():
             torch.autograd.backward(out, torch.ones_like(out))
         assert len(queue.entries) == 3
         queue.run()

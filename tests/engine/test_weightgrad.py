@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,20 +18,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder, defer_weight_grad, norm
+from penstock.engine.weightgrad import WeightGradQueue, defer_weight_grad, make_recorder, norm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)][: 1 + torch.cuda.is_available()]
 
 
 def queue_of(module: nn.Module, shared: list[Tensor] | None = None) -> WeightGradQueue:
-    return WeightGradQueue(WeightGradRecorder(module, shared or []))
+    return WeightGradQueue(make_recorder(module, shared or []))
 
 
 def split_step(module: nn.Module, queue: WeightGradQueue, x: Tensor, grad: Tensor | None = None) -> Tensor:
     """F, I and W of one micro-batch."""
     with queue.recording():
         output = module(x)
-    with queue.taking():
+    with queue.deferring():
         output.backward(torch.ones_like(output) if grad is None else grad)
     queue.run()
     assert isinstance(output, Tensor)
@@ -133,7 +134,7 @@ def test_hooks_fire_once_per_micro_batch() -> None:
         for count in (2, 4):
             with queue.recording():
                 output = module(double(3, 4))
-            with queue.taking():
+            with queue.deferring():
                 output.sum().backward()
             assert len(calls) == count, register
             assert len(queue) == 0
@@ -142,7 +143,7 @@ def test_hooks_fire_once_per_micro_batch() -> None:
             handle.remove()
         with queue.recording():
             output = module(double(3, 4))
-        with queue.taking():
+        with queue.deferring():
             output.sum().backward()
         assert len(queue) == 2, "no hooks any more"
 
@@ -206,7 +207,7 @@ def test_a_compiled_part_is_left_to_its_compiler() -> None:
         plain(x).sum().backward()
         with queue.recording():
             output = module(x)
-        with queue.taking():
+        with queue.deferring():
             output.sum().backward()
         assert len(queue) == 1
         queue.run()
@@ -254,7 +255,7 @@ def test_unfreezing_a_stage() -> None:
     module.requires_grad_(True)
     with queue.recording():
         output = module(double(3, 4))
-    with queue.taking():
+    with queue.deferring():
         output.sum().backward()
     assert len(queue) == 2
 
@@ -284,7 +285,7 @@ def test_modules_that_manage_their_gradients() -> None:
             plain(x).sum().backward()
             with queue.recording():
                 output = module(x)
-            with queue.taking():
+            with queue.deferring():
                 output.sum().backward()
             assert len(queue) == 0
         for p, q in zip(module.parameters(), plain.parameters(), strict=True):
@@ -346,7 +347,7 @@ def test_an_input_changed_between_f_and_i() -> None:
     with queue.recording():
         output = module(x)
     x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"), queue.taking():
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), queue.deferring():
         output.sum().backward()
 
 
@@ -357,7 +358,7 @@ def test_a_weight_changed_between_f_and_i() -> None:
         output = module(torch.randn(3, 4, requires_grad=True))
     with torch.no_grad():
         module.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"), queue.taking():
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), queue.deferring():
         output.sum().backward()
 
 
@@ -375,7 +376,7 @@ def test_a_tensor_changed_between_i_and_w(
     with queue.recording():
         output = module(x)
     g = torch.randn_like(output)
-    with queue.taking():
+    with queue.deferring():
         output.backward(g)
     (x if which == "input" else g).add_(1)
     with pytest.raises(RuntimeError, match="modified in place between I and W"):
@@ -396,7 +397,7 @@ def test_run_once_clear_and_use_again() -> None:
     torch.testing.assert_close([p.grad for p in module.parameters()], grads)
     with queue.recording():
         output = module(double(3, 4))
-    with queue.taking():
+    with queue.deferring():
         output.sum().backward()
     assert len(queue) == 2
     queue.clear()
@@ -412,7 +413,7 @@ def test_an_error_in_the_work_empties_the_queue() -> None:
         output = module(double(3, 4))
     Scale.error = ValueError("no gradient today")
     try:
-        with queue.taking():
+        with queue.deferring():
             output.sum().backward()
         with pytest.raises(ValueError, match="no gradient today"):
             queue.run()
@@ -454,7 +455,7 @@ def test_nothing_is_held_after_w_and_only_inputs_and_gradients_before() -> None:
     refs["x"] = StorageWeakRef(x.untyped_storage())
     with queue.recording():
         output = module(x * 1)
-    with queue.taking():
+    with queue.deferring():
         output.sum().backward()
     del x, output
     alive = {name for name, ref in refs.items() if not ref.expired()}
@@ -469,7 +470,7 @@ def test_norms_hold_their_statistics_beside_input_and_gradient(monkeypatch: pyte
     queue = queue_of(module)
     with queue.recording():
         output = module(torch.randn(3, 4, requires_grad=True))
-    with queue.taking():
+    with queue.deferring():
         output.sum().backward()
     ((_, arguments),) = queue.entries
     flat = [a for a in (*arguments, *(t for a in arguments if isinstance(a, list) for t in a)) if isinstance(a, Tensor)]
@@ -504,7 +505,7 @@ def test_each_action_in_a_thread_of_its_own() -> None:
             outputs.append(module(x))
 
     def backward() -> None:
-        with queue.taking():
+        with queue.deferring():
             outputs.pop().sum().backward()
 
     for x in (double(3, 4), double(3, 4)):
@@ -614,7 +615,7 @@ def test_defer_weight_grad(device: str) -> None:
         before = module[1].weight.grad
         before = None if before is None else before.clone()
         loss = output.sum()
-        with queue.taking([] if device == "cpu" else [get_gradient_edge(loss)]):
+        with queue.deferring([] if device == "cpu" else [get_gradient_edge(loss)]):
             loss.backward()
         assert len(queue) == 3
         torch.testing.assert_close(module[1].weight.grad, before)
@@ -628,7 +629,7 @@ def test_defer_weight_grad_finds_its_queue_by_the_roots() -> None:
     queue = queue_of(module)
     output = module(double(3, 4)).sum()
     edge = get_gradient_edge(output)
-    with queue.taking([edge]):
+    with queue.deferring([edge]):
         in_thread(lambda: output.backward(retain_graph=True))
     assert len(queue) == 1
     in_thread(lambda: output.backward(retain_graph=True))
@@ -641,7 +642,7 @@ def test_defer_weight_grad_is_at_once_where_it_must_be() -> None:
     handle = module.weight.register_hook(calls.append)
     with queue.recording():
         output = module(double(3, 4))
-    with queue.taking():
+    with queue.deferring():
         output.sum().backward()
     assert len(calls) == 1
     assert len(queue) == 0
@@ -657,7 +658,7 @@ def test_defer_weight_grad_in_a_backward_inside_the_backward() -> None:
     queue = queue_of(module)
     with queue.recording():
         output = module(double(3, 4).requires_grad_())
-    with queue.taking():
+    with queue.deferring():
         output.sum().backward()
     assert len(queue) == 1
     assert module.a.weight.grad is None
@@ -721,7 +722,7 @@ def test_captured_as_a_cuda_graph() -> None:
     def step() -> None:
         with queue.recording():
             output = module(x).sum()
-        with queue.taking([get_gradient_edge(output)]):
+        with queue.deferring([get_gradient_edge(output)]):
             output.backward()
         queue.run()
 
@@ -740,3 +741,12 @@ def test_captured_as_a_cuda_graph() -> None:
         plain(x).sum().backward()
     torch.cuda.synchronize()
     assert_same(module, plain)
+
+
+def test_norms_are_deferred_from_a_larger_size_on_a_gpu() -> None:
+    def worth(numel: int, *, is_cuda: bool) -> bool:
+        x = SimpleNamespace(numel=lambda: numel, is_cuda=is_cuda, dtype=torch.float32)
+        return norm.worth_deferring(x, torch.ones(1))  # type: ignore[arg-type]
+
+    assert (worth((1 << 20) - 1, is_cuda=False), worth(1 << 20, is_cuda=False)) == (False, True)
+    assert (worth((1 << 24) - 1, is_cuda=True), worth(1 << 24, is_cuda=True)) == (False, True)

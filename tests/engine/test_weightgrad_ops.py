@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder, norm
+from penstock.engine.weightgrad import WeightGradQueue, make_recorder, norm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)][: 1 + torch.cuda.is_available()]
 
@@ -59,7 +59,7 @@ def compare(
     ``deferred`` ops must be in the queue, and take care of the ``whole`` weight gradient.
     """
     plain = copy.deepcopy(module)
-    queue = WeightGradQueue(WeightGradRecorder(module))
+    queue = WeightGradQueue(make_recorder(module))
     for x in inputs:
         mine, theirs = (x.detach().requires_grad_(x.requires_grad) for _ in range(2))
         with around():
@@ -74,7 +74,7 @@ def compare(
         g = grad(wanted)
         wanted.backward(g)
         before = {name: p.grad for name, p in module.named_parameters()}
-        with queue.taking():
+        with queue.deferring():
             output.backward(g)
         if deferred is not None:
             assert len(queue) == deferred
@@ -160,7 +160,7 @@ def test_frozen(make: Callable[[], nn.Module], frozen: str, device: str) -> None
 
 def test_everything_frozen_leaves_no_node() -> None:
     module = nn.Linear(6, 4).requires_grad_(False)
-    queue = WeightGradQueue(WeightGradRecorder(module))
+    queue = WeightGradQueue(make_recorder(module))
     with queue.recording():
         assert module(torch.randn(2, 6)).grad_fn is None
         assert "Linear" not in type(module(torch.randn(2, 6, requires_grad=True)).grad_fn).__name__

@@ -292,7 +292,7 @@ def put_off(rank: int, how: Callable[..., Any], sizes: dict[str, int], expected:
         pipe.step(*batch(0, 4))
         (stage,) = pipe._executor.stages.values()
         assert stage._recorder is not None
-        assert bool(stage._recorder._bindings) is expected
+        assert bool(stage._recorder._forwards) is expected
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.recompute.buffers import BufferGuard, SavedBuffers
 from penstock.engine.recompute.keep import KeptValues
 from penstock.engine.recompute.rng import RngStates, StageRng
-from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder
+from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder, make_recorder
 from penstock.errors import PlanError
 from penstock.schedule.lower import Program
 
@@ -228,7 +228,7 @@ class StageEngine:
             sharded = None if self.parallel is None else self.parallel.sharded
             if sharded is not None:  # what the forward will use are the gathered parameters
                 sharded.arrive()
-            self._recorder = WeightGradRecorder(self.module, self.shared, whole=sharded is not None and sharded.rounds)
+            self._recorder = make_recorder(self.module, self.shared, defer=sharded is None or not sharded.rounds)
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
@@ -396,7 +396,7 @@ class StageEngine:
     def input_gradient(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
         """The first half of a backward: what the weight-gradient queue takes up is left for ``weight_gradient``."""
         assert slot.queue is not None
-        with slot.queue.taking(() if self.device.type == "cpu" else slot.roots):
+        with slot.queue.deferring(() if self.device.type == "cpu" else slot.roots):
             self.backward(grads, slot)
 
     def weight_gradient(self, slot: Slot) -> None:

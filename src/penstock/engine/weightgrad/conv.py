@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,23 +12,19 @@ from torch.autograd import Function
 
 from penstock._torch import unchecked_apply
 from penstock.engine.weightgrad.queue import (
+    WeightGradQueue,
     accumulate,
-    autocast,
-    autocast_cached,
-    autocast_dtype,
+    autocast_arguments,
     backward_in_forward,
     defers,
     modified_error,
 )
 
-if TYPE_CHECKING:
-    from penstock.engine.weightgrad.queue import WeightGradQueue
-
 __all__ = ["CONVOLUTIONS"]
 
 _convolution = torch.convolution
 _backward = torch.ops.aten.convolution_backward.default
-_Numbers = int | Sequence[int]
+_Ints = int | Sequence[int]
 
 
 def _conv(plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
@@ -37,16 +33,16 @@ def _conv(plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: _Numbers = 1,
-        padding: _Numbers | str = 0,
-        dilation: _Numbers = 1,
+        stride: _Ints = 1,
+        padding: _Ints | str = 0,
+        dilation: _Ints = 1,
         groups: int = 1,
     ) -> Tensor:
-        if _fits(input, weight, dims) and defers(input, weight, bias):
-            steps, spread = _spread(stride, dims), _spread(dilation, dims)
-            pads = _pads(padding, weight, steps, spread, dims)
+        if _shapes_fit(input, weight, dims) and defers(input, weight, bias):
+            strides, dilations = _per_dim(stride, dims), _per_dim(dilation, dims)
+            pads = _padding(padding, weight, strides, dilations, dims)
             if pads is not None:
-                options = steps, pads, spread, False, [0] * dims, groups
+                options = strides, pads, dilations, False, [0] * dims, groups
                 return _apply(queue, input, weight, bias, options)
         return plain(input, weight, bias, stride, padding, dilation, groups)
 
@@ -59,16 +55,16 @@ def _conv_transpose(plain: Callable[..., Tensor], dims: int) -> Callable[..., Te
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: _Numbers = 1,
-        padding: _Numbers = 0,
-        output_padding: _Numbers = 0,
+        stride: _Ints = 1,
+        padding: _Ints = 0,
+        output_padding: _Ints = 0,
         groups: int = 1,
-        dilation: _Numbers = 1,
+        dilation: _Ints = 1,
     ) -> Tensor:
-        if _fits(input, weight, dims) and defers(input, weight, bias):
-            numbers = (_spread(n, dims) for n in (stride, padding, dilation, output_padding))
-            steps, pads, spread, extra = numbers
-            return _apply(queue, input, weight, bias, (steps, pads, spread, True, extra, groups))
+        if _shapes_fit(input, weight, dims) and defers(input, weight, bias):
+            strides, pads, dilations = (_per_dim(value, dims) for value in (stride, padding, dilation))
+            options = strides, pads, dilations, True, _per_dim(output_padding, dims), groups
+            return _apply(queue, input, weight, bias, options)
         return plain(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
     return conv_transpose
@@ -84,23 +80,23 @@ CONVOLUTIONS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def _fits(x: Tensor, weight: Tensor, dims: int) -> bool:
-    """Otherwise the plain op has the error."""
+def _shapes_fit(x: Tensor, weight: Tensor, dims: int) -> bool:
+    """If not, the plain op raises the error."""
     return weight.dim() == dims + 2 and dims < x.dim() <= dims + 2
 
 
-def _spread(value: _Numbers, dims: int) -> list[int]:
+def _per_dim(value: _Ints, dims: int) -> list[int]:
     if isinstance(value, int):
         return [value] * dims
     return list(value) * dims if len(value) == 1 else list(value)
 
 
-def _pads(
-    padding: _Numbers | str, weight: Tensor, stride: list[int], dilation: list[int], dims: int
+def _padding(
+    padding: _Ints | str, weight: Tensor, stride: list[int], dilation: list[int], dims: int
 ) -> list[int] | None:
-    """Padding in numbers. None where only the plain op can do it: 'same' with one side longer than the other."""
+    """Padding as numbers; None for 'same' with unequal sides, which only the plain op supports."""
     if not isinstance(padding, str):
-        return _spread(padding, dims)
+        return _per_dim(padding, dims)
     if padding == "valid":
         return [0] * dims
     both = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
@@ -110,22 +106,17 @@ def _pads(
 
 
 def _apply(queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
-    used, used_bias = weight, bias
-    dtype = autocast_dtype(x)
-    if dtype is not None:
-        x = autocast(x, dtype)
-        used = autocast_cached(queue, weight, dtype)
-        used_bias = None if bias is None else autocast_cached(queue, bias, dtype)
-    alone = x.dim() == weight.dim() - 1
-    if alone:
+    x, used, used_bias = autocast_arguments(queue, x, weight, bias)
+    unbatched = x.dim() == weight.dim() - 1
+    if unbatched:
         x = x.unsqueeze(0)
     wants = x.requires_grad
     spec = (queue, weight, bias, used, used_bias, wants, options)
-    if wants and not queue.cautious:
+    if wants and not queue.keeps_edges:
         out = _conv_node(x, None, None, spec)
     else:
         out = _conv_node(x, weight, bias, spec)
-    return out.squeeze(0) if alone else out
+    return out.squeeze(0) if unbatched else out
 
 
 class _Conv(Function):
@@ -173,7 +164,7 @@ def _work(
         raise modified_error(weight)
     both = bias is not None and bias.requires_grad
     sizes = list(bias.shape) if both and bias is not None else None
-    _, of_weight, of_bias = _backward(g, x, weight.to(g.dtype), sizes, *options, [False, True, both])
-    accumulate(weight, of_weight, shared)
+    _, weight_grad, bias_grad = _backward(g, x, weight.to(g.dtype), sizes, *options, [False, True, both])
+    accumulate(weight, weight_grad, shared)
     if both and bias is not None:
-        accumulate(bias, of_bias, shared)
+        accumulate(bias, bias_grad, shared)

@@ -1,8 +1,8 @@
-"""``embedding``: its input has no gradient, so all of its backward is ``W``."""
+"""``embedding``: its input has no gradient, so its whole backward is ``W``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from penstock._torch import unchecked_apply
-from penstock.engine.weightgrad.queue import accumulate, backward_in_forward, defers, modified_error
-
-if TYPE_CHECKING:
-    from penstock.engine.weightgrad.queue import WeightGradQueue
+from penstock.engine.weightgrad.queue import WeightGradQueue, accumulate, backward_in_forward, defers, modified_error
 
 __all__ = ["embedding"]
 
@@ -83,13 +80,13 @@ def _work(
     if indices._version != indices_version or g._version != g_version:
         raise modified_error(weight)
     grad = weight.grad
-    busy = shared and id(weight) in shared
-    if grad is None or busy or scale or not g.is_cpu or grad.is_sparse or grad.dtype is not g.dtype:
-        # On CUDA a sum by sorted rows, as in the plain backward: adding in place there has no fixed order.
+    in_use = shared and id(weight) in shared
+    if grad is None or in_use or scale or not g.is_cpu or grad.is_sparse or grad.dtype is not g.dtype:
+        # On CUDA: the plain backward, which sums by sorted rows. index_add_ there has no fixed order.
         accumulate(weight, _dense_backward(g, indices, weight.shape[0], padding, scale), shared)
         return
     indices, g = indices.flatten(), g.reshape(-1, g.shape[-1])
     if padding >= 0:
         kept = indices != padding
         indices, g = indices[kept], g[kept]
-    grad.index_add_(0, indices, g)  # only the rows in use: no gradient of the whole table
+    grad.index_add_(0, indices, g)  # touches only the rows in use

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,11 @@ from torch.autograd import Function
 
 from penstock._torch import any_autocast_enabled, functorch_active, unchecked_apply, unsafe_view
 from penstock.engine.weightgrad.queue import (
+    WeightGradQueue,
+    WeightGradRecorder,
     accumulate,
     active,
-    autocast,
-    autocast_cached,
-    autocast_dtype,
+    autocast_arguments,
     backward_in_forward,
     defers,
     foreign_hooks,
@@ -25,21 +25,16 @@ from penstock.engine.weightgrad.queue import (
     modified_error,
 )
 
-if TYPE_CHECKING:
-    from penstock.engine.weightgrad.queue import WeightGradQueue
-    from penstock.engine.weightgrad.record import WeightGradRecorder
-
 __all__ = ["PRODUCTS", "linear_forward"]
 
-_linear = F.linear
-_addmm, _matmul, _mm = torch.addmm, torch.matmul, torch.mm
+_linear, _addmm, _matmul, _mm = F.linear, torch.addmm, torch.matmul, torch.mm
 _SMALL = 1 << 22  # elements under which, on a CPU, a product with ones is as quick as a sum, and precise enough
 
 
 def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """A ``forward`` for a linear, which most of a stage's time goes to: the common case comes first, in one piece.
+    """A ``forward`` for a linear, where most of a stage's time goes: the common case comes first, in one expression.
 
-    Its conditions are those of ``defers``, where they can change; the others hold for the parameters seen here.
+    It tests those conditions of ``defers`` that can change; the others hold for the parameters found here.
     """
     parameters, plain = module._parameters, nn.Linear.forward
     known = module.weight if type(module.weight) is nn.Parameter and module.weight.is_floating_point() else None
@@ -48,7 +43,7 @@ def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
         if is_compiling():
             return plain(module, input)
-        weight, bias, queue = parameters.get("weight"), parameters.get("bias"), active.queue
+        weight, bias, queue = parameters.get("weight"), parameters.get("bias"), active.recording
         if (
             queue is not None
             and weight is not None
@@ -56,7 +51,7 @@ def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
             and bias is known_bias
             and type(input) is Tensor
             and input.requires_grad
-            and not queue.cautious
+            and not queue.keeps_edges
             and weight.requires_grad
             and not weight._backward_hooks
             and not weight._post_accumulate_grad_hooks
@@ -81,38 +76,45 @@ def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 def linear(queue: WeightGradQueue, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if defers(input, weight, bias) and weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]):
-        return _cast_and_apply(queue, input, weight, bias, _linear_node)
+        return _apply(_linear_node, queue, input, weight, bias)
     return _linear(input, weight, bias)
 
 
-def _matmul_by(plain: Callable[..., Tensor], second: str) -> Callable[..., Tensor]:
+def _deferring_product(plain: Callable[..., Tensor], second: str) -> Callable[..., Tensor]:
+    """A deferring ``matmul`` or ``mm``; ``second`` is the keyword of its second argument."""
+
     def product(queue: WeightGradQueue, input: Tensor, *others: Tensor, **options: Any) -> Tensor:
         other = options.pop(second) if not others and second in options else others[0]
         if not options and defers(input, other) and other.dim() == 2 and (input.dim() == 2 or plain is not _mm):
-            return _cast_and_apply(queue, input, other, None, _matmul_node)
+            return _apply(_matmul_node, queue, input, other, None)
         return plain(input, other, **options)
 
     return product
 
 
-def _any_addmm(queue: WeightGradQueue, input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Tensor:
+def _deferring_addmm(queue: WeightGradQueue, input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Tensor:
     if not options and defers(mat1, mat2, input) and mat1.dim() == mat2.dim() == 2 and input.shape == mat2.shape[1:]:
-        return _cast_and_apply(queue, mat1, mat2, input, _matmul_node)
+        return _apply(_matmul_node, queue, mat1, mat2, input)
     return _addmm(input, mat1, mat2, **options)
 
 
-def _cast_and_apply(
-    queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | None, node: Callable[..., Tensor]
+PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    _linear: linear,
+    _addmm: _deferring_addmm,
+    torch.matmul: _deferring_product(_matmul, "other"),
+    Tensor.matmul: _deferring_product(_matmul, "other"),
+    torch.mm: _deferring_product(_mm, "mat2"),
+    Tensor.mm: _deferring_product(_mm, "mat2"),
+}
+
+
+def _apply(
+    node: Callable[..., Tensor], queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    used, used_bias = weight, bias
-    dtype = autocast_dtype(x)
-    if dtype is not None:
-        x = autocast(x, dtype)
-        used = autocast_cached(queue, weight, dtype)
-        used_bias = None if bias is None else autocast_cached(queue, bias, dtype)
+    x, used, used_bias = autocast_arguments(queue, x, weight, bias)
     wants = x.requires_grad
     spec = (queue, weight, bias, used, used_bias, wants)
-    return node(x, None, None, spec) if wants and not queue.cautious else node(x, weight, bias, spec)
+    return node(x, None, None, spec) if wants and not queue.keeps_edges else node(x, weight, bias, spec)
 
 
 class _Linear(Function):
@@ -124,7 +126,7 @@ class _Linear(Function):
         ctx.set_materialize_grads(False)
         weight = spec[3]
         ctx.save_for_backward(x, weight if spec[5] else None)
-        return _own(_linear(x, weight, spec[4]))
+        return _not_a_view(_linear(x, weight, spec[4]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
@@ -133,21 +135,21 @@ class _Linear(Function):
             return None, None, None, None
         x, w = ctx.saved_tensors
         if not queue.open:
-            return *_replayed(ctx, _linear, g, x), None
-        x = x.detach()  # W needs the values, not the graph that made them
-        queue.entries.append((_linear_work, (x, x._version, g, g._version, weight, bias, queue.recorder)))
+            return *_all_grads(ctx, _linear, g, x), None
+        x = x.detach()  # W needs the values, not their graph
+        queue.entries.append((_work, (True, x, x._version, g, g._version, weight, bias, queue.recorder)))
         return _matmul(g, w) if wants else None, None, None, None
 
 
 class _MatMul(Function):
-    """``x @ weight``, and ``+ bias``."""
+    """``x @ weight + bias``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _w: Tensor | None, _b: Tensor | None, spec: tuple[Any, ...]) -> Tensor:
         ctx.spec = spec
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, spec[3] if spec[5] else None)
-        return _own(_product(x, spec[3], spec[4]))
+        return _not_a_view(_product(x, spec[3], spec[4]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
@@ -156,25 +158,25 @@ class _MatMul(Function):
             return None, None, None, None
         x, w = ctx.saved_tensors
         if not queue.open:
-            return *_replayed(ctx, _product, g, x), None
+            return *_all_grads(ctx, _product, g, x), None
         x = x.detach()
-        queue.entries.append((_matmul_work, (x, x._version, g, g._version, weight, bias, queue.recorder)))
+        queue.entries.append((_work, (False, x, x._version, g, g._version, weight, bias, queue.recorder)))
         return _matmul(g, w.t()) if wants else None, None, None, None
 
 
-def _own(output: Tensor) -> Tensor:
-    """The output as a tensor of its own: what is a view when it leaves a node cannot be changed in place."""
-    return unsafe_view(output, output.shape) if output._is_view() else output
-
-
 _linear_node, _matmul_node = unchecked_apply(_Linear), unchecked_apply(_MatMul)
+
+
+def _not_a_view(output: Tensor) -> Tensor:
+    """A node's output that is a view could not be changed in place."""
+    return unsafe_view(output, output.shape) if output._is_view() else output
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _matmul(x, weight) if bias is None else _addmm(bias, x, weight)
 
 
-def _replayed(ctx: Any, op: Callable[..., Tensor], g: Tensor, x: Tensor) -> list[Tensor | None]:
+def _all_grads(ctx: Any, op: Callable[..., Tensor], g: Tensor, x: Tensor) -> list[Tensor | None]:
     queue, weight, bias, used, _, _ = ctx.spec
 
     def plain() -> Tensor:
@@ -183,47 +185,29 @@ def _replayed(ctx: Any, op: Callable[..., Tensor], g: Tensor, x: Tensor) -> list
     return backward_in_forward(ctx, queue, g, plain, (x, weight, bias))
 
 
-PRODUCTS: dict[Any, Callable[..., Tensor]] = {
-    _linear: linear,
-    _addmm: _any_addmm,
-    torch.matmul: _matmul_by(_matmul, "other"),
-    Tensor.matmul: _matmul_by(_matmul, "other"),
-    torch.mm: _matmul_by(_mm, "mat2"),
-    Tensor.mm: _matmul_by(_mm, "mat2"),
-}
-
-
-def _linear_work(
-    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, recorder: WeightGradRecorder
+def _work(
+    is_linear: bool,
+    x: Tensor,
+    x_version: int,
+    g: Tensor,
+    g_version: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    recorder: WeightGradRecorder,
 ) -> None:
-    if x._version != seen or g._version != g_seen:
+    """Add ``g.T @ x`` (linear) or ``x.T @ g`` to the weight's gradient, and the sum of ``g`` to the bias's."""
+    if x._version != x_version or g._version != g_version:
         raise modified_error(weight)
     if g.dim() != 2:
         x, g = _rows(x), _rows(g)
-    gt = g.t()
+    left, right = (g.t(), x) if is_linear else (x.t(), g)
     grad, shared = weight.grad, recorder.shared
     if grad is None or grad.dtype is not x.dtype or grad.is_sparse or (shared and id(weight) in shared):
-        accumulate(weight, _mm(gt, x), shared)
+        accumulate(weight, _mm(left, right), shared)
     else:
-        grad.addmm_(gt, x)
+        grad.addmm_(left, right)
     if bias is not None and bias.requires_grad:
-        _bias_work(g, gt, bias, recorder)
-
-
-def _matmul_work(
-    x: Tensor, seen: int, g: Tensor, g_seen: int, weight: Tensor, bias: Tensor | None, recorder: WeightGradRecorder
-) -> None:
-    if x._version != seen or g._version != g_seen:
-        raise modified_error(weight)
-    if g.dim() != 2:
-        x, g = _rows(x), _rows(g)
-    grad, shared = weight.grad, recorder.shared
-    if grad is None or grad.dtype is not x.dtype or grad.is_sparse or (shared and id(weight) in shared):
-        accumulate(weight, _mm(x.t(), g), shared)
-    else:
-        grad.addmm_(x.t(), g)
-    if bias is not None and bias.requires_grad:
-        _bias_work(g, g.t(), bias, recorder)
+        _bias_work(g, left if is_linear else g.t(), bias, recorder)
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -244,13 +228,13 @@ def _bias_work(g: Tensor, gt: Tensor, bias: Tensor, recorder: WeightGradRecorder
 
 
 def _ones(g: Tensor, recorder: WeightGradRecorder) -> Tensor:
-    """A vector as long as ``g``. The recorder keeps it: like a stage, it works on one stream."""
+    """A vector of ones, one per row of ``g``. The recorder keeps it: like its stage, it works on one stream."""
     key = g.shape[0], g.dtype, g.device
-    found = recorder.ones.get(key)
-    if found is None:
-        found = torch.ones(key[0], dtype=key[1], device=key[2])
-        if not (g.is_cuda and torch.cuda.is_current_stream_capturing()):  # there it has no values yet
+    ones = recorder.ones.get(key)
+    if ones is None:
+        ones = torch.ones(key[0], dtype=key[1], device=key[2])
+        if not (g.is_cuda and torch.cuda.is_current_stream_capturing()):  # a captured tensor has no values yet
             if len(recorder.ones) > 64:
                 recorder.ones.clear()
-            recorder.ones[key] = found
-    return found
+            recorder.ones[key] = ones
+    return ones

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch.autograd import Function
 
 from penstock._torch import fused_rms_norm, fused_rms_norm_backward, unchecked_apply
 from penstock.engine.weightgrad.queue import (
+    WeightGradQueue,
     accumulate,
     autocast_dtype,
     backward_in_forward,
@@ -20,26 +21,47 @@ from penstock.engine.weightgrad.queue import (
     modified_error,
 )
 
-if TYPE_CHECKING:
-    from penstock.engine.weightgrad.queue import WeightGradQueue
-
 __all__ = ["group_norm", "layer_norm", "rms_norm", "worth_deferring"]
 
 _aten = torch.ops.aten
 _layer_backward = _aten.native_layer_norm_backward.default
 _group_backward = _aten.native_group_norm_backward.default
-_LARGE, _LARGE_ON_CUDA = 1 << 20, 1 << 24  # elements: tens of microseconds of weight gradient and more
+_LARGE, _LARGE_ON_CUDA = 1 << 20, 1 << 24  # elements whose weight gradient takes longer than the node costs
 _NONE = (None, None, None, None)
+_X, _WEIGHT, _WEIGHT_BIAS = [True, False, False], [False, True, False], [False, True, True]
 
 
 class _Kernel(NamedTuple):
-    """A norm as aten has it. ``forward`` also returns statistics, which ``backward`` takes back.
+    """The functions of one norm. ``forward(x, weight, bias, options)`` returns the output and statistics.
 
-    The last argument of ``backward`` says which gradients are wanted: of x, of the weight, of the bias.
+    ``backward(g, x, statistics, weight, bias, options, mask)`` returns the gradients of x, weight and bias in ``mask``.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None, tuple[Any, ...]], tuple[Tensor, ...]]
-    backward: Callable[..., tuple[Tensor | None, ...]]
+    backward: Callable[[Tensor, Tensor, Any, Tensor, Tensor | None, tuple[Any, ...], list[bool]], Any]
+
+
+_LAYER = _Kernel(
+    lambda x, w, b, options: torch.native_layer_norm(x, options[0], w, b, options[1]),
+    lambda g, x, stats, w, b, options, mask: _layer_backward(g, x, options[0], stats[0], stats[1], w, b, mask),
+)
+_GROUP = _Kernel(
+    lambda x, w, b, options: torch.native_group_norm(x, w, b, *options),
+    lambda g, x, stats, w, b, options, mask: _group_backward(
+        g.contiguous(), x, stats[0], stats[1], w, *options[:4], mask
+    ),
+)
+_RMS = _Kernel(
+    lambda x, w, b, options: fused_rms_norm(x, options[0], w, options[1]),
+    lambda g, x, stats, w, b, options, mask: fused_rms_norm_backward(g, x, options[0], stats[0], w, mask[:2]),
+)
+_SCALE = _Kernel(
+    lambda x, w, b, options: (x * w,),
+    lambda g, x, stats, w, b, options, mask: (
+        g * w if mask[0] else None,
+        (g * x).sum_to_size(w.shape) if mask[1] else None,
+    ),
+)
 
 
 def layer_norm(
@@ -65,7 +87,7 @@ def group_norm(
 ) -> Tensor:
     if weight is not None and worth_deferring(input, weight) and defers(input, weight, bias):
         shape = input.shape
-        # Channels-last inputs keep their layout in the plain op, and it has the error for too few values.
+        # The plain op keeps the layout of channels-last inputs, and raises for too few values.
         if len(shape) > 1 and input.is_contiguous() and shape.numel() != num_groups:
             return _apply(queue, _GROUP, input, weight, bias, (shape[0], shape[1], prod(shape[2:]), num_groups, eps))
     return F.group_norm(input, num_groups, weight, bias, eps)
@@ -83,7 +105,7 @@ def rms_norm(
         return F.rms_norm(input, normalized_shape, weight, eps)
     if input.is_cuda:
         return _apply(queue, _RMS, input, weight, None, (normalized_shape, eps))
-    # Elsewhere the op is a composite, in float32 at least: the same, with the last product apart.
+    # Elsewhere the op is composite, in at least float32: do the same, with the product with the weight deferred.
     dtype = input.dtype
     wide = input.float() if dtype.itemsize < 4 else input
     normal = F.rms_norm(wide, normalized_shape, None, eps)
@@ -91,11 +113,12 @@ def rms_norm(
 
 
 def worth_deferring(x: Tensor, weight: Tensor) -> bool:
-    """Not where the node costs more than the work it puts off.
+    """Whether the deferred work takes longer than its node costs.
 
-    Mixed types, and types that autocast may change, are left to the plain op and its rules.
+    Mixed dtypes, and dtypes that autocast may change, are left to the plain op.
     """
-    return x.numel() >= _LARGE and x.dtype is weight.dtype and (x.dtype.itemsize >= 4 or autocast_dtype(x) is None)
+    large = x.numel() >= (_LARGE_ON_CUDA if x.is_cuda else _LARGE)
+    return large and x.dtype is weight.dtype and (x.dtype.itemsize >= 4 or autocast_dtype(x) is None)
 
 
 def _apply(
@@ -108,7 +131,7 @@ def _apply(
 ) -> Tensor:
     wants = x.requires_grad
     spec = (queue, kernel, weight, bias, wants, options)
-    if wants and not queue.cautious:
+    if wants and not queue.keeps_edges:
         return _norm(x, None, None, spec)
     return _norm(x, weight, bias, spec)
 
@@ -164,57 +187,6 @@ def _work(
         raise modified_error(weight)
     both = bias is not None and bias.requires_grad
     grads = kernel.backward(g, x, statistics, weight, bias, options, _WEIGHT_BIAS if both else _WEIGHT)
-    accumulate(weight, grads[1], shared)  # type: ignore[arg-type]
-    if both:
-        accumulate(bias, grads[2], shared)  # type: ignore[arg-type]
-
-
-_X, _WEIGHT, _WEIGHT_BIAS = [True, False, False], [False, True, False], [False, True, True]
-
-
-def _layer_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    shape, eps = options
-    return torch.native_layer_norm(x, shape, w, b, eps)
-
-
-def _layer_b(
-    g: Tensor, x: Tensor, stats: Any, w: Tensor, b: Tensor | None, options: tuple[Any, ...], mask: list[bool]
-) -> Any:
-    return _layer_backward(g, x, options[0], stats[0], stats[1], w, b, mask)
-
-
-def _group_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    return torch.native_group_norm(x, w, b, *options)
-
-
-def _group_b(
-    g: Tensor, x: Tensor, stats: Any, w: Tensor, b: Tensor | None, options: tuple[Any, ...], mask: list[bool]
-) -> Any:
-    return _group_backward(g.contiguous(), x, stats[0], stats[1], w, *options[:4], mask)
-
-
-def _rms_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    out: tuple[Tensor, ...] = fused_rms_norm(x, options[0], w, options[1])
-    return out
-
-
-def _rms_b(
-    g: Tensor, x: Tensor, stats: Any, w: Tensor, b: Tensor | None, options: tuple[Any, ...], mask: list[bool]
-) -> Any:
-    return fused_rms_norm_backward(g, x, options[0], stats[0], w, mask[:2])
-
-
-def _scale_f(x: Tensor, w: Tensor, b: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    return (x * w,)
-
-
-def _scale_b(
-    g: Tensor, x: Tensor, stats: Any, w: Tensor, b: Tensor | None, options: tuple[Any, ...], mask: list[bool]
-) -> Any:
-    return g * w if mask[0] else None, (g * x).sum_to_size(w.shape) if mask[1] else None
-
-
-_LAYER = _Kernel(_layer_f, _layer_b)
-_GROUP = _Kernel(_group_f, _group_b)
-_RMS = _Kernel(_rms_f, _rms_b)
-_SCALE = _Kernel(_scale_f, _scale_b)
+    accumulate(weight, grads[1], shared)
+    if both and bias is not None:
+        accumulate(bias, grads[2], shared)

@@ -1,11 +1,11 @@
-"""When an op may be deferred, and what its node does in a backward that is not an ``I``."""
+"""The queue of deferred weight gradients of one micro-batch, and the conditions under which an op may defer."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,29 +13,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from penstock._torch import (
-    current_graph_task,
-    functorch_active,
-    set_grad_enabled,
-    top_saved_tensors_hooks,
-)
+from penstock._torch import current_graph_task, functorch_active, set_grad_enabled, top_saved_tensors_hooks
 from penstock.engine.offload.activations import PackHook
 from penstock.engine.replicas.fp32_accumulate import fp32_sums
 from penstock.errors import PipelineError
 
-if TYPE_CHECKING:
-    from penstock.engine.weightgrad.record import WeightGradRecorder
-
 __all__ = [
     "WeightGradQueue",
+    "WeightGradRecorder",
     "accumulate",
     "active",
-    "autocast",
-    "autocast_cached",
+    "autocast_arguments",
     "autocast_dtype",
     "backward_in_forward",
     "defer_weight_grad",
-    "deferrable",
     "defers",
     "foreign_hooks",
     "is_compiling",
@@ -48,143 +39,91 @@ is_grad_enabled = torch.is_grad_enabled
 _strided = torch.strided
 _TENSORS = frozenset({Tensor, Parameter})
 
-
-def deferrable(parameter: Tensor | None) -> bool:
-    """A trainable parameter whose gradient nobody watches."""
-    return (
-        type(parameter) is Parameter
-        and parameter.requires_grad
-        and not parameter._backward_hooks
-        and not parameter._post_accumulate_grad_hooks
-        and parameter.is_floating_point()  # complex gradients are conjugated
-    )
-
-
-def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """Whether the gradients of ``weight`` and ``bias`` in an op on ``x`` can wait for ``W``.
-
-    Asked once per op in every forward, so it is one flat expression. A frozen bias is in nobody's way.
-    """
-    return (
-        not is_compiling()  # the compiler reads this code: its graph has its own backward
-        and type(weight) is Parameter
-        and weight.requires_grad
-        and not weight._backward_hooks
-        and not weight._post_accumulate_grad_hooks
-        and weight.is_floating_point()
-        and (
-            bias is None
-            or not bias.requires_grad
-            or (type(bias) is Parameter and not bias._backward_hooks and not bias._post_accumulate_grad_hooks)
-        )
-        and is_grad_enabled()
-        and type(x) in _TENSORS
-        and x.layout is _strided
-        and not x.is_nested
-        and not functorch_active()
-        # Someone else keeps what is saved in here, such as a checkpoint that will run this code again without us.
-        and not foreign_hooks()
-    )
-
-
-def foreign_hooks() -> bool:
-    """Whether someone else keeps what is saved now. What our own hooks send to the host comes back as it was."""
-    top = top_saved_tensors_hooks(True)
-    return top is not None and type(top[0]) is not PackHook
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The type that autocast runs matrix products in, if it is on for the device of ``x``."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast casts the arguments of a matrix product."""
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
-
-
-def autocast_cached(queue: WeightGradQueue, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter in autocast's type: cast once per forward, as autocast's own cache does."""
-    found = queue.casts.get(id(parameter))
-    if found is None or found[1] != parameter._version or found[2].dtype is not dtype:
-        found = parameter, parameter._version, autocast(parameter.detach(), dtype)
-        queue.casts[id(parameter)] = found
-    return found[2]
-
-
-def backward_in_forward(
-    ctx: Any, queue: WeightGradQueue, g: Tensor, op: Callable[[], Tensor], inputs: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """The gradients of all inputs, in a backward that is not an I: autograd called inside a stage's forward.
-
-    ``inputs`` are the first ones of the node, in order. They have edges only while the recorder is cautious.
-    """
-    needs = ctx.needs_input_grad[: len(inputs)]
-    if any(t is not None and t.requires_grad and not n for t, n in zip(inputs, needs, strict=True)):
-        raise PipelineError(
-            "autograd ran inside the forward of a stage whose backward is split into I and W, and did not on the "
-            "stage's first micro-batch. Call it on every micro-batch, or use a schedule without W, such as '1f1b'."
-        )
-    queue.recorder.autograd_in_forward = True
-    wanted = [t for t, n in zip(inputs, needs, strict=True) if n and t is not None]
-    differentiable = is_grad_enabled()
-    with torch.enable_grad():
-        found = iter(torch.autograd.grad(op(), wanted, g, create_graph=differentiable))
-    return [next(found) if n else None for n in needs]
-
-
-# What ``I`` leaves for ``W``: the queue of one micro-batch, and how its work reaches ``param.grad``.
-
-
-# The backward calls that are an I, by the number that autograd gives them: its threads for devices know no other.
-_tasks: dict[int, WeightGradQueue] = {}
+# The queue of each backward that is an I, by autograd's number of it: autograd's device threads know no other identity.
+_graph_tasks: dict[int, WeightGradQueue] = {}
 
 
 class _ActiveQueues(threading.local):
-    """The queues that this thread records for, and takes for. Two threads may run one module at a time."""
+    """The queues of this thread's F and I. Two threads may run one module at the same time."""
 
-    queue: WeightGradQueue | None = None
-    taking: WeightGradQueue | None = None
+    recording: WeightGradQueue | None = None
+    deferring: WeightGradQueue | None = None
 
 
 active = _ActiveQueues()
 
 
-class WeightGradQueue:
-    """The weight-gradient work of one micro-batch of one stage. Empty after ``W``, and ready for the next one.
+class WeightGradRecorder:
+    """A stage's module whose forward can be recorded; ``make_recorder`` makes it. A stage runs in one thread at a time.
 
-    Tensors in the queue (inputs of the stage's ops and gradients that came back to them) must not be changed
-    between ``I`` and ``W``: ``run`` raises if one was.
+    ``forwards`` are pairs of a module's dictionary and the deferring ``forward`` that is put there during F.
+    ``shared`` are parameters that stages in other threads use, too.
     """
 
-    __slots__ = ("_recording", "_taking", "casts", "cautious", "entries", "open", "recorder", "shared")
+    def __init__(
+        self, forwards: Sequence[tuple[dict[str, Any], Callable[..., Any]]], shared: Iterable[Tensor] = ()
+    ) -> None:
+        self.shared = frozenset(map(id, shared))
+        # Until one forward has been seen not to call autograd itself, nodes keep their edges to the parameters,
+        # so that such a call is correct. The edges cost a sixth of I.
+        self.keeps_edges = True
+        self.autograd_in_forward = False
+        self.ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}  # vectors for sums over rows
+        self._forwards = forwards
+
+    def begin(self, queue: WeightGradQueue) -> None:
+        active.recording = queue
+        queue.keeps_edges = self.keeps_edges
+        for dictionary, forward in self._forwards:
+            # A forward that is there already stays: the user's, or that of a thread with the same module.
+            dictionary.setdefault("forward", forward)
+
+    def end(self, queue: WeightGradQueue, completed: bool) -> None:
+        active.recording = None
+        for dictionary, forward in self._forwards:
+            if dictionary.get("forward") is forward:
+                del dictionary["forward"]
+        queue.casts.clear()
+        if self.autograd_in_forward:
+            self._forwards = []
+        elif completed:
+            self.keeps_edges = False
+
+
+class WeightGradQueue:
+    """The weight-gradient work of one micro-batch of one stage. Empty after ``W``, and ready for the next micro-batch.
+
+    Tensors in the queue (inputs of the stage's ops and their outputs' gradients) must not be changed between ``I``
+    and ``W``: ``run`` raises if one was.
+    """
+
+    __slots__ = ("_deferring", "_recording", "casts", "entries", "keeps_edges", "open", "recorder", "shared")
 
     def __init__(self, recorder: WeightGradRecorder) -> None:
         self.recorder = recorder
         self.shared = recorder.shared
-        self.cautious = True  # as the recorder was when F began
+        self.keeps_edges = True  # as the recorder's was when F began
         self.entries: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.open = False  # I is running: the nodes of this micro-batch may queue their work
-        self.casts: dict[int, tuple[Tensor, int, Tensor]] = {}  # weights in autocast's type, during F
-        self._recording = recorder.recording(self)
-        self._taking = _DeferringContext(self)
+        self.casts: dict[int, tuple[Tensor, int, Tensor]] = {}  # parameters cast by autocast, during F
+        self._recording = _RecordingContext(self)
+        self._deferring = _DeferringContext(self)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Around F: the ops of the stage's module defer to this queue. Does nothing where grad mode is off."""
+        """Around F: the ops of the stage's module defer to this queue. No effect where grad mode is off."""
         return self._recording
 
-    def taking(self, roots: Sequence[GradientEdge] = ()) -> AbstractContextManager[None]:
+    def deferring(self, roots: Sequence[GradientEdge] = ()) -> AbstractContextManager[None]:
         """Around I: a backward in here queues weight gradients.
 
-        On a device other than the CPU pass the ``roots`` of the backward: ``defer_weight_grad`` is called in a
-        thread of autograd's own there, and finds the queue by them.
+        On a device other than the CPU pass the ``roots`` of the backward: ``defer_weight_grad`` is called in one of
+        autograd's threads there, and finds the queue by the backward that the roots begin.
         """
-        self._taking.roots = roots
-        return self._taking
+        self._deferring.roots = roots
+        return self._deferring
 
     def run(self) -> None:
-        """W: do the queued work in order, into ``param.grad``, and let go of what it held."""
+        """W: do the queued work in order, into ``param.grad``, and free its tensors."""
         entries = self.entries
         if not entries:
             return
@@ -200,43 +139,132 @@ class WeightGradQueue:
             entries.clear()
 
     def clear(self) -> None:
-        """Drop the work: after a failed step."""
+        """Drop the work of a step that failed."""
         self.entries.clear()
 
     def __len__(self) -> int:
         return len(self.entries)
 
 
+class _RecordingContext(AbstractContextManager[None]):
+    """Made once per queue, entered once per micro-batch."""
+
+    __slots__ = ("entered", "queue")
+
+    def __init__(self, queue: WeightGradQueue) -> None:
+        self.queue = queue
+        self.entered = False
+
+    def __enter__(self) -> None:
+        self.entered = is_grad_enabled()
+        if self.entered:
+            self.queue.recorder.begin(self.queue)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.entered:
+            self.queue.recorder.end(self.queue, kind is None)
+
+
 class _DeferringContext(AbstractContextManager[None]):
     """Made once per queue, entered once per micro-batch."""
 
-    __slots__ = ("handles", "queue", "roots", "task")
+    __slots__ = ("graph_task", "handles", "queue", "roots")
 
     def __init__(self, queue: WeightGradQueue) -> None:
         self.queue = queue
         self.roots: Sequence[GradientEdge] = ()
         self.handles: list[RemovableHandle] = []
-        self.task: int | None = None
+        self.graph_task: int | None = None
 
     def __enter__(self) -> None:
         self.queue.open = True
-        active.taking = self.queue
+        active.deferring = self.queue
         if self.roots:
-            self.handles = [root.node.register_prehook(self._begin) for root in self.roots]
+            self.handles = [root.node.register_prehook(self._register) for root in self.roots]
             self.roots = ()
 
-    def _begin(self, _: object) -> None:
-        self.task = current_graph_task()
-        _tasks[self.task] = self.queue
+    def _register(self, _: object) -> None:
+        self.graph_task = current_graph_task()
+        _graph_tasks[self.graph_task] = self.queue
 
     def __exit__(self, *_: object) -> None:
         self.queue.open = False
-        active.taking = None
+        active.deferring = None
         if self.handles:
             for handle in self.handles:
                 handle.remove()
             self.handles = []
-            _tasks.pop(self.task, None)  # type: ignore[arg-type]
+            _graph_tasks.pop(self.graph_task, None)  # type: ignore[arg-type]
+
+
+# ── conditions ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool:
+    """Whether the gradients of ``weight`` and ``bias`` in an op on ``x`` can wait for ``W``.
+
+    Called for each op of every forward, therefore one flat expression. A frozen bias does not matter.
+    """
+    return (
+        not is_compiling()  # torch.compile traces this code, and compiles a backward of its own
+        and type(weight) is Parameter
+        and weight.requires_grad
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        and weight.is_floating_point()  # complex gradients are conjugated
+        and (
+            bias is None
+            or not bias.requires_grad
+            or (type(bias) is Parameter and not bias._backward_hooks and not bias._post_accumulate_grad_hooks)
+        )
+        and is_grad_enabled()
+        and type(x) in _TENSORS
+        and x.layout is _strided
+        and not x.is_nested
+        and not functorch_active()
+        and not foreign_hooks()
+    )
+
+
+def foreign_hooks() -> bool:
+    """Whether saved tensors go to hooks other than the offload's, such as a checkpoint's, which runs the op again."""
+    top = top_saved_tensors_hooks(True)
+    return top is not None and type(top[0]) is not PackHook
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast runs matrix products, if it is on for the device of ``x``."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def autocast_arguments(
+    queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The arguments of a matrix product as autocast casts them: parameters once per forward, as its cache does."""
+    dtype = autocast_dtype(x)
+    if dtype is None:
+        return x, weight, bias
+    return (
+        _cast(x, dtype),
+        _cast_cached(queue, weight, dtype),
+        None if bias is None else _cast_cached(queue, bias, dtype),
+    )
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
+
+
+def _cast_cached(queue: WeightGradQueue, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    cached = queue.casts.get(id(parameter))
+    if cached is None or cached[1] != parameter._version or cached[2].dtype is not dtype:
+        cached = parameter, parameter._version, _cast(parameter.detach(), dtype)
+        queue.casts[id(parameter)] = cached
+    return cached[2]
+
+
+# ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def accumulate(parameter: Tensor, value: Tensor, shared: frozenset[int]) -> None:
@@ -247,8 +275,8 @@ def accumulate(parameter: Tensor, value: Tensor, shared: frozenset[int]) -> None
         return
     grad = parameter.grad
     if shared and id(parameter) in shared:
-        # Another thread may accumulate at the same time, in its W or by autograd in its I: this node's lock is
-        # the one that autograd takes.
+        # Another thread may accumulate at the same time, in its W or by autograd in its I: autograd takes the lock of
+        # this node, too.
         node: Any = get_gradient_edge(parameter).node
         node(value)
     elif grad is None:
@@ -265,35 +293,64 @@ def modified_error(parameter: Tensor) -> RuntimeError:
     return RuntimeError(
         "a tensor needed for the gradient of a parameter of shape "
         f"{tuple(parameter.shape)} was modified in place between I and W. Inputs of a stage and gradients of its "
-        "outputs must be left alone until its W has run: clone the tensor, or modify it out of place."
+        "outputs must not change until its W has run: clone the tensor, or modify it out of place."
     )
 
 
-def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -> Tensor | None:
-    """Hand over a weight gradient from the ``backward`` of your own ``autograd.Function``.
+def backward_in_forward(
+    ctx: Any, queue: WeightGradQueue, g: Tensor, op: Callable[[], Tensor], inputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """All gradients of a node in a backward that is not an I: autograd was called inside a stage's forward.
 
-    In a stage whose backward is split, ``compute`` is called later, in ``W``; anywhere else, now:
+    ``inputs`` are the node's first inputs, in order. Parameters have edges only while the recorder keeps them.
+    """
+    needs = ctx.needs_input_grad[: len(inputs)]
+    if any(t is not None and t.requires_grad and not n for t, n in zip(inputs, needs, strict=True)):
+        raise PipelineError(
+            "autograd ran inside the forward of a stage whose backward is split into I and W, and did not on the "
+            "stage's first micro-batch. Call it on every micro-batch, or use a schedule without W, such as '1f1b'."
+        )
+    queue.recorder.autograd_in_forward = True
+    wanted = [t for t, n in zip(inputs, needs, strict=True) if n and t is not None]
+    create_graph = is_grad_enabled()
+    with torch.enable_grad():
+        grads = iter(torch.autograd.grad(op(), wanted, g, create_graph=create_graph))
+    return [next(grads) if n else None for n in needs]
+
+
+def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -> Tensor | None:
+    """Defer a weight gradient in the ``backward`` of your own ``autograd.Function``.
+
+    In a stage whose backward is split, ``compute`` is called later, in ``W``; anywhere else, at once:
 
         def backward(ctx, g):
             x, w = ctx.saved_tensors
             return g @ w, defer_weight_grad(w, lambda: g.t() @ x)
     """
-    queue = active.taking
+    queue = active.deferring
     if queue is None:
-        queue = _tasks.get(current_graph_task())
-    # A graph of the gradient is wanted where grad mode is on: that cannot be put off.
-    if queue is None or not deferrable(parameter) or torch.is_grad_enabled():
+        queue = _graph_tasks.get(current_graph_task())
+    deferrable = (
+        type(parameter) is Parameter
+        and parameter.requires_grad
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+        and parameter.is_floating_point()
+    )
+    if (
+        queue is None or not deferrable or torch.is_grad_enabled()
+    ):  # with grad mode on, a graph of the gradient is wanted
         return compute()
-    queue.entries.append((_call, (parameter, compute, queue.shared)))
+    queue.entries.append((_compute_and_accumulate, (parameter, compute, queue.shared)))
     return None
 
 
-def _call(parameter: Tensor, compute: Callable[[], Tensor | None], shared: frozenset[int]) -> None:
+def _compute_and_accumulate(parameter: Tensor, compute: Callable[[], Tensor | None], shared: frozenset[int]) -> None:
     value = compute()
     if value is None:
         return
     if value.shape != parameter.shape:
         value = value.sum_to_size(parameter.shape)
     if parameter.grad is None:
-        value = value.clone()  # it may be part of something else
+        value = value.clone()  # it may be a view of something else
     accumulate(parameter, value, shared)
