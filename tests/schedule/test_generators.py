@@ -121,7 +121,7 @@ def test_staircase(name: str, p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_staircase_drawn_in_the_docstring_is_true(name: str) -> None:
+def test_staircase_of_the_docstring(name: str) -> None:
     make = SCHEDULES[name].make
     doc = inspect.getdoc(make) or ""
     p, m = map(int, re.search(r"p=(\d+), m=(\d+)", doc).groups())  # type: ignore[union-attr]
@@ -172,7 +172,7 @@ def test_stages_are_placed_on_a_loop_or_on_a_v() -> None:
         assert build(name, 3, 4).placement == vee(3) == (0, 1, 2, 2, 1, 0)
 
 
-def test_fewer_microbatches_are_the_first_of_more() -> None:
+def test_few_microbatches_of_dualpipev() -> None:
     whole = build("dualpipev", 3, 6)
     assert build("dualpipev", 3, 4) == whole.first(4)
 

@@ -28,7 +28,7 @@ def test_round_trip() -> None:
         assert from_text(to_text(schedule)) == schedule
 
 
-def test_round_trip_of_what_no_generator_makes() -> None:
+def test_round_trip_of_a_custom_schedule() -> None:
     """Any placement, a rank without work, recompute, a name with spaces."""
     rows = ["0F0 2F0 2B0 0B0", "", "1F0 1R0 1B0"]
     orders = [[Action.parse(cell) for cell in row.split()] for row in rows]
@@ -37,7 +37,7 @@ def test_round_trip_of_what_no_generator_makes() -> None:
     assert from_text(to_text(schedule)) == schedule
 
 
-def test_what_people_write() -> None:
+def test_comments_and_blank_lines() -> None:
     schedule = from_text("""
 
         # two ranks, one micro-batch
@@ -66,7 +66,7 @@ def test_what_people_write() -> None:
         ("0F0 0F3 0B0 0B3", "line 1, column 5: there is a micro-batch 3, but no micro-batch 1 anywhere"),
     ],
 )
-def test_errors_say_where(text: str, message: str) -> None:
+def test_errors_name_the_location(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as error:
         from_text(text)
     assert message in str(error.value)

@@ -19,7 +19,7 @@ from tests.schedule.test_generators import check_complete
 
 
 def torch_csv(name: str, p: int, m: int, v: int, with_comms: bool = False) -> str:
-    """What torch would write of its own schedule."""
+    """The CSV of a schedule of torch."""
     out = io.StringIO()
     for row in get_schedule_ops(name, p, m, v, with_comms=with_comms):
         csv.writer(out).writerow("" if action is None else str(action) for action in row)
@@ -55,7 +55,7 @@ def test_torch_reads_our_cells() -> None:
     ],
 )
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
-def test_what_torch_generates_loads_here(name: str, v: int, p: int, m: int) -> None:
+def test_schedules_of_torch_load(name: str, v: int, p: int, m: int) -> None:
     schedule = from_csv(torch_csv(name, p, m, v), name)
     assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (p, p * v, m)
     run(schedule)
@@ -64,7 +64,7 @@ def test_what_torch_generates_loads_here(name: str, v: int, p: int, m: int) -> N
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_what_torch_adds_to_a_schedule_is_left_out(name: str) -> None:
+def test_communication_of_torch_is_ignored(name: str) -> None:
     assert from_csv(torch_csv(name, 2, 4, 2, with_comms=True)) == from_csv(torch_csv(name, 2, 4, 2))
 
 
@@ -75,7 +75,7 @@ def test_the_same_order_as_torch(theirs: str, ours: str) -> None:
         assert from_csv(torch_csv(theirs, p, m, schedule.num_stages // p), ours) == schedule
 
 
-def test_cells_of_every_sort() -> None:
+def test_kinds_of_cells() -> None:
     schedule = from_csv("0UNSHARD,0F0,,0SEND_F0, 0B0 ,0REDUCE_GRAD,0RESHARD\n,1RECV_F0,(1F0;1B0)OVERLAP_F_B,\n\n")
     assert schedule.orders == (
         (Action(0, "F", 0), Action(0, "B", 0)),
@@ -95,7 +95,7 @@ def test_cells_of_every_sort() -> None:
         ("0F1,0B1\n", "row 1, column 1: there is a micro-batch 1, but no micro-batch 0 anywhere"),
     ],
 )
-def test_errors_say_where(text: str, message: str) -> None:
+def test_errors_name_the_location(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as error:
         from_csv(text)
     assert message in str(error.value)
