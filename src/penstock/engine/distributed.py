@@ -153,7 +153,7 @@ class DistributedExecutor(FailureGuard):
             self.reducer = self.jobs.reducer = GradReducer(modules, self.replicas, parallel)
         if self.replicas is not None:
             if not parallel:  # these were made equal before
-                self.replicas.equalise(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
+                self.replicas.broadcast(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
             if self.head is not None:
@@ -231,7 +231,7 @@ class DistributedExecutor(FailureGuard):
             self.gather_shards()
             self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
             for sharded in self.sharded:
-                sharded.release()
+                sharded.reshard()
             loss, _, samples = broadcast_loss(head, self.control, self.last_rank, self.device)
         return StepOutcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
 
@@ -240,7 +240,7 @@ class DistributedExecutor(FailureGuard):
         if self.sharded and self.replicas is not None:
             self.replicas.sum([1.0])  # a replica that has failed is noticed here; within FSDP it would be waited for
         for sharded in self.sharded:
-            sharded.gather()
+            sharded.unshard()
 
     @contextmanager
     def committing(self, *, training: bool) -> Iterator[None]:
@@ -317,7 +317,7 @@ class DistributedExecutor(FailureGuard):
             found: list[Any] = self.guarded(lambda: self.control.gather(value))
         return found
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """The largest of all ranks' numbers, over pipelines and replicas, on all of them."""
         for control in (self.control, *(r.control for r in (self.replicas, self.twins) if r is not None)):
             with control.in_call(NUMBER):
@@ -357,7 +357,7 @@ class DistributedExecutor(FailureGuard):
         for stage in self.stages.values():
             stage.close()
         for sharded in self.sharded:
-            sharded.abandon()
+            sharded.reset()
         self.control.close()
         self.ties.close()
         if self.reducer is not None:  # sums may be under way

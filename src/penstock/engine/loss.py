@@ -361,7 +361,7 @@ class LossAndOutputs:
             if self.replicas is None:
                 self.weights = self.rule.weights(sizes, whole)
             else:  # not waited for before the first backward
-                self.pending = self.replicas.start([float(self.batch), float(whole)])
+                self.pending = self.replicas.start_sum([float(self.batch), float(whole)])
         self.collector = output_collector(outputs, sizes) if sizes else None
         self.losses = [None] * len(sizes)
         self.counts = []

@@ -227,8 +227,10 @@ class StageEngine:
         if self._recorder is None:
             sharded = None if self.parallel is None else self.parallel.sharded
             if sharded is not None:  # what the forward will use are the gathered parameters
-                sharded.arrive()
-            self._recorder = make_recorder(self.module, self.shared, defer=sharded is None or not sharded.rounds)
+                sharded.wait_unshard()
+            self._recorder = make_recorder(
+                self.module, self.shared, defer=sharded is None or not sharded.converts_grads
+            )
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:

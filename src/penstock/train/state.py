@@ -190,7 +190,7 @@ class PipelineState:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of the whole model, on all ranks; a parameter of several stages counts once."""
         self._check_open()
-        counts, weights = self._executor.ties.counts, self._executor.weights
+        counts, weights = self._executor.ties.counts_in_norm, self._executor.weights
         how: dict[str, Any] = {} if weights is None else {"device_of": weights.device_of}
         if isinstance(self._executor, DistributedExecutor):
             how["reduce"] = self._executor.reduce
@@ -243,12 +243,12 @@ class PipelineState:
             if stage.head is not None:
                 stage.head.scale = scale
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """The largest of the ranks' numbers, on all of them. Every rank calls it."""
         self._check_open()
         if not isinstance(self._executor, DistributedExecutor):
             return number
-        return self._executor.agree(number)
+        return self._executor.max_over_ranks(number)
 
     def _check_open(self) -> None:
         raise NotImplementedError
