@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.compat.torchdistpackage import forward_backward, forward_eval, partition_uniform, tpc
 from penstock.engine.microbatch import microbatch_sizes
 from penstock.schedule.registry import build
-from tests.compat.torchdistpackage_lines import line, own_inputs, summed
+from tests.compat.torchdistpackage_support import line, own_inputs, summed
 from tests.support.models import assert_same, batch, gradients, labels, mlp
 from tests.support.ranks import Ranks
 
@@ -44,7 +44,7 @@ def trains(rank: int, n: int, m: int) -> None:
         assert_same(list(gradients(mine).values()), list(gradients(theirs).values()))
         if at == n - 1:
             assert_same(found, expected)
-        crew = tpc.pipeline()
+        pipeline = tpc.pipeline
         for optimizer in optimizers:
             optimizer.step()
         output = forward_backward(
@@ -58,7 +58,7 @@ def trains(rank: int, n: int, m: int) -> None:
         assert output.shape[0] == samples
         if at == n - 1:
             assert_same(output, plain(x).detach())
-        assert tpc.pipeline() is crew  # groups are made once
+        assert tpc.pipeline is pipeline  # groups are made once
     assert_same(list(mine.state_dict().values()), list(theirs.state_dict().values()))
 
 

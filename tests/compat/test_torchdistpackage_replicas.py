@@ -23,7 +23,7 @@ from penstock.compat.torchdistpackage import (
     test_comm,
     tpc,
 )
-from tests.compat.torchdistpackage_lines import own_inputs, summed
+from tests.compat.torchdistpackage_support import own_inputs, summed
 from tests.support.models import assert_same, batch, gradients, mlp
 from tests.support.ranks import Ranks
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -315,13 +316,12 @@ class Options(Group):
 
     def loadFromFile(self, filepath: str) -> Self:
         """Read settings, one per line, written as in a program without ``options.``: ``deviceIterations(4)``."""
-        from penstock.compat import poptorch
-
+        names = {"__builtins__": {}, "options": self, "poptorch": sys.modules[__package__]}
         for number, line in enumerate(Path(filepath).read_text("utf-8").splitlines(), 1):
             text = line.partition("#")[0].strip()
             if text:
                 try:
-                    eval(f"options.{text}", {"__builtins__": {}, "options": self, "poptorch": poptorch})
+                    eval(f"options.{text}", names)
                 except Exception as error:
                     raise Error(f"{filepath}, line {number}: {text!r} cannot be set: {error}") from error
         return self

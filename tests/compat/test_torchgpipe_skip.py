@@ -1,4 +1,4 @@
-"""torchgpipe's skips: the decorator, its errors, namespaces. With GPipe: test_gpipe_training."""
+"""torchgpipe's skips: the decorator, its errors, namespaces. With GPipe: test_torchgpipe_training."""
 
 from __future__ import annotations
 
