@@ -107,7 +107,7 @@ def order(rank: int, n: int, m: int) -> None:
     assert inside == [0, n - at]
 
 
-def test_it_is_1f1b_and_no_more_is_in_flight_than_that_needs(four: Ranks) -> None:
+def test_order_and_activations_in_flight_are_1f1b(four: Ranks) -> None:
     four.check(order, 4, 8)
 
 
@@ -195,7 +195,7 @@ def backwards(rank: int) -> None:
         assert [type(part).__name__ for part in seen[0]] == ["Tensor", "NoneType", "NoneType"]
 
 
-def test_a_backward_of_ones_own(three: Ranks) -> None:
+def test_custom_backward_functions(three: Ranks) -> None:
     three.check(backwards)
 
 

@@ -217,5 +217,5 @@ def refuses(rank: int) -> None:
         forward_backward(None, wrapped, None, [batch(8)] if tpc.is_first_in_pipeline_group() else [], 2)
 
 
-def test_wrappers_that_cannot_wait(four: Ranks) -> None:
+def test_static_graph_is_refused(four: Ranks) -> None:
     four.check(refuses)
