@@ -20,13 +20,11 @@ import torch
 
 import penstock as ps
 from penstock.cli import main
+from penstock.cli.demo import PipelineRun, PlainRun, ProcessesRun, Settings, Step, compare, network
 from penstock.data import mnist
 from penstock.data.mnist import FILES, read_idx
-from penstock.demo.compare import compare
-from penstock.demo.network import network
-from penstock.demo.processes import ProcessesRun
-from penstock.demo.runs import PipelineRun, PlainRun, Settings, Step
 from penstock.errors import PenstockError
+from penstock.progress_ui import ProgressUI
 from penstock.train.optimizer_offload import is_offloaded
 from tests.support.fork_python import fork_python
 from tools.make_mnist_extract import extract, write_idx
@@ -202,17 +200,10 @@ def test_a_process_that_is_killed(few: Path) -> None:
     with closing(run):
         steps = run.steps(mnist.load(few)[0])
         next(steps)
-        run.processes[1].kill()
+        run.processes.processes[1].kill()
         with pytest.raises(PenstockError, match="rank 1"):
             list(steps)
     assert set(active_children()) <= set(before)
-
-
-def test_without_rich(few: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("rich", "rich.console", "rich.progress"):
-        monkeypatch.setitem(sys.modules, module, None)
-    out, _ = run(capsys, "--data", few, "--epochs", 1)
-    assert "4 stages on 4 threads" in out
 
 
 def test_on_a_terminal(few: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,12 +233,6 @@ def test_a_wrong_pipeline_is_found_out(
     assert "test accuracy" not in out
 
 
-class Silent:
-    def begin(self, title: str, total: int) -> None: ...
-    def advance(self, text: str) -> None: ...
-    def line(self, text: str) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("ours", "words"),
     [
@@ -260,15 +245,15 @@ class Silent:
 def test_what_counts_as_different(ours: Step, words: str) -> None:
     plain = Step(1.0, 3.0, 5, 10, 1.0)
     near = Step(1.0 + 1e-12, 3.0, 5, 10, 1.0)
-    assert compare([near] * 4, [plain] * 4, 2, 2, Silent()).difference == pytest.approx(1e-12, rel=1e-3)
+    assert compare([near] * 4, [plain] * 4, 2, 2, ProgressUI())[0] == pytest.approx(1e-12, rel=1e-3)
     with pytest.raises(PenstockError, match=re.escape(words)):
-        compare([near, near, ours, near], [plain] * 4, 2, 2, Silent())
+        compare([near, near, ours, near], [plain] * 4, 2, 2, ProgressUI())
 
 
 def test_a_loss_that_explodes_is_not_the_pipelines_fault() -> None:
     plain = Step(float("inf"), 3.0, 5, 10, 1.0)
     with pytest.raises(PenstockError, match="smaller learning rate"):
-        compare([plain], [plain], 1, 1, Silent())
+        compare([plain], [plain], 1, 1, ProgressUI())
 
 
 # Bad options ------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def goes_on(rank: int, store: str, kind: str, depth: int, how: dict[str, Any]) -
         if "tempdir" in how:
             assert isinstance(future, Future)
             future.result(30)
-            made.pipeline.agree(0.0)  # all have written
+            made.pipeline.max_over_ranks(0.0)  # all have written
         else:
             assert future is None
         assert made.iteration == (depth + 1) * STEPS

@@ -19,10 +19,10 @@ from penstock.profile.analytic import (
     parse_transformer,
 )
 from penstock.profile.costs import Link, SharedParameters
-from penstock.profile.published import LEFT_OPEN, PUBLISHED, Published, step_on_paper
 from penstock.schedule.costs import Costs
 from penstock.schedule.registry import build
 from penstock.schedule.simulate import simulate
+from tests.support.published import LEFT_OPEN, PUBLISHED, Published, step_on_paper
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -111,7 +111,7 @@ def test_half_layers_are_the_layers_in_two() -> None:
 
 def test_devices_that_share_layers_divide_work_and_memory_and_talk() -> None:
     alone, shared = (analytic_costs("gpt:22b", "a100", tensor=t) for t in (1, 8))
-    silent = replace(HARDWARE["a100"], inside=1e30, inside_latency=0.0)
+    silent = replace(HARDWARE["a100"], intra_node=1e30, intra_node_latency=0.0)
     quiet = analytic_costs("gpt:22b", silent, tensor=8).layers[1]
     one, eight = alone.layers[1], shared.layers[1]
     assert eight.weight_gradient == pytest.approx(one.weight_gradient / 8)
@@ -284,7 +284,12 @@ def test_the_tables_in_the_document_are_these() -> None:
         assert f"TFLOP/s: {row.seconds:.2f} s | {row.estimate(1):.2f} s | {row.estimate(8):.2f} s |" in text
     for one in HARDWARE.values():
         numbers = [f"{one.flops / 1e12:,g}", f"{one.memory / 2**30:.0f} GiB", f"{one.memory_bandwidth / 1e9:,.0f}"]
-        numbers += [f"{one.inside / 1e9:g}", f"{one.outside / 1e9:g}", str(one.per_machine), str(one.efficiency)]
+        numbers += [
+            f"{one.intra_node / 1e9:g}",
+            f"{one.inter_node / 1e9:g}",
+            str(one.devices_per_node),
+            str(one.efficiency),
+        ]
         assert f"| `{one.name}` | {' | '.join(numbers)} |" in text
     for name in MODELS:
         assert f"`{name}`" in text or f"`{name.partition(':')[2]}`" in text
@@ -292,7 +297,7 @@ def test_the_tables_in_the_document_are_these() -> None:
 
 def test_where_layers_do_not_come_out_even_the_ends_count_as_one_each() -> None:
     """Six layers on four ranks, and the embedding and the head of no time: 1, 2, 2, 1."""
-    free = replace(HARDWARE["a100"], outside=1e30, outside_latency=0.0)
+    free = replace(HARDWARE["a100"], inter_node=1e30, inter_node_latency=0.0)
     costs = analytic_costs("layers=6,hidden=64,heads=4,vocab=1,seq=64", free)
     nothing = {"forward": 0.0, "input_gradient": 0.0, "weight_gradient": 0.0}
     ends = {0: replace(costs.layers[0], **nothing), 7: replace(costs.layers[7], **nothing)}
@@ -305,7 +310,7 @@ def test_where_layers_do_not_come_out_even_the_ends_count_as_one_each() -> None:
 
 def test_a_step_by_hand() -> None:
     """Four ranks, all alike: m + p - 1 times forward and backward; two stages a rank halve the bubble."""
-    free = replace(HARDWARE["a100"], outside=1e30, outside_latency=0.0)
+    free = replace(HARDWARE["a100"], inter_node=1e30, inter_node_latency=0.0)
     costs = analytic_costs("layers=8,hidden=64,heads=4,vocab=1,seq=64", free)
     first, *inner, last = costs.layers
     nothing = {"forward": 0.0, "input_gradient": 0.0, "weight_gradient": 0.0}

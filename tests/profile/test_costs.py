@@ -134,14 +134,14 @@ def without(key: str) -> dict[str, Any]:
         (by_hand(crossings=[{"src": 2, "dst": 0, "bytes": 1}]), "name the earlier layer first"),
         (by_hand(crossings=[{"src": 0, "dst": 2, "bytes": 1}] * 2), "each pair once"),
         (by_hand(crossings=[{"src": 0, "dst": 1, "bytes": 1}]), "layer 'a' has an output, and there is a crossing"),
-        (by_hand(crossings=[{"src": "aa", "dst": 2, "bytes": 1}]), "layer 'aa', which there is none of"),
+        (by_hand(crossings=[{"src": "aa", "dst": 2, "bytes": 1}]), "layer 'aa', which does not exist"),
         (by_hand(crossings=[{"src": 0, "dst": 2}]), "a crossing has no bytes"),
         (by_hand(crossings=[{"src": 0, "dst": 2, "bytes": 9, "values": [[0, 4]]}]), "its values have 4 together"),
         (by_hand(crossings={"src": 0}), "crossings must be a list"),
         (by_hand(shared=[{"layers": [1], "bytes": 1}]), "shared between layers [1]"),
         (by_hand(shared=[{"layers": [0, 1], "bytes": math.nan}]), "layers [0, 1] share: bytes is nan"),
         (by_hand(kept_together=[[0, 1]]), "write [layer, layer, bytes]"),
-        (by_hand(kept_together=[[0, 1, -1]]), "keep together: bytes is -1"),
+        (by_hand(kept_together=[[0, 1, -1]]), "activations saved by layers 0 and 1: bytes is -1"),
         (by_hand(samples=0), "samples is 0"),
         (by_hand(samples=1.5), "samples is 1.5"),
         (by_hand(link={"latency": math.nan}), "link: latency is nan"),
@@ -193,7 +193,7 @@ def test_the_costs_need_no_torch() -> None:
     code = (
         "import sys, types\n"
         "package = types.ModuleType('penstock'); package.__path__ = [sys.argv[1]]; sys.modules['penstock'] = package\n"
-        "from penstock.profile import costfile, costs, described, hardware, paper, published, sizes\n"
+        "from penstock.profile import analytic, costs\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, str(Path(ps.__file__).parent)], check=True, timeout=60)
@@ -220,11 +220,11 @@ def test_a_value_that_several_layers_of_a_stage_need_goes_there_once() -> None:
             Crossing(2, 3, 40),
         ),
     )
-    assert costs.between(range(1), range(1, 4)) == 48
-    assert costs.between(range(2), range(2, 4)) == 48
-    assert costs.between([1], [2]) == 40
-    assert costs.between([0], [3]) == 8
-    assert costs.between([3], [0]) == 0
+    assert costs.bytes_between(range(1), range(1, 4)) == 48
+    assert costs.bytes_between(range(2), range(2, 4)) == 48
+    assert costs.bytes_between([1], [2]) == 40
+    assert costs.bytes_between([0], [3]) == 8
+    assert costs.bytes_between([3], [0]) == 0
 
 
 # ── other sizes ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,7 +257,7 @@ def test_one_size_is_in_proportion() -> None:
     assert model().scaled(2).crossings[:2] == (Crossing(0, 1, 32), Crossing(0, 2, 32, ((0, 24), (1, 8))))
     assert model().scaled(4) == model()
     assert model().scaled(8).layers[1].backward == 9.0
-    assert [layer.waits for layer in model().scaled(8).layers] == [200, 240, 200]
+    assert [layer.deferred_bytes for layer in model().scaled(8).layers] == [200, 240, 200]
     assert model().scaled(8).kept_together == ((0, 1, 128.0),)
     assert model().scaled(8).shared == model().shared
 
@@ -313,4 +313,4 @@ def test_a_profile_is_of_one_model() -> None:
 
 def test_another_link() -> None:
     link = Link(1.0, 2.0)
-    assert [costs.link for costs in Profile((model(samples=2), model())).over(link).sizes] == [link, link]
+    assert [costs.link for costs in Profile((model(samples=2), model())).with_link(link).sizes] == [link, link]

@@ -32,8 +32,8 @@ def test_latency_is_what_a_small_value_takes_and_bandwidth_what_the_large_one_ad
     assert Link(0.5, 500.0).seconds(1000) == 2.5
     assert fit_link(0.5, 2.5, 1000, (0.25, 100.0)) == Link(0.5, 500.0, 0.25, 100.0)
     assert Link(0.5, 500.0, 0.25, 100.0).host_seconds(1000) == 10.25
-    assert links._line(2.0, 3.0, 500, 1000) == (1.0, 500.0)  # through both, not through the smaller one
-    assert links._line(0.1, 3.1, 500, 1500) == (0.0, pytest.approx(1000 / 3))  # and never below zero
+    assert links._fit_line(2.0, 3.0, 500, 1000) == (1.0, 500.0)  # through both, not through the smaller one
+    assert links._fit_line(0.1, 3.1, 500, 1500) == (0.0, pytest.approx(1000 / 3))  # and never below zero
 
 
 class Costly:

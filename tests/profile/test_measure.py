@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.profile import measure as measure_module
 from penstock.profile import timing
-from penstock.profile import timing as clock_module
 from penstock.profile.costs import Crossing, ModelCosts, Overhead, SharedParameters
 from penstock.profile.measure import _kept_together, measure_costs
+from penstock.split import measure as split_measure
 from penstock.split.trunk.line import trunk_chain
 from tests.split.trunk_models import Usual
 from tests.support.models import assert_same, batch, everything, labels, mlp, snapshot
@@ -98,7 +98,7 @@ def test_a_value_that_several_layers_need_is_known_as_one() -> None:
     direct = [crossing for crossing in costs.crossings if crossing.src == 0]
     assert [crossing.dst for crossing in direct] == [1, 2, 3]
     assert all(mask in dict(crossing.values).values() for crossing in direct)
-    assert costs.between([0], [1, 2, 3]) == direct[0].bytes
+    assert costs.bytes_between([0], [1, 2, 3]) == direct[0].bytes
     assert direct[0].bytes - direct[1].bytes == x
 
 
@@ -154,7 +154,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    for module in (timing, clock_module):
+    for module in (timing, split_measure):
         monkeypatch.setattr(module, "perf_counter", made)
     return made
 
@@ -241,17 +241,17 @@ def test_the_first_run_does_not_count_and_a_median_does(clock: Clock, monkeypatc
         layer.forward_time = 1000.0 if runs in (2, 3, 6, 8) else 0.001  # 2 and 3 warm up, 6 and 8 are disturbed
         return Timed.forward(layer, x)
 
-    monkeypatch.setattr(timing, "LONG_LAYER", 1e9)
+    monkeypatch.setattr(split_measure, "LONG_LAYER", 1e9)
     layer.forward = forward  # type: ignore[method-assign]
     assert measured(nn.Sequential(layer), batch(1)).layers[0].forward == 0.001
 
 
 def test_times_are_medians_over_turns_of_means_without_disturbances() -> None:
-    def runs(*seconds: float) -> timing.Runs:
+    def runs(*seconds: float) -> timing.LayerTimings:
         kept = [((one + 1, one),) * 4 for one in seconds]
-        return timing.Runs(kept, [((3 * one, 2 * one),) for one in seconds])
+        return timing.LayerTimings(kept, [((3 * one, 2 * one),) for one in seconds])
 
-    first, after = timing.medians_of([runs(1.0, 1.0, 2.0, 1.0, 100.0), runs(9.0), runs(1.0)])
+    first, after = timing.median_times([runs(1.0, 1.0, 2.0, 1.0, 100.0), runs(9.0), runs(1.0)])
     assert (after.forward, after.weight_gradient, after.recompute) == (1.25, 1.25, 2.5)
     assert (first.forward, first.weight_gradient, first.recompute) == (2.25, 2.25, 3.75)
 
@@ -263,21 +263,21 @@ def test_an_action_in_a_row_takes_what_the_others_take_and_what_the_first_takes_
         seen.append((number, name))
         clock.now += next(times)
 
-    assert timing._Timed(action, [(0, "a"), (1, "b"), (2, "c"), (3, "d")], set()).took() == (7.0, 2.0)
+    assert timing._TimedAction(action, [(0, "a"), (1, "b"), (2, "c"), (3, "d")], set()).seconds() == (7.0, 2.0)
     assert seen == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
     times = iter([5.0])
-    assert timing._Timed(action, [(0, "a")], set()).took() == (5.0, 5.0), "alone, it is both"
+    assert timing._TimedAction(action, [(0, "a")], set()).seconds() == (5.0, 5.0), "alone, it is both"
 
 
 def test_what_the_first_layer_takes_longer_is_the_stages_and_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([(9.0, 4.0), (30.0, 27.0), (12.0, 5.0)])  # in one turn of each of three layers
 
-    def runs(*_: Any) -> timing.Runs:
+    def runs(*_: Any) -> timing.LayerTimings:
         one = next(took)
-        return timing.Runs([(one,) * 4], [(one,)])
+        return timing.LayerTimings([(one,) * 4], [(one,)])
 
-    monkeypatch.setattr(measure_module, "overhead_of", lambda *_: timing.Times(*[0.5] * 5))
-    monkeypatch.setattr(measure_module, "runs_of", runs)
+    monkeypatch.setattr(measure_module, "measure_overhead", lambda *_: timing.ActionTimes(*[0.5] * 5))
+    monkeypatch.setattr(measure_module, "time_layer", runs)
     costs = measured(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), batch(2, 4), sizes=[2])
     assert [layer.forward for layer in costs.layers] == [3.5, 26.5, 4.5]
     assert costs.overhead == Overhead(*[5.5] * 5), "the median of 5, 3 and 7, and what any action takes"
@@ -294,7 +294,7 @@ def test_between_its_runs_a_layer_is_forgotten_but_not_what_comes_to_it(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, came = [], []
-    make = timing._forgetting
+    make = timing._cache_flusher
 
     def forgetting(size: int) -> Any:
         forget = make(size)
@@ -309,7 +309,7 @@ def test_between_its_runs_a_layer_is_forgotten_but_not_what_comes_to_it(
 
         return spied
 
-    monkeypatch.setattr(timing, "_forgetting", forgetting)
+    monkeypatch.setattr(timing, "_cache_flusher", forgetting)
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
     measured(model, batch(2, 4))
     parameters = 4 * sum(p.numel() for p in model.parameters())
@@ -328,7 +328,7 @@ def test_between_its_runs_a_layer_is_forgotten_but_not_what_comes_to_it(
 def test_layers_take_turns_so_that_slow_moments_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is ten times as slow for a while, in the second of four turns: no layer seems to be slower."""
     told = Told()
-    turns, slow = measure_module.runs_of, 0
+    turns, slow = measure_module.time_layer, 0
 
     def disturbed(turn: Any, *rest: Any) -> Any:
         nonlocal slow
@@ -336,10 +336,10 @@ def test_layers_take_turns_so_that_slow_moments_are_those_of_all(monkeypatch: py
         begun = sum(isinstance(said, tuple) for said in told.said)
         factor, slow = (10.0, slow + 1) if begun == 2 else (1.0, slow)
         took = (factor, factor)
-        return replace(runs, kept=[(took,) * 4 for _ in runs.kept], recomputed=[(took,) for _ in runs.recomputed])
+        return replace(runs, actions=[(took,) * 4 for _ in runs.actions], recomputes=[(took,) for _ in runs.recomputes])
 
-    monkeypatch.setattr(measure_module, "runs_of", disturbed)
-    monkeypatch.setattr(timing, "ENOUGH", 5)
+    monkeypatch.setattr(measure_module, "time_layer", disturbed)
+    monkeypatch.setattr(split_measure, "MAX_REPEATS", 5)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     found = measure_costs(model, batch(4), seconds=20.0, sizes=[4], progress=told).at(4)
     assert told.said == [("measuring 4 samples", 3), "0 (1 of 3)", "1 (2 of 3)", "2 (3 of 3)"] * measure_module.TURNS
@@ -531,7 +531,7 @@ def test_a_layer_that_fails_is_named_and_the_model_is_as_it_was() -> None:
         ({"optimizer": "adamv"}, "did you mean 'adam'"),
         ({"optimizer": -1.0}, "optimizer=-1.0"),
         ({"optimizer": True}, "optimizer=True"),
-        ({"optimizer": lambda parameters: 1 / 0}, "cannot be asked what it keeps"),
+        ({"optimizer": lambda parameters: 1 / 0}, "cannot be measured"),
         ({"targets": labels(8)}, "no loss_fn"),
         ({"targets": labels(4), "loss_fn": nn.functional.cross_entropy}, "has 8 samples, but the targets have 4"),
         ({"accumulate": "fp16"}, "accumulate='fp16'"),

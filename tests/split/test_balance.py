@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.format import parse_bytes
 from penstock.split import balance, chain_of
 from penstock.split.balance import TRAINING_FACTOR, balance_by_size, balance_by_time, balance_stages
-from penstock.split.measure import LayerCost, Measurement
+from penstock.split.measure import LayerMeasurement, Measurement
 from penstock.split.sequential import SequentialChain
 from tests.support.models import assert_same, batch, mlp, snapshot
 
@@ -39,7 +39,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
         def measure(line: Any, sample: Any, **options: Any) -> Measurement:
             calls.append({"sample": sample, **options})
             pairs = [s if isinstance(s, tuple) else (s / 4, 3 * s / 4) for s in seconds]
-            layers = [LayerCost(name, *pair, 0, 0, ()) for name, pair in zip(line.layers, pairs, strict=True)]
+            layers = [LayerMeasurement(name, *pair, 0, 0, ()) for name, pair in zip(line.layers, pairs, strict=True)]
             return Measurement(tuple(layers), ({},) * len(layers), crossing or (0,) * len(layers))
 
         monkeypatch.setattr(balance, "measure", measure)

@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.split import chain_of
 from penstock.split.chain import Groups, LayerChain
 from penstock.split.lazy import Lazy
-from penstock.split.measure import LayerCost, Measurement, measure
+from penstock.split.measure import LayerMeasurement, Measurement, measure
 from penstock.split.plan import Edge
 from tests.support.models import assert_same, batch, everything, mlp, snapshot
 
@@ -25,7 +25,7 @@ def measured(model: nn.Module, sample: Any, **options: Any) -> Measurement:
     return measure(chain_of(model), sample, timeout=0.0, **options)
 
 
-def costs(model: nn.Module, sample: Any, **options: Any) -> dict[str, LayerCost]:
+def costs(model: nn.Module, sample: Any, **options: Any) -> dict[str, LayerMeasurement]:
     return {layer.name: layer for layer in measured(model, sample, **options).layers}
 
 

@@ -219,14 +219,6 @@ def test_options_that_cannot_be(option: dict[str, Any]) -> None:
         construct(model, **option)
 
 
-def test_a_strategy_is_pipelined_or_sharded_and_agrees_with_the_schedule() -> None:
-    model = mlp()
-    with refused(model, ps.PlanError, r"'pipelined' or 'sharded', got 'phased'"):
-        construct(model, strategy="phased")
-    with refused(model, ps.PlanError, r"strategy='sharded'.*schedule='zb_h1'"):
-        construct(model, strategy="sharded", schedule="zb_h1")
-
-
 def test_a_mesh_outside_of_torchrun_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

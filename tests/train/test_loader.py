@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 import penstock as ps
-from penstock.train.prefetch import ReplicaShare, copy_batch, without_samples
+from penstock.train.loader import without_samples
+from penstock.train.prefetch import copy_batch
+from penstock.train.sampler import ReplicaShare
 from tests.support.loading import Grid, Numbers, Pipe, Stream, numbers, parts_of, whole
 from tests.support.models import assert_same, gradients, mlp
 from tests.support.ranks import Ranks

@@ -1,4 +1,4 @@
-"""``ps.progress``: what the loop gives, and what is shown of it, once."""
+"""``ps.progress``: the items of the loop, and the lines and bars that rank 0 shows."""
 
 from __future__ import annotations
 
@@ -55,15 +55,13 @@ def test_a_line_at_every_so_many_steps_and_one_at_the_end(capsys: pytest.Capture
 
 
 def test_lines_every_few_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LINE_INTERVAL", 0.05)
     with pipeline() as pipe:
         for number, (x, y) in enumerate(ps.progress(iter(data(4)), pipe)):
             pipe.step(x, y)
-            if number == 2:
-                time.sleep(0.1)
-    *some, last = lines(capsys)
+            monkeypatch.setattr(module, "_LINE_INTERVAL", -1.0 if number == 2 else 1e9)
+    line, last = lines(capsys)
     assert LAST.fullmatch(last)
-    assert "step 3  loss" in some[-1]  # of an unknown number
+    assert "step 3  loss" in line  # of an unknown number
 
 
 def test_steps_per_second_without_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,14 +81,14 @@ def test_several_steps_of_the_pipeline_in_a_step_of_the_loop() -> None:
             for x, y in data(2):
                 pipe.step(x, y)
             loop.step()
-        assert loop._done().samples == 16  # of the second and third: the first is slow
-        loop.warm_at = time.monotonic() - 8
-        assert loop._numbers()[1] == "2 samples/s"
+        assert loop.measured(pipe)[0].samples == 16  # of the second and third: the first is slow
+        loop.first_step_end = time.monotonic() - 8
+        assert loop.numbers()[1] == "2 samples/s"
         pipe.evaluate(torch.ones(4, 2))
-        assert loop._done().samples == 16
+        assert loop.measured(pipe)[0].samples == 16
 
 
-def test_a_loop_that_is_left_or_fails_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_of_a_loop_that_is_left_or_fails(capsys: pytest.CaptureFixture[str]) -> None:
     def broken() -> Iterator[Any]:
         yield data(1)[0]
         raise RuntimeError("no more")
@@ -113,7 +111,7 @@ def test_a_loop_that_is_left_or_fails_says_how_far_it_came(capsys: pytest.Captur
         assert [LAST.fullmatch(line)[2] for line in lines(capsys)] == ["1"]
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments() -> None:
     wrong: Any
     for wrong in (0, -1, 1.5, True, "3"):
         with pytest.raises(ps.PlanError, match="every must be a number of steps"):
@@ -147,9 +145,9 @@ def test_tally() -> None:
     totals = StepTotals()
     assert totals.bubble is None
     totals.add(result)
-    before = StepTotals(totals.steps, totals.samples, totals.watched, totals.idle)
+    before = StepTotals(totals.steps, totals.samples, totals.measured, totals.idle)
     totals.add(ps.StepResult(None, None, samples=3, microbatches=1, seconds=6.0, bubble=0.75))
-    totals.add(ps.StepResult(None, None, samples=3, microbatches=1, seconds=9.0))  # of which nothing is known
+    totals.add(ps.StepResult(None, None, samples=3, microbatches=1, seconds=9.0))  # bubble unknown
     assert (totals.steps, totals.samples, totals.bubble) == (3, 9, (0.5 + 4.5) / 8)
     assert totals.since(before) == StepTotals(2, 6, 6.0, 4.5)
 
@@ -175,7 +173,7 @@ def shown_by(rank: int, how: str) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("how", ["to the end", "left", "rank 0 alone"])
-def test_only_rank_0_shows_the_bubble_of_all(two: Ranks, how: str) -> None:
+def test_rank_0_shows_the_average_bubble(two: Ranks, how: str) -> None:
     (first, one), (second, other) = two.check(shown_by, how, timeout=30)
     assert second == []
     assert first[-1] == "done"

@@ -1,14 +1,23 @@
-"""Devices that need not be here: what their makers say of them, and how much of that is to be had.
+"""Analytic costs of transformers on hardware that need not be present, computed from FLOPs and bytes.
 
-Peaks are of dense matrix products in half precision, links of one direction and of one device. The makers' numbers are
-from the public data sheets named beside them; ``efficiency`` and the shares below are assumptions, to be replaced by
-whoever knows better: ``replace(get_hardware("h100"), efficiency=0.7)``.
+    costs = analytic_costs("gpt:175b", "h100", samples=1, tensor=8)
+
+The time of a layer is that of its matrix products at the rate that the hardware reaches, of the bytes that its other
+operations read and write, and of the all-reduces among the ``tensor`` devices that share it:
+
+    attention   norm · QKV ▣ · scores ▣ · softmax · values ▣ · out ▣ · dropout + residual    ▣ matrix product
+    mlp         norm · in ▣ · GELU · out ▣ · dropout + residual                              · bytes read and written
+
+Each weight has a product of the same size in F, in I and in W. The attention core (scores, softmax, values) has no
+weights: its gradients are two products for each one, all in I.
+
+Activation bytes follow Korthikanti et al. (arXiv 2205.05198): s·b·h·(34 + 5·a·s/h) for a GPT in half precision, a part
+of it divided among ``tensor`` devices, and all of it with ``sequence_parallel``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from penstock.errors import PlanError
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters, check_number
@@ -16,51 +25,57 @@ from penstock.suggest import did_you_mean
 
 __all__ = ["HARDWARE", "MODELS", "Hardware", "Transformer", "analytic_costs", "get_hardware", "parse_transformer"]
 
+# ── hardware ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
 TERA, GIGA, GIB = 1e12, 1e9, float(1 << 30)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, and what connects it with others."""
+    """A device and its links.
+
+    Peaks are those of dense matrix products in half precision; bandwidths are per device and direction. ``efficiency``,
+    ``memory_share`` and ``link_share`` are assumptions: ``replace(get_hardware("h100"), efficiency=0.7)``.
+    """
 
     name: str
-    flops: float  # the peak, in half precision, per second
+    flops: float  # peak per second
     memory: float  # bytes
     memory_bandwidth: float  # bytes per second
-    inside: float  # bytes per second to another device of the same machine
-    outside: float  # bytes per second to a device of another machine
-    per_machine: int = 8
-    efficiency: float = 0.65  # what large matrix products reach of the peak
-    memory_share: float = 0.8  # what operations that wait for memory reach of its bandwidth
-    link_share: float = 0.8  # what messages of some megabytes reach of a link
-    inside_latency: float = 5e-6
-    outside_latency: float = 10e-6
+    intra_node: float  # bytes per second to a device of the same node
+    inter_node: float  # bytes per second to a device of another node
+    devices_per_node: int = 8
+    efficiency: float = 0.65  # share of the peak that large matrix products reach
+    memory_share: float = 0.8  # share of the bandwidth that memory-bound operations reach
+    link_share: float = 0.8  # share of the bandwidth that messages of some megabytes reach
+    intra_node_latency: float = 5e-6
+    inter_node_latency: float = 10e-6
 
     def __post_init__(self) -> None:
         for one in fields(self)[1:]:
             value = getattr(self, one.name)
             check_number(value, f"hardware {self.name!r}: {one.name}")
             if value == 0 and not one.name.endswith("latency"):
-                raise PlanError(f"hardware {self.name!r}: {one.name} is 0, and nothing would ever be done")
+                raise PlanError(f"hardware {self.name!r}: {one.name} is 0: it must be above that")
             if value > 1 and one.name in ("efficiency", "memory_share", "link_share"):
                 raise PlanError(f"hardware {self.name!r}: {one.name} is {value}, but it is a share, up to 1")
 
     def link(self, devices: int) -> Link:
-        """The slowest link among neighbours of so many devices: inside of a machine, or out of it."""
-        if devices <= self.per_machine:
-            return Link(self.inside_latency, self.inside * self.link_share)
-        return Link(self.outside_latency, self.outside * self.link_share)
+        """The slowest link between neighbours among ``devices`` devices: within a node, or between nodes."""
+        if devices <= self.devices_per_node:
+            return Link(self.intra_node_latency, self.intra_node * self.link_share)
+        return Link(self.inter_node_latency, self.inter_node * self.link_share)
 
     def compute(self, flops: float) -> float:
-        """The seconds of large matrix products."""
+        """Seconds of large matrix products."""
         return flops / (self.flops * self.efficiency)
 
     def move(self, size: float) -> float:
-        """The seconds in which so many bytes are read or written."""
+        """Seconds to read or write ``size`` bytes."""
         return size / (self.memory_bandwidth * self.memory_share)
 
     def all_reduce(self, size: float, devices: int) -> float:
-        """The seconds in which ``devices`` sum up ``size`` bytes around a ring; half of it is a gather or a scatter."""
+        """Seconds of a ring all-reduce of ``size`` bytes over ``devices`` devices."""
         if devices == 1:
             return 0.0
         link = self.link(devices)
@@ -70,32 +85,31 @@ class Hardware:
 HARDWARE = {
     one.name: one
     for one in (
-        # NVIDIA V100 data sheet: 125 TFLOP/s, 32 GB, 900 GB/s, NVLink 300 GB/s both ways. DGX-1: four links of
-        # 100 Gb/s for eight.
+        # NVIDIA V100 data sheet: 125 TFLOP/s, 32 GB, 900 GB/s, NVLink 300 GB/s both ways. DGX-1: four 100 Gb/s links
+        # for eight.
         Hardware("v100", 125 * TERA, 32 * GIB, 900 * GIGA, 150 * GIGA, 6.25 * GIGA, efficiency=0.7),
         # NVIDIA A100 data sheet: 312 TFLOP/s, NVLink 600 GB/s both ways; 80 GB: 2,039 GB/s, 40 GB: 1,555 GB/s.
-        # DGX A100: a link of 200 Gb/s for each.
+        # DGX A100: a 200 Gb/s link each.
         Hardware("a100", 312 * TERA, 80 * GIB, 2039 * GIGA, 300 * GIGA, 25 * GIGA, efficiency=0.7),
         Hardware("a100-40gb", 312 * TERA, 40 * GIB, 1555 * GIGA, 300 * GIGA, 25 * GIGA, efficiency=0.7),
         # NVIDIA H100 data sheet (SXM): 1,979 TFLOP/s with sparsity, half of it without, 80 GB, 3.35 TB/s, NVLink
-        # 900 GB/s both ways. DGX H100: a link of 400 Gb/s for each.
+        # 900 GB/s both ways. DGX H100: a 400 Gb/s link each.
         Hardware("h100", 989.5 * TERA, 80 * GIB, 3350 * GIGA, 450 * GIGA, 50 * GIGA),
-        # NVIDIA H200 data sheet: the H100's but for its memory, 141 GB at 4.8 TB/s.
+        # NVIDIA H200 data sheet: as the H100, with 141 GB at 4.8 TB/s.
         Hardware("h200", 989.5 * TERA, 141 * GIGA, 4800 * GIGA, 450 * GIGA, 50 * GIGA),
-        # NVIDIA DGX B200 data sheet, an eighth: 36 PFLOP/s in FP8 without sparsity, half of it in half precision,
-        # 1,440 GB, 64 TB/s, NVLink 14.4 TB/s both ways, links of 400 Gb/s.
+        # NVIDIA DGX B200 data sheet, per GPU of eight: 36 PFLOP/s in FP8 without sparsity, half of it in FP16,
+        # 1,440 GB, 64 TB/s, NVLink 14.4 TB/s both ways, 400 Gb/s links.
         Hardware("b200", 2250 * TERA, 180 * GIGA, 8000 * GIGA, 900 * GIGA, 50 * GIGA),
-        # NVIDIA L40S data sheet: 362 TFLOP/s, 48 GB, 864 GB/s, no NVLink: PCIe 4.0 x16, 64 GB/s both ways. A link of
-        # 200 Gb/s for each two is an assumption.
+        # NVIDIA L40S data sheet: 362 TFLOP/s, 48 GB, 864 GB/s, no NVLink: PCIe 4.0 x16, 64 GB/s both ways. A
+        # 200 Gb/s link for each two GPUs is an assumption.
         Hardware("l40s", 362 * TERA, 48 * GIGA, 864 * GIGA, 32 * GIGA, 12.5 * GIGA, efficiency=0.6),
-        # No data sheet: a server with some 32 cores and eight channels of DDR5, all of it an assumption.
-        Hardware("cpu", 4 * TERA, 256 * GIB, 300 * GIGA, 20 * GIGA, 12.5 * GIGA, per_machine=2, efficiency=0.5),
+        # Assumptions: a server with 32 cores and eight channels of DDR5.
+        Hardware("cpu", 4 * TERA, 256 * GIB, 300 * GIGA, 20 * GIGA, 12.5 * GIGA, devices_per_node=2, efficiency=0.5),
     )
 }
 
 
 def get_hardware(name: str | Hardware) -> Hardware:
-    """Hardware by its name."""
     if isinstance(name, Hardware):
         return name
     key = str(name).lower()
@@ -105,32 +119,28 @@ def get_hardware(name: str | Hardware) -> Hardware:
     return HARDWARE[key]
 
 
-# Transformers described by numbers, without a tensor.
-#
-# model = describe("gpt:175b")                     # or "llama:70b,seq=4096", or "layers=24,hidden=2048,…"
-# model.parameters                                 # 175e9
-# model.flops(batch=1536)                          # of a step
+# ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder: an embedding, ``layers`` times attention and MLP, and a head."""
+    """A decoder: an embedding, ``layers`` layers of attention and MLP, and a head."""
 
     layers: int
     hidden: int
     heads: int
     vocab: int
     seq: int
-    ffn: int = 0  # the width inside of the MLP; 0: four times hidden
-    kv: int = 0  # heads of keys and values; 0: as many as there are heads
-    llama: int = 0  # 1: gated MLP, RMSNorm, no biases, no dropout, rotary positions, a head of its own
+    ffn: int = 0  # width of the MLP; 0: four times hidden
+    kv: int = 0  # key and value heads; 0: as many as heads
+    llama: int = 0  # 1: gated MLP, RMSNorm, no biases or dropout, rotary embedding, untied head
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            least = 0 if one.name in ("ffn", "kv", "llama") else 1
-            if type(value) is not int or value < least:
-                raise PlanError(f"a model with {one.name}={value!r}: it must be a whole number, from {least} up")
+            minimum = 0 if one.name in ("ffn", "kv", "llama") else 1
+            if type(value) is not int or value < minimum:
+                raise PlanError(f"a model with {one.name}={value!r}: it must be a whole number, from {minimum} up")
         if self.hidden % self.heads:
             raise PlanError(f"a model of hidden={self.hidden} cannot have {self.heads} heads: they must divide it")
         if self.heads % self.kv_heads:
@@ -140,7 +150,7 @@ class Transformer:
 
     @property
     def width(self) -> int:
-        """Inside of the MLP."""
+        """Width of the MLP."""
         return self.ffn or 4 * self.hidden
 
     @property
@@ -149,7 +159,7 @@ class Transformer:
 
     @property
     def kv_width(self) -> int:
-        """Of keys, and of values."""
+        """Width of the keys, and of the values."""
         return self.hidden // self.heads * self.kv_heads
 
     @property
@@ -162,20 +172,20 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """All of them; what is tied counts once."""
+        """Number of parameters; tied ones count once."""
         layer = self.attention_weights + self.mlp_weights + sum(self.small_parameters())
         ends = self.vocab * self.hidden * (2 if self.llama else 1)
-        rest = self.hidden if self.llama else (self.seq + 2) * self.hidden  # the last norm, and positions
+        rest = self.hidden if self.llama else (self.seq + 2) * self.hidden  # last norm, and position embedding
         return self.layers * layer + ends + rest
 
     def small_parameters(self) -> tuple[int, int]:
-        """Norms and biases of the attention and of the MLP of a layer."""
+        """Parameters of norms and biases of a layer: those of the attention, and of the MLP."""
         if self.llama:
             return self.hidden, self.hidden
         return 2 * self.hidden + 2 * self.hidden + 2 * self.kv_width, 2 * self.hidden + self.width + self.hidden
 
     def flops(self, batch: int) -> float:
-        """Of the matrix products of a step, forward and backward, without anything done twice."""
+        """FLOPs of the matrix products of a step, forward and backward, without recompute."""
         tokens = batch * self.seq
         weights = self.layers * (self.attention_weights + self.mlp_weights) + self.vocab * self.hidden
         return 3.0 * tokens * (2 * weights + self.layers * 4 * self.seq * self.hidden)
@@ -212,7 +222,7 @@ MODELS = {
 
 
 def parse_transformer(text: str) -> Transformer:
-    """A model by its name, by its numbers, or by its name with some numbers changed: ``"gpt:175b,seq=4096"``."""
+    """Parse ``"gpt:175b"``, ``"gpt:175b,seq=4096"`` or ``"layers=24,hidden=2048,heads=16,vocab=50304,seq=1024"``."""
     first, *others = (part.strip() for part in str(text).lower().split(","))
     numbers: dict[str, int] = {}
     known = [one.name for one in fields(Transformer)]
@@ -239,64 +249,52 @@ def parse_transformer(text: str) -> Transformer:
     return Transformer(**numbers)
 
 
-# What a transformer costs on hardware that is not here: computed from operations and bytes.
-#
-# A layer takes as long as its matrix products at the rate that the hardware reaches, the bytes that its other
-# operations read and write, and the sums among the devices that share it (``tensor``):
-#
-#     attention   norm · QKV ▣ · scores ▣ · softmax · values ▣ · out ▣ · dropout + residual    ▣ a matrix product
-#     mlp         norm · in ▣ · GELU · out ▣ · dropout + residual                              · bytes read and written
-#
-# For each weight there is one product of the same size in F, in I and in W. The core of the attention (scores, softmax,
-# values) has no weights: its gradients are two products for one, all in I.
-#
-# Bytes that are kept are those of Korthikanti et al. (arXiv 2205.05198): for a GPT s·b·h·(34 + 5·a·s/h) in half
-# precision, of which a part is divided among ``tensor`` devices, and all with ``sequence_parallel``.
+# ── costs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 ATTENTION = ("plain", "selective", "flash")
 
 
 @dataclass(frozen=True)
 class _Sublayer:
-    """A part of a model, for all devices that share it together: operations, bytes and parameters.
+    """FLOPs, bytes and parameters of a part of a model, for all tensor-parallel devices together.
 
-    What is ``whole`` is done and kept by each of them alike, unless the sequence is divided too.
+    Sharded numbers are divided by the number of devices. Replicated ones are not, except with sequence parallelism.
     """
 
-    weights: float  # parameters of matrix products, which are divided
-    small: float  # other parameters, which each device has
-    products: float  # operations with weights, in one of F, I and W
-    core: float = 0.0  # operations without, in F
+    weights: float  # parameters of matrix products, sharded
+    small: float  # other parameters, replicated
+    products: float  # FLOPs with weights, in each of F, I and W
+    core: float = 0.0  # FLOPs without weights, in F
     core_backward: float = 0.0
-    moved: float = 0.0  # bytes read and written in F, divided
-    moved_whole: float = 0.0
-    moved_again: float = 0.0  # bytes read and written once more in I, for what is computed again there
-    kept: float = 0.0
-    kept_whole: float = 0.0
+    moved: float = 0.0  # bytes read and written in F, sharded
+    moved_replicated: float = 0.0
+    moved_recompute: float = 0.0  # bytes read and written in I to recompute the attention core
+    kept: float = 0.0  # activation bytes, sharded
+    kept_replicated: float = 0.0
 
 
 @dataclass(frozen=True)
 class _RunConfig:
-    """How a model is run."""
+    """Hardware, parallelism and number formats of a run."""
 
     hardware: Hardware
     tokens: float
     tensor: int
     sequence_parallel: bool
     attention: str
-    item: float  # bytes of a value
-    gradient: float
-    state: float
+    item: float  # bytes of an activation or parameter
+    gradient: float  # bytes of a gradient
+    state: float  # bytes of optimizer state per parameter
 
-    def costs(self, name: str, part: _Sublayer, sums: float, *, inputs: bool = True) -> LayerCosts:
-        """The costs of a part on one device; ``sums`` are the bytes that its devices sum up, each way."""
+    def costs(self, name: str, part: _Sublayer, reduced: float, *, inputs: bool = True) -> LayerCosts:
+        """The costs of a part on one device; ``reduced`` bytes are all-reduced in each direction."""
         hardware, t = self.hardware, self.tensor
-        whole = 1 / t if self.sequence_parallel else 1.0
-        moved = hardware.move(part.moved / t + part.moved_whole * whole)
-        again = hardware.move(part.moved_again / t)
-        summed = hardware.all_reduce(sums, t)
-        forward = hardware.compute((part.products + part.core) / t) + moved + summed
-        backward = hardware.compute((part.products + part.core_backward) / t) + 2 * moved + again + summed
+        replicated = 1 / t if self.sequence_parallel else 1.0
+        moved = hardware.move(part.moved / t + part.moved_replicated * replicated)
+        recompute = hardware.move(part.moved_recompute / t)
+        all_reduce = hardware.all_reduce(reduced, t)
+        forward = hardware.compute((part.products + part.core) / t) + moved + all_reduce
+        backward = hardware.compute((part.products + part.core_backward) / t) + 2 * moved + recompute + all_reduce
         parameters = part.weights / t + part.small
         return LayerCosts(
             name=name,
@@ -304,7 +302,7 @@ class _RunConfig:
             input_gradient=backward if inputs else 0.0,
             weight_gradient=hardware.compute(part.products / t) if inputs else 2 * moved,
             recompute=forward,
-            activation=part.kept / t + part.kept_whole * whole,
+            activation=part.kept / t + part.kept_replicated * replicated,
             parameters=parameters * self.item,
             gradients=parameters * self.gradient,
             optimizer=parameters * self.state,
@@ -326,14 +324,14 @@ def analytic_costs(
     state_bytes: float = 12,
     optimizer_shards: int = 1,
 ) -> ModelCosts:
-    """What one of the ``tensor`` devices that share each layer takes for micro-batches of ``samples`` sequences.
+    """The costs on one of the ``tensor`` devices that share each layer, for micro-batches of ``samples`` sequences.
 
-    ``attention`` keeps all of its core (``"plain"``), computes it again in the backward (``"selective"``), or never has
-    it in memory, and leaves out what the mask hides (``"flash"``). ``half_layers`` lets attention and MLP be layers of
-    their own. ``devices`` are those of one pipeline: the link is one inside of a machine if they fit there.
+    ``attention`` saves its core (``"plain"``), recomputes it in the backward (``"selective"``), or never stores it and
+    skips the masked half (``"flash"``). ``half_layers`` makes attention and MLP layers of their own. ``devices`` is the
+    number of devices of a pipeline: the link is an intra-node one if they fit into a node.
 
-    A parameter takes ``item_bytes``, its gradient ``gradient_bytes``, and its optimizer's states ``state_bytes`` (a
-    copy in float32 and two moments), which may be divided among ``optimizer_shards`` replicas.
+    A parameter takes ``item_bytes``, its gradient ``gradient_bytes``, and its optimizer state ``state_bytes`` (an fp32
+    copy and two moments), which may be sharded over ``optimizer_shards`` replicas.
     """
     model = parse_transformer(model) if isinstance(model, str) else model
     for what, number in (("samples", samples), ("tensor", tensor), ("optimizer_shards", optimizer_shards)):
@@ -346,7 +344,7 @@ def analytic_costs(
         raise PlanError(f"{model.heads} heads and an MLP of {model.width} cannot be divided among {tensor} devices")
     if sequence_parallel and tensor == 1:
         raise PlanError("sequence_parallel divides what tensor devices do alike: say tensor= too")
-    setting = _RunConfig(
+    config = _RunConfig(
         get_hardware(hardware),
         float(samples * model.seq),
         tensor,
@@ -356,39 +354,39 @@ def analytic_costs(
         gradient_bytes,
         state_bytes / optimizer_shards,
     )
-    sums = setting.tokens * model.hidden * item_bytes
-    layers = [setting.costs("embed", _embedding(model, setting), sums, inputs=False)]
+    reduced = config.tokens * model.hidden * item_bytes
+    layers = [config.costs("embed", _embedding(model, config), reduced, inputs=False)]
     for i in range(model.layers):
         halves = [
-            setting.costs(f"layer.{i}.attention", _attention(model, setting), sums),
-            setting.costs(f"layer.{i}.mlp", _mlp(model, setting), sums),
+            config.costs(f"layer.{i}.attention", _attention(model, config), reduced),
+            config.costs(f"layer.{i}.mlp", _mlp(model, config), reduced),
         ]
         layers += halves if half_layers else [_joined(f"layer.{i}", *halves)]
-    layers.append(setting.costs("head", _head(model, setting), sums / 2))  # they sum up in its backward alone
-    size = sums / tensor if sequence_parallel else sums
+    layers.append(config.costs("head", _head(model, config), reduced / 2))  # all-reduced in the backward only
+    size = reduced / tensor if sequence_parallel else reduced
     tied = SharedParameters((0, len(layers) - 1), model.vocab * model.hidden / tensor * item_bytes)
     return ModelCosts(
         layers=tuple(layers),
         crossings=tuple(Crossing(i, i + 1, size) for i in range(len(layers) - 1)),
         samples=samples,
         shared=() if model.llama else (tied,),
-        link=setting.hardware.link(devices or setting.hardware.per_machine + 1),
-        device=setting.hardware.name,
+        link=config.hardware.link(devices or config.hardware.devices_per_node + 1),
+        device=config.hardware.name,
     )
 
 
-def _attention(model: Transformer, setting: _RunConfig) -> _Sublayer:
-    h, e, tokens = model.hidden, setting.item, setting.tokens
-    scores = tokens * model.seq * model.heads  # how many
-    mask = 0 if model.llama else 1  # a byte for each value that dropout may drop
+def _attention(model: Transformer, config: _RunConfig) -> _Sublayer:
+    h, e, tokens = model.hidden, config.item, config.tokens
+    scores = tokens * model.seq * model.heads
+    mask = 0 if model.llama else 1  # bytes of the dropout mask per value
     core = 4 * tokens * model.seq * h
-    again = setting.attention == "selective"
-    if setting.attention == "flash":
+    recompute = config.attention == "selective"
+    if config.attention == "flash":
         core, core_backward = core / 2, 2.5 * core / 2
     else:
-        core_backward = (3 if again else 2) * core
-    in_memory = 0.0 if setting.attention == "flash" else scores * ((2 if model.llama else 4) * e + mask)
-    kept_core = scores * (2 * e + mask if not model.llama else e) if setting.attention == "plain" else 0.0
+        core_backward = (3 if recompute else 2) * core
+    in_memory = 0.0 if config.attention == "flash" else scores * ((2 if model.llama else 4) * e + mask)
+    kept_core = scores * (2 * e + mask if not model.llama else e) if config.attention == "plain" else 0.0
     rotary = 2 * e * (h + model.kv_width) if model.llama else 0.0
     return _Sublayer(
         weights=model.attention_weights + (0 if model.llama else h + 2 * model.kv_width),
@@ -397,61 +395,58 @@ def _attention(model: Transformer, setting: _RunConfig) -> _Sublayer:
         core=core,
         core_backward=core_backward,
         moved=in_memory + tokens * rotary,
-        moved_whole=tokens * h * (5 * e + mask),  # norm: in and out; then dropout and residual: two in, one out
-        moved_again=in_memory if again else 0.0,
-        kept=tokens * e * (2 * h + 2 * model.kv_width) + kept_core,  # Q, K, V and what comes of them
-        kept_whole=tokens * h * (2 * e + mask),  # the inputs of the norm and of QKV
+        moved_replicated=tokens * h * (5 * e + mask),  # norm: in and out; then dropout and residual: two in, one out
+        moved_recompute=in_memory if recompute else 0.0,
+        kept=tokens * e * (2 * h + 2 * model.kv_width) + kept_core,  # Q, K, V and the output of the core
+        kept_replicated=tokens * h * (2 * e + mask),  # the inputs of the norm and of QKV
     )
 
 
-def _mlp(model: Transformer, setting: _RunConfig) -> _Sublayer:
-    h, e, tokens = model.hidden, setting.item, setting.tokens
+def _mlp(model: Transformer, config: _RunConfig) -> _Sublayer:
+    h, e, tokens = model.hidden, config.item, config.tokens
     mask = 0 if model.llama else 1
-    inner = model.width * (3 if model.llama else 2)  # what GELU, or the gate, reads and writes
+    inner = model.width * (3 if model.llama else 2)  # values that GELU, or the gate, reads and writes
     return _Sublayer(
         weights=model.mlp_weights + (0 if model.llama else model.width),
         small=h if model.llama else 3 * h,
         products=2 * tokens * model.mlp_weights,
         moved=tokens * inner * e,
-        moved_whole=tokens * h * (5 * e + mask),
+        moved_replicated=tokens * h * (5 * e + mask),
         kept=tokens * inner * e,
-        kept_whole=tokens * h * (2 * e + mask),
+        kept_replicated=tokens * h * (2 * e + mask),
     )
 
 
-def _embedding(model: Transformer, setting: _RunConfig) -> _Sublayer:
-    h, tokens = model.hidden, setting.tokens
+def _embedding(model: Transformer, config: _RunConfig) -> _Sublayer:
+    h, tokens = model.hidden, config.tokens
     mask = 0 if model.llama else 1
     return _Sublayer(
         weights=model.vocab * h,
         small=0 if model.llama else model.seq * h,  # positions
         products=0,
-        moved_whole=tokens * h * ((2 if model.llama else 5) * setting.item + mask),
-        kept_whole=tokens * (8 + h * mask),  # the token's number, and what dropout dropped
+        moved_replicated=tokens * h * ((2 if model.llama else 5) * config.item + mask),
+        kept_replicated=tokens * (8 + h * mask),  # token ids, and the dropout mask
     )
 
 
-def _head(model: Transformer, setting: _RunConfig) -> _Sublayer:
-    """The last norm, the head and the loss, which is computed in float32."""
-    h, e, tokens = model.hidden, setting.item, setting.tokens
+def _head(model: Transformer, config: _RunConfig) -> _Sublayer:
+    """The last norm, the head, and the loss in float32."""
+    h, e, tokens = model.hidden, config.item, config.tokens
     return _Sublayer(
         weights=model.vocab * h,
         small=h if model.llama else 2 * h,
         products=2 * tokens * model.vocab * h,
         moved=tokens * model.vocab * (e + 8),
-        moved_whole=tokens * h * 2 * e,
+        moved_replicated=tokens * h * 2 * e,
         kept=tokens * model.vocab * 4,
-        kept_whole=tokens * h * 2 * e,
+        kept_replicated=tokens * h * 2 * e,
     )
 
 
 def _joined(name: str, one: LayerCosts, two: LayerCosts) -> LayerCosts:
-    both: dict[str, Any] = {
-        what: getattr(one, what) + getattr(two, what)
-        for what in ("forward", "input_gradient", "weight_gradient", "recompute", "activation")
-    }
-    both |= {what: getattr(one, what) + getattr(two, what) for what in ("parameters", "gradients", "optimizer")}
-    return LayerCosts(name, **both)
+    """Two sublayers as one layer."""
+    numbers = [field.name for field in fields(LayerCosts)[1:9]]  # without buffers and optional ones
+    return LayerCosts(name, **{number: getattr(one, number) + getattr(two, number) for number in numbers})
 
 
 def _check_count(what: str, number: object) -> None:

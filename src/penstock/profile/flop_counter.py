@@ -1,15 +1,12 @@
-"""What operations take on hardware that is not here: they run on this machine, and are counted.
+"""A clock for hardware that is not present: operations run on this machine, and their FLOPs and bytes are counted.
 
-    F of a layer   addmm ▣ · gelu · addmm ▣     ▣ at the rate of products, if that is longer than to move its bytes
-                                                · the bytes that are read and written
-
-An operation takes as long as its products at the rate that the hardware reaches, or as the bytes that it reads and
-writes, whichever is longer, and never less than it takes to start it.
+An operation takes the longest of its FLOPs at the rate that the hardware reaches, of the bytes that it reads and writes
+at the rate of its memory, and of the launch latency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,32 +15,32 @@ from torch.utils.flop_counter import flop_registry
 
 from penstock._torch import TorchDispatchMode, pytree
 from penstock.profile.analytic import Hardware
-from penstock.profile.timing import Clock, Span
+from penstock.profile.timing import Clock, Elapsed
 from penstock.split.measure import tensor_bytes
 
 __all__ = ["analytic_clock"]
 
-LAUNCH = 2e-6  # seconds: an assumption
-LOOKED_UP = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # read what they give, not all
-UNTOUCHED = (  # views that are not called so, and what makes room alone
+LAUNCH = 2e-6  # seconds to launch an operation: an assumption
+_LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # they read as much as they return
+_NO_TRAFFIC = (  # views that are not marked as such, and allocations
     "aten::detach", "aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
     "aten::new_empty_strided",
 )  # fmt: skip
 
 
 def analytic_clock(hardware: Hardware) -> Clock:
-    """A clock that tells what work would take there."""
+    """A clock that returns the time that the operations would take on ``hardware``."""
 
-    def clock(work: Callable[[], object], devices: set[torch.device]) -> Span:
-        with _CostCounter(hardware) as counting:
+    def clock(work: Callable[[], object], devices: set[torch.device]) -> Elapsed:
+        with _CostCounter(hardware) as counter:
             work()
-        return lambda: counting.seconds
+        return lambda: counter.seconds
 
     return clock
 
 
 class _CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what operations take, while they run."""
+    """Adds up the time of all operations inside the block."""
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,39 +49,35 @@ class _CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        moved = _moved(func, (args, kwargs), result)
+        moved = _bytes_moved(func, (args, kwargs), result)
         if moved:
-            products = self.hardware.compute(_operations(func, args, kwargs, result))
+            products = self.hardware.compute(_flops(func, args, kwargs, result))
             self.seconds += max(products, self.hardware.move(moved), LAUNCH)
         return result
 
 
-def _operations(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
-    """Of matrix products, convolutions and attention; all else has next to none."""
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """FLOPs of matrix products, convolutions and attention; 0 for all other operations."""
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))
     name = func._schema.name
-    if not name.startswith("aten::_scaled_dot_product"):  # here those for a CPU, which torch does not count
+    if not name.startswith("aten::_scaled_dot_product"):  # torch does not count the CPU's kernels
         return 0.0
     query, key = args[1:3] if name.endswith("backward") else args[:2]
     forward: float = 4.0 * query.numel() * key.shape[-2]
     return 2.5 * forward if name.endswith("backward") else forward
 
 
-def _moved(func: Any, given: Any, result: Any) -> float:
-    """The bytes that are read and written: none by a view, nor by what makes room alone."""
-    made, schema = _tensors(result), func._schema
-    if schema.name in UNTOUCHED or (func.is_view and not schema.is_mutable):
+def _bytes_moved(func: Any, arguments: Any, result: Any) -> float:
+    """Bytes read and written: none by views and allocations."""
+    schema = func._schema
+    if schema.name in _NO_TRAFFIC or (func.is_view and not schema.is_mutable):
         return 0.0
-    if schema.name in LOOKED_UP:
-        return 2 * _bytes(made)
-    return _bytes(_tensors(given)) + _bytes(made)
+    if schema.name in _LOOKUPS:
+        return 2 * _tensor_bytes(result)
+    return _tensor_bytes(arguments) + _tensor_bytes(result)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _bytes(tensors: Iterable[Tensor]) -> float:
-    return float(sum(map(tensor_bytes, tensors)))
+def _tensor_bytes(value: Any) -> float:
+    return float(sum(tensor_bytes(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)))

@@ -1,10 +1,21 @@
-"""How fast values go from device to device: a small and a large one sent there and back again, and the medians halved.
+"""Measure links between devices: latency and bandwidth of the pipeline's own channels.
 
-    links = measure_links(mesh)                    # on every rank of the mesh, together
+    links = measure_links(mesh)                    # called on every rank of the mesh
     links.pairs[0, 1], links.worst                 # Link(latency, bandwidth)
-    local_link("cuda:0", "cuda:1")                 # between the threads of a pipeline in one process
+    local_link("cuda:0", "cuda:1")                 # between two threads of a pipeline in one process
+    process_link("cpu", 4)                         # between two of four processes, started for the measurement
 
-What is measured are the pipeline's own channels, so that all is in it that a value meets on its way there.
+A small and a large message are sent to the peer and back; the medians of half the round trips determine the link.
+
+On a CPU, sending and receiving take compute time of the ranks. To measure it, all ranks compute as in a step while each
+sends to the next one in its turn, and then compute as much without messages:
+
+    rank 0   ▕▔compute▔▏send▕▔compute▔▏    ▕▔compute▔▏send▕▔compute▔▏     …
+    rank 1   ▕▔compute▔▏    ▕▔compute▔▏send▕▔compute▔▏    ▕▔compute▔▏send …
+
+The difference of the CPU time of all threads, without that of the computation, is the cost of the messages. It is a
+mean, not a median: now and then gloo's thread spins for milliseconds while a message is being sent, which is rare but
+a large part of the cost.
 """
 
 from __future__ import annotations
@@ -28,108 +39,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import penstock
 from penstock.engine.channel.base import Endpoint, WaitTimer
 from penstock.engine.channel.local import LocalChannel
-from penstock.engine.connections import Connections
+from penstock.engine.connections import Connections, Endpoints
 from penstock.engine.failure.rendezvous import Rendezvous
 from penstock.engine.message import TensorMeta
-from penstock.engine.rank_programs import Endpoints
 from penstock.errors import PlanError
 from penstock.profile.costs import Link
 from penstock.train.mesh import Mesh
 
-__all__ = ["Links", "fit_link", "host_time_per_message", "local_link", "measure_links", "process_link"]
-
-
-# What messages take of the time of ranks that compute on the host, where sending and receiving is the host's work.
-#
-# All ranks compute something, over and over, as in a step. Each sends a value to the next rank meanwhile, in its turn,
-# so that values come while others compute; and for comparison all compute as much, and nothing is sent:
-#
-#     rank 0   ▕▔compute▔▏send▕▔compute▔▏    ▕▔compute▔▏send▕▔compute▔▏     …
-#     rank 1   ▕▔compute▔▏    ▕▔compute▔▏send▕▔compute▔▏    ▕▔compute▔▏send …
-#
-# Counted is what this thread needs to begin and end it, and what the channel's own threads do: ranks compute with all
-# cores, so these have none of their own, and take that time from them. It is time on the cores and not on the wall, and
-# without that of the computing: so it does not matter what else the machine does, nor how long a value is waited for.
-# It is the mean and not the median: now and then gloo's thread comes while a value is being sent, and runs for
-# milliseconds until it may have what it needs. That is rare, and is much of what messages cost.
-
-ROWS, WIDTH = 64, 1024  # of what is multiplied: it reads as much as a layer does, so that caches forget the values
-LONGER, SHORTEST = 1.5, 0.001  # times as long as a value is under way; seconds
-ROUNDS = 64
-
-
-def host_time_per_message(out: Endpoint, back: Endpoint, size: int, slowest: float, turn: int) -> float:
-    """The seconds that a value of ``size`` bytes takes of a rank's own time, at one end of its way.
-
-    ``out`` leads to the next rank and ``back`` comes from the one before; all ranks call it, with a ``turn`` of 0 or 1,
-    neighbours with different ones. ``slowest`` is how long the value is under way at most.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the threads of this process that compute are one, and the others are the channel's
-    try:
-        load = _load(max(SHORTEST, LONGER * slowest))
-        exchanging, alone = (_cores(out, back, load, count, turn) for count in (size, 0))
-    finally:
-        torch.set_num_threads(before)
-    return max(0.0, (exchanging - alone) / ROUNDS / 2)
-
-
-def _load(seconds: float) -> Callable[[], None]:
-    """Something to compute for about so long."""
-    rows, matrix = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
-    found = []
-    for _ in range(4):
-        start = perf_counter()
-        torch.mm(rows, matrix)
-        found.append(perf_counter() - start)
-    times = max(1, round(seconds / max(min(found), 1e-6)))
-
-    def load() -> None:
-        for _ in range(times):
-            torch.mm(rows, matrix)
-
-    return load
-
-
-def _cores(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int, turn: int) -> float:
-    """The time of all threads on the cores, without that of the load. Of 0 bytes nothing is sent."""
-    value = torch.zeros(size, dtype=torch.uint8)
-    buffers = back.buffer_factories([TensorMeta(value.shape, value.dtype)])
-    computed, works = 0.0, list[object]()
-    begin = process_time()
-    coming = back.recv(buffers)
-    for number in range(ROUNDS):
-        for half in (0, 1):
-            if half == turn:
-                out.wait(works)
-                works = out.send([value])
-            start = thread_time()
-            load()
-            computed += thread_time() - start
-        after = back.recv(buffers) if number < ROUNDS - 1 else []
-        back.wait_tensors(coming)
-        coming = after
-    out.wait(works)
-    return process_time() - begin - computed
+__all__ = ["LinkError", "Links", "fit_link", "host_time_per_message", "local_link", "measure_links", "process_link"]
 
 
 LARGE = 4 << 20  # bytes
 REPEATS = 11
-PARTS = 64, 2  # of the large value, for a line through what both take of the host's time: few messages are smaller
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links between neighbours in pipelines, by their ranks in the world."""
+    """Links between neighbouring ranks of a pipeline, by their global ranks."""
 
     pairs: Mapping[tuple[int, int], Link]
 
     @property
     def worst(self) -> Link:
-        """The largest latency and the smallest bandwidth of all, and the most of the host's time."""
+        """The largest latency, smallest bandwidth and largest compute time of all links."""
         links = self.pairs.values()
         return Link(
             max((link.latency for link in links), default=0.0),
@@ -140,27 +74,26 @@ class Links:
 
 
 def fit_link(small: float, large: float, size: int, host: tuple[float, float] = (0.0, inf)) -> Link:
-    """The link over which a small value takes ``small`` seconds, and one of ``size`` bytes ``large``.
+    """The link on which a small message takes ``small`` seconds and one of ``size`` bytes ``large`` seconds.
 
-    ``host`` is what values take of the ranks' own time, as ``Link`` has it.
+    ``host`` is the compute time of messages: ``Link.host`` and ``Link.host_bandwidth``.
     """
-    return Link(*_line(small, large, 0, size), *host)
+    return Link(*_fit_line(small, large, 0, size), *host)
 
 
-def _line(small: float, large: float, less: int, size: int) -> tuple[float, float]:
-    """The line through the seconds of values of two sizes: where it begins, and the bytes that take a second more."""
-    rate = (size - less) / (large - small) if large > small else inf
-    return round(max(0.0, small - less / rate), 9), rate
+def _fit_line(small: float, large: float, small_size: int, size: int) -> tuple[float, float]:
+    """Intercept (seconds) and rate (bytes per second) of the line through the times of two message sizes."""
+    rate = (size - small_size) / (large - small) if large > small else inf
+    return round(max(0.0, small - small_size / rate), 9), rate
 
 
 def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> Links:
-    """The links from each rank of a pipeline to the next, and from the last to the first, one after the other.
+    """Measure the link from each rank of a pipeline to the next, and from the last to the first, one after the other.
 
-    All ranks of the mesh take part, and all learn of all links; replicas measure theirs at the same time. ``size`` is
-    that of the large value in bytes. On a CPU all then measure at once what values take of the time of ranks that
-    compute.
+    All ranks of the mesh call it, and all get all links; replicas measure at the same time. ``size`` is that of the
+    large message in bytes. On a CPU, the compute time of messages is measured too, on all ranks at once.
     """
-    _check(size, repeats)
+    _check_counts(size, repeats)
     if not isinstance(mesh, Mesh):
         raise PlanError(f"links are measured between the ranks of a ps.Mesh, got {type(mesh).__name__}")
     rendezvous = Rendezvous(mesh.world_ranks, mesh.rank)
@@ -181,7 +114,7 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
         host = (0.0, inf)
         if ring and mesh.device.type == "cpu":
             slowest = max(large for measured in everyone for _, large in measured.values())
-            host = _host(rendezvous, endpoints, mesh, slowest, size)
+            host = _host_time(rendezvous, endpoints, mesh, slowest, size)
     except BaseException as error:
         rendezvous.cancel(error)
         raise
@@ -198,22 +131,8 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
     return Links(dict(sorted(pairs.items())))
 
 
-def _host(rendezvous: Rendezvous, endpoints: Endpoints, mesh: Mesh, slowest: float, size: int) -> tuple[float, float]:
-    """What values take of a rank's own time, in the mean of all ranks; those of ``size`` are ``slowest`` under way."""
-    rank, count = mesh.pipe_rank, mesh.pipe
-    last, after = (rank - 1) % count, (rank + 1) % count
-    out = endpoints.get((rank, after, "F")) or endpoints[rank, after, "B"]
-    back = endpoints.get((last, rank, "F")) or endpoints[last, rank, "B"]
-    sizes = [max(1, size // part) for part in PARTS]
-    found = rendezvous.gather(
-        {f"{n}": host_time_per_message(out, back, n, slowest * n / size, rank % 2) for n in sizes}
-    )
-    small, large = (statistics.mean(one[f"{n}"] for one in found) for n in sizes)
-    return _line(small, large, *sizes)
-
-
 def _ping_pong(out: Endpoint, back: Endpoint, begins: bool, size: int, repeats: int) -> tuple[float, float]:
-    """The seconds that a small and a large value take, one way; known to the rank that begins."""
+    """One-way seconds of a small and a large message, measured by the rank that ``begins``."""
     device, found = out.device, []
     if not begins:
         out, back = back, out
@@ -226,31 +145,31 @@ def _ping_pong(out: Endpoint, back: Endpoint, begins: bool, size: int, repeats: 
             posted = back.recv(buffers)
             works = out.send([value]) if begins else []
             back.wait_tensors(posted)
-            _settle(device)
+            _synchronize(device)
             if not begins:
                 works = out.send([value])
             out.wait(works)
-            _settle(device)
+            _synchronize(device)
             times.append((perf_counter() - start) / 2)
         found.append(statistics.median(times[1:]))
     return found[0], found[1]
 
 
 def local_link(src: str | torch.device, dst: str | torch.device, *, size: int = LARGE, repeats: int = REPEATS) -> Link:
-    """The link from one device to another inside of one process, from a thread to another.
+    """Measure the link between two threads of this process.
 
-    Between threads that share a device nothing is copied: its bandwidth has no bound.
+    Between threads that share a device nothing is copied, and the bandwidth is infinite.
     """
-    _check(size, repeats)
+    _check_counts(size, repeats)
     here, there = torch.device(src), torch.device(dst)
-    small = _hand_over(here, there, 1, repeats)
+    small = _thread_round_trip(here, there, 1, repeats)
     if here == there:
         return Link(round(small, 9))
-    return fit_link(small, _hand_over(here, there, size, repeats), size)
+    return fit_link(small, _thread_round_trip(here, there, size, repeats), size)
 
 
-def _hand_over(src: torch.device, dst: torch.device, size: int, repeats: int) -> float:
-    """The median of the seconds that a value takes from one thread to another."""
+def _thread_round_trip(src: torch.device, dst: torch.device, size: int, repeats: int) -> float:
+    """Median of half the round trip of a message between two threads."""
     count = repeats + 1
     out, back = LocalChannel(count, src, dst), LocalChannel(count, dst, src)
     failed: list[BaseException] = []
@@ -258,7 +177,7 @@ def _hand_over(src: torch.device, dst: torch.device, size: int, repeats: int) ->
     def answer() -> None:
         try:
             for k in range(count):
-                back.send(k, _taken(out, k, dst))
+                back.send(k, _receive(out, k, dst))
         except BaseException as error:
             failed.append(error)
             back.cancel()
@@ -268,10 +187,10 @@ def _hand_over(src: torch.device, dst: torch.device, size: int, repeats: int) ->
     times, value = [], torch.zeros(size, dtype=torch.uint8, device=src)
     try:
         for k in range(count):
-            _settle(src)
+            _synchronize(src)
             start = perf_counter()
             out.send(k, [value])
-            _taken(back, k, src)
+            _receive(back, k, src)
             times.append((perf_counter() - start) / 2)
     except BaseException:
         out.cancel()
@@ -283,83 +202,163 @@ def _hand_over(src: torch.device, dst: torch.device, size: int, repeats: int) ->
     return statistics.median(times[1:])
 
 
-def _taken(channel: LocalChannel, k: int, device: torch.device) -> list[Tensor]:
+def _receive(channel: LocalChannel, k: int, device: torch.device) -> list[Tensor]:
     channel.wait_recv(k)
     found: list[Tensor] = channel.get(k)
-    _settle(device)
+    _synchronize(device)
     return found
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-def _check(size: int, repeats: int) -> None:
+def _check_counts(size: int, repeats: int) -> None:
     for name, number in (("size", size), ("repeats", repeats)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise PlanError(f"{name}={number!r} must be a whole number from 1 up")
 
 
-# The link between processes of a run that is to come: two are started here, send to each other, and end.
-#
-#     process_link("cpu", 4)         # of which each would have a fourth of the cores
-#
-# Between threads nothing is copied, between processes all is: a plan for the one is none for the other.
+# ── compute time of messages on a CPU ────────────────────────────────────────────────────────────────────────────
 
-_PATIENCE = 120.0  # seconds: to import torch takes most of it, on a machine that is busy
+ROWS, WIDTH = 64, 1024  # of the matrix product: it reads as much as a layer, which evicts messages from the caches
+LOAD_FACTOR, MIN_LOAD = 1.5, 0.001  # the computation takes this many times the message, and so many seconds at least
+ROUNDS = 64
+FRACTIONS = 64, 2  # two sizes, as fractions of the large message: few messages are smaller
 
 
-def process_link(device: str, ranks: int) -> Link:
-    """The link between two of ``ranks`` processes of this machine; over NCCL if they are to have GPUs."""
-    # The store is here, on a port that the system gave it: no other program can take it in between.
+def _host_time(
+    rendezvous: Rendezvous, endpoints: Endpoints, mesh: Mesh, slowest: float, size: int
+) -> tuple[float, float]:
+    """``Link.host`` and ``Link.host_bandwidth``, as the mean of all ranks; ``size`` bytes take ``slowest`` seconds."""
+    rank, count = mesh.pipe_rank, mesh.pipe
+    last, after = (rank - 1) % count, (rank + 1) % count
+    out = endpoints.get((rank, after, "F")) or endpoints[rank, after, "B"]
+    back = endpoints.get((last, rank, "F")) or endpoints[last, rank, "B"]
+    sizes = [max(1, size // part) for part in FRACTIONS]
+    found = rendezvous.gather(
+        {f"{n}": host_time_per_message(out, back, n, slowest * n / size, rank % 2) for n in sizes}
+    )
+    small, large = (statistics.mean(one[f"{n}"] for one in found) for n in sizes)
+    return _fit_line(small, large, *sizes)
+
+
+def host_time_per_message(out: Endpoint, back: Endpoint, size: int, slowest: float, turn: int) -> float:
+    """Compute time that a message of ``size`` bytes takes on one of its two ranks.
+
+    ``out`` leads to the next rank and ``back`` comes from the previous one. All ranks call it, neighbours with
+    different ``turn`` (0 or 1). ``slowest`` is the longest time that the message takes to arrive.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # all other threads are the channel's
+    try:
+        load = _make_load(max(MIN_LOAD, LOAD_FACTOR * slowest))
+        with_messages, without = (_cpu_time(out, back, load, count, turn) for count in (size, 0))
+    finally:
+        torch.set_num_threads(before)
+    return max(0.0, (with_messages - without) / ROUNDS / 2)
+
+
+def _make_load(seconds: float) -> Callable[[], None]:
+    """A computation of about ``seconds``."""
+    rows, matrix = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
+    found = []
+    for _ in range(4):
+        start = perf_counter()
+        torch.mm(rows, matrix)
+        found.append(perf_counter() - start)
+    times = max(1, round(seconds / max(min(found), 1e-6)))
+
+    def load() -> None:
+        for _ in range(times):
+            torch.mm(rows, matrix)
+
+    return load
+
+
+def _cpu_time(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int, turn: int) -> float:
+    """CPU time of all threads without that of the load; with ``size`` 0 nothing is sent."""
+    value = torch.zeros(size, dtype=torch.uint8)
+    buffers = back.buffer_factories([TensorMeta(value.shape, value.dtype)])
+    computed, works = 0.0, list[object]()
+    begin = process_time()
+    coming = back.recv(buffers)
+    for number in range(ROUNDS):
+        for half in (0, 1):
+            if half == turn:
+                out.wait(works)
+                works = out.send([value])
+            start = thread_time()
+            load()
+            computed += thread_time() - start
+        after = back.recv(buffers) if number < ROUNDS - 1 else []
+        back.wait_tensors(coming)
+        coming = after
+    out.wait(works)
+    return process_time() - begin - computed
+
+
+# ── between processes ────────────────────────────────────────────────────────────────────────────────────────────
+
+_TIMEOUT = 120.0  # seconds: on a busy machine, importing torch takes most of it
+
+
+class LinkError(PlanError):
+    """The link between two processes could not be measured, for this ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        remedy = "Give link=, its latency and bandwidth, or costs="
+        super().__init__(f"the link between processes could not be measured: {reason}. {remedy}")
+        self.reason = reason
+
+
+def process_link(device: str, ranks: int, timeout: float = _TIMEOUT) -> Link:
+    """Measure the link between two of ``ranks`` processes on this machine; over NCCL for GPUs."""
+    # The store is in this process: its port cannot be taken by another program in between.
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     kind, threads = torch.device(device).type, max(1, (os.cpu_count() or 1) // ranks)
-    found = os.pathsep.join(filter(None, [str(Path(penstock.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     started: list[subprocess.Popen[str]] = []
     errors = ""
     try:
         for rank in range(2):
-            words = [sys.executable, "-m", __name__, str(rank), kind, str(store.port), str(threads)]
+            command = [sys.executable, "-m", __name__, str(rank), kind, str(store.port), str(threads)]
             process = subprocess.Popen(
-                words, text=True, env={**os.environ, "PYTHONPATH": found}, stdin=subprocess.DEVNULL,
+                command, text=True, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
             started.append(process)
-        said, errors = started[0].communicate(timeout=_PATIENCE)
-        return Link(**json.loads(said.splitlines()[-1]))
+        output, errors = started[0].communicate(timeout=timeout)
+        if not output:
+            errors = errors.strip() or f"process 0 ended with exit code {started[0].returncode}"
+        return Link(**json.loads(output.splitlines()[-1]))
     except subprocess.TimeoutExpired as error:
-        raise _unknown(f"two processes have not done so within {_PATIENCE:.0f} s") from error
+        raise LinkError(f"no message arrived within {timeout:.0f} s") from error
     except (OSError, ValueError, IndexError) as error:
-        raise _unknown((errors.strip() or str(error)).splitlines()[-1]) from error
+        raise LinkError((errors.strip() or str(error)).splitlines()[-1]) from error
     finally:
         for process in started:
             process.kill()
             process.communicate()
 
 
-def _unknown(why: str) -> PlanError:
-    return PlanError(
-        f"the link between processes could not be measured: {why}. Give link=, its latency and bandwidth, or costs="
-    )
-
-
-def _work(rank: int, kind: str, port: int, threads: int) -> None:
-    """One of the two processes: the first says what both have measured."""
+def _measure_in_process(rank: int, kind: str, port: int, threads: int) -> None:
+    """The main function of the two processes; rank 0 prints the link."""
     torch.set_num_threads(threads)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    patience = timedelta(seconds=_PATIENCE)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=_TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     backends = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"  # as ps.init has them
-    dist.init_process_group(backends, store=store, rank=rank, world_size=2, timeout=patience)
+    dist.init_process_group(backends, store=store, rank=rank, world_size=2, timeout=timeout)
     link = measure_links(Mesh(data=1, pipe=2, tensor=1, device=device)).worst
     if rank == 0:
         print(json.dumps(asdict(link)), flush=True)
     else:
-        time.sleep(_PATIENCE)  # the first may still be at it: whoever started this one ends it
+        time.sleep(_TIMEOUT)  # until the parent kills it: rank 0 may not be done yet
 
 
 if __name__ == "__main__":
-    _work(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    _measure_in_process(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,4 +1,23 @@
-"""How long some work takes on a device: by the host's clock, or by a GPU's own."""
+"""Time the actions of a layer (F, B, I, W and R) by running it as a stage in the engine.
+
+The engine decides which weight gradients of a layer are deferred to W, so the engine itself runs here, on the same
+micro-batch again and again:
+
+    as a stage that saves its activations     F B   F I W   F B   F I W   …
+    as a stage that is recomputed             F R B   F R B   …
+
+Gradients accumulate from run to run, as from the second micro-batch of a step on. The fixed cost of an action is
+measured with an empty stage and subtracted.
+
+Layers are timed in several turns, and medians are taken over the turns: a slow phase of the machine affects all layers.
+
+On a CPU, a layer that runs repeatedly finds its weights in the caches. In a step, other layers run in between, so the
+caches are flushed before each action, except for the inputs of the layer, which have just been produced.
+
+On a GPU, kernels run while the host launches the next ones, and the GPU is idle where launching takes longer. Nothing
+synchronizes, and an action runs on several micro-batches in a row: the first run includes the launch latency of a host
+that was busy elsewhere, as for the first layer of a stage; the others are the time of a layer behind another one.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +31,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.context import begin_run, caller_context
+from penstock.engine.forward_context import caller_context
 from penstock.engine.message import Message, flatten, merge_messages
 from penstock.engine.recompute.buffers import BufferGuard, version_of
 from penstock.engine.recompute.rng import StageRng
 from penstock.engine.recorder import deferred_bytes
-from penstock.engine.stage import SavedForward, Slot, StageEngine
-from penstock.split.measure import LONG_LAYER, REPEATS, LayerRun
+from penstock.engine.stage import SavedForward, Slot, StageEngine, begin_run
+from penstock.split.measure import LayerRun, repeat_runs
 from penstock.split.sample import backward_roots
 
-__all__ = ["Clock", "Runs", "Span", "Times", "measure_time", "medians_of", "overhead_of", "runs_of", "single_gpu"]
+__all__ = ["ActionTimes", "Clock", "Elapsed", "LayerTimings", "measure_overhead", "median_times", "time_layer"]
 
-Span = Callable[[], float]
-"""The seconds of some work; a GPU is waited for when they are asked for."""
+OUTLIER = 3  # runs that take more than this many times the median do not count
+FLUSHED_BYTES = 32 << 20  # larger than most caches
+CONSECUTIVE = 5  # micro-batches in a row, on a GPU
 
-Clock = Callable[[Callable[[], object], set[torch.device]], Span]
-"""Does some work, on some devices, and has the seconds that it takes."""
+Elapsed = Callable[[], float]
+"""Returns the seconds of a call; waits for the GPU only when it is called."""
+
+Clock = Callable[[Callable[[], object], set[torch.device]], Elapsed]
+"""Calls a function that runs on some devices, and measures its time."""
+
+Seconds = tuple[float, float]
+"""The time of an action after different work, and directly after the same action."""
 
 
-def measure_time(work: Callable[[], object], devices: set[torch.device]) -> Span:
-    """Do some work, and take the time that it takes: on the device, if all of it is on one GPU."""
-    if (device := single_gpu(devices)) is not None:
+def measure_time(work: Callable[[], object], devices: set[torch.device]) -> Elapsed:
+    """Call ``work`` and measure its time: with CUDA events if it runs on one GPU only."""
+    if (device := _single_gpu(devices)) is not None:
         with torch.cuda.device(device):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
@@ -50,49 +76,17 @@ def measure_time(work: Callable[[], object], devices: set[torch.device]) -> Span
     work()
     for device in devices:
         torch.accelerator.synchronize(device)
-    took = perf_counter() - start
-    return lambda: took
+    seconds = perf_counter() - start
+    return lambda: seconds
 
 
-def single_gpu(devices: set[torch.device]) -> torch.device | None:
-    """The GPU that does all the work."""
+def _single_gpu(devices: set[torch.device]) -> torch.device | None:
     return next((device for device in devices if len(devices) == 1 and device.type == "cuda"), None)
 
 
-# How long a layer takes as a stage: F, B, I, W and R, by the engine itself.
-#
-# A backward that is split leaves for W what the engine can put off (linear, convolution, embedding, norm) and does the
-# rest in I. What that is in a given layer is the engine's to know, so it is the engine that runs here, on one
-# micro-batch over and over:
-#
-#     as a stage that keeps its activations     F B   F I W   F B   F I W   …
-#     as a stage that is recomputed             F R B   F R B   …
-#
-# Gradients are summed from one run to the next, as they are from the second micro-batch of a step on. Each action takes
-# some microseconds beside its layers: these are known from a stage that does nothing, and taken off.
-#
-# Layers take turns several times, and the medians are those of all turns: a machine that is slower for a while is so
-# for all layers alike, and they are weighed against each other as they are.
-#
-# A layer that runs over and over finds its weights in the caches of a CPU. In a step others run between, so as much is
-# read before each action as these have; but not what comes to the layer, which has just been made.
-#
-# A GPU works while the next work is launched, and waits where launching takes longer. So it is not waited for, and an
-# action runs on some micro-batches in a row: the first is launched by a host that comes from something else, which
-# takes it longer, as it does with the first layer of a stage; the others tell what a layer takes after a layer.
-
-ENOUGH = 1000  # runs, for any median
-DISTURBED = 3  # times as long as the median, or longer: it was not the layer that took it
-FORGOTTEN = 32 << 20  # bytes: more than most caches have of them
-IN_A_ROW = 5  # micro-batches, on a GPU
-
-Took = tuple[float, float]
-"""The seconds of an action after something else, and after the same action."""
-
-
 @dataclass(frozen=True)
-class Times:
-    """The seconds of one layer's actions."""
+class ActionTimes:
+    """Seconds of the actions of one layer."""
 
     forward: float
     backward: float
@@ -100,138 +94,142 @@ class Times:
     weight_gradient: float
     recompute: float
 
-    def beside(self, other: Times) -> Times:
-        """What is left of these when the others are taken off."""
-        return Times(*(max(0.0, round(a - b, 9)) for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def minus(self, other: ActionTimes) -> ActionTimes:
+        """The difference, at least 0."""
+        return ActionTimes(*(max(0.0, round(a - b, 9)) for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def plus(self, other: Times) -> Times:
-        """Both together."""
-        return Times(*(round(a + b, 9) for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def plus(self, other: ActionTimes) -> ActionTimes:
+        return ActionTimes(*(round(a + b, 9) for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
-    def typical(cls, many: Iterable[Times]) -> Times:
-        """The medians."""
-        return cls(*map(median, zip(*map(astuple, many), strict=True)))
+    def median(cls, times: Iterable[ActionTimes]) -> ActionTimes:
+        return cls(*map(median, zip(*map(astuple, times), strict=True)))
 
 
-def overhead_of(device: torch.device, budget: float) -> Times:
-    """What the actions of a stage take that does nothing."""
+def measure_overhead(device: torch.device, budget: float) -> ActionTimes:
+    """The times of the actions of an empty stage."""
     devices = set() if device.type == "cpu" else {device}
     with torch.inference_mode(False), torch.enable_grad():
         value = torch.ones(1, device=device, requires_grad=True)
-        return medians_of([runs_of(LayerRun(0, "nothing", nn.Identity(), [], devices, [1], [value]), device, budget)])[
-            1
-        ]
+        empty = LayerRun(0, "nothing", nn.Identity(), [], devices, [1], [value])
+        return median_times([time_layer(empty, device, budget)])[1]
 
 
 @dataclass(frozen=True)
-class Runs:
-    """What one layer's actions took in one of its turns: F, B, I and W together, and R."""
+class LayerTimings:
+    """The timings of one layer in one turn: rows of F, B, I and W, and rows of R."""
 
-    kept: list[tuple[Took, ...]]
-    recomputed: list[tuple[Took, ...]]
-    deferred: int = 0
-    """Bytes that wait for W, of one micro-batch."""
+    actions: list[tuple[Seconds, ...]]
+    recomputes: list[tuple[Seconds, ...]]
+    deferred_bytes: int = 0  # kept from I to W, for one micro-batch
 
 
-def medians_of(turns: Sequence[Runs]) -> tuple[Times, Times]:
-    """Of the means of all turns the medians: after something else, and after the same action."""
+def median_times(turns: Sequence[LayerTimings]) -> tuple[ActionTimes, ActionTimes]:
+    """Medians over the turns of the mean in each: after different work, and directly after the same action."""
 
-    def times(which: int) -> Times:
+    def times(which: int) -> ActionTimes:
         rows = [
             [
-                _mean([took[which] for took in column])
-                for column in (*zip(*turn.kept, strict=True), *zip(*turn.recomputed, strict=True))
+                _mean([seconds[which] for seconds in column])
+                for column in (*zip(*turn.actions, strict=True), *zip(*turn.recomputes, strict=True))
             ]
             for turn in turns
         ]
-        return Times(*(round(median(column), 9) for column in zip(*rows, strict=True)))  # no clock knows more
+        return ActionTimes(*(round(median(column), 9) for column in zip(*rows, strict=True)))  # clocks have 1 ns
 
     return times(0), times(1)
 
 
 def _mean(seconds: Sequence[float]) -> float:
-    """Without what is far from the median: a step has many actions, and what some take longer is a part of it."""
-    most = DISTURBED * median(seconds)
-    return fmean(one for one in seconds if one <= most)
+    """The mean without outliers; moderate variation is part of a step and counts."""
+    limit = OUTLIER * median(seconds)
+    return fmean(one for one in seconds if one <= limit)
 
 
-def runs_of(turn: LayerRun, device: torch.device, budget: float, others: int = 0, clock: Clock | None = None) -> Runs:
-    """Run a layer's actions for about ``budget`` seconds; they have run before what is counted.
+def time_layer(
+    layer: LayerRun, device: torch.device, budget: float, other_bytes: int = 0, clock: Clock | None = None
+) -> LayerTimings:
+    """Time the actions of a layer for about ``budget`` seconds, after a warm-up.
 
-    ``others`` are the bytes that the other layers have, of parameters and gradients. With a ``clock`` that tells the
-    same each time, they run once.
+    ``other_bytes`` are those of parameters and gradients of the other layers. With a deterministic ``clock`` each
+    action runs once.
     """
-    module = turn.stage if turn.targets else _Roots(turn.stage)
-    takes, gives = len(turn.values), max(1, len(turn.targets))
-    forget = _forgetting(min(others, FORGOTTEN)) if device.type == "cpu" and clock is None else None
-    in_a_row = clock is None and single_gpu(turn.devices) is not None and not _changes_buffers(turn)
-    numbers = list(range(IN_A_ROW if in_a_row else 1))
+    module = layer.stage if layer.targets else _BackwardRoots(layer.stage)
+    takes, gives = len(layer.values), max(1, len(layer.targets))
+    flush = _cache_flusher(min(other_bytes, FLUSHED_BYTES)) if device.type == "cpu" and clock is None else None
+    consecutive = clock is None and _single_gpu(layer.devices) is not None and not _changes_buffers(layer)
+    numbers = list(range(CONSECUTIVE if consecutive else 1))
 
-    def timed(action: Callable[..., object], *arguments: Sequence[Any], hot: Iterable[Tensor | None] = ()) -> _Timed:
-        if forget is not None:
-            forget(hot)
-        return _Timed(action, list(zip(*arguments, strict=True)), turn.devices, clock or measure_time)
+    def timed(
+        action: Callable[..., object], *arguments: Sequence[Any], hot: Iterable[Tensor | None] = ()
+    ) -> _TimedAction:
+        if flush is not None:
+            flush(hot)
+        return _TimedAction(action, list(zip(*arguments, strict=True)), layer.devices, clock or measure_time)
 
-    def fresh() -> Message:
-        return (
-            merge_messages([_message(value) for value in turn.inputs()])[0] if takes > 1 else _message(turn.inputs()[0])
-        )
+    def input_message() -> Message:
+        messages = [_to_message(value) for value in layer.inputs()]
+        return merge_messages(messages)[0] if takes > 1 else messages[0]
 
-    def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[_Timed, list[list[Tensor | None]]]:
-        """And gradients for what they give."""
-        messages = [fresh() for _ in numbers]
-        done = timed(engine.forward, numbers, messages, slots, hot=_tensors(messages[0]))
-        return done, [_ones(slot) for slot in slots]
+    def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[_TimedAction, list[list[Tensor | None]]]:
+        """A timed forward, and gradients of its outputs."""
+        messages = [input_message() for _ in numbers]
+        hot = [leaf for leaf in messages[0].leaves if isinstance(leaf, Tensor)]
+        done = timed(engine.forward, numbers, messages, slots, hot=hot)
+        return done, [_take_output_grads(slot) for slot in slots]
 
-    keeping = StageEngine(turn.index, module, device, takes=takes, gives=gives)
-    wholes, splits = [Slot() for _ in numbers], [Slot(keeping.new_queue()) for _ in numbers]
+    saving = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
+    full, split = [Slot() for _ in numbers], [Slot(saving.new_queue()) for _ in numbers]
+    deferred: list[int] = []
 
-    waiting: list[int] = []
+    def actions() -> list[_TimedAction]:
+        forward, grads = forwards(saving, full)
+        backward = timed(saving.backward, grads, full, hot=grads[0])
+        _, grads = forwards(saving, split)
+        input_gradient = timed(saving.input_gradient, grads, split, hot=grads[0])
+        if not deferred:
+            deferred.append(deferred_bytes(split[0], saving))
+        return [forward, backward, input_gradient, timed(saving.weight_gradient, split)]
 
-    def kept() -> list[_Timed]:
-        forward, grads = forwards(keeping, wholes)
-        backward = timed(keeping.backward, grads, wholes, hot=grads[0])
-        _, grads = forwards(keeping, splits)
-        input_gradient = timed(keeping.input_gradient, grads, splits, hot=grads[0])
-        if not waiting:
-            waiting.append(deferred_bytes(splits[0], keeping))
-        return [forward, backward, input_gradient, timed(keeping.weight_gradient, splits)]
+    recomputing = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
+    recomputing.rng, recomputing.buffer_guard = StageRng(module, device, None), BufferGuard(module)
+    dropped = [Slot(saved=SavedForward()) for _ in numbers]
 
-    again = StageEngine(turn.index, module, device, takes=takes, gives=gives)
-    again.randomness, again.unnoticed = StageRng(module, device, None), BufferGuard(module)
-    dropped = [Slot(replay=SavedForward()) for _ in numbers]
-
-    def recomputed() -> list[_Timed]:
-        _, grads = forwards(again, dropped)
-        recompute = timed(again.recompute, numbers, dropped)
+    def recomputes() -> list[_TimedAction]:
+        _, grads = forwards(recomputing, dropped)
+        recompute = timed(recomputing.recompute, numbers, dropped)
         for gradients, slot in zip(grads, dropped, strict=True):
-            again.backward(gradients, slot)
+            recomputing.backward(gradients, slot)
             slot.clear()
         return [recompute]
 
-    begin_run((keeping, again), caller_context(), len(numbers), "measuring")
-    with ExitStack() as stack:
-        for kind, *_ in caller_context().autocast:  # forwards enter it by themselves; a backward runs outside of it
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.callback(again.close)
+    def repeat(run: Callable[[], list[_TimedAction]], share: float) -> list[tuple[Seconds, ...]]:
         if clock is not None:
-            return Runs([_took(kept())], [_took(recomputed())], waiting[0])
-        return Runs(_repeated(kept, budget * 0.8), _repeated(recomputed, budget * 0.2), waiting[0])
+            return [_seconds(run())]
+        until = perf_counter() + share * budget
+        run()  # warm-up
+        return repeat_runs(lambda: _seconds(run()), until - perf_counter(), lambda row: sum(first for first, _ in row))
+
+    begin_run((saving, recomputing), caller_context(), len(numbers), "measuring")
+    with ExitStack() as stack:
+        for kind, *_ in caller_context().autocast:  # a forward enters autocast itself, a backward runs outside of it
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.callback(recomputing.close)
+        return LayerTimings(repeat(actions, 0.8), repeat(recomputes, 0.2), deferred[0])
 
 
-def _changes_buffers(turn: LayerRun) -> bool:
-    """Whether a forward does, so that the backward of the one before it might miss what it saw."""
-    buffers = list(turn.stage.buffers())
+def _changes_buffers(layer: LayerRun) -> bool:
+    """Whether a forward writes to buffers: then a second forward would invalidate the backward of the first."""
+    buffers = list(layer.stage.buffers())
     before = [version_of(buffer) for buffer in buffers]
     if buffers:
         with torch.no_grad():
-            turn.stage(*turn.inputs())
-    return [version_of(buffer) for buffer in turn.stage.buffers()] != before
+            layer.stage(*layer.inputs())
+    return [version_of(buffer) for buffer in layer.stage.buffers()] != before
 
 
-class _Timed:
-    """An action on micro-batches in a row, done, and what it took."""
+class _TimedAction:
+    """An action that ran on consecutive micro-batches, with its time."""
 
     def __init__(
         self, action: Callable[..., object], calls: list[Any], devices: set[torch.device], clock: Clock = measure_time
@@ -240,13 +238,17 @@ class _Timed:
         self.first = clock(lambda: action(*calls[0]), devices)
         self.rest = clock(lambda: [action(*call) for call in calls[1:]], devices) if self.others else None
 
-    def took(self) -> Took:
+    def seconds(self) -> Seconds:
         first = self.first()
         return first, first if self.rest is None else self.rest() / self.others
 
 
-class _Roots(nn.Module):
-    """The last layer: of what the model gives, that which its backward starts from."""
+def _seconds(actions: list[_TimedAction]) -> tuple[Seconds, ...]:
+    return tuple(action.seconds() for action in actions)
+
+
+class _BackwardRoots(nn.Module):
+    """The last layer, returning only the tensors that its backward starts from."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -256,54 +258,31 @@ class _Roots(nn.Module):
         return backward_roots(self.stage(*values))
 
 
-def _forgetting(size: int) -> Callable[[Iterable[Tensor | None]], None] | None:
-    """Something that has caches forget all but the given tensors, as the work of other layers does."""
+def _cache_flusher(size: int) -> Callable[[Iterable[Tensor | None]], None] | None:
+    """A function that evicts everything from the caches except the given tensors, as other layers would."""
     if not size:
         return None
     others = torch.ones(max(1, size // 4))
 
-    def forget(hot: Iterable[Tensor | None]) -> None:
+    def flush(hot: Iterable[Tensor | None]) -> None:
         for tensor in (others, *hot):
             if tensor is not None and tensor.is_floating_point():
                 tensor.detach().sum()
 
-    return forget
+    return flush
 
 
-def _tensors(message: Message) -> list[Tensor]:
-    return [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
-
-
-def _message(value: Any) -> Message:
+def _to_message(value: Any) -> Message:
     leaves, spec = flatten(value)
     wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return Message(leaves, spec, wants).detached()
 
 
-def _ones(slot: Slot) -> list[Tensor | None]:
-    """Gradients for what a forward gave, which is let go of: it has been sent, so to speak."""
+def _take_output_grads(slot: Slot) -> list[Tensor | None]:
+    """Gradients of ones for the outputs of a forward, which are dropped as if they had been sent."""
     messages = slot.messages or [slot.message]
     grads: list[Tensor | None] = [
         torch.ones_like(message.leaves[i]) for message in messages if message is not None for i in message.wants
     ]
     slot.message, slot.messages = None, []
     return grads
-
-
-def _repeated(run: Callable[[], list[_Timed]], budget: float) -> list[tuple[Took, ...]]:
-    """What runs take: as many as the budget allows, and as many as a median needs."""
-    until = perf_counter() + budget
-    run()  # is slower than any other
-    runs: list[tuple[Took, ...]] = []
-    while (perf_counter() < until and len(runs) < ENOUGH) or not _settled(runs):
-        runs.append(_took(run()))
-    return runs
-
-
-def _took(run: list[_Timed]) -> tuple[Took, ...]:
-    return tuple(timed.took() for timed in run)
-
-
-def _settled(runs: list[tuple[Took, ...]]) -> bool:
-    enough = len(runs) >= 2 and min(sum(first for first, _ in took) for took in runs) > LONG_LAYER
-    return len(runs) >= REPEATS or enough

@@ -17,14 +17,13 @@ A front end that runs shared code in every stage has it in the time of every lay
 from __future__ import annotations
 
 import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import add
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,21 +37,25 @@ from penstock.split.sample import accelerators_of, backward_roots, sample_argume
 __all__ = [
     "LONG_LAYER",
     "REPEATS",
-    "LayerCost",
+    "LayerMeasurement",
     "LayerRun",
     "LayerTimer",
     "Measurement",
     "measure",
+    "repeat_runs",
     "tensor_bytes",
 ]
 
+T = TypeVar("T")
+
 REPEATS = 5  # the least number of runs: a median that two outliers do not change
+MAX_REPEATS = 1000
 LONG_LAYER = 0.05  # seconds: a layer that takes longer is run twice only, since outliers are shorter
 
 
 @dataclass(frozen=True)
-class LayerCost:
-    """The cost of one layer on a sample, in seconds and bytes."""
+class LayerMeasurement:
+    """Time and memory of one layer on a sample, in seconds and bytes."""
 
     name: str
     forward: float
@@ -71,9 +74,9 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The costs of all layers."""
+    """Time and memory of all layers."""
 
-    layers: tuple[LayerCost, ...]
+    layers: tuple[LayerMeasurement, ...]
     kept: tuple[Mapping[int, int], ...]
     """Per layer: the bytes of each storage saved for backward, by storage number."""
     crossing: tuple[int, ...]
@@ -134,7 +137,7 @@ def measure(
         devices.add(target)
     storages, count = _Storages(), len(chain.layers)
     timer = timer or partial(_median_times, budget=timeout / count)
-    layers, saved, crossing = list[LayerCost](), list[Mapping[int, int]](), [0] * count
+    layers, saved, crossing = list[LayerMeasurement](), list[Mapping[int, int]](), [0] * count
 
     with torch.inference_mode(False), torch.enable_grad(), preserve_state(chain.model, devices):
         edge_values: dict[tuple[int, int], Any] = {(-1, 0): _to_edge_tensors(entry, storages, {}, target)}
@@ -160,7 +163,9 @@ def measure(
                     crossing[cut] += tensor_bytes(tensor.data)
             own = {id(t): tensor_bytes(t) for _, t in chain.members(layer) if isinstance(t, nn.Parameter)}
             sent = tuple(_sizes(edge_values[s, dst], list(passed.values())) for dst in targets)
-            layers.append(LayerCost(layer, forward, backward, sum(saved_bytes.values()), sum(own.values()), sent))
+            layers.append(
+                LayerMeasurement(layer, forward, backward, sum(saved_bytes.values()), sum(own.values()), sent)
+            )
             saved.append(saved_bytes)
     return Measurement(tuple(layers), tuple(saved), tuple(crossing))
 
@@ -281,32 +286,43 @@ def _run_counting_memory(
 
 def _median_times(run: LayerRun, budget: float) -> tuple[float, float]:
     """The median seconds of forward and backward."""
-    forward, backward, devices = list[float](), list[float](), run.devices
-    until = time.perf_counter() + budget
-    while time.perf_counter() < until or not _enough_runs(forward, backward):
+
+    def once() -> tuple[float, float]:
         inputs = run.inputs()
-        start = _synchronized_time(devices)
+        start = _synchronized_time(run.devices)
         output = run.stage(*inputs)
-        forward.append(_synchronized_time(devices) - start)
+        forward = _synchronized_time(run.devices) - start
         roots = backward_roots(output)
         ones = [torch.ones_like(root) for root in roots]
-        start = _synchronized_time(devices)
+        start = _synchronized_time(run.devices)
         if roots:
             torch.autograd.backward(roots, ones)
-        backward.append(_synchronized_time(devices) - start if roots else 0.0)
+        backward = _synchronized_time(run.devices) - start if roots else 0.0
         run.clear_grads()
+        return forward, backward
+
+    forward, backward = zip(*repeat_runs(once, budget, lambda times: times[0] + times[1]), strict=True)
     return statistics.median(forward), statistics.median(backward)
 
 
-def _enough_runs(forward: Sequence[float], backward: Sequence[float]) -> bool:
-    return len(forward) >= REPEATS or (len(forward) >= 2 and min(map(add, forward, backward)) > LONG_LAYER)
+def repeat_runs(run: Callable[[], T], budget: float, seconds: Callable[[T], float]) -> list[T]:
+    """The results of ``run``, called for ``budget`` seconds and often enough for a median.
+
+    ``seconds`` is the time of a run, given its result.
+    """
+    until, runs = perf_counter() + budget, list[T]()
+    while True:
+        enough = len(runs) >= REPEATS or (len(runs) >= 2 and min(map(seconds, runs)) > LONG_LAYER)
+        if enough and (perf_counter() >= until or len(runs) >= MAX_REPEATS):
+            return runs
+        runs.append(run())
 
 
 def _synchronized_time(devices: set[torch.device]) -> float:
     """The time after all work on ``devices`` has finished."""
     for device in devices:
         torch.accelerator.synchronize(device)
-    return time.perf_counter()
+    return perf_counter()
 
 
 @contextmanager

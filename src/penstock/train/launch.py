@@ -1,4 +1,4 @@
-"""How a process joins the others: the backend, the device and the threads that it works with, and who speaks."""
+"""``ps.init``: join the process group of torchrun or SLURM, with backend, device and number of threads."""
 
 from __future__ import annotations
 
@@ -40,183 +40,25 @@ __all__ = [
     "usable_cores",
 ]
 
-
-# What SLURM tells a task of ``srun``, in the words of torchrun.
-
-_PORTS = range(12_000, 32_000)
-"""Below those that Linux gives to outgoing connections."""
-
-
-def is_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM has started this process as one of its tasks."""
-    return "SLURM_PROCID" in environ and ("SLURM_STEP_NUM_TASKS" in environ or "SLURM_NTASKS" in environ)
-
-
-def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this task.
-
-    The first host of the step is where the processes meet, on a port that follows from the numbers of job and step.
-    """
-    world = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    rank, node = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NODEID", otherwise=0)
-    if not rank < world:
-        raise PlanError(f"SLURM_PROCID is {rank}, but SLURM says that there are {world} tasks")
-    nodelist = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = slurm_hosts(nodelist) if nodelist else ["127.0.0.1"]
-    here = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    if here:
-        counts = slurm_tasks_per_node(here)
-        local = counts[min(node, len(counts) - 1)]
-    else:
-        local = _number(environ, "SLURM_NTASKS_PER_NODE", otherwise=-(-world // len(nodes)))
-    job = _number(environ, "SLURM_JOB_ID", "SLURM_JOBID", otherwise=0)
-    step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID", otherwise=0)
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(_number(environ, "SLURM_LOCALID", otherwise=rank % local)),
-        "LOCAL_WORLD_SIZE": str(local),
-        "MASTER_ADDR": nodes[0],
-        "MASTER_PORT": str(_PORTS[(job + step) % len(_PORTS)]),
-    }
-
-
-def slurm_hosts(nodelist: str) -> list[str]:
-    """The hosts of a list as SLURM writes it: ``node[003-005,7],gpu1`` is node003, node004, node005, node7, gpu1."""
-    found = [host for part in _split_nodelist(nodelist) for host in _expand_host(part, nodelist)]
-    if not found:
-        raise PlanError(f"SLURM's list of nodes names none: {nodelist!r}")
-    return found
-
-
-def slurm_tasks_per_node(text: str) -> list[int]:
-    """The tasks of each node as SLURM writes them: ``2(x3),1`` is 2, 2, 2, 1."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise PlanError(f"SLURM's tasks per node cannot be read: {text!r}, expected something like '2(x3),1'")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def _split_nodelist(nodelist: str) -> list[str]:
-    """At the commas outside of brackets."""
-    if not re.fullmatch(r"(?:[^][]|\[[^][]*\])*", nodelist):
-        raise PlanError(f"SLURM's list of nodes cannot be read: the brackets of {nodelist!r} do not match")
-    return [part.strip() for part in re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist) if part.strip()]
-
-
-def _expand_host(part: str, nodelist: str) -> Iterator[str]:
-    """One name of a list, for each number in its brackets."""
-    choices = [
-        list(_expand_ranges(piece[1:-1], nodelist)) if piece.startswith("[") else [piece]
-        for piece in re.findall(r"\[[^]]*\]|[^[]+", part)
-    ]
-    return map("".join, product(*choices))
-
-
-def _expand_ranges(ranges: str, nodelist: str) -> Iterator[str]:
-    for piece in ranges.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
-        if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise PlanError(f"SLURM's list of nodes cannot be read: {piece!r} in {nodelist!r} is not a number or range")
-        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            yield f"{number:0{len(match[1])}}"
-
-
-def _first_set(environ: Mapping[str, str], *names: str) -> str | None:
-    return next((environ[name] for name in names if environ.get(name)), None)
-
-
-def _number(environ: Mapping[str, str], *names: str, otherwise: int | None = None) -> int:
-    text = _first_set(environ, *names)
-    if text is None and otherwise is not None:
-        return otherwise
-    if text is None or not text.isascii() or not text.isdigit():
-        raise PlanError(f"{names[0]} must be a whole number, got {text!r}: was the program started with srun?")
-    return int(text)
-
-
-# How many CPU threads a process should use, of the cores that it shares with others.
-
-
-def usable_cores(proc: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores that this process may use: those it is bound to, or fewer where a container limits its time."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota(proc, cgroups)
-    return bound if quota is None else max(1, min(bound, int(quota)))
-
-
-def threads_per_process(processes: int, cores: int, environ: Mapping[str, str]) -> int:
-    """Threads for one of ``processes`` on this machine: its share of the cores, or what SLURM has set aside for it."""
-    per_task = environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_PROCID" in environ else ""
-    if per_task.isdigit() and "TORCHELASTIC_RUN_ID" not in environ:
-        return max(1, min(int(per_task), cores))
-    return max(1, cores // processes)
-
-
-def omp_threads_set_by_user(environ: Mapping[str, str]) -> bool:
-    """Whether OMP_NUM_THREADS is there because somebody wanted it. torchrun sets it to 1 where it is not set."""
-    threads = environ.get("OMP_NUM_THREADS")
-    if threads != "1" or "TORCHELASTIC_RUN_ID" not in environ:
-        return threads is not None
-    try:  # what torchrun itself was started with
-        before = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:
-        return False
-    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in before.split(b"\0"))
-
-
-def _cpu_quota(proc: Path, cgroups: Path) -> float | None:
-    """The cores' worth of time that the control groups of this process allow; None where they allow all."""
-    try:
-        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
-    except OSError:
-        return None
-    limits = []
-    for _, controllers, path in lines:
-        root = cgroups if not controllers else cgroups / "cpu"
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        group = root / path.lstrip("/")
-        for place in (group, *group.parents):  # a limit further up holds as well
-            if root == place or root in place.parents:
-                limits.append(_cgroup_limit(place))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _cgroup_limit(group: Path) -> float | None:
-    try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text().strip()
-            period = (group / "cpu.cfs_period_us").read_text().strip()
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
-
-
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-_EXIT_WAIT = 10.0  # seconds that rank 0 waits at its end for the others, where they need it
+_EXIT_WAIT = 10.0  # seconds that rank 0, which hosts the store, waits at exit for the others
 
-_threads = torch.get_num_threads()  # what it is unless somebody chooses
+_threads = torch.get_num_threads()  # the default, to see whether the user has changed it
 
-# The group that ``init`` has made, while it lives, and the device that it chose.
+# The process group that ``init`` made, and its device.
 _group: weakref.ref[dist.ProcessGroup] | None = None
 _device: torch.device | None = None
-_joins = 0  # how often: the same number on every rank
+_joins = 0  # calls of ``_join``: the same number on every rank
 
 
 def is_distributed() -> bool:
-    """Whether this is one of the processes of ``torchrun``, ``penstock run`` or ``srun``: there can be a mesh."""
+    """Whether ``torchrun``, ``penstock run`` or ``srun`` started this process, so that there can be a mesh."""
     return is_initialized() or "RANK" in os.environ or is_slurm(os.environ)
 
 
 def is_initialized() -> bool:
-    """Whether this process has joined a process group."""
+    """Whether this process has a default process group."""
     return dist.is_initialized()
 
 
@@ -227,13 +69,13 @@ def init(
     threads: int | None = None,
     timeout: float | timedelta | None = None,
 ) -> torch.device:
-    """Join the other processes, as the variables of ``torchrun`` or SLURM say; the device that this one is to use.
+    """Join the process group that the variables of ``torchrun`` or SLURM describe; returns this process's device.
 
-    That is the GPU of its number on this machine, or the CPU; it becomes torch's current device. The ``backend`` is
-    NCCL for GPUs (beside gloo for what is on the CPU) where each process has one of its own, else gloo. On the CPU an
-    operator uses ``threads``, by default what OMP_NUM_THREADS or ``torch.set_num_threads`` said before, or this
-    process's share of the cores. ``timeout`` (seconds) is for joining, and for torch's own collectives. The group is
-    left when the program ends. A second call changes nothing but the number of threads, where it is given.
+    The device is the GPU with the local rank's number, or the CPU; it becomes torch's current device. The ``backend``
+    is NCCL for GPUs (and gloo for CPU tensors) if each process has a GPU of its own, else gloo. ``threads`` is torch's
+    number of CPU threads, by default the value of OMP_NUM_THREADS or ``torch.set_num_threads``, or this process's share
+    of the cores. ``timeout`` (seconds) is for joining and for torch's collectives. The group is destroyed at exit. A
+    second call only sets ``threads``, if given.
     """
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise PlanError(f"threads must be a whole number from 1, got {threads!r}")
@@ -241,10 +83,10 @@ def init(
         if threads is not None:
             torch.set_num_threads(threads)
         return _set_current(device_of_process(device, False))
-    patience = _check_timeout(timeout)
+    limit = _check_timeout(timeout)
     _set_variables()
     here = _set_current(_device_here(device))
-    processes = _join(here, backend, patience)
+    processes = _join(here, backend, limit)
     if threads is None and torch.get_num_threads() == _threads and not omp_threads_set_by_user(os.environ):
         threads = threads_per_process(processes, usable_cores(), os.environ)
     if threads is not None:
@@ -253,31 +95,31 @@ def init(
 
 
 def device_of_process(device: torch.device | str | None, made: bool) -> torch.device:
-    """The device that was asked for, or this process's own; ``made``: the group is for GPUs, where there are any."""
+    """``device``, or this process's own. ``made``: Penstock made the group, so it is for GPUs if there are any."""
     if device is not None:
         return _device_here(device)
     if _made_by_init():
         assert _device is not None
         return _device
-    # Who started gloo alone means the CPU.
+    # A user who started gloo alone wants the CPU.
     return _device_here(None if made or "nccl" in dist.get_backend() else "cpu")
 
 
 def is_rank0() -> bool:
-    """Whether this process is the one that tells the user how it goes: rank 0, or the only one."""
+    """Whether this process is rank 0 or the only one; also before the process group exists."""
     if is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
-    """``print``, on rank 0 only; with threads, or before the processes have met, it works as well."""
-    if is_rank0():  # in one piece, into which other processes cannot write
+    """``print`` on rank 0 only. Works with threads and before the process group exists, too."""
+    if is_rank0():  # one write, so that output of other processes cannot come between
         print(sep.join(map(str, values)) + end, end="", file=file, flush=True)
 
 
 def _set_variables() -> None:
-    """Make sure that torchrun's variables are there, so that every other library finds them too."""
+    """Check torchrun's environment variables; under SLURM, set them."""
     if "RANK" not in os.environ and is_slurm(os.environ):
         for name, value in slurm_variables(os.environ).items():
             os.environ.setdefault(name, value)
@@ -297,7 +139,7 @@ def _set_variables() -> None:
 
 
 def _device_here(device: torch.device | str | None) -> torch.device:
-    """With its number written out; by default this process's own GPU, or the CPU where there is none."""
+    """The device with an explicit index; by default this process's GPU, or the CPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         wanted = torch.device(device if device is not None else "cuda" if gpus else "cpu")
@@ -331,23 +173,23 @@ def _check_timeout(timeout: float | timedelta | None) -> timedelta | None:
     raise PlanError(f"timeout must be a number of seconds above 0, got {timeout!r}")
 
 
-def _join(device: torch.device, backend: str | None, patience: timedelta | None) -> int:
-    """Make the group; how many of its processes are on this machine."""
+def _join(device: torch.device, backend: str | None, timeout: timedelta | None) -> int:
+    """Make the process group; returns the number of its processes on this machine."""
     global _group, _device
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        store, _, _ = next(rendezvous("env://", rank, world, **({} if patience is None else {"timeout": patience})))
+        store, _, _ = next(rendezvous("env://", rank, world, **({} if timeout is None else {"timeout": timeout})))
         host = socket.gethostname()
-        everyone = _exchange(store, rank, world, [host, _gpu_uuid(device)])
-        gpus = [gpu for _, gpu in everyone]
+        members = _exchange(store, rank, world, [host, _gpu_uuid(device)])
+        gpus = [gpu for _, gpu in members]
         if backend is None:
-            # NCCL wants a GPU for each process; processes that share one talk through the host.
-            alone = dist.is_nccl_available() and None not in gpus and len(set(gpus)) == world
-            backend = "cpu:gloo,cuda:nccl" if alone else "gloo"
+            # NCCL needs a GPU per process; processes that share one communicate through the host.
+            exclusive = dist.is_nccl_available() and None not in gpus and len(set(gpus)) == world
+            backend = "cpu:gloo,cuda:nccl" if exclusive else "gloo"
         bound = device if device.type == "cuda" and "nccl" in backend else None
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience, device_id=bound)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
         if "gloo" in backend:
-            dist.all_reduce(torch.zeros(1))  # so that nobody ends before the others have come
+            dist.all_reduce(torch.zeros(1))  # a barrier: no process may exit before all have joined
     except dist.DistError as error:
         raise PipelineError(
             f"rank {rank} of {world} could not join the others at {os.environ['MASTER_ADDR']}:"
@@ -359,24 +201,23 @@ def _join(device: torch.device, backend: str | None, patience: timedelta | None)
     _device = device
     assert dist.group.WORLD is not None
     _group = weakref.ref(dist.group.WORLD)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", [there for there, _ in everyone].count(host)))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", [name for name, _ in members].count(host)))
 
 
-def _exchange(store: Any, rank: int, world: int, word: Any) -> list[Any]:
-    """Every rank's word, on every rank, through the store: there is no group yet."""
+def _exchange(store: Any, rank: int, world: int, value: Any) -> list[Any]:
+    """All-gather a JSON value through the store, before there is a process group."""
     global _joins
     _joins += 1
-    store.set(f"penstock/hello/{_joins}/{rank}", json.dumps(word))
-    return [json.loads(there) for there in store.multi_get([f"penstock/hello/{_joins}/{r}" for r in range(world)])]
+    store.set(f"penstock/init/{_joins}/{rank}", json.dumps(value))
+    return [json.loads(entry) for entry in store.multi_get([f"penstock/init/{_joins}/{r}" for r in range(world)])]
 
 
 def _gpu_uuid(device: torch.device) -> str | None:
-    """What no other GPU is called, on any machine."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _leave() -> None:
-    """Leave the group at the end of the program, without waiting for others where it ends by a failure."""
+    """Destroy the group at exit. After an exception, do not wait for other ranks."""
     if getattr(sys, "last_value", None) is not None or not _made_by_init():
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -385,18 +226,175 @@ def _leave() -> None:
 
 
 def _wait_for_exits() -> None:
-    """The store lives in rank 0: it stays a moment longer than those who may still look there."""
+    """Rank 0 hosts the store: it waits until the others no longer need it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = default_store()
     with suppress(RuntimeError):
         if rank != 0:
-            store.set(f"penstock/left/{_joins}/{rank}", "")
-        others = [f"penstock/left/{_joins}/{r}" for r in range(1, world)]
+            store.set(f"penstock/exit/{_joins}/{rank}", "")
+        others = [f"penstock/exit/{_joins}/{r}" for r in range(1, world)]
         end = time.monotonic() + _EXIT_WAIT
         while rank == 0 and others and not store.check(others) and time.monotonic() < end:
             time.sleep(0.005)
 
 
 def _made_by_init() -> bool:
-    """Whether the process group that there is was made by ``init``."""
+    """Whether ``init`` made the present process group."""
     return _group is not None and _group() is not None and _group() is dist.group.WORLD
+
+
+# ── SLURM ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_PORTS = range(12_000, 32_000)
+"""Below Linux's range of ephemeral ports."""
+
+
+def is_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a SLURM task."""
+    return "SLURM_PROCID" in environ and ("SLURM_STEP_NUM_TASKS" in environ or "SLURM_NTASKS" in environ)
+
+
+def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables for this SLURM task.
+
+    The master is the first host of the step, with a port derived from the numbers of job and step.
+    """
+    world = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank, node = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NODEID", otherwise=0)
+    if not rank < world:
+        raise PlanError(f"SLURM_PROCID is {rank}, but SLURM says that there are {world} tasks")
+    nodelist = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = slurm_hosts(nodelist) if nodelist else ["127.0.0.1"]
+    here = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if here:
+        counts = slurm_tasks_per_node(here)
+        local = counts[min(node, len(counts) - 1)]
+    else:
+        local = _number(environ, "SLURM_NTASKS_PER_NODE", otherwise=-(-world // len(nodes)))
+    job = _number(environ, "SLURM_JOB_ID", "SLURM_JOBID", otherwise=0)
+    step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID", otherwise=0)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(_number(environ, "SLURM_LOCALID", otherwise=rank % local)),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": nodes[0],
+        "MASTER_PORT": str(_PORTS[(job + step) % len(_PORTS)]),
+    }
+
+
+def slurm_hosts(nodelist: str) -> list[str]:
+    """Expand a SLURM node list: ``node[003-005,7],gpu1`` is node003, node004, node005, node7, gpu1."""
+    found = [host for part in _split_nodelist(nodelist) for host in _expand_host(part, nodelist)]
+    if not found:
+        raise PlanError(f"SLURM's list of nodes names none: {nodelist!r}")
+    return found
+
+
+def slurm_tasks_per_node(text: str) -> list[int]:
+    """Expand SLURM's tasks per node: ``2(x3),1`` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise PlanError(f"SLURM's tasks per node cannot be read: {text!r}, expected something like '2(x3),1'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split_nodelist(nodelist: str) -> list[str]:
+    """Split at the commas outside brackets."""
+    if not re.fullmatch(r"(?:[^][]|\[[^][]*\])*", nodelist):
+        raise PlanError(f"SLURM's list of nodes cannot be read: the brackets of {nodelist!r} do not match")
+    return [part.strip() for part in re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist) if part.strip()]
+
+
+def _expand_host(part: str, nodelist: str) -> Iterator[str]:
+    """One host per number in the brackets of an entry."""
+    choices = [
+        list(_expand_ranges(piece[1:-1], nodelist)) if piece.startswith("[") else [piece]
+        for piece in re.findall(r"\[[^]]*\]|[^[]+", part)
+    ]
+    return map("".join, product(*choices))
+
+
+def _expand_ranges(ranges: str, nodelist: str) -> Iterator[str]:
+    for piece in ranges.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise PlanError(f"SLURM's list of nodes cannot be read: {piece!r} in {nodelist!r} is not a number or range")
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            yield f"{number:0{len(match[1])}}"
+
+
+def _first_set(environ: Mapping[str, str], *names: str) -> str | None:
+    return next((environ[name] for name in names if environ.get(name)), None)
+
+
+def _number(environ: Mapping[str, str], *names: str, otherwise: int | None = None) -> int:
+    text = _first_set(environ, *names)
+    if text is None and otherwise is not None:
+        return otherwise
+    if text is None or not text.isascii() or not text.isdigit():
+        raise PlanError(f"{names[0]} must be a whole number, got {text!r}: was the program started with srun?")
+    return int(text)
+
+
+# ── CPU threads ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def usable_cores(proc: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The cores that this process may use: its CPU affinity, limited by the CPU quota of its cgroups."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota(proc, cgroups)
+    return bound if quota is None else max(1, min(bound, int(quota)))
+
+
+def threads_per_process(processes: int, cores: int, environ: Mapping[str, str]) -> int:
+    """Threads for one of ``processes`` on this machine: its share of the cores, or SLURM's CPUs per task."""
+    per_task = environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_PROCID" in environ else ""
+    if per_task.isdigit() and "TORCHELASTIC_RUN_ID" not in environ:
+        return max(1, min(int(per_task), cores))
+    return max(1, cores // processes)
+
+
+def omp_threads_set_by_user(environ: Mapping[str, str]) -> bool:
+    """Whether the user has set OMP_NUM_THREADS. torchrun sets it to 1 if the user has not."""
+    threads = environ.get("OMP_NUM_THREADS")
+    if threads != "1" or "TORCHELASTIC_RUN_ID" not in environ:
+        return threads is not None
+    try:  # the environment of torchrun itself
+        before = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return False
+    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in before.split(b"\0"))
+
+
+def _cpu_quota(proc: Path, cgroups: Path) -> float | None:
+    """The CPU quota of this process's cgroups, in cores; None without a quota."""
+    try:
+        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
+    except OSError:
+        return None
+    limits = []
+    for _, controllers, path in lines:
+        root = cgroups if not controllers else cgroups / "cpu"
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        group = root / path.lstrip("/")
+        for place in (group, *group.parents):  # limits of parent groups apply too
+            if root == place or root in place.parents:
+                limits.append(_cgroup_limit(place))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _cgroup_limit(group: Path) -> float | None:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text().strip()
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None

@@ -1,4 +1,9 @@
-"""Which part of every mini-batch a process gets, and where it goes."""
+"""Load batches and copy them to their devices before they are requested.
+
+thread     ──▶ load 1 ─ load 2 ─ load 3 ─ …          at most ``depth`` batches ahead
+                     └▶ copy 1 ─ event               on a stream of its own
+caller     ── next() ─ step 0 ─ next() ─ step 1      next() makes the caller's stream wait for the event
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,7 @@ import atexit
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,151 +19,10 @@ import torch
 from torch import Tensor
 
 from penstock._torch import pytree
-from penstock.errors import PlanError
-from penstock.train.mesh import Mesh
-from penstock.train.pipeline import Pipeline
 
-__all__ = [
-    "CollateShare",
-    "CopiedBatch",
-    "DeviceCopier",
-    "LoaderPlacement",
-    "Prefetcher",
-    "ReplicaShare",
-    "copy_batch",
-    "loader_placement",
-    "map_leaves",
-    "none_like",
-    "without_samples",
-]
-
-SampleT = TypeVar("SampleT")
-
-
-@dataclass(frozen=True)
-class ReplicaShare:
-    """The part of replica ``rank``, one of ``count``: parts are as even as can be, larger ones first.
-
-    10 samples for 4 replicas:   0 1 2 | 3 4 5 | 6 7 | 8 9
-    """
-
-    count: int = 1
-    rank: int = 0
-
-    def of(self, samples: Sequence[SampleT]) -> Sequence[SampleT]:
-        small, larger = divmod(len(samples), self.count)
-        start = self.rank * small + min(self.rank, larger)
-        return samples[start : start + small + (self.rank < larger)]
-
-
-@dataclass(frozen=True)
-class LoaderPlacement:
-    """A process as a loader sees it: its share, whether a stage of its own needs data, and the devices of these."""
-
-    share: ReplicaShare = ReplicaShare()
-    loads: bool = True
-    inputs: torch.device | None = None
-    targets: torch.device | None = None
-
-
-def loader_placement(mesh: Mesh | None, pipe: Pipeline | None, everywhere: bool) -> LoaderPlacement:
-    """A mesh alone does not know where the stages are: the last one is at the pipeline's end, or at its beginning."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise PlanError(f"mesh must be ps.Mesh(data=…, pipe=…), got {type(mesh).__name__}")
-    if pipe is not None and not isinstance(pipe, Pipeline):
-        raise PlanError(f"pipe must be a ps.Pipeline, got {type(pipe).__name__}")
-    if mesh is not None and pipe is not None and (pipe.mesh is None or _grid(mesh) != _grid(pipe.mesh)):
-        raise PlanError(f"mesh and pipe disagree: {mesh!r}, but the pipeline is on {pipe.mesh!r}. Pass pipe alone")
-    grid = mesh if pipe is None else pipe.mesh
-    share = ReplicaShare() if grid is None else ReplicaShare(grid.data, grid.data_rank)
-    if grid is not None and (everywhere or pipe is None):
-        loads = everywhere or grid.is_first or grid.is_last
-        return LoaderPlacement(share, loads, grid.device if loads else None, grid.device if loads else None)
-    if pipe is None:
-        return LoaderPlacement(share)
-    devices = pipe.plan.devices
-    assert devices is not None
-    return LoaderPlacement(
-        share,
-        pipe.has_first_stage or pipe.has_last_stage,
-        torch.device(devices[0]) if pipe.has_first_stage else None,
-        torch.device(devices[-1]) if pipe.has_last_stage else None,
-    )
-
-
-def _grid(mesh: Mesh) -> tuple[Any, ...]:
-    return mesh.sizes, mesh.world_ranks, mesh.device
-
-
-# ── the parts of a batch ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class CollateShare:
-    """A ``collate_fn`` that is given all samples of a mini-batch and keeps a share of them."""
-
-    collate: Callable[[list[Any]], Any]
-    share: ReplicaShare
-
-    def __call__(self, samples: list[Any]) -> Any:
-        own = list(self.share.of(samples))
-        return self.collate(own) if own else without_samples(self.collate(samples[:1]))
-
-
-def map_leaves(change: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """The same structure with every leaf changed; mappings that pytrees do not know are walked into as well."""
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return change(value)
-        inside = {key: map_leaves(change, item, is_leaf) for key, item in value.items()}
-        if not isinstance(value, MutableMapping):
-            return inside
-        made = copy.copy(value)
-        made.update(inside)
-        return made
-
-    return pytree.tree_map(leaf, batch, is_leaf=is_leaf)
-
-
-def without_samples(batch: Any) -> Any:
-    """The same structure and dtypes without samples."""
-    return map_leaves(_empty_leaf, batch, is_leaf=_is_list_of_text)
-
-
-def none_like(batch: Any) -> Any:
-    """The same structure with None everywhere."""
-    return map_leaves(lambda leaf: None, batch)
-
-
-def _is_list_of_text(value: Any) -> bool:
-    """Whether this is one text per sample, which the default ``collate_fn`` leaves in a list."""
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(text, (str, bytes)) for text in value)
-
-
-def _empty_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf[:0] if leaf.dim() else leaf
-    if _is_list_of_text(leaf):
-        return type(leaf)()
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
-        return leaf
-    raise PlanError(
-        f"this replica gets no samples of the last mini-batch, and of a {type(leaf).__name__} in it the loader cannot "
-        "make one without samples: let collate_fn give tensors, or pass drop_last=True"
-    )
-
-
-# Batches that are ready, on their device, before they are asked for.
-#
-# thread     ──▶ load 1 ─ load 2 ─ load 3 ─ …          the loader's own, at most ``depth`` batches ahead
-#                      └▶ copy 1 ─ mark                a stream of the GPU's own
-# caller     ── next() ─ step 0 ─ next() ─ step 1      next() lets the caller's stream wait for the mark
+__all__ = ["CopiedBatch", "DeviceCopier", "Prefetcher", "copy_batch", "map_leaves"]
 
 T = TypeVar("T")
-
-
-# ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _EndOfSource(NamedTuple):
@@ -167,14 +30,15 @@ class _EndOfSource(NamedTuple):
 
 
 class _PrefetchQueues(Generic[T]):
-    """What the thread and the caller share. It does not know the caller's end, so that this can be forgotten.
+    """The state that thread and iterator share; it does not refer to the iterator, which can be freed.
 
-    A finalizer stops it, which may interrupt any line of any thread: these queues are safe there, locks are not.
+    The iterator's finalizer stops the thread. It may run at any line of any thread, so it uses ``SimpleQueue``, which
+    is reentrant, and no locks.
     """
 
     def __init__(self, depth: int) -> None:
         self.ready: SimpleQueue[T | _EndOfSource] = SimpleQueue()
-        self.room: SimpleQueue[None] = SimpleQueue()  # as many as may be made
+        self.room: SimpleQueue[None] = SimpleQueue()  # one item per free slot
         self.stopped = False
         for _ in range(depth):
             self.room.put(None)
@@ -185,56 +49,56 @@ class _PrefetchQueues(Generic[T]):
 
 
 class Prefetcher(Generic[T]):
-    """An iterator whose source is iterated by a thread, up to ``depth`` items ahead.
+    """An iterator that a thread fills from ``source``, up to ``depth`` items ahead.
 
-    The thread ends with the source, with an error in it, or soon after nobody has this iterator any longer. After an
-    end nothing comes: do not ask again.
+    The thread ends with the source, with an error in it, or soon after this iterator is freed. ``next`` must not be
+    called again after the end.
     """
 
     def __init__(self, source: Iterator[T], depth: int, lock: threading.Lock, device: torch.device | None) -> None:
-        """``lock`` is held while an item is made."""
-        self._between: _PrefetchQueues[T] = _PrefetchQueues(depth)
-        arguments = (source, self._between, lock, device)
+        """``lock`` is held while the source produces an item."""
+        self._queues: _PrefetchQueues[T] = _PrefetchQueues(depth)
+        arguments = (source, self._queues, lock, device)
         self.thread = threading.Thread(target=_prefetch_loop, args=arguments, name="penstock loader", daemon=True)
-        weakref.finalize(self, self._between.stop)
-        _running[self.thread] = self._between
+        weakref.finalize(self, self._queues.stop)
+        _running[self.thread] = self._queues
         self.thread.start()
 
     def stop(self) -> None:
-        """Let the thread end when it has made what it is at; what is ready can still be taken."""
-        self._between.stop()
-        self._between.ready.put(_EndOfSource(None))
+        """Stop the thread after its present item; items that are ready can still be taken."""
+        self._queues.stop()
+        self._queues.ready.put(_EndOfSource(None))
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        item = self._between.ready.get()
+        item = self._queues.ready.get()
         if not isinstance(item, _EndOfSource):
-            self._between.room.put(None)
+            self._queues.room.put(None)
             return item
         try:
             raise StopIteration if item.error is None else item.error
         finally:
-            del item  # the error's traceback has this frame
+            del item  # the error's traceback refers to this frame
 
 
 def _prefetch_loop(
-    source: Iterator[T], between: _PrefetchQueues[T], lock: threading.Lock, device: torch.device | None
+    source: Iterator[T], queues: _PrefetchQueues[T], lock: threading.Lock, device: torch.device | None
 ) -> None:
     try:
         if device is not None:
             torch.cuda.set_device(device)
         while True:
-            between.room.get()
+            queues.room.get()
             with lock:
-                if between.stopped:
+                if queues.stopped:
                     return
-                between.ready.put(next(source))  # kept nowhere else: its memory is the caller's to give back
+                queues.ready.put(next(source))  # no local reference, so the caller can free it
     except StopIteration:
-        between.ready.put(_EndOfSource(None))
+        queues.ready.put(_EndOfSource(None))
     except BaseException as error:
-        between.ready.put(_EndOfSource(error))
+        queues.ready.put(_EndOfSource(error))
     finally:
         _running.pop(threading.current_thread(), None)
 
@@ -244,26 +108,23 @@ _running: dict[threading.Thread, _PrefetchQueues[Any]] = {}
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that Python ends within torch's code takes the process down: let each come out of there."""
-    left = dict(_running)
-    for between in left.values():
-        between.stop()
-    for thread in left:
+    """Join the threads at exit: a daemon thread that ends inside torch's code would crash the process."""
+    running = dict(_running)
+    for queues in running.values():
+        queues.stop()
+    for thread in running:
         thread.join(10)
 
 
-# ── devices ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class CopiedBatch(NamedTuple):
-    """A batch on its way, and the marks after its copies."""
+    """A batch whose copies are in flight, and the events after them."""
 
     batch: Any
-    marks: dict[torch.device, torch.cuda.Event]
+    events: dict[torch.device, torch.cuda.Event]
 
 
 class DeviceCopier:
-    """Copies batches to the GPUs that use them, beside their work. What a CPU uses stays as it is."""
+    """Copies batches to the GPUs of the first and last stage on separate streams; leaves those for the CPU."""
 
     def __init__(self, inputs: torch.device | None, targets: torch.device | None, pin: bool) -> None:
         self.inputs = inputs if inputs is not None and inputs.type == "cuda" else None
@@ -277,23 +138,23 @@ class DeviceCopier:
         }
 
     def send(self, batch: Any) -> CopiedBatch:
-        """Start the copies; for the thread that loads."""
+        """Start the copies, in the loading thread."""
         if self.device is None:
             return CopiedBatch(batch, {})
         moved = copy_batch(batch, self.inputs, self.targets, self._copy)
         return CopiedBatch(moved, {device: stream.record_event() for device, stream in self._streams.items()})
 
     def receive(self, sent: CopiedBatch) -> Any:
-        """The batch, for what the caller's streams are given from now on."""
-        for device, mark in sent.marks.items():
-            torch.cuda.current_stream(device).wait_event(mark)
-        if sent.marks:
+        """The batch, usable by work that the caller submits to its streams from now on."""
+        for device, event in sent.events.items():
+            torch.cuda.current_stream(device).wait_event(event)
+        if sent.events:
             map_leaves(_record_stream, sent.batch)
         return sent.batch
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         stream = self._streams[device]
-        if tensor.is_cuda:  # made on a stream of the dataset's
+        if tensor.is_cuda:  # made by the dataset on its own stream
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
         elif self._pin:
             tensor = tensor.pin_memory()
@@ -307,7 +168,7 @@ def copy_batch(
     targets: torch.device | None,
     copy: Callable[[Tensor, torch.device], Tensor],
 ) -> Any:
-    """The batch with its tensors copied: of a pair, (inputs, targets), each part to its device; else all to one."""
+    """Copy the tensors of a batch: of a pair ``(inputs, targets)`` each part to its device, else all to one device."""
 
     def to(device: torch.device | None) -> Callable[[Any], Any]:
         return lambda leaf: copy(leaf, device) if isinstance(leaf, Tensor) and device is not None else leaf
@@ -323,3 +184,19 @@ def _record_stream(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_cuda:
         leaf.record_stream(torch.cuda.current_stream(leaf.device))
     return leaf
+
+
+def map_leaves(change: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Apply ``change`` to every leaf of a pytree; also inside mappings that pytree treats as leaves."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return change(value)
+        inside = {key: map_leaves(change, item, is_leaf) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return inside
+        made = copy.copy(value)
+        made.update(inside)
+        return made
+
+    return pytree.tree_map(leaf, batch, is_leaf=is_leaf)

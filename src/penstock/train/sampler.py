@@ -1,33 +1,52 @@
-"""The global mini-batches of an epoch, as lists of indices: a function of seed and epoch, so the same on every rank."""
+"""The order of samples: global mini-batches as lists of indices, the same on every rank, and each replica's share."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DistributedSampler
 
 from penstock.errors import PlanError
 
-__all__ = ["BatchOrder", "num_batches", "seeded_generator"]
+__all__ = ["BatchOrder", "ReplicaShare", "num_batches", "seeded_generator"]
 
-_CHUNK = 1 << 16  # so many indices of a permutation are Python's numbers at a time
-_REPEAT_CHECK = 100  # so many of a sampler's indices are drawn twice, to see that they come again
+SampleT = TypeVar("SampleT")
+
+_CHUNK = 1 << 16  # indices of a permutation that are Python ints at a time
+_REPEAT_CHECK = 100  # indices of a sampler that are drawn twice, to check that the order repeats
 
 
 def seeded_generator(*parts: int) -> torch.Generator:
-    """A generator of its own for every combination of numbers."""
+    """A random generator whose seed is a hash of ``parts``."""
     text = "/".join(map(str, parts))
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     return torch.Generator().manual_seed(seed)
 
 
+@dataclass(frozen=True)
+class ReplicaShare:
+    """The share of data replica ``rank`` of ``count``: shares are contiguous and even, larger ones first.
+
+    10 samples for 4 replicas:   0 1 2 | 3 4 5 | 6 7 | 8 9
+    """
+
+    count: int = 1
+    rank: int = 0
+
+    def of(self, samples: Sequence[SampleT]) -> Sequence[SampleT]:
+        small, larger = divmod(len(samples), self.count)
+        start = self.rank * small + min(self.rank, larger)
+        return samples[start : start + small + (self.rank < larger)]
+
+
 class BatchOrder:
-    """Which samples make which mini-batch. A sampler that is given is one of the whole dataset, not of a replica."""
+    """The mini-batches of an epoch, as a function of seed and epoch. Samplers cover the whole dataset."""
 
     def __init__(
         self,
@@ -63,7 +82,7 @@ class BatchOrder:
                 _require_repeatable(name, given)
 
     def batches(self, seed: int, epoch: int, start: int = 0) -> Iterator[list[Any]]:
-        """The mini-batches of an epoch from number ``start`` on. Those before it cost next to nothing."""
+        """The mini-batches of an epoch from number ``start`` on, without loading those before."""
         if self.batch_sampler is not None:
             return map(_check_not_empty, islice(_epoch_of(self.batch_sampler, seed, epoch), start, None))
         assert self.batch_size is not None
@@ -91,17 +110,16 @@ class BatchOrder:
 
 
 def num_batches(samples: int, batch_size: int, drop_last: bool) -> int:
-    """How many mini-batches so many samples make."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
 def _epoch_of(sampler: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """One epoch of a sampler, from a copy of it: epochs may be under way side by side."""
+    """One epoch of a sampler. It iterates over a copy, so that several epochs can be in progress."""
     return iter(_prepared(sampler, seeded_generator(seed, epoch), epoch))
 
 
 def _prepared(sampler: Any, generator: torch.Generator, epoch: int) -> Any:
-    """A copy of the sampler that knows the epoch, and draws from ``generator`` if it has none."""
+    """A copy of the sampler with its epoch set; it draws from ``generator`` unless it has one."""
     if not any(hasattr(sampler, name) for name in ("generator", "sampler", "set_epoch")):
         return sampler
     own = copy.copy(sampler)
@@ -125,7 +143,7 @@ def _require_global(name: str, sampler: Any) -> None:
 
 
 def _require_repeatable(name: str, sampler: Iterable[Any]) -> None:
-    """Ranks, and a run that is resumed, must see the order that the others saw."""
+    """All ranks, and a resumed run, must get the same order."""
     one, other = (list(map(_comparable, islice(_epoch_of(sampler, 0, 0), _REPEAT_CHECK))) for _ in range(2))
     if one != other:
         raise PlanError(
@@ -136,7 +154,7 @@ def _require_repeatable(name: str, sampler: Iterable[Any]) -> None:
 
 
 def _comparable(index: Any) -> Any:
-    """An index, or a batch of them, as something that compares as a whole."""
+    """An index or a batch of indices as a value with a plain ``==``."""
     return index.tolist() if hasattr(index, "tolist") else index
 
 

@@ -1,23 +1,20 @@
-"""Cuts with the least busy ranks: as good as the best of all cuts, tried one by one."""
+"""Partitions of layers into stages: optimal where they are few or straight, else close to the optimum."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
+from random import Random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
 from penstock.profile.planner import cuts
-from penstock.profile.planner.bounds import by_counts, by_kinds, floor
-from penstock.profile.planner.cuts import balanced, best_partition, placement_of
-from penstock.profile.planner.rounds import Rounds
+from penstock.profile.planner.cuts import balanced, best_partition, brute_force, placement_of
 from penstock.profile.planner.segments import Ranks, Segments, bottleneck, choose_recompute, rank_bytes
-from penstock.profile.planner.weighed import Weighed
 
 SHAPES = [("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)]
 
@@ -54,58 +51,73 @@ def problems(draw: st.DrawFn) -> tuple[Segments, Ranks, str, int]:
     return Segments(costs), Ranks(numbers[0], numbers[1], (2.0,) * p, recompute), shape, v
 
 
-@pytest.mark.parametrize("few", [(0, 0), (1000, 20_000)], ids=["searched", "tried"])
 @settings(max_examples=300, deadline=None)
 @given(problem=problems())
-def test_no_other_cuts_have_a_less_busy_rank(few: tuple[int, int], problem: tuple[Segments, Ranks, str, int]) -> None:
-    """So it is where few cuts are tried one by one, and where these are found as many are."""
+def test_few_partitions_and_straight_ones_are_optimal(problem: tuple[Segments, Ranks, str, int]) -> None:
+    """All partitions are enumerated, or, if they are straight, found by dynamic programming."""
     segments, ranks, shape, v = problem
     placement = placement_of(shape, len(ranks), v)
-    best = best_of_all(segments, ranks, placement)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "_FEW", few)
-        found = best_partition(segments, ranks, shape, v)
-    moved = balanced(segments, ranks, placement)
-    assert moved is None or bottleneck(segments, ranks, placement, moved) >= best * (1 - 1e-12)
-    assert (inf if found is None else found.busiest) == pytest.approx(best)
-    if found is not None:
-        assert found.gap < 1e-9
-        assert found.busiest == bottleneck(segments, ranks, placement, found.cuts)
-        assert found.bound <= best * (1 + 1e-9)
-        assert found.busiest >= best * (1 - 1e-9)
+    best = min(bottleneck(segments, ranks, placement, cuts) for cuts in all_cuts(segments, placement))
+    for enumerated in ((1000, 20_000), (0, 20_000) if v == 1 else (1000, 20_000)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuts, "_ENUMERATED", enumerated)
+            found = best_partition(segments, ranks, shape, v)
+        assert (inf if found is None else found.bottleneck) == pytest.approx(best)
+        if found is not None:
+            assert found.gap < 1e-9
+            assert found.bottleneck == bottleneck(segments, ranks, placement, found.cuts)
+            assert best * (1 - 1e-9) <= found.bottleneck
+            assert found.bound <= best * (1 + 1e-9)
+    start = balanced(segments, ranks, placement)
+    assert start is None or bottleneck(segments, ranks, placement, start) >= best * (1 - 1e-12)
 
 
-def best_of_all(segments: Segments, ranks: Ranks, placement: tuple[int, ...]) -> float:
-    everywhere = [(*inner, segments.n) for inner in combinations(range(1, segments.n), len(placement) - 1)]
-    return min(bottleneck(segments, ranks, placement, every) for every in everywhere)
+def all_cuts(segments: Segments, placement: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [(*inner, segments.n) for inner in combinations(range(1, segments.n), len(placement) - 1)]
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
-def test_no_cuts_are_below_a_bound(problem: tuple[Segments, Ranks, str, int]) -> None:
+def test_no_partition_is_below_the_bound(problem: tuple[Segments, Ranks, str, int]) -> None:
     segments, ranks, shape, v = problem
     placement = placement_of(shape, len(ranks), v)
-    best = best_of_all(segments, ranks, placement)
-    if 0 < best < inf:
-        for bound in (by_counts, by_kinds):
-            assert bound(segments, ranks, placement, floor(segments, ranks), 2 * best) <= best * (1 + 1e-9)
-        weighed = Weighed(segments, ranks, placement, 2 * best, 50, 0.0)
-        assert 0 <= weighed.bound <= best * (1 + 1e-9)
+    best = min(bottleneck(segments, ranks, placement, one) for one in all_cuts(segments, placement))
+    assert cuts._work_bound(segments, ranks) <= best * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
-@given(problems(), st.booleans())
-def test_rounds_are_gone_through_to_the_end(problem: tuple[Segments, Ranks, str, int], below: bool) -> None:
-    segments, ranks, shape, v = problem
-    placement = placement_of(shape, len(ranks), v)
-    best = best_of_all(segments, ranks, placement)
-    if shape == "loop" and 0 < best < inf:
-        time = best * (1 - 1e-9 if below else 1 + 1e-9)
-        rounds = Rounds(segments, ranks, Weighed(segments, ranks, placement, time, 50, 0.0), 10**6)
-        found = rounds.search()
-        assert rounds.effort > 0
-        assert (found is None) == below
-        assert found is None or bottleneck(segments, ranks, placement, found) == pytest.approx(best)
+@pytest.mark.parametrize(("shape", "v"), SHAPES[1:])
+def test_annealing_is_close_to_brute_force(shape: str, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uneven layers with and without a memory limit: at most 15 % above the optimum, 2 % on average."""
+    monkeypatch.setattr(cuts, "_ENUMERATED", (0, 0))
+    draw, gaps = Random(f"{shape} {v}"), []
+    for number in range(12):
+        p = 3 if v == 2 else 2
+        segments = random_segments(draw, 13)
+        static, kept = segments.static(0, 13), segments.activation(0, 13)
+        limit = inf if number % 2 else draw.uniform(1.3, 1.8) * (static + 2 * kept) / p
+        ranks, placement = Ranks((1.0,) * p, (limit,) * p, (2.0,) * p, None), placement_of(shape, p, v)
+        best, optimum = brute_force(segments, ranks, placement, None, inf)
+        found = best_partition(segments, ranks, shape, v)
+        if best is not None and found is not None:
+            gaps.append(found.bottleneck / optimum - 1)
+    assert len(gaps) >= 10
+    assert min(gaps) > -1e-9
+    assert max(gaps) < 0.15
+    assert sum(gaps) / len(gaps) < 0.02
+
+
+def random_segments(draw: Random, n: int) -> Segments:
+    """Layers, skips and ties of random sizes."""
+    layers = [
+        LayerCosts(f"l{i}", *(draw.lognormvariate(0, 0.8) for _ in range(6)), 0.0, 0.0)  # type: ignore[arg-type]
+        for i in range(n)
+    ]
+    crossings = {(i, i + 1): Crossing(i, i + 1, draw.lognormvariate(0, 0.8)) for i in range(n - 1)}
+    if draw.random() < 0.5:
+        crossings[1, n - 1] = Crossing(1, n - 1, draw.random())
+    tied = SharedParameters((0, n - 1), min(layers[0].parameters, layers[-1].parameters))
+    every = tuple(crossings[key] for key in sorted(crossings))
+    return Segments(ModelCosts(tuple(layers), every, shared=(tied,), link=Link(0.0, draw.choice([inf, 0.4]))))
 
 
 @settings(max_examples=100, deadline=None)
@@ -187,32 +199,36 @@ def test_two_hundred_layers_in_sixty_four_stages(shape: str, p: int, v: int) -> 
     found = best_partition(Segments(model(works)), alike(p), shape, v)
     assert found is not None
     assert len(found.cuts) == 64
-    assert sum(works) / p <= found.bound <= found.busiest
-    assert found.gap < (1e-9 if v <= 2 else 0.02)
+    assert sum(works) / p <= found.bound <= found.bottleneck
+    assert found.gap < (1e-9 if v == 1 else 0.04 if v > 2 else 0.1)
 
 
 @pytest.mark.parametrize("recompute", [False, True, None])
 @pytest.mark.parametrize(("p", "v"), [(8, 3), (16, 4), (8, 8)])
-def test_loops_of_equal_layers_between_two_others_are_exact(p: int, v: int, recompute: bool | None) -> None:
+def test_loops_of_equal_layers_between_two_others(p: int, v: int, recompute: bool | None) -> None:
+    """A rank has a whole number of equal layers: less than one of them above its share of the work."""
     works = [0.1, *[1.0] * 198, 2.4]
     layers = tuple(layer(i, work, 1.0, 1.0) for i, work in enumerate(works))
     segments = Segments(ModelCosts(layers, model(works).crossings))
     memory = 1.3 * (segments.static(0, 200) + p * segments.activation(0, 200)) / p
     found = best_partition(segments, Ranks((1.0,) * p, (memory,) * p, (float(p),) * p, recompute), "loop", v)
     assert found is not None
-    assert found.gap < 1e-9
     again = 4 / 3 if recompute else 1.0
-    assert found.busiest > sum(segments.works) * again / p * 1.001  # a rank has a whole number of layers
+    assert found.bottleneck < again * (sum(segments.works) / p + 1)
 
 
-@pytest.mark.parametrize(("p", "v", "n"), [(8, 3, 27), (6, 4, 28), (4, 8, 34), (12, 4, 50)])
-def test_loops_with_few_more_layers_than_stages_are_exact(p: int, v: int, n: int) -> None:
-    works = [1.0 + (i * 7919 % 101) / 101 for i in range(n)]
-    segments = Segments(model(works))
-    found = best_partition(segments, alike(p), "loop", v)
-    assert found is not None
-    assert found.gap < 1e-9
-    assert found.busiest > floor(segments, alike(p)) * 1.01  # more than the share of all work
+@pytest.mark.parametrize("v", [3, 4])
+def test_memory_for_micro_batches_in_flight_on_the_first_ranks(v: int) -> None:
+    """No cuts were found: a move was accepted only if fewer ranks lacked memory, not if one lacked less of it."""
+    draw = Random(5)
+    layers = tuple(LayerCosts(f"l{i}", *[draw.uniform(0.5, 1.5)] * 6, 0.0, 0.0) for i in range(100))  # type: ignore[arg-type]
+    segments = Segments(ModelCosts(layers, tuple(Crossing(i, i + 1, 0.1) for i in range(99))))
+    in_flight = tuple(8.0 - rank for rank in range(8))
+    limit = 1.3 * (segments.static(0, 100) + 4.5 * segments.activation(0, 100)) / 8
+    ranks = Ranks((1.0,) * 8, (limit,) * 8, in_flight)
+    start = balanced(segments, ranks, placement_of("loop", 8, v))
+    assert start is not None
+    assert bottleneck(segments, ranks, placement_of("loop", 8, v), start) < 1.4 * segments.work(0, 100) / 8
 
 
 def test_slow_cuts_are_avoided() -> None:
@@ -221,7 +237,7 @@ def test_slow_cuts_are_avoided() -> None:
     segments = Segments(replace(base, crossings=crossings, link=Link(0.0, 1.0)))
     found = best_partition(segments, alike(4), "loop", 4)
     assert found is not None
-    assert found.busiest == pytest.approx(27)  # of 33 times three layers a rank has nine
+    assert found.bottleneck == pytest.approx(27)  # of 33 times three layers a rank has nine
     assert all(segments.transfer[at] <= 1 for at in found.cuts[:-1])
 
 
@@ -247,30 +263,4 @@ def test_layers_that_take_no_time_are_cut_too(shape: str, v: int) -> None:
     segments = Segments(ModelCosts(layers, model([0.0] * 12).crossings))
     found = best_partition(segments, Ranks((1.0,) * 2, (30.0,) * 2, (2.0,) * 2), shape, v)
     assert found is not None
-    assert found.busiest == found.gap == 0
-
-
-@pytest.mark.parametrize("recompute", [False, None])
-@pytest.mark.parametrize(("shape", "v"), SHAPES)
-def test_cuts_are_the_same_where_tensors_are_made_elsewhere(shape: str, v: int, recompute: bool | None) -> None:
-    works = [1.0 + (i * 7919 % 13) / 13 for i in range(24)]
-    layers = tuple(layer(i, work, work, 1.0) for i, work in enumerate(works))
-    segments = Segments(ModelCosts(layers, model(works).crossings))
-    memory = 1.2 * (segments.static(0, 24) + 3 * segments.activation(0, 24)) / 3
-    ranks = Ranks((1.0,) * 3, (memory,) * 3, (3.0,) * 3, recompute)
-    expected = best_partition(segments, ranks, shape, v)
-    assert expected is not None
-    with torch.device("meta"):
-        assert best_partition(segments, ranks, shape, v) == expected
-        assert torch.get_default_device() == torch.device("meta")
-    with torch.inference_mode():
-        assert best_partition(segments, ranks, shape, v) == expected
-    try:
-        torch.set_default_device("meta")
-        torch.set_default_dtype(torch.float16)
-        assert best_partition(segments, ranks, shape, v) == expected
-        assert torch.zeros(1).is_meta
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-    assert best_partition(segments, ranks, shape, v) == expected
+    assert found.bottleneck == found.gap == 0

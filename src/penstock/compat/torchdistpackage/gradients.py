@@ -299,7 +299,7 @@ class NativeScalerPP:
         self.scale = self._scaler.scale
         self.state_dict, self.load_state_dict = self._scaler.state_dict, self._scaler.load_state_dict
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """The largest number of all ranks; ``GradScaler`` calls it."""
         largest = torch.tensor(number, dtype=torch.float64, device=tpc.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -100,7 +100,7 @@ class FunctionPipeline:
         share, rows = _split_inputs(own, microbatches, training)
         shares: list[Any] = [None] * len(self.ranks)
         try:
-            self.pipeline.agree(0.0)  # a rank that failed, or is gone, is reported here
+            self.pipeline.max_over_ranks(0.0)  # a rank that failed, or is gone, is reported here
             dist.all_gather_object(shares, share, self.group)
             count = _count(self.ranks, shares)
             self.stage.begin(fwd_fn, bwd_fn, rows[:count] or [[]] * count)

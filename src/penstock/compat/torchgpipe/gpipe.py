@@ -129,8 +129,8 @@ A balance can be measured, see {self._balance_module}:
                 devices=self.devices,
                 recompute=config[1],
                 batchnorm="deferred" if deferred else "microbatch",
-                lockstep=True,
             )
+            pipeline.lockstep = True
             self._pipelines[training] = (config, pipeline)
         return pipeline
 

@@ -182,7 +182,7 @@ class AutoConfig:
         count = -(-samples // costs.samples)
         name = "inside" if self.num_gpus <= self.gpus_per_vm else "outside"
         link = self.links.get(name) or next(iter(self.links.values()), costs.link)
-        segments = Segments(self.profile.over(link).at(-(-samples // count)))
+        segments = Segments(self.profile.with_link(link).at(-(-samples // count)))
         cuts = even_cuts(segments, pipe)
         ranks = Ranks((1.0,) * pipe, (inf,) * pipe, (1.0,) * pipe)
         modes = recompute_modes(dict.fromkeys(range(pipe - 1), "always"), pipe)
@@ -195,7 +195,7 @@ class AutoConfig:
             pipe,
             data,
             costs.samples,
-            max(ends[-1] + link.summing(size, data) for ends, size in zip(simulation.ends, gradients, strict=True)),
+            max(ends[-1] + link.all_reduce_seconds(size, data) for ends, size in zip(simulation.ends, gradients, strict=True)),
             max(held + peak for held, peak in zip(static, simulation.peak_memory, strict=True)),
         )
 
@@ -211,5 +211,5 @@ class AutoConfig:
 def even_cuts(segments: Segments, stages: int) -> Cuts:
     """The ends of stages with equally many layers, as ``Varuna`` makes them."""
     n, costs = segments.n, segments.costs
-    crossing = [0.0, *(costs.between(range(cut), range(cut, n)) for cut in range(1, n))]
+    crossing = [0.0, *(costs.bytes_between(range(cut), range(cut, n)) for cut in range(1, n))]
     return tuple(accumulate(hooks.partition([1] * n, stages, crossing=crossing, memory=[], limits=None)))

@@ -255,7 +255,7 @@ class Varuna(nn.Module):
             work()
         except Exception as error:
             failure = error
-        if self.pipeline.agree(float(failure is not None)):
+        if self.pipeline.max_over_ranks(float(failure is not None)):
             raise failure or ps.PipelineError(f"another rank could not {purpose}: see its error")
 
     # ── as a module ──────────────────────────────────────────────────────────────────────────────────────────

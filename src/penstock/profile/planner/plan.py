@@ -137,7 +137,7 @@ def plan(
                 between = elsewhere.link(len(places))
             else:
                 between = process_link(places[0], len(places)) if replicas else local_link(places[0], places[1])
-        answer = plan_costs(profile if between is None else profile.over(between), **asked)
+        answer = plan_costs(profile if between is None else profile.with_link(between), **asked)
         where = None
         if mesh is None and elsewhere is None:
             cluster = Cluster(asked["speeds"] or (1.0,) * len(places), asked["memory"])
@@ -276,7 +276,7 @@ def plan_analytic(
     """
     model, hardware = parse_transformer(model) if isinstance(model, str) else model, get_hardware(hardware)
     limit = hardware.memory if memory is None else float(parse_bytes(memory))
-    tries = [t for t in (1, 2, 4, 8, 16) if t <= hardware.per_machine] if tensor is None else [tensor]
+    tries = [t for t in (1, 2, 4, 8, 16) if t <= hardware.devices_per_node] if tensor is None else [tensor]
     fit = [t for t in tries if not (devices % t or model.heads % t or model.width % t)]
     if not fit:
         raise PlanError(

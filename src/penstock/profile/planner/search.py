@@ -176,7 +176,7 @@ class _Evaluation:
 
     def _summing(self, sizes: Sequence[float]) -> list[float]:
         """The seconds in which ranks' gradients, of so many bytes, are summed over the replicas."""
-        return [self.between.summing(size, self.way.data) for size in sizes]
+        return [self.between.all_reduce_seconds(size, self.way.data) for size in sizes]
 
     def _misses(self, needs: float) -> None:
         self.needs, limit = needs, max(self.ranks.memory)

@@ -21,8 +21,8 @@ __all__ = [
     "bottleneck",
     "choose_recompute",
     "edges_between",
+    "evaluation_effort",
     "fits",
-    "price",
     "rank_bytes",
     "rank_time",
     "stage_costs",
@@ -51,8 +51,6 @@ class Segments:
         self._values = _values(costs.crossings)
         self._coming: dict[int, list[tuple[int, float]]] = {}
         self.crossing = self._crossings()
-        chain = all(taken == [src + 1] for src, taken, _ in self._values)
-        self.even = chain and len(set(self.crossing[1:-1])) < 2  # as much comes to a run wherever it begins
         self.transfer = [size / costs.link.bandwidth for size in self.crossing]
 
     def work(self, i: int, j: int) -> float:
@@ -93,7 +91,7 @@ class Segments:
 
     def deferred(self, i: int, j: int) -> float:
         """Bytes that its weight gradients need of one micro-batch, if they wait."""
-        return self.total("waits", i, j) if self._waits else self.activation(i, j)
+        return self.total("deferred_bytes", i, j) if self._waits else self.activation(i, j)
 
     def run(self, i: int, j: int) -> tuple[float, float, float, float]:
         """Of a run: seconds of the forward once more, bytes that stay, that the backward needs, and of these that came.
@@ -106,12 +104,6 @@ class Segments:
             found = self.again(i, j), self.static(i, j), kept, min(kept, self.inputs(i, j))
             self._runs[i, j] = found
         return found
-
-    def own(self, i: int) -> tuple[float, float]:
-        """Of a layer's bytes that stay, and of its activation, what it shares with no other."""
-        stays = self._static[i + 1] - self._static[i] - sum(size for layers, size in self._ties if i in layers)
-        kept = self.activation(i, i + 1) - sum(size for last, first, size in self._twice if i in (first, last))
-        return max(0.0, stays), max(0.0, kept)
 
     def inputs(self, i: int, j: int) -> float:
         """Bytes that come to the run from layers before it, for one micro-batch: what is kept to recompute it from."""
@@ -223,7 +215,7 @@ def fits(segments: Segments, ranks: Ranks, rank: int, below: float, runs: Runs) 
     return again is not None and _work(segments, runs, again) < most
 
 
-def price(ranks: Ranks, runs: int) -> int:
+def evaluation_effort(ranks: Ranks, runs: int) -> int:
     """How much effort it is to see whether so many runs fit, in less than a microsecond each."""
     if ranks.recompute is None and min(ranks.memory) < inf:
         return 5 + 2 * runs + (1 << runs)
@@ -333,7 +325,7 @@ def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
     stage_of = [stage for stage, layers in enumerate(stages) for _ in layers]
     pairs = {(stage_of[crossing.src], stage_of[crossing.dst]) for crossing in segments.costs.crossings}
     wanted = sorted({pair for pair in pairs if pair[0] != pair[1]} | set(pairwise(range(len(cuts)))))
-    return {(src, dst): segments.costs.between(stages[src], stages[dst]) for src, dst in wanted}
+    return {(src, dst): segments.costs.bytes_between(stages[src], stages[dst]) for src, dst in wanted}
 
 
 def static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, p: int) -> tuple[float, ...]:
