@@ -318,7 +318,9 @@ FIRST, AGAIN, ONCE = (True, False), (False, True), (False, False)
         ("except_last", 8, [FIRST] * 2 + [ONCE] + [AGAIN] * 2),  # of three samples; in torchgpipe all would run again
     ],
 )
-def test_recomputed_forwards_by_checkpoint_mode(checkpoint: str, chunks: int, expected: list[tuple[bool, bool]]) -> None:
+def test_recomputed_forwards_by_checkpoint_mode(
+    checkpoint: str, chunks: int, expected: list[tuple[bool, bool]]
+) -> None:
     def model(module: nn.Sequential) -> GPipe:
         return on_cpu(module, chunks=chunks, checkpoint=checkpoint)
 

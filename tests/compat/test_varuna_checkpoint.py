@@ -204,7 +204,7 @@ def test_no_checkpoint_another_model_and_a_broken_file(three: Ranks, store: Path
         (1, 4, "is of a model with 8 parts between its cut points, but this one has 5"),
     ):
         for error in three.run(refused, str(store), iteration, True, cuts):
-            assert isinstance(error, ps.PlanError)
+            assert isinstance(error, (ps.PlanError, ps.PipelineError))  # its own, or that of a rank that was faster
             assert complaint in str(error)
     (store / "varuna_ckpt_1" / "opt-fp32-params-0").write_bytes(b"nothing")
     first, *_ = three.run(refused, str(store), 1, True, 7)

@@ -15,10 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from penstock.compat.poptorch import enums
+from penstock.compat.poptorch import base
+from penstock.compat.poptorch.base import (
+    Error,
+    FrozenOptions,
+    OutputMode,
+    ReductionType,
+    UnmetRequirement,
+    positive,
+    require,
+)
 from penstock.compat.poptorch.blocks import PipelinedExecution, Strategy
-from penstock.compat.poptorch.enums import OutputMode, ReductionType
-from penstock.compat.poptorch.errors import Error, FrozenOptions, UnmetRequirement, positive, require
 
 __all__ = ["Options", "TensorLocationSettings"]
 
@@ -358,5 +365,5 @@ def _set_all(group: Any, values: Mapping[str, Any]) -> None:
 def _enum_member(value: Any) -> Any:
     """The enumeration member that a string names, as in ``"OutputMode.All"``; other values as they are."""
     kind, _, member = value.removeprefix("poptorch.").partition(".") if isinstance(value, str) else ("", "", "")
-    members = getattr(getattr(enums, kind, None), "__members__", {})
+    members = getattr(getattr(base, kind, None), "__members__", {})
     return members.get(member, value)
