@@ -6,7 +6,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn, TypeVar
@@ -22,7 +22,7 @@ from penstock.engine.connections import Connections, MeshCoordinates, ProgramCac
 from penstock.engine.executor import Executor
 from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
 from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
-from penstock.engine.failure.watch import PipelineStopped, Watch
+from penstock.engine.failure.watch import PipelineStopped
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import ModelLoss, Outputs, StepOutcome, check_joinable
 from penstock.engine.message import (
@@ -47,7 +47,7 @@ from penstock.errors import PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 
-__all__ = ["DistributedExecutor", "FailureGuard"]
+__all__ = ["DistributedExecutor"]
 
 T = TypeVar("T")
 
@@ -60,53 +60,11 @@ _TRACE_ENDED, _TRACE_LEFT = "over", "left"
 _NO_INPUT = Message([], None, ())  # on a rank without the first stage
 
 
-class FailureGuard:
-    """Collective operations of a rank: a failure on one rank reaches all, and nothing is started afterwards."""
+class DistributedExecutor(Executor):
+    """This rank's stages, and its channels to the other ranks.
 
-    watch: Watch
-    control: ControlChannel
-    ended: PipelineError | None = None
-
-    def guarded(self, work: Callable[[], Any]) -> Any:
-        """Run a collective operation."""
-        if self.ended is not None:
-            raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
-        try:
-            with self.watch:
-                result = work()
-                self.control.wait_sends()
-            return result
-        except StepRejected as rejected:
-            error = PlanError(str(rejected))
-            self.rejected(error)
-            raise error from None
-        except PipelineStopped as stopped:
-            self.stop(stopped.cause.error(), stopped.__cause__)
-        except BaseException as error:
-            ended = self.watch.explain(error)
-            if isinstance(error, Exception) or self.watch.interrupt.sent:
-                self.stop(ended, error)
-            self.ended = ended
-            self.close()
-            raise
-
-    def rejected(self, error: PlanError) -> None:
-        """Called on all ranks of the pipeline where a step was rejected before it began."""
-
-    def stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
-        """Close, and raise an error that all ranks know."""
-        self.ended = error
-        if isinstance(cause, ChannelError):  # its frames hold connections open
-            traceback.clear_frames(cause.__traceback__)
-        self.close()
-        raise error from cause
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
-class DistributedExecutor(FailureGuard, Executor):
-    """This rank's stages, and its channels to the other ranks."""
+    Collective operations are guarded: a failure on one rank reaches all, and nothing is started afterwards.
+    """
 
     ties: ProcessTies
 
@@ -123,9 +81,8 @@ class DistributedExecutor(FailureGuard, Executor):
         fp32_gradients: bool = False,
         loss_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
-        Executor.__init__(
-            self, plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters
-        )
+        super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
+        self.ended: PipelineError | None = None  # why it has stopped
         self.mesh = mesh
         self.rank = mesh.pipe_rank
         self.ranks = mesh.ranks("pipe")
@@ -209,7 +166,7 @@ class DistributedExecutor(FailureGuard, Executor):
                 self.reducer.begin()
             self.gather_shards()
             edges = input_edges(messages)
-            with self.ties.reducing():
+            with self.ties.reducing() if self.ties.copies else nullcontext():
                 grads = self._run_program(header, messages, grad=True)
                 if self.reducer is not None:
                     with self.recording_span("reduce"):
@@ -264,7 +221,7 @@ class DistributedExecutor(FailureGuard, Executor):
         run_name = self.run_names.next(training=grad)
         if not header.sizes:
             if self.weights is not None:
-                self.weights.land()
+                self.weights.end_run()
             return None
         program = self.programs.get(header)
         io = program.io
@@ -276,7 +233,7 @@ class DistributedExecutor(FailureGuard, Executor):
                 self.recorded(program.runner)()
         finally:
             if self.weights is not None:
-                self.weights.land()
+                self.weights.end_run()
         for stage in self.stages.values():
             stage.microbatches = ()
         grads, io.inputs, io.grads = io.grads, [], None
@@ -295,7 +252,8 @@ class DistributedExecutor(FailureGuard, Executor):
         statistics = self.statistics if training else None
         if statistics is not None:
             statistics.begin()
-        with commit_statistics(self.norms, self.replicas.gather if self.replicas is not None and training else None):
+        gather = self.replicas.gather if self.replicas is not None and training else None
+        with commit_statistics(self.norms, gather) if self.norms else nullcontext():
             yield
         if statistics is not None:
             statistics.commit()
@@ -453,17 +411,37 @@ class DistributedExecutor(FailureGuard, Executor):
 
     def guarded(self, work: Callable[[], Any], call: _PendingBackward | None = None) -> Any:
         """Run a collective operation, as a part of ``call`` if one is pending."""
+        if self.ended is not None:
+            raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
+        try:
+            with self.watch:
+                if self.pending is not call:
+                    raise PlanError(_BACKWARD_PENDING)
+                result = work()
+                self.control.wait_sends()
+            return result
+        except StepRejected as rejected:
+            error = PlanError(str(rejected))
+            if self.replicas is not None:  # they wait for this one's part
+                self._stop(self.watch.explain(error), error)
+            raise error from None
+        except PipelineStopped as stopped:
+            self._stop(stopped.cause.error(), stopped.__cause__)
+        except BaseException as error:
+            ended = self.watch.explain(error)
+            if isinstance(error, Exception) or self.watch.interrupt.sent:
+                self._stop(ended, error)
+            self.ended = ended
+            self.close()
+            raise
 
-        def checked() -> Any:
-            if self.pending is not call:
-                raise PlanError(_BACKWARD_PENDING)
-            return work()
-
-        return super().guarded(checked)
-
-    def rejected(self, error: PlanError) -> None:
-        if self.replicas is not None:  # they wait for this one's part
-            self.stop(self.watch.explain(error), error)
+    def _stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
+        """Close, and raise an error that all ranks know."""
+        self.ended = error
+        if isinstance(cause, ChannelError):  # its frames hold connections open
+            traceback.clear_frames(cause.__traceback__)
+        self.close()
+        raise error from cause
 
     @property
     def closed(self) -> bool:
