@@ -86,18 +86,18 @@ MADE: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("bucket", [1, 3 * 1200, 1 << 30], ids=["one by one", "some", "all"])
 @pytest.mark.parametrize("name", MADE)
-def test_the_update_is_the_plain_one(name: str, bucket: int) -> None:
-    ours, plain = model(), model()
-    optimizer, copies = offloaded(MADE[name](list(ours.parameters())), bucket)
-    expected = MADE[name](list(plain.parameters()))
-    for step in range(STEPS):
-        for module, each in ((ours, optimizer), (plain, expected)):
-            backward(module, step)
-            each.step()
-    check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_out > copies.bytes_back > 0  # the first step has nothing to bring
+def test_the_update_is_the_plain_one(name: str) -> None:
+    for bucket in [1, 3 * 1200, 1 << 30]:
+        ours, plain = model(), model()
+        optimizer, copies = offloaded(MADE[name](list(ours.parameters())), bucket)
+        expected = MADE[name](list(plain.parameters()))
+        for step in range(STEPS):
+            for module, each in ((ours, optimizer), (plain, expected)):
+                backward(module, step)
+                each.step()
+        check_same(ours, plain, optimizer, expected)
+        assert copies.bytes_out > copies.bytes_back > 0  # the first step has nothing to bring
 
 
 def test_a_subclass_that_adds_settings_is_divided_too() -> None:
@@ -459,28 +459,28 @@ def homed(optimizer: Optimizer, weights: LateWeights, bucket: int = 3 * 600, sta
     return optimizer
 
 
-@pytest.mark.parametrize("bucket", [1, 3 * 2400, 1 << 30], ids=["one by one", "some", "all"])
-@pytest.mark.parametrize("state", [True, False], ids=["state too", "weights alone"])
 @pytest.mark.parametrize("name", MADE)
-def test_weights_come_for_the_update(name: str, state: bool, bucket: int) -> None:
-    ours, plain = model(), model()
-    weights = at_home(ours)
-    optimizer = homed(MADE[name](list(ours.parameters())), weights, bucket, state)
-    expected = MADE[name](list(plain.parameters()))
-    for step in range(STEPS):
-        for module, each in ((ours, optimizer), (plain, expected)):
-            backward(module, step)
-            each.step()
-        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-            assert mine.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(mine.grad, theirs.grad)
-    check_same(ours, plain, optimizer, expected)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    size = STEPS * sum(p.nbytes for p in trained)
-    assert weights.late.bytes_back == 2 * size
-    assert weights.late.bytes_out == size  # updates leave gradients as they are
+def test_weights_come_for_the_update(name: str) -> None:
+    for bucket in [1, 3 * 2400, 1 << 30]:
+        for state in [True, False]:
+            ours, plain = model(), model()
+            weights = at_home(ours)
+            optimizer = homed(MADE[name](list(ours.parameters())), weights, bucket, state)
+            expected = MADE[name](list(plain.parameters()))
+            for step in range(STEPS):
+                for module, each in ((ours, optimizer), (plain, expected)):
+                    backward(module, step)
+                    each.step()
+                for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(mine, theirs)
+                    assert mine.grad is not None
+                    assert theirs.grad is not None
+                    assert torch.equal(mine.grad, theirs.grad)
+            check_same(ours, plain, optimizer, expected)
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            size = STEPS * sum(p.nbytes for p in trained)
+            assert weights.late.bytes_back == 2 * size
+            assert weights.late.bytes_out == size  # updates leave gradients as they are
 
 
 def test_three_buckets_of_weights_gradients_and_state_at_a_time() -> None:
@@ -656,9 +656,8 @@ def test_a_forgotten_optimizer_is_refused() -> None:
     forgotten.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_makes_no_sense_is_refused() -> None:
+    for options, message in [
         ({"budget": "lots"}, r"Offload\(budget='lots'\) is not a size"),
         ({"budget": -1}, r"budget=-1"),
         ({"budget": 0}, r"budget=0"),
@@ -670,11 +669,9 @@ def test_a_forgotten_optimizer_is_refused() -> None:
         ({"activations": False, "budget": "2GiB"}, "activations=False"),
         ({"optimizer": 1}, "say True or False"),
         ({"activations": None}, "say True or False"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        Offload(**options)
+    ]:
+        with pytest.raises(PlanError, match=message):
+            Offload(**options)
 
 
 def test_sizes() -> None:
