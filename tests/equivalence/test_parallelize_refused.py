@@ -146,7 +146,7 @@ def tied_apart(rank: int) -> str:
 
 def test_ties_are_laid_out_alike(four: Ranks) -> None:
     for found in four.check(tied_apart):
-        assert "is one parameter of several stages, but parallelize has laid it out in different ways" in found
+        assert "is one parameter of several stages, but parallelize has given it different layouts" in found
 
 
 def test_ties_within_a_process_cannot_be_sharded(four: Ranks) -> None:
@@ -166,7 +166,7 @@ def output_in_parts(rank: int) -> str:
 
 def test_a_distributed_output_is_refused(four: Ranks) -> None:
     for found in four.check(output_in_parts):
-        assert "gives a DTensor with the layout" in found
+        assert "returns a DTensor with the layout" in found
 
 
 def already(rank: int) -> str:

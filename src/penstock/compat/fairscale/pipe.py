@@ -21,10 +21,16 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.compat import unwrap_local_errors
 from penstock.compat.fairscale import model_parallel
-from penstock.compat.torchgpipe import microbatch
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
-from penstock.compat.torchgpipe.gpipe import GPipe, verify_children
-from penstock.compat.torchgpipe.microbatch import Batch, TensorOrTensors, Tensors
+from penstock.compat.torchgpipe.gpipe import (
+    GPipe,
+    TensorOrTensors,
+    Tensors,
+    check,
+    check_balance,
+    check_options,
+    verify_children,
+)
 
 __all__ = ["AsyncPipe", "InputDevice", "LazyModule", "Pipe", "TensorOrTensors", "Tensors", "verify_children"]
 
@@ -42,7 +48,7 @@ class Pipe(GPipe):
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """The module's output for a mini-batch, concatenated, on the last device."""
-        microbatch.check(input)
+        check(input)
         if self.devices:
             self._check_device(input)
         return super().forward(input)
@@ -117,12 +123,11 @@ class AsyncPipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        if chunks <= 0:
-            raise ValueError("number of chunks must be positive integer")
-        if checkpoint not in ("always", "except_last", "never"):
-            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        check_options(chunks, checkpoint)
         self.balance = list(balance)
-        _verify(module, self.balance)
+        if len(set(map(id, module))) != len(module):
+            raise ValueError("module with duplicate children is not supported")
+        check_balance(len(module), self.balance)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.lock = threading.Lock()
         self.worker_map, self.input_device = worker_map, input_device
@@ -151,9 +156,9 @@ class AsyncPipe(nn.Module):
         self.add_module("0", mine)
         self.partition = mine  # fairscale's checkpoints have this second name as well
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors | list[Batch]:
-        """The output for a mini-batch on the last rank; on others the list of input batches."""
-        microbatch.check(input)
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors | list[TensorOrTensors]:
+        """The output for a mini-batch on the last rank; on others a list for ``back_helper``."""
+        check(input)
         if self.partition is None:
             return input
         with self.lock, unwrap_local_errors():
@@ -161,11 +166,11 @@ class AsyncPipe(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
                 output: TensorOrTensors = pipeline.forward(input)
         if not self.final_stage:
-            return microbatch.scatter(input, self.chunks)
-        microbatch.check(output)
+            return [input]
+        check(output)
         return output
 
-    def back_helper(self, output: list[Batch]) -> None:
+    def back_helper(self, output: list[TensorOrTensors]) -> None:
         """Does nothing on ranks other than the last: their backward ran inside the call."""
         if self.final_stage:
             raise ValueError("back_helper should only be called on non-final stages")
@@ -200,17 +205,6 @@ class AsyncPipe(nn.Module):
 
     def __getitem__(self, index: int) -> nn.Module:
         return list(self)[index]
-
-
-def _verify(module: nn.Sequential | list[Layer], balance: list[int]) -> None:
-    if len(set(map(id, module))) != len(module):
-        raise ValueError("module with duplicate children is not supported")
-    if len(module) != sum(balance):
-        raise ValueError(
-            f"module and sum of balance have different length (module: {len(module)}, sum of balance: {sum(balance)})"
-        )
-    if any(count <= 0 for count in balance):
-        raise ValueError(f"all balance numbers must be positive integer (balance: {balance})")
 
 
 def _partition(module: nn.Sequential | list[Layer], balance: list[int], deferred: int | None) -> nn.Sequential:

@@ -9,21 +9,21 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import CodeType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.compat.torchgpipe import microbatch
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
-from penstock.compat.torchgpipe.microbatch import TensorOrTensors
 from penstock.compat.torchgpipe.skip import verify_skippables
 
 __all__ = ["GPipe", "current_microbatch", "verify_module"]
 
 Device = torch.device | int | str
+Tensors: TypeAlias = tuple[Tensor, ...]
+TensorOrTensors: TypeAlias = Tensor | Tensors
 
 
 class GPipe(nn.Module):
@@ -57,17 +57,20 @@ class GPipe(nn.Module):
         self.chunks, self.checkpoint = int(chunks), str(checkpoint)
         if balance is None:
             raise ValueError(self._recommend("balance is required"))
-        if self.chunks <= 0:
-            raise ValueError("number of chunks must be positive integer")
-        if self.checkpoint not in ("always", "except_last", "never"):
-            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        check_options(self.chunks, self.checkpoint)
         self._verify(module)
         verify_skippables(module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self.balance = list(balance)
         self.devices = _default_devices(len(self.balance)) if devices is None else [*map(torch.device, devices)]
-        self._check_balance(len(module))
+        try:
+            check_balance(len(module), self.balance)
+        except ValueError as error:
+            raise ValueError(self._recommend(str(error))) from None
+        if len(self.balance) > len(self.devices):
+            counts = f"devices: {len(self.devices)}, partitions: {len(self.balance)}"
+            raise IndexError(f"too few devices to hold given partitions ({counts})")
         del self.devices[len(self.balance) :]
         layers = iter(module.named_children())
         partitions = (nn.Sequential(OrderedDict(islice(layers, count))) for count in self.balance)
@@ -76,17 +79,6 @@ class GPipe(nn.Module):
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
         self._pipelines: dict[bool, tuple[tuple[int, str], ps.Pipeline]] = {}
-
-    def _check_balance(self, layers: int) -> None:
-        total = sum(self.balance)
-        if layers != total:
-            message = f"module and sum of balance have different length (module: {layers}, sum of balance: {total})"
-            raise ValueError(self._recommend(message))
-        if any(count <= 0 for count in self.balance):
-            raise ValueError(self._recommend(f"all balance numbers must be positive integer (balance: {self.balance})"))
-        if len(self.balance) > len(self.devices):
-            counts = f"devices: {len(self.devices)}, partitions: {len(self.balance)}"
-            raise IndexError(f"too few devices to hold given partitions ({counts})")
 
     def _verify(self, module: nn.Sequential) -> None:
         verify_module(module)
@@ -108,16 +100,16 @@ A balance can be measured, see {self._balance_module}:
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """The module's output for a mini-batch, concatenated, on the last device."""
-        microbatch.check(input)
+        check(input)
         if not self.partitions:
             return input
-        count = microbatch.count(input, self.chunks)
+        count = min(self.chunks, min(_lengths(input), default=1))
         if count == 0:  # no samples, hence no micro-batches
             for partition, device in zip(self.partitions, self.devices, strict=True):
                 input = partition(_move(input, device))
             return input
         output: TensorOrTensors = self._pipeline()(input)
-        microbatch.check(output)
+        check(output)
         if not self.training or not torch.is_grad_enabled() or self.checkpoint == "never":
             return output
         return _mark_recomputed(output, count - (self.checkpoint == "except_last"))
@@ -137,8 +129,8 @@ A balance can be measured, see {self._balance_module}:
                 devices=self.devices,
                 recompute=config[1],
                 batchnorm="deferred" if deferred else "microbatch",
-                lockstep=True,
             )
+            pipeline.lockstep = True
             self._pipelines[training] = (config, pipeline)
         return pipeline
 
@@ -172,6 +164,22 @@ A balance can be measured, see {self._balance_module}:
         return {**self.__dict__, "_pipelines": {}}  # a copy starts its own threads
 
 
+def check_options(chunks: int, checkpoint: str) -> None:
+    if chunks <= 0:
+        raise ValueError("number of chunks must be positive integer")
+    if checkpoint not in ("always", "except_last", "never"):
+        raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+
+
+def check_balance(layers: int, balance: list[int]) -> None:
+    total = sum(balance)
+    if layers != total:
+        lengths = f"module: {layers}, sum of balance: {total}"
+        raise ValueError(f"module and sum of balance have different length ({lengths})")
+    if any(count <= 0 for count in balance):
+        raise ValueError(f"all balance numbers must be positive integer (balance: {balance})")
+
+
 def verify_module(module: nn.Sequential) -> None:
     """Raise a ``TypeError`` or ``ValueError`` for a module that cannot be partitioned."""
     verify_children(module)
@@ -198,6 +206,21 @@ def _default_devices(partitions: int) -> list[torch.device]:
             stacklevel=3,
         )
     return [torch.device("cuda", j % gpus) if gpus else torch.device("cpu") for j in range(partitions)]
+
+
+def check(input: TensorOrTensors) -> None:
+    """Raise a ``TypeError`` unless ``input`` is a tensor or a (nested) tuple of tensors."""
+    for item in input if isinstance(input, tuple) else (input,):
+        if isinstance(item, tuple):
+            check(item)
+        elif not isinstance(item, Tensor):
+            raise TypeError(f"expected Tensor, but got {type(item).__name__}")
+
+
+def _lengths(value: Any) -> list[int]:
+    if isinstance(value, tuple):
+        return [length for item in value for length in _lengths(item)]
+    return [len(value)] if value.dim() else []
 
 
 def _move(value: Any, device: torch.device) -> Any:
