@@ -69,7 +69,7 @@ def test_split_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_let_it_plan(capsys: pytest.CaptureFixture[str]) -> None:
     planned = program("ps.plan(")["planned"]
-    assert planned.way.samples * planned.microbatches >= 128
+    assert planned.configuration.samples * planned.microbatches >= 128
     assert "a step of" in capsys.readouterr().out
 
 

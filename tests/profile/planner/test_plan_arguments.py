@@ -93,7 +93,7 @@ def test_a_sample_may_come_with_targets() -> None:
         return F.mse_loss(output, target)
 
     how: dict[str, Any] = {"costs": None, "sample": (X, X), "batch": None, "measure_seconds": 0}
-    assert planned(**how).way.samples <= 4
+    assert planned(**how).configuration.samples <= 4
     planned(**how, loss_fn=loss)
     assert X.shape in asked
 
@@ -103,7 +103,7 @@ def test_a_sample_may_come_with_targets() -> None:
 def test_of_devices_that_differ_the_fastest_are_taken() -> None:
     slow = Link(latency=10.0)  # so that one rank is best
     answer = planned(devices=["cpu", "cpu"], speeds=[1.0, 4.0], costs=costs(link=slow), microbatches=1)
-    assert answer.way.pipe == 1
+    assert answer.configuration.pipe == 1
     assert answer.seconds == pytest.approx(8 * LAYERS * 3 / 4)
     cluster = Cluster((1.0, 4.0, 4.0, 2.0), (9.0, 1.0, 2.0, 9.0))
     assert [cluster.chosen(count) for count in (1, 2, 3, 4)] == [[2], [1, 2], [1, 2, 3], [0, 1, 2, 3]]
@@ -141,7 +141,7 @@ def test_a_tie_weighs_what_its_own_layers_do() -> None:
     frozen, trained = LayerCosts("e", 1, 1, 1, 1, 0, 100, 0, 0), LayerCosts("l", 1, 1, 1, 1, 0, 100, 100, 200)
     layers = (frozen, trained, LayerCosts("h", 1, 1, 1, 1, 0, 100, 0, 0))
     segments = Segments(ModelCosts(layers, (), shared=(SharedParameters((0, 2), 100),)))
-    assert segments.static(0, 3) == 100 + 400
+    assert segments.static_bytes(0, 3) == 100 + 400
 
 
 # ── memory that is too small ─────────────────────────────────────────────────────────────────────────────────────
