@@ -1,10 +1,11 @@
-"""(i) The automatic schedule against the best orders known, the fixed schedules, and the clock.
+"""(i) The automatic schedule: regret against the best known orders, gain over fixed schedules, and speed.
 
-The scenarios are those of ``../shared/peers/scenarios.json``: costs of each stage for 4 and 8 ranks, a hop's latency,
-what fixed schedules take there, and the best orders known for one stage per rank, two in a loop and two in a V, at
-1F1B's memory and at parts of it. To them come the first scenarios' costs on 16 ranks, for which no best order is known.
+The scenarios are those of ``../shared/peers/scenarios.json``: costs per stage for 4 and 8 ranks, the latency of a hop,
+the makespans of fixed schedules, and the best known orders for one stage per rank, two in a loop and two in a V, at the
+memory of 1F1B and at fractions of it. The costs of the first scenarios are also run on 16 ranks, without a best known
+order.
 
-Times of the search are seconds of a core (``thread_time``): other jobs on the machine do not count.
+Times of the search are CPU time of one thread (``thread_time``), independent of other jobs on the machine.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.report import check, table
-from penstock.schedule import Costs, simulate
-from penstock.schedule.schedule import loop, vee
-from penstock.schedule.search import auto, first_order
+from penstock.schedule import Costs, auto, loop, simulate, vee
+from penstock.schedule.search import first_order
 from penstock.schedule.search.orders import fixed_schedules
 from penstock.schedule.search.problem import make_problem
 
@@ -29,11 +29,11 @@ __all__ = ["run", "show"]
 SCENARIOS = Path(__file__).parents[2] / "shared" / "peers" / "scenarios.json"
 CAPS = ("1.0p", "0.75p", "0.5p")
 SECONDS = 0.8
-CHECKPOINT = 0.02  # of an activation, what comes to a stage: about one of a transformer's 34 to 50 tensors of that size
+CHECKPOINT = 0.02  # the input of a stage: about one of the 34 to 50 tensors of its size that a transformer block saves
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """All measurements."""
+    """Run all measurements."""
     rows = list(_instances(quick))
     placed = [row for row in rows if "best_known" in row]
     regrets = {cap: [row["makespan"] / row["best_known"] - 1 for row in placed if row["cap"] == cap] for cap in CAPS}
@@ -70,7 +70,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Tables of ``result``."""
+    """Print the tables of ``result``."""
     table("regret against the best order known for the placement, %", _percent(result["regret"]))
     table("gain of the best placement over the best fixed schedule that fits, %", _percent(result["gain"]))
     table("recompute, or not, in half of 1F1B's memory", result["recompute"])
@@ -79,7 +79,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _instances(quick: bool) -> Iterator[dict[str, Any]]:
-    """Every scenario, placement and cap: what ``auto`` finds, what is known, what fixed schedules take."""
+    """For every scenario, placement and cap: the result of ``auto``, the best known order, and the fixed schedules."""
     for scenario in _scenarios(quick):
         p, m = scenario["p"], scenario["m"]
         for shape, v, placement in (("v1", 1, loop(p)), ("loop2", 2, loop(p, 2)), ("V", 2, vee(p))):
@@ -117,7 +117,7 @@ def _instances(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _scenarios(quick: bool) -> Iterator[dict[str, Any]]:
-    """Those of the file; and for each kind of costs there, the same on 16 ranks where that is plain to say."""
+    """The scenarios of the file; and the costs of the first ones on 16 ranks."""
     if not SCENARIOS.exists():
         raise FileNotFoundError(f"the scenarios are not there: {SCENARIOS}")
     known = json.loads(SCENARIOS.read_text())["scenarios"]
@@ -138,14 +138,14 @@ def _scenarios(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _widen(times: list[float], count: int) -> list[float]:
-    """More stages: the first and the last as they are, those between like those between."""
+    """More stages: the first and the last are unchanged, the middle one is repeated."""
     return [times[0], *([times[1]] * (count - 2)), times[-1]]
 
 
 def _gains(rows: list[dict[str, Any]], cap: str, ours: bool = True) -> list[float]:
-    """For each instance, how much less time the best placement takes than the best fixed schedule that fits.
+    """For each instance, the relative gain of the best placement over the best fixed schedule that fits.
 
-    It is one of the file, or one of ours, which are faster there at times.
+    The fixed schedules are those of the file and, with ``ours``, those of Penstock.
     """
     gains = []
     for key in dict.fromkeys((row["scenario"], row["p"], row["m"]) for row in rows):
@@ -158,7 +158,7 @@ def _gains(rows: list[dict[str, Any]], cap: str, ours: bool = True) -> list[floa
 
 
 def _recompute() -> Iterator[dict[str, Any]]:
-    """8 ranks, 16 micro-batches, hops of a tenth, half of 1F1B's memory: all is kept, or what pays is recomputed."""
+    """8 ranks, 16 micro-batches, hops of a tenth, half of 1F1B's memory: without recompute, and where it pays."""
     p, m = 8, 16
     for shape, v, placement in (("v1", 1, loop(p)), ("loop2", 2, loop(p, 2)), ("V", 2, vee(p))):
         costs = replace(Costs.per_rank(v=v, comm=0.1), checkpoint=CHECKPOINT)
@@ -193,7 +193,7 @@ def _uniform(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _speed(quick: bool) -> Iterator[dict[str, Any]]:
-    """16 ranks, two stages each, hops of a tenth: the whole answer, and the first order."""
+    """16 ranks, two stages each, hops of a tenth: the time of the search, and of the first order."""
     p = 16
     for m in (128,) if quick else (32, 64, 128, 256):
         for shape, placement in (("loop", loop(p, 2)), ("V", vee(p))):

@@ -11,6 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from penstock import _registry
 from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
 from penstock.errors import PlanError as PlanError
@@ -87,6 +88,13 @@ _NAMES = {
     "train.scaler": "GradScaler",
 }
 _MODULES = {name: f"penstock.{module}" for module, names in _NAMES.items() for name in names.split()}
+
+
+def _trace_recording(*arguments: Any) -> Any:
+    return import_module("penstock.profile.trace.recording").TraceRecording(*arguments)
+
+
+_registry.trace_recording = _trace_recording
 
 
 def __getattr__(name: str) -> Any:

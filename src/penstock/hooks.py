@@ -9,6 +9,7 @@ Training scripts do not need them. Like the names of ``penstock`` itself they ar
 - ``cut_points``, ``begin_block_of``, ``remove_begin_block``, ``mentions_marks``, ``recorder``: the marks of a model;
 - ``bind_arguments``: a call's arguments by name;
 - ``Prefetcher``: an iterator that runs ahead in a thread;
+- ``HookBucket``: the argument of a communication hook of ``DistributedDataParallel``;
 - ``is_offloaded``: whether an optimizer keeps its state in host memory.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from penstock.engine.message import flatten as tree_flatten
 from penstock.engine.message import unflatten as tree_unflatten
+from penstock.engine.replicas.ddp import HookBucket
 from penstock.format import parse_bytes
 from penstock.split import chain_of
 from penstock.split.chain import LayerChain, WholeModelChain, bind_arguments, build_plan
@@ -29,6 +31,7 @@ from penstock.train.optimizer_offload import is_offloaded
 from penstock.train.prefetch import Prefetcher
 
 __all__ = [
+    "HookBucket",
     "LayerChain",
     "Prefetcher",
     "WholeModelChain",

@@ -59,7 +59,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_auto(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = output(capsys, "schedule", "auto", "-p", "2", "-m", "4")
     assert out.startswith("auto: 2 ranks, 2 stages, 4 micro-batches\n")
-    assert out.endswith("makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep\n")
+    assert out.endswith(
+        "makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep\n"
+    )
     assert err == ""
     for shape, stages in (("loop", "0 2"), ("v", "0 3")):
         options = ["--shape", shape, "--memory", "1.5", "--costs", "w=2"]

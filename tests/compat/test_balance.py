@@ -27,7 +27,7 @@ class Delay(nn.Module):
 
 
 def delays() -> nn.Sequential:
-    return nn.Sequential(*(Delay(0.02 * i) for i in (1, 2, 3, 4, 5, 6)))
+    return nn.Sequential(*(Delay(0.005 * i) for i in (1, 2, 3, 4, 5, 6)))
 
 
 class Fn(nn.Module):

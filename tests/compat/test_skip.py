@@ -70,15 +70,11 @@ def test_keys_in_a_gpipe_are_torchgpipes() -> None:
 
 def test_names_may_be_isolated_some_or_all() -> None:
     layer, ns, other = stashes("a", "b"), Namespace(), Namespace()
-    assert set(layer.stashable()) == {(None, "a"), (None, "b")}
     assert layer.isolate(ns, only=["a"]) is layer
-    assert set(layer.stashable()) == {(ns, "a"), (None, "b")}
-    assert layer.isolate(other).namespaced("a") == (other, "a")
-    assert layer.namespaces == {"a": other, "b": other}
-    assert layer.isolate(None, only=["b"]).namespaced("b") == (None, "b")
-    assert list(layer.poppable()) == []
-    assert layer.stashable_names == {"a", "b"}
-    assert layer.poppable_names == frozenset()
+    assert layer.stashes() == [(ns, "a"), (None, "b")]
+    assert layer.isolate(other).stashes() == [(other, "a"), (other, "b")]
+    assert layer.isolate(None, only=["b"]).stashes() == [(other, "a"), (None, "b")]
+    assert layer.pops() == []
 
 
 def test_namespaces_differ_and_their_copies_do_not() -> None:

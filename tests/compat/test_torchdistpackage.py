@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from penstock.compat.torchdistpackage import (
 )
 from tests.support.fork_python import fork_python
 from tests.support.models import mlp
+from tests.support.ranks import free_port
 
 
 @contextmanager
@@ -263,9 +263,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_setup_distributed(launcher: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODELIST": "localhost"}
     said = {"torchrun": ({**torchrun}, ""), "slurm": ({**slurm, "SLURM_JOB_ID": "7"}, f"port={port}")}

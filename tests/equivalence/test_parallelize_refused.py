@@ -107,9 +107,9 @@ REFUSED: list[tuple[Any, dict[str, int], dict[str, Any], str]] = [
     (failing, DATA, {}, "no such layer"),
     (replicated, DATA, {}, "replicate.* leave that out"),
     (replicated_by_hooks, DATA, {}, "replicate.* leave that out"),
-    (fsdp, DATA, {"accumulate": "fp32"}, "accumulate='fp32' cannot be had for parameters in parts"),
-    (tensor_parallel, TENSOR, {"accumulate": "fp32"}, "accumulate='fp32' cannot be had for parameters in parts"),
-    (fsdp, DATA, {"offload": ps.Offload()}, "offload does not know parameters in parts"),
+    (fsdp, DATA, {"accumulate": "fp32"}, "accumulate='fp32' is not supported for sharded parameters"),
+    (tensor_parallel, TENSOR, {"accumulate": "fp32"}, "accumulate='fp32' is not supported for sharded parameters"),
+    (fsdp, DATA, {"offload": ps.Offload()}, "offload is not supported for sharded parameters"),
 ]
 
 
@@ -146,7 +146,7 @@ def tied_apart(rank: int) -> str:
 
 def test_ties_are_laid_out_alike(four: Ranks) -> None:
     for found in four.check(tied_apart):
-        assert "is one parameter of several stages, but parallelize has laid it out in different ways" in found
+        assert "is one parameter of several stages, but parallelize has given it different layouts" in found
 
 
 def test_ties_within_a_process_cannot_be_sharded(four: Ranks) -> None:
@@ -166,7 +166,7 @@ def output_in_parts(rank: int) -> str:
 
 def test_a_distributed_output_is_refused(four: Ranks) -> None:
     for found in four.check(output_in_parts):
-        assert "gives a DTensor with the layout" in found
+        assert "returns a DTensor with the layout" in found
 
 
 def already(rank: int) -> str:

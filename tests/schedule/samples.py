@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from penstock.schedule import SCHEDULES, Action, Schedule, build
 
@@ -21,7 +22,10 @@ def schedules(sizes: Iterable[tuple[int, int]] = SMALL) -> Iterator[Schedule]:
     """Every schedule for each (p, m)."""
     for p, m in sizes:
         for name, v in VARIANTS:
-            yield build(name, p, m, v)
+            yield _build(name, p, m, v)
+
+
+_build = cache(build)
 
 
 def label(value: object) -> str:

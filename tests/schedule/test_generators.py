@@ -16,6 +16,7 @@ from penstock.schedule.interleaved import interleaved
 from penstock.schedule.one_f_one_b import one_f_one_b
 from penstock.schedule.registry import SCHEDULES, build
 from penstock.schedule.schedule import Schedule, loop, vee
+from penstock.schedule.verify import verify
 from tests.schedule.interpreter import drawing, run
 
 # A column is the time of one forward, I or W; a full backward takes two.
@@ -120,7 +121,7 @@ def test_staircase(name: str, p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_staircase_drawn_in_the_docstring_is_true(name: str) -> None:
+def test_staircase_of_the_docstring(name: str) -> None:
     make = SCHEDULES[name].make
     doc = inspect.getdoc(make) or ""
     p, m = map(int, re.search(r"p=(\d+), m=(\d+)", doc).groups())  # type: ignore[union-attr]
@@ -137,6 +138,7 @@ def test_every_schedule_is_complete_in_order_and_runs(name: str) -> None:
         schedule = build(name, p, m, v)
         assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
         run(schedule)
+        verify(schedule)
         check_complete(schedule)
 
 
@@ -170,13 +172,13 @@ def test_stages_are_placed_on_a_loop_or_on_a_v() -> None:
         assert build(name, 3, 4).placement == vee(3) == (0, 1, 2, 2, 1, 0)
 
 
-def test_fewer_microbatches_are_the_first_of_more() -> None:
+def test_few_microbatches_of_dualpipev() -> None:
     whole = build("dualpipev", 3, 6)
     assert build("dualpipev", 3, 4) == whole.first(4)
 
 
 def test_schedules_are_plain_data() -> None:
-    """Nothing here imports torch, nor anything of Penstock that does; but how a notebook shows it is told elsewhere."""
+    """No module imports torch, or a part of Penstock that does, except in the methods for notebooks."""
     for path in Path(penstock.schedule.__file__).parent.rglob("*.py"):
         tree = ast.parse(path.read_text())
         shown = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 import pytest
@@ -23,6 +24,7 @@ from tests.schedule.samples import schedules, staircase
 
 SIZES = list(product((1, 2, 3, 4), (1, 2, 3, 5, 8)))
 Edges = Sequence[tuple[int, int]]
+lowered = cache(lower)
 Message = tuple[str, int, int, int]  # direction, from stage, to stage, micro-batch
 
 
@@ -38,7 +40,7 @@ def message(i: Instruction) -> Message:
 
 
 def expected_messages(schedule: Schedule, edges: Edges) -> set[Message]:
-    """All that crosses between ranks: outputs forward and, in training, gradients backward."""
+    """All messages between ranks: outputs forward and, in training, gradients backward."""
     directions = [("F", a, b) for a, b in edges] + ([("B", b, a) for a, b in edges] if schedule.trains else [])
     apart = [(direction, a, b) for direction, a, b in directions if schedule.placement[a] != schedule.placement[b]]
     return {(direction, a, b, k) for direction, a, b in apart for k in range(schedule.num_microbatches)}
@@ -74,7 +76,7 @@ def test_two_ranks_of_1f1b() -> None:
         "F0 F1 .  B0 .  B1",
         ".  F0 B0 F1 B1 . ",
     )
-    assert [str(program) for program in lower(schedule)] == [
+    assert [str(program) for program in lowered(schedule)] == [
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0SENT_F0 0B1 0SENT_F1 0REDUCE",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE 1SENT_B0 1SENT_B1",
     ]
@@ -96,7 +98,7 @@ def test_bounds_are_at_least_one(bad: dict[str, int]) -> None:
 
 def test_compute_keeps_its_order() -> None:
     for schedule in schedules(SIZES):
-        for order, program in zip(schedule.orders, lower(schedule), strict=True):
+        for order, program in zip(schedule.orders, lowered(schedule), strict=True):
             done = [(i.stage, i.kind, i.microbatch) for i in program.instructions if i.kind in "FRBIW"]
             assert done == [tuple(action) for action in order], describe(schedule)
 
@@ -104,7 +106,7 @@ def test_compute_keeps_its_order() -> None:
 def test_every_message_is_sent_once_received_once_and_released_once() -> None:
     for schedule in schedules(SIZES):
         expected = Counter(expected_messages(schedule, chain(schedule.num_stages)))
-        programs = lower(schedule)
+        programs = lowered(schedule)
         for kind in ("SEND", "RECV", "SENT"):
             assert Counter(x for program in programs for x in of_kind(program, kind)) == expected, describe(schedule)
 
@@ -112,7 +114,7 @@ def test_every_message_is_sent_once_received_once_and_released_once() -> None:
 def test_a_message_is_sent_when_made_posted_before_needed_and_released_after_sending() -> None:
     for schedule in schedules(SIZES):
         edges = chain(schedule.num_stages)
-        for program in lower(schedule):
+        for program in lowered(schedule):
             posted: set[Message] = set()
             sent: set[Message] = set()
             made: set[tuple[str, int, int]] = set()
@@ -132,16 +134,16 @@ def test_a_message_is_sent_when_made_posted_before_needed_and_released_after_sen
 def test_receives_are_posted_in_the_order_of_the_sends() -> None:
     """Both ends of a channel (sender, receiver, direction) must agree, or a message lands in another one's buffer."""
     for schedule in schedules(SIZES):
-        programs = lower(schedule)
+        programs = lowered(schedule)
         sends = _by_channel(schedule, programs, "SEND")
         assert _by_channel(schedule, programs, "RECV") == sends, describe(schedule)
 
 
 def test_no_receive_is_posted_before_the_actions_of_its_own_rank_that_it_depends_on() -> None:
-    """A receive that NCCL runs on the GPU may hold up the loading of a kernel: then both would wait for ever."""
+    """A pending NCCL receive on the GPU may block the loading of a kernel, which would deadlock."""
     for schedule in schedules([(2, 3), (3, 4), (4, 2)]):
         causes = _causes(schedule, chain(schedule.num_stages))
-        for program in lower(schedule):
+        for program in lowered(schedule):
             to_do = [i for i in program.instructions if i.kind in ("F", "B", "I")]
             for i in program.instructions:
                 if i.kind in ("F", "B", "I"):
@@ -153,7 +155,7 @@ def test_no_receive_is_posted_before_the_actions_of_its_own_rank_that_it_depends
 
 
 def _causes(schedule: Schedule, edges: Edges) -> dict[tuple[str, int, int], set[tuple[str, int, int]]]:
-    """Everything that must be over before each (direction, stage, micro-batch): the long way round."""
+    """All transitive dependencies of each (direction, stage, micro-batch), computed naively."""
     direct: dict[tuple[str, int, int], set[tuple[str, int, int]]] = {}
     for order in schedule.orders:
         before = None
@@ -190,7 +192,7 @@ def _by_channel(
 
 
 def test_at_most_depth_receives_wait_in_a_channel() -> None:
-    """Where the receiver takes messages in another order than they are sent, it must post up to the one it takes."""
+    """A receiver that consumes messages in another order than they are sent must post up to the one it consumes."""
     for schedule, depth in product(schedules(SIZES), (1, 2, 3)):
         edges = chain(schedule.num_stages)
         for program in lower(schedule, depth=depth):
@@ -212,7 +214,7 @@ def _channel(schedule: Schedule, found: Message) -> tuple[int, int, str]:
 
 
 def _taken(program: Program, edges: Edges, schedule: Schedule) -> dict[tuple[int, int, str], bool]:
-    """For each channel into this rank, whether messages are taken in the order in which they are sent."""
+    """For each channel into this rank, whether messages are consumed in the order in which they are sent."""
     posted: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
     taken: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
     for i in program.instructions:
@@ -227,7 +229,7 @@ def _taken(program: Program, edges: Edges, schedule: Schedule) -> dict[tuple[int
 
 
 def run(schedule: Schedule, programs: Sequence[Program], edges: Edges, *, with_headers: bool = False) -> int:
-    """Let the ranks go until all have ended, or raise; the most sends that were open on a rank at a time.
+    """Run the programs to their end, or raise; return the largest number of open sends of a rank.
 
     A channel is a FIFO: its k-th send meets its k-th receive. An action waits for the sends of what it needs, SENT
     waits for its receive to be posted, or its message to be taken, and SEND and RECV never wait.
@@ -279,7 +281,7 @@ def _arrived(
     posted: dict[tuple[int, int, str], list[Message]],
     schedule: Schedule,
 ) -> bool:
-    """Whether the message that meets this receive has been sent; it must be the one that was asked for."""
+    """Whether the message for this receive has been sent; it must be the expected one."""
     channel = _channel(schedule, found)
     place = posted[channel].index(found)
     if len(sent[channel]) <= place:
@@ -325,7 +327,7 @@ def test_values_that_skip_stages() -> None:
 
 
 def test_a_program_for_messages_without_headers_may_deadlock_with_headers() -> None:
-    """Why lowering asks: a rank of an evaluation waits for a message to be taken, by one that waits for its next."""
+    """A rank waits for a message to be consumed by a rank that waits for its next message."""
     schedule = build("forward_only", 2, 5, 2)
     edges = [*chain(4), (0, 2), (0, 3)]
     verify(schedule, edges)
@@ -351,7 +353,7 @@ def test_open_sends_do_not_grow_with_the_number_of_micro_batches(name: str, p: i
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("v", [1, 2])
 def test_open_sends_of_evaluation_are_bounded(p: int, v: int) -> None:
-    """Nothing comes back that would prove a send to be over: the oldest is waited for when four are open."""
+    """No gradient proves a send complete, so a rank waits for its oldest send when four are open."""
     most = []
     for m in (8, 64):
         schedule = build("forward_only", p, m, v)
@@ -360,11 +362,11 @@ def test_open_sends_of_evaluation_are_bounded(p: int, v: int) -> None:
 
 
 def test_filling_and_draining_on_any_placement() -> None:
-    """What ``pipe(x)`` runs, with the stages placed as in training."""
+    """The schedule of ``pipe(x)``, with the placement of training."""
     for placement in [(0,), (0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0)]:
         for m, backward in product((1, 2, 5), (True, False)):
             schedule = fill_drain(placement, m, backward=backward)
-            run(schedule, lower(schedule), chain(len(placement)))
+            run(schedule, lowered(schedule), chain(len(placement)))
 
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -372,7 +374,7 @@ def test_filling_and_draining_on_any_placement() -> None:
 
 def test_no_two_micro_batches_in_flight_share_a_slot_and_none_is_wasted() -> None:
     for schedule in schedules(SIZES):
-        for rank, program in enumerate(lower(schedule)):
+        for rank, program in enumerate(lowered(schedule)):
             flying: dict[int, dict[int, int]] = defaultdict(dict)  # stage -> slot -> micro-batch
             peak: Counter[int] = Counter()
             total = peak_total = 0
@@ -397,14 +399,14 @@ def test_no_two_micro_batches_in_flight_share_a_slot_and_none_is_wasted() -> Non
                 assert peak_total == verify(schedule).peak_in_flight[rank]
 
 
-def test_1f1b_keeps_as_many_as_there_are_ranks_below() -> None:
+def test_slots_of_1f1b() -> None:
     for m in (8, 64):
         assert [program.num_slots for program in lower(build("1f1b", 4, m))] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
 
 
 def test_a_stages_gradients_are_reduced_once_after_its_last_backward() -> None:
     for schedule in schedules(SIZES):
-        for rank, program in enumerate(lower(schedule)):
+        for rank, program in enumerate(lowered(schedule)):
             places = {i.stage: n for n, i in enumerate(program.instructions) if i.kind == "REDUCE"}
             kinds = [i.kind for i in program.instructions]
             if not schedule.trains:

@@ -83,7 +83,7 @@ def test_a_v_keeps_to_its_memory(name: str, most: str) -> None:
 
 
 def test_more_microbatches_add_no_bubble() -> None:
-    """Once m >= p, the time lost is the same for every m: no schedule has a bubble that repeats."""
+    """For m >= p, the idle time does not depend on m."""
     for name, kind in SCHEDULES.items():
         if name in ("sharded", "forward_only", "dualpipev", "interleaved"):
             continue
@@ -94,7 +94,7 @@ def test_more_microbatches_add_no_bubble() -> None:
 
 
 def test_zero_bubble_is_as_fast_as_any_split_backward_can_be() -> None:
-    """The last rank waits p - 1 and has 3m to do; and the last gradient has to come all the way back."""
+    """The last rank waits p - 1 and works 3m; and the last gradient passes all stages."""
     for name, p, m in product(("zb_h1", "zb_h2"), range(1, 10), range(1, 20)):
         assert run(build(name, p, m)).makespan == max(3 * m + p - 1, 2 * m + 2 * p - 1)
 

@@ -1,4 +1,4 @@
-"""The automatic schedule: what every answer promises, whatever the costs, the placement and the memory."""
+"""The automatic schedule: properties of every result, for any costs, placement and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.schedule.memory_check import fits_all
 from tests.schedule.samples import placed
 
 SHORT = 0.02
-"""Seconds of search: the promises hold however short it is."""
+"""Seconds of search: the properties do not depend on it."""
 
 TIMES = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.0, 1.3, 4.0])
 SIZES = st.sampled_from([0.0, 0.25, 1.0, 1.0, 3.0])
@@ -32,7 +32,7 @@ SIZES = st.sampled_from([0.0, 0.25, 1.0, 1.0, 3.0])
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Costs, placement, micro-batches, edges and a cap that one order keeps at least."""
+    """Arguments of ``auto`` with a feasible cap."""
     p = draw(st.integers(1, 4))
     shape = draw(st.sampled_from(["loop", "vee", "any"]))
     if shape == "any":
@@ -98,7 +98,7 @@ ONE_OF_THEM_SPLIT = {  # fits if only the stage is split whose weight gradients 
 @settings(deadline=None, max_examples=120)
 @given(cases())
 @example(ONE_OF_THEM_SPLIT)
-def test_every_answer_keeps_its_promises(case: dict[str, Any]) -> None:
+def test_every_result_is_valid_and_at_least_as_fast_as_fixed_schedules(case: dict[str, Any]) -> None:
     found = auto(**case, seconds=SHORT)
     assert found.schedule.name == "auto"
     assert found.schedule.placement == case["placement"]
@@ -111,13 +111,13 @@ def test_every_answer_keeps_its_promises(case: dict[str, Any]) -> None:
     assert 0 <= found.lower_bound <= found.makespan
     assert found.gap >= 0
 
-    replayed = {(a.stage, a.microbatch) for order in found.schedule.orders for a in order if a.kind == "R"}
+    recomputes = {(a.stage, a.microbatch) for order in found.schedule.orders for a in order if a.kind == "R"}
     problem = problem_of(case)
     if not problem.recompute_optional:
-        again = [s for s, recomputed in enumerate(problem.recomputed) if recomputed]
-        assert replayed == {(s, k) for s in again for k in range(case["m"])}
+        stages = [s for s, recomputed in enumerate(problem.recomputed) if recomputed]
+        assert recomputes == {(s, k) for s in stages for k in range(case["m"])}
     assert lower_bound(problem) <= found.makespan * (1 + 1e-9)
-    modes = ["always" if again and not problem.recompute_optional else "never" for again in problem.recomputed]
+    modes = ["always" if always and not problem.recompute_optional else "never" for always in problem.recomputed]
     for fixed in fixed_schedules(problem):
         other = simulate(with_recompute(fixed, modes), case["costs"], case["edges"])
         if all(peak <= cap for peak, cap in zip(other.peak_memory, found.cap, strict=True)):
@@ -144,8 +144,8 @@ def test_list_scheduling_does_not_deadlock_for_lack_of_memory(placement: tuple[i
         assert evaluate(problem, words) <= makespan
 
 
-def test_the_fixed_schedules_are_looked_at_whatever_else_is_found() -> None:
-    """So many micro-batches that the search only sees some of them, no time for it, and room for them all."""
+def test_fixed_schedules_are_compared_without_time_to_search() -> None:
+    """More micro-batches than the search looks at, no time, and memory for all of them."""
     costs = Costs.per_rank(v=2, comm=0.5)
     found = auto(costs, loop(8, 2), 160, cap=200, seconds=0)
     assert found.makespan <= simulate(build("looped_bfs", 8, 160, 2), costs).makespan * (1 + 1e-9)
@@ -163,15 +163,15 @@ def test_uniform_costs_have_no_gap(p: int, v: int, shape: str) -> None:
         assert found.makespan == pytest.approx(3 * m + (p - 1) / v)
 
 
-def test_many_micro_batches_are_few_repeated() -> None:
+def test_many_micro_batches_extend_few() -> None:
     for placement in (loop(16, 2), vee(16)):
         found = auto(Costs.per_rank(v=2), placement, 128)
         assert found.makespan == pytest.approx(391.5)
         assert max(found.peak_memory) <= 16
 
 
-def test_repeating_holds_the_pace() -> None:
-    """What a micro-batch adds is what the busiest rank does on it, also where no fixed schedule fits the costs."""
+def test_extending_keeps_the_period_of_the_busiest_rank() -> None:
+    """Each micro-batch adds the work of the busiest rank, also for costs that no fixed schedule is made for."""
     costs = Costs(f=(1.0, 0.8, 1.1, 1.0), i=(1.2, 1.0, 1.0, 1.4), w=(0.7, 1.0, 0.9, 1.0), latency=0.1)
     few, many = (auto(costs, loop(4), m, cap=6, seconds=0.3).makespan for m in (16, 64))
     assert many - few <= 48 * 3.4 * 1.01
@@ -180,7 +180,7 @@ def test_repeating_holds_the_pace() -> None:
 # Memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_default_cap_is_what_1f1b_keeps() -> None:
+def test_default_cap_is_the_peak_of_1f1b() -> None:
     assert auto(Costs(), loop(4), 8, seconds=SHORT).cap == (4.0,) * 4
     assert auto(Costs(), loop(4), 2, seconds=SHORT).cap == (2.0,) * 4
     uneven = Costs(activation=(1.0, 5.0, 0.0, 2.0))
@@ -188,8 +188,8 @@ def test_the_default_cap_is_what_1f1b_keeps() -> None:
     assert auto(Costs.per_rank(v=2), vee(4), 8, seconds=SHORT).cap == (4.0,) * 4
 
 
-def test_what_waits_for_weight_gradients_keeps_the_cap_too() -> None:
-    """Twice as much is kept from I on: an order for half of it has weight gradients sooner."""
+def test_cap_with_more_memory_between_i_and_w() -> None:
+    """With twice the memory between I and W, weight gradients run sooner."""
     costs = Costs(keep=(2.0, 1.0, 2.0, 0.5))
     for cap in (2.0, 4.0, 8.0):
         found = auto(costs, loop(4), 8, cap=cap, seconds=0.1)
@@ -197,7 +197,7 @@ def test_what_waits_for_weight_gradients_keeps_the_cap_too() -> None:
         assert found.peak_memory == simulate(found.schedule, costs).peak_memory
 
 
-def test_less_memory_is_kept_and_costs_time() -> None:
+def test_less_memory_costs_time() -> None:
     tight, roomy = (auto(Costs.per_rank(v=2, comm=0.1), vee(4), 8, cap=cap, seconds=0.2) for cap in (2, 4))
     assert max(tight.peak_memory) <= 2
     assert tight.makespan > roomy.makespan
@@ -213,14 +213,14 @@ def test_each_rank_has_its_own_cap() -> None:
     assert all(peak <= cap for peak, cap in zip(found.peak_memory, (1, 2, 3), strict=True))
 
 
-def test_the_floor_knows_of_memory() -> None:
+def test_lower_bound_of_memory() -> None:
     """One micro-batch at a time, and no order is faster."""
     found = auto(Costs(), loop(4), 5, cap=1, seconds=SHORT)
     assert found.makespan == 5 * 9
     assert found.gap == 0
 
 
-def test_a_cap_that_nothing_keeps() -> None:
+def test_infeasible_cap() -> None:
     costs = Costs(activation=(1.0, 2.0, 0.5, 1.5))
     with pytest.raises(ScheduleError) as caught:
         auto(costs, vee(2), 4, cap=2.0)
@@ -233,7 +233,7 @@ def test_a_cap_that_nothing_keeps() -> None:
 # Recompute -------------------------------------------------------------------------------------------------------
 
 
-def replayed(found: SearchResult) -> int:
+def recomputes(found: SearchResult) -> int:
     return sum(a.kind == "R" for order in found.schedule.orders for a in order)
 
 
@@ -243,22 +243,22 @@ def test_recomputes_pay_in_half_the_memory() -> None:
     found = auto(costs, loop(8, 2), 16, cap=4, recompute=None, repeatable=True)
     assert found.makespan <= 63
     assert max(found.peak_memory) <= 4 * (1 + 1e-9)
-    assert 0 < replayed(found) < 16 * 16
+    assert 0 < recomputes(found) < 16 * 16
     assert found.makespan == simulate(found.schedule, costs).makespan
 
 
-def test_nothing_is_recomputed_where_there_is_room() -> None:
+def test_nothing_is_recomputed_without_need() -> None:
     found = auto(Costs(), loop(4), 8, recompute=None)
     assert found.gap < 1e-9
-    assert replayed(found) == 0
+    assert recomputes(found) == 0
 
 
-def test_some_micro_batches_are_recomputed_and_some_kept() -> None:
-    """A rank alone, with room for two micro-batches of the first stage and what comes after: no wait to fill."""
+def test_part_of_the_micro_batches_is_recomputed() -> None:
+    """Memory for two micro-batches of the first stage only."""
     costs = Costs(activation=(2.0, 1.0), latency=2.0, checkpoint=0.0)
     kept, chosen = (auto(costs, (0, 1), 8, cap=[4.0, 4.0], recompute=how, seconds=0.2) for how in (False, None))
     assert chosen.makespan < kept.makespan
-    assert 0 < replayed(chosen) < 8
+    assert 0 < recomputes(chosen) < 8
 
 
 def test_a_recompute_fills_the_wait_for_the_gradient() -> None:
@@ -267,8 +267,8 @@ def test_a_recompute_fills_the_wait_for_the_gradient() -> None:
     assert found.makespan == 5  # as long as without
 
 
-def test_less_than_a_micro_batch_in_all_stages_is_enough() -> None:
-    """Of four stages on one rank, each is there alone."""
+def test_recompute_needs_less_than_one_micro_batch_in_all_stages() -> None:
+    """Only one of four stages on the rank holds complete activations at a time."""
     costs = Costs(checkpoint=0.1)
     with pytest.raises(ScheduleError, match=r"cut the model finer, or recompute$"):
         auto(costs, (0, 0, 0, 0), 2, cap=1.3)
@@ -279,14 +279,14 @@ def test_less_than_a_micro_batch_in_all_stages_is_enough() -> None:
         auto(costs, (0, 0, 0, 0), 2, cap=1.29, recompute=None)
 
 
-def test_the_default_cap_with_recomputes() -> None:
-    """p - r micro-batches of what comes to a stage, and one that is there again."""
+def test_default_cap_with_recomputes() -> None:
+    """p - r checkpoints, and one complete activation."""
     costs = Costs(checkpoint=0.25)
     assert auto(costs, loop(4), 8, recompute=True, seconds=SHORT).cap == (4 * 0.25 + 0.75,) * 4
     assert auto(costs, loop(4), 8, recompute=None, seconds=SHORT).cap == (4.0,) * 4
 
 
-def test_the_floor_weighs_memory_against_recomputes() -> None:
+def test_lower_bound_trades_memory_for_recompute_time() -> None:
     """Stage 0 keeps its activation for 5, or for 4 and half of it for 1 more where that is recomputed."""
     costs = Costs(checkpoint=0.5)
     problem, _ = make_problem(costs, loop(2), 8, 1.25, None, None)
@@ -299,7 +299,7 @@ def test_the_floor_weighs_memory_against_recomputes() -> None:
 
 
 def test_many_micro_batches_with_recomputes() -> None:
-    """Each adds what a rank does on it, and little more than half a recompute."""
+    """Each micro-batch adds the work of a rank, and little more than half a recompute."""
     costs = Costs.per_rank(v=2, comm=0.1)
     how: dict[str, Any] = {"cap": 4, "recompute": None, "seconds": 0.4, "repeatable": True}
     few, many = (auto(costs, loop(8, 2), m, **how) for m in (64, 128))
@@ -326,27 +326,27 @@ def test_many_micro_batches_with_recomputes() -> None:
         ((0, 1), {"costs": Costs(f=(1.0,))}, "cost f has 1 numbers"),
     ],
 )
-def test_wrong_use(placement: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments(placement: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"costs": Costs(), "m": 2, **options}
     with pytest.raises(ScheduleError) as caught:
         auto(arguments.pop("costs"), placement, arguments.pop("m"), **arguments)
     assert message in str(caught.value)
 
 
-def test_nothing_takes_time() -> None:
+def test_zero_durations() -> None:
     found = auto(Costs(f=0, i=0, w=0), loop(2), 3, seconds=SHORT)
     assert (found.makespan, found.lower_bound, found.gap) == (0, 0, 0)
 
 
-def test_stages_that_keep_nothing() -> None:
-    """The 8B-like case in small: an embedding and a head without activations, beside what their ranks also hold."""
+def test_stages_without_activations() -> None:
+    """An embedding and a head without activations, on ranks with other stages."""
     costs = Costs(f=(0.1, 1, 1, 0.8), i=(0, 1, 1, 0.8), w=(0.1, 1, 1, 0.8), activation=(0.0, 1.0, 1.0, 0.0))
     found = auto(costs, (0, 0, 1, 1), 8, cap=2, seconds=0.2)
     assert max(found.peak_memory) <= 2
     assert found.gap < 0.02
 
 
-# Fused backward, and the same again -------------------------------------------------------------------------------
+# Fused backwards, determinism, no time ---------------------------------------------------------------------------
 
 
 def test_a_backward_is_fused_where_that_delays_nothing() -> None:
@@ -356,14 +356,14 @@ def test_a_backward_is_fused_where_that_delays_nothing() -> None:
 
 
 def test_a_cheaper_fused_backward_is_used() -> None:
-    """Where I and W cost twice B, to split is hardly worth it."""
+    """I and W together take twice the time of B, so few backwards are split."""
     found = auto(Costs(f=1, i=1, w=1, b=1), loop(2), 8, seconds=0.2)
     assert found.makespan <= simulate(build("1f1b", 2, 8), Costs(f=1, i=1, w=1, b=1)).makespan
     assert sum(a.kind == "B" for order in found.schedule.orders for a in order) >= 12
 
 
-def test_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that never runs out, an answer is a matter of the arguments alone."""
+def test_results_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the time never expires, the result depends on the arguments alone."""
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)
 
     def found(seed: int) -> SearchResult:
@@ -373,13 +373,13 @@ def test_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(1) == found(1)
 
 
-def test_out_of_time_at_once() -> None:
+def test_no_time_to_search() -> None:
     found = auto(Costs.per_rank(v=2, comm=0.1), vee(4), 40, cap=3, seconds=0)
     verify(found.schedule)
     assert max(found.peak_memory) <= 3
 
 
-def test_the_answer_says_how_good_it_is() -> None:
+def test_text_of_a_result() -> None:
     assert str(auto(Costs(), loop(2), 4, seconds=SHORT)) == (
         "makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep"
     )

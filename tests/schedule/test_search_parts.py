@@ -132,7 +132,7 @@ def test_a_micro_batch_is_recomputed_and_kept_again(case: dict[str, Any], seed: 
             assert graph.encoded == before
 
 
-def test_what_has_its_order_keeps_it() -> None:
+def test_moves_keep_given_orders() -> None:
     """Of rank 0 of a V, F F of two micro-batches, F and I, I and W, and F of the two stages of the turn."""
     problem = problem_of(Costs(), vee(1), 2)
     graph = OpGraph(NodeTable(problem), sequential_orders(problem))
@@ -151,8 +151,8 @@ def test_no_move_breaks_the_cap() -> None:
     assert OpGraph(NodeTable(roomy), sequential_orders(roomy)).moved(0, 3, 2) is not None
 
 
-def test_an_estimate_is_what_comes_of_it() -> None:
-    """The W of rank 1 goes behind its second I, and off the longest path."""
+def test_estimate_of_a_move() -> None:
+    """The W of rank 1 moves behind its second I, and off the critical path."""
     problem = problem_of(Costs(), loop(2), 2, cap=4)
     graph = OpGraph(NodeTable(problem), encoded("F F I W I W", "F I W F I W"))
     assert graph.makespan == 8
@@ -170,7 +170,7 @@ def test_an_estimate_is_what_comes_of_it() -> None:
 @settings(deadline=None, max_examples=80)
 @given(cases(), st.integers(0, 2**16))
 def test_justification_is_never_worse(case: dict[str, Any], seed: int) -> None:
-    """Whatever the order: here one after so many moves at random."""
+    """For any order: here, after random moves."""
     problem = of_case(case).relaxed_to_fit()
     random, table = Random(seed), NodeTable(problem)
     graph = OpGraph(table, first_order(problem))
@@ -227,13 +227,13 @@ def test_tabu_search_is_never_worse(case: dict[str, Any], seed: int) -> None:
 
 
 def test_tabu_search_finds_the_best_order_from_a_bad_one() -> None:
-    """From one micro-batch at a time to no wait but for the first input."""
+    """From one micro-batch at a time to no wait except for the first input."""
     problem = problem_of(Costs(), loop(2), 4, cap=3)
     makespan, _ = tabu_search(NodeTable(problem), sequential_orders(problem), 400, Random(0), 13.0, lambda: False)
     assert makespan == 13
 
 
-def test_tabu_search_ends_when_time_is_up() -> None:
+def test_tabu_search_ends_when_time_expires() -> None:
     problem = problem_of(Costs(), loop(2), 4, cap=3)
     orders = sequential_orders(problem)
     assert tabu_search(NodeTable(problem), orders, 400, Random(0), 0.0, lambda: True) == (
@@ -250,8 +250,8 @@ def test_backwards_are_fused_where_that_is_faster() -> None:
     assert Counter(orders[0]) == {0: 6, 2: 6}
 
 
-def test_what_there_is_room_for_is_kept_where_that_may_be_chosen() -> None:
-    """Two micro-batches at a time, all recomputed: where it may be chosen, none is."""
+def test_needless_optional_recomputes_are_dropped() -> None:
+    """Two micro-batches at a time, all recomputed: if recomputing is optional, none is."""
     every, chosen = (make_problem(Costs(), loop(1), 4, 2.0, None, how)[0] for how in (True, None))
     orders = encoded("C C R I W R I W " * 2)
     assert evaluate(every, orders) == 16
@@ -262,7 +262,7 @@ def test_what_there_is_room_for_is_kept_where_that_may_be_chosen() -> None:
     )
 
 
-def test_an_order_in_which_a_recompute_comes_too_late() -> None:
+def test_recompute_after_its_backward_is_infeasible() -> None:
     problem = make_problem(Costs(), loop(1), 2, 2.0, None, True)[0]
     for late in ("C I R W C R I W", "R C I W C R I W", "C C R I W I R W"):
         assert evaluate(problem, encoded(late)) == math.inf
@@ -272,7 +272,7 @@ def test_an_order_in_which_a_recompute_comes_too_late() -> None:
 # More micro-batches ----------------------------------------------------------------------------------------------
 
 
-def test_a_complete_order_is_repeated_with_its_weight_gradients() -> None:
+def test_extend_with_weight_gradients() -> None:
     few, many = (problem_of(Costs(), loop(2), m, cap=2) for m in (8, 20))
     _, orders = list_schedule(few)
     makespan, orders = tabu_search(NodeTable(few), orders, 300, Random(0), 25.0, lambda: False)
@@ -284,8 +284,8 @@ def test_a_complete_order_is_repeated_with_its_weight_gradients() -> None:
     assert evaluate(many, longer) == takes == makespan + 12 * 3
 
 
-def test_a_kernel_of_a_complete_order_has_its_weight_gradients() -> None:
-    """The third micro-batch, in the middle, has none: another is repeated."""
+def test_kernel_has_its_weight_gradients() -> None:
+    """The third micro-batch has no W next to it: the kernel of another one is repeated."""
     orders = encoded("F I W F I W F I F I W W")
     found = extend(problem_of(Costs(), loop(1), 9, cap=9), orders, 4, None, 12.0)
     assert found is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from tests.schedule.samples import VARIANTS, placed, staircase
 
 
 def run(name: str, p: int, m: int, v: int | None = None, **costs: float) -> Simulation:
-    """Simulate with the costs of a rank's whole share, whatever the number of its stages."""
+    """Simulate with costs per rank, for any number of stages."""
     schedule = build(name, p, m, v)
     return simulate(schedule, Costs.per_rank(v=schedule.num_stages // p, **costs))
 
@@ -104,20 +105,18 @@ TIMES = [(1.0, 1.0, 1.0), (1.0, 1.3, 0.7), (2.0, 1.5, 1.5), (0.5, 1.0, 0.25)]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("f", "i", "w"), TIMES)
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (3, 1), (4, 8), (5, 7)])
-def test_fill_and_drain(name: str, f: float, i: float, w: float, p: int, m: int) -> None:
-    simulation = run(name, p, m, f=f, i=i, w=w)
-    assert simulation.makespan == pytest.approx((m + p - 1) * (f + i + w))
-    assert simulation.bubble == pytest.approx((p - 1) / (m + p - 1))
-    assert simulation.bubbles == pytest.approx([simulation.bubble] * p)
+def test_fill_and_drain(name: str) -> None:
+    for (f, i, w), (p, m) in product(TIMES, [(1, 1), (1, 5), (3, 1), (4, 8), (5, 7)]):
+        simulation = run(name, p, m, f=f, i=i, w=w)
+        assert simulation.makespan == pytest.approx((m + p - 1) * (f + i + w))
+        assert simulation.bubble == pytest.approx((p - 1) / (m + p - 1))
+        assert simulation.bubbles == pytest.approx([simulation.bubble] * p)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
-@pytest.mark.parametrize(("f", "i", "w"), TIMES)
-@pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 2), (4, 8, 2), (3, 6, 3), (2, 8, 4)])
-def test_more_stages_divide_the_bubble(name: str, f: float, i: float, w: float, p: int, m: int, v: int) -> None:
-    assert run(name, p, m, v, f=f, i=i, w=w).makespan == pytest.approx((m + (p - 1) / v) * (f + i + w))
+def test_more_stages_divide_the_bubble(name: str) -> None:
+    for (f, i, w), (p, m, v) in product(TIMES, [(2, 2, 2), (4, 8, 2), (3, 6, 3), (2, 8, 4)]):
+        assert run(name, p, m, v, f=f, i=i, w=w).makespan == pytest.approx((m + (p - 1) / v) * (f + i + w))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 4), (4, 8), (8, 16), (8, 40)])
@@ -133,7 +132,7 @@ def test_zero_bubble(p: int, m: int) -> None:
         assert run("zbv", p, m).span_bubble == pytest.approx(0)
 
 
-def test_the_toll_of_hops_on_1f1b() -> None:
+def test_cost_of_hops_in_1f1b() -> None:
     """In the steady state every micro-batch waits for 2c(p-1)/p."""
     p, c = 16, 0.1
     longer, shorter = (run("1f1b", p, m, comm=c).makespan for m in (32 * p, 16 * p))
@@ -144,7 +143,7 @@ def test_the_toll_of_hops_on_1f1b() -> None:
 
 
 def naive(schedule: Schedule, times: dict[str, list[float]], latency: float) -> dict[Action, tuple[float, float]]:
-    """Push starts back until every rule holds."""
+    """Delay starts until every dependency holds."""
     start = {action: 0.0 for order in schedule.orders for action in order}
     place = schedule.placement
 
@@ -232,8 +231,8 @@ def test_edges_have_costs_of_their_own() -> None:
         simulate(schedule, Costs(latency={(0, 1): 2}))
 
 
-def test_memory_follows_the_work() -> None:
-    """Kept from the start of F to the end of B or W; between I and W, a part."""
+def test_memory_over_time() -> None:
+    """Held from the start of F to the end of B or W; between I and W, a part."""
     simulation = simulate(staircase("F0 F1 I0 W0 B1"), Costs(activation=8, keep=0.25))
     assert simulation.memory == (((0, 0), (0, 8), (1, 16), (3, 10), (4, 8), (6, 0)),)
     assert simulation.peak_memory == (16,)
@@ -241,7 +240,7 @@ def test_memory_follows_the_work() -> None:
     assert split.peak_memory == (2, 5)
 
 
-def test_what_waits_for_a_weight_gradient_may_be_more_than_was_kept_before() -> None:
+def test_keep_may_exceed_one() -> None:
     costs = Costs(activation=(8, 4), keep=(1.5, 0.5))
     simulation = simulate(staircase("F0 I0 F1 I1 W0 W1", "F0 I0 F1 I1 W0 W1"), costs)
     assert [kept for _, kept in simulation.memory[0]] == [0, 8, 12, 20, 24, 12, 0]
@@ -258,23 +257,23 @@ def test_recompute_keeps_little_until_it_runs() -> None:
     assert [[kept for _, kept in curve] for curve in stages.memory] == [[0, 10, 1, 10, 0], [0, 4, 2, 4, 0]]
 
 
-def test_only_forward_keeps_nothing() -> None:
+def test_forward_only_keeps_nothing() -> None:
     assert run("forward_only", 3, 4).peak_memory == (0, 0, 0)
 
 
-def test_nothing_costs_nothing() -> None:
+def test_zero_costs() -> None:
     simulation = simulate(build("1f1b", 2, 2), Costs(f=0, i=0, w=0))
     assert (simulation.makespan, simulation.bubble, simulation.span_bubble) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["f", "i", "w", "b", "r", "latency", "bytes", "activation", "keep", "bandwidth"])
-def test_costs_are_numbers_from_zero(name: str) -> None:
+def test_costs_are_not_negative(name: str) -> None:
     for bad in (-1.0, math.nan):
         with pytest.raises(ScheduleError, match=f"cost {name}="):
             Costs(**{name: bad})
 
 
-def test_other_impossible_costs() -> None:
+def test_wrong_costs() -> None:
     with pytest.raises(ScheduleError, match="f=inf"):
         Costs(f=math.inf)
     with pytest.raises(ScheduleError, match="bandwidth=0"):

@@ -17,7 +17,7 @@ RANKS, MICROBATCHES = 2, 4
 DEADLINE = 120  # seconds; it takes a few
 
 
-def test_torch_runs_what_we_write(tmp_path: Path) -> None:
+def test_torch_runs_our_csv(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.csv" for name in NAMES]
     for name, path in zip(NAMES, paths, strict=True):
         path.write_text(to_csv(build(name, RANKS, MICROBATCHES)))

@@ -277,7 +277,7 @@ def test_a_rank_that_closed_its_pipeline_is_not_called_dead(two: Ranks) -> None:
 
 
 def hangs(rank: int) -> Told:
-    pipe = pipeline(mlp(), stuck_after=None, timeout=1)
+    pipe = pipeline(mlp(), timeout=(None, 1))
     if rank == 1:
         time.sleep(HOLD)
     told = failing_step(pipe)
@@ -328,7 +328,7 @@ def call_of(name: str, pipe: ps.Pipeline) -> None:
     elif name == "state":
         pipe.state_dict(full=True)
     elif name == "agree":
-        pipe.agree(1.0)
+        pipe.max_over_ranks(1.0)
     elif name == "trace":
         pipe.trace().__enter__()
     else:
@@ -349,7 +349,12 @@ def call_apart(rank: int, first: str, other: str) -> str:
     [*permutations(("clip", "state", "step"), 2), ("agree", "clip"), ("step", "trace")],
 )
 def test_ranks_that_make_different_calls_are_told_which(two: Ranks, first: str, other: str) -> None:
-    words = {"clip": "clip_grad_norm_()", "state": "state_dict(full=True)", "step": "a step", "agree": "agree()"}
+    words = {
+        "clip": "clip_grad_norm_()",
+        "state": "state_dict(full=True)",
+        "step": "a step",
+        "agree": "max_over_ranks()",
+    }
     words["trace"] = "trace()"
     for told in two.check(call_apart, first, other, timeout=DEAD + 10):
         assert "must make the same" in told

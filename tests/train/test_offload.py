@@ -250,8 +250,8 @@ def test_a_group_of_several_sorts_is_not_divided() -> None:
         table, linear = nn.Embedding(4, 4, sparse=sparse), nn.Linear(4, 4)
         optimizer = torch.optim.SGD([*table.parameters(), *linear.parameters()])
         host = OffloadedOptimizer(optimizer, 1, lambda tensor: None)
-        calls, raw = [], host._raw
-        host._raw = lambda optimizer: calls.append(raw(optimizer))
+        calls, raw = [], host._original_step
+        host._original_step = lambda optimizer: calls.append(raw(optimizer))
         linear(table(torch.tensor([1, 2]))).sum().backward()
         optimizer.step()
         return len(calls)
@@ -416,7 +416,7 @@ def test_a_step_that_fails_puts_everything_back() -> None:
     params = list(module.parameters())
     before = [(t, t.clone()) for t in tensors(list(optimizer.state.values()))]
     weights = [p.detach().clone() for p in params]
-    raw, calls = host._raw, []
+    raw, calls = host._original_step, []
 
     def third_fails(optimizer: Optimizer) -> Any:
         calls.append(optimizer)
@@ -424,7 +424,7 @@ def test_a_step_that_fails_puts_everything_back() -> None:
             raise RuntimeError("in the third bucket")
         return raw(optimizer)
 
-    host._raw = third_fails
+    host._original_step = third_fails
     backward(module, 1)
     with pytest.raises(RuntimeError, match="in the third bucket"):
         optimizer.step()
@@ -606,7 +606,7 @@ def test_an_update_that_fails_leaves_the_weights_at_home() -> None:
     host = OffloadedOptimizer(optimizer, 1, lambda tensor: None, weights=weights)
     backward(module, 0)
     before = [p.detach().clone() for p in module.parameters()]
-    raw, calls = host._raw, []
+    raw, calls = host._original_step, []
 
     def third_fails(optimizer: Optimizer) -> Any:
         calls.append(optimizer)
@@ -614,13 +614,13 @@ def test_an_update_that_fails_leaves_the_weights_at_home() -> None:
             raise RuntimeError("in the third bucket")
         return raw(optimizer)
 
-    host._raw = third_fails
+    host._original_step = third_fails
     with pytest.raises(RuntimeError, match="in the third bucket"):
         optimizer.step()
     after = list(module.parameters())
     assert [not torch.equal(p, w) for p, w in zip(after, before, strict=True)] == [True, True] + [False] * 4
     assert all(p.grad is not None for p in after)
-    host._raw = raw
+    host._original_step = raw
     with weights.at_work():
         assert weights.bytes_there() == 0
     backward(module, 1)

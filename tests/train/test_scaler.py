@@ -22,7 +22,7 @@ class Alone:
     def __init__(self) -> None:
         self.loss_scale = 1.0
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         return number
 
 
@@ -33,7 +33,7 @@ class Member(Alone):
         super().__init__()
         self.world = world
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         world = self.world
         world.numbers.append(number)
         world.barrier.wait(10)
@@ -349,7 +349,7 @@ def test_numbers_that_cannot_be(options: dict[str, Any], complaint: str) -> None
 
 
 def test_a_state_of_a_scaler_that_was_switched_off() -> None:
-    with pytest.raises(PlanError, match="switched off saves nothing"):
+    with pytest.raises(PlanError, match="disabled one saves nothing"):
         GradScaler(Alone()).load_state_dict({})
 
 

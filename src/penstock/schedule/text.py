@@ -31,7 +31,7 @@ _IDLE = "-"
 
 
 def to_text(schedule: Schedule) -> str:
-    """The text form. ``from_text`` gives the same schedule again."""
+    """The text form of a schedule; ``from_text`` is its inverse."""
     lines = [" ".join(map(str, order)) or _IDLE for order in schedule.orders]
     return "\n".join([f"# name: {schedule.name}", *lines, ""])
 

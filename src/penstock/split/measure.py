@@ -301,7 +301,7 @@ def _median_times(run: LayerRun, budget: float) -> tuple[float, float]:
         run.clear_grads()
         return forward, backward
 
-    forward, backward = zip(*repeat_runs(once, budget, sum), strict=True)
+    forward, backward = zip(*repeat_runs(once, budget, lambda times: times[0] + times[1]), strict=True)
     return statistics.median(forward), statistics.median(backward)
 
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients of the model, over all ranks, and clipping to it."""
+"""The norm of the model's gradients over all ranks, and clipping."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def grad_norm(
     device_of: DeviceOf = lambda parameter: None,
     reduce_plain: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
 ) -> Tensor:
-    """The norm of the gradients, the same on every rank.
+    """The norm of the gradients, the same on every rank. Ranks without gradients take part.
 
-    ``counted_here`` says which of this rank's parameters it counts (a tie counts once); ``reduce(x, largest)`` gives
-    the sum, or the largest, of ``x`` over the ranks. Ranks without gradients take part. Of parameters in parts, all
-    processes that have parts of them take part, too: their norms are those of the whole. Where ``device_of`` names a
-    device, the norm of a gradient is computed there: sums on the host would be rounded otherwise. ``reduce_plain`` is
-    for processes that have parts of parameters which do not say so, and goes before: parameters that do are whole then.
+    ``counted_here`` selects the parameters that this rank counts (a tied parameter counts once). ``reduce(x, largest)``
+    returns the sum, or the maximum, of ``x`` over the ranks. Norms of sharded parameters are reduced over all processes
+    that hold shards. If ``device_of`` returns a device, the norm of a gradient is computed there, since sums on the
+    host round differently. ``reduce_plain`` runs first, on parameters that are not DTensors: it reduces over processes
+    that hold shards which torch does not know to be such.
     """
-    everyone = list(parameters)
-    parameters = [p for p in everyone if p.grad is not None]
+    all_parameters = list(parameters)
+    parameters = [p for p in all_parameters if p.grad is not None]
     norm_type = float(norm_type)
     first = next(iter(parameters), None)
-    home = torch.device("cpu") if first is None or first.grad is None else device_of(first) or first.grad.device
+    total_device = torch.device("cpu") if first is None or first.grad is None else device_of(first) or first.grad.device
     largest = math.isinf(norm_type)
-    counted = [p for p in everyone if counted_here(p)]
-    plain = _partial([p for p in counted if not is_dtensor(p)], norm_type, home, device_of)
+    counted = [p for p in all_parameters if counted_here(p)]
+    plain = _partial([p for p in counted if not is_dtensor(p)], norm_type, total_device, device_of)
     plain = reduce_plain(plain, largest)
-    both = torch.stack([plain, *_over_shards([p for p in counted if is_dtensor(p)], norm_type, home)])
+    both = torch.stack([plain, *_over_shards([p for p in counted if is_dtensor(p)], norm_type, total_device)])
     total = reduce(both.max() if largest else both.sum(), largest)
     if not largest:
         total = total.pow(1 / norm_type)
@@ -52,7 +52,7 @@ def grad_norm(
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> None:
-    """Scale gradients, whose norm is ``total``, so that it is at most ``max_norm``."""
+    """Scale gradients with the norm ``total`` to at most ``max_norm``."""
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped. Pass "
@@ -65,37 +65,40 @@ def clip_grad_norm(
 
 
 def _partial(
-    parameters: Sequence[nn.Parameter], norm_type: float, home: torch.device, device_of: DeviceOf = lambda _: None
+    parameters: Sequence[nn.Parameter],
+    norm_type: float,
+    total_device: torch.device,
+    device_of: DeviceOf = lambda _: None,
 ) -> Tensor:
-    """What these gradients, or this process's parts of them, add to the norm: powers to be summed, or the largest."""
+    """The contribution of local gradients to the norm: a sum of powers, or the maximum."""
     parts = [(to_local(p.grad), device_of(p) or p.grad.device) for p in parameters if p.grad is not None]
-    norms = _norms([(part, device) for part, device in parts if part.numel()], norm_type, home)
+    norms = _norms([(part, device) for part, device in parts if part.numel()], norm_type, total_device)
     if not math.isinf(norm_type):
         return norms.pow(norm_type).sum()
-    return norms.max() if len(norms) else torch.zeros((), device=home)
+    return norms.max() if len(norms) else torch.zeros((), device=total_device)
 
 
-def _over_shards(parameters: Sequence[nn.Parameter], norm_type: float, home: torch.device) -> list[Tensor]:
-    """The same of parameters in parts, with the parts that other processes have: each part once."""
-    alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
-    for parameter in parameters:  # with a gradient or without: all processes make the same calls
+def _over_shards(parameters: Sequence[nn.Parameter], norm_type: float, total_device: torch.device) -> list[Tensor]:
+    """The contributions of sharded parameters, reduced over the processes that hold shards; each shard counts once."""
+    by_groups: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for parameter in parameters:  # also without a gradient: all processes make the same collective calls
         key = tuple(group.group_name for group in shard_groups(parameter))
-        alike.setdefault(key, []).append(parameter)
-    found = []
-    for group in alike.values():
+        by_groups.setdefault(key, []).append(parameter)
+    totals = []
+    for group in by_groups.values():
         first: Any = group[0]
         total = _partial(group, norm_type, torch.device(first.device_mesh.device_type))
         for processes in shard_groups(first):
             dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, processes)
-        found.append(total.to(home))
-    return found
+        totals.append(total.to(total_device))
+    return totals
 
 
-def _norms(grads: Sequence[tuple[Tensor, torch.device]], norm_type: float, home: torch.device) -> Tensor:
-    """The norm of each gradient, computed on a device, in single precision at least."""
+def _norms(grads: Sequence[tuple[Tensor, torch.device]], norm_type: float, total_device: torch.device) -> Tensor:
+    """The norm of each gradient, computed on its device in at least single precision."""
     wide = {True: torch.float32, False: None}
     norms = [
-        torch.linalg.vector_norm(g.to(device), norm_type, dtype=wide[g.dtype.itemsize < 4]).to(home)
+        torch.linalg.vector_norm(g.to(device), norm_type, dtype=wide[g.dtype.itemsize < 4]).to(total_device)
         for g, device in grads
     ]
-    return torch.stack(norms) if norms else torch.zeros(0, device=home)
+    return torch.stack(norms) if norms else torch.zeros(0, device=total_device)

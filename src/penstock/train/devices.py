@@ -1,4 +1,4 @@
-"""Which device each rank of a pipeline in this process uses."""
+"""The device of each rank of a pipeline that runs in one process."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Devices = Sequence[torch.device | str | int] | torch.device | str | int | None
 
 
 def named_devices(devices: Devices) -> list[torch.device] | None:
-    """The devices that were named, one after the other; None where it was left open or one is to serve all ranks."""
+    """The list of devices; None without ``devices``, or with one device for all ranks."""
     if devices is None or isinstance(devices, (str, torch.device, int)):
         return None
     return [_parse_device(device) for device in devices]
 
 
 def marked_devices(plan: Plan, source: ScheduleProvider) -> list[str] | None:
-    """The device of each rank where the plan has one for every stage."""
+    """The device of each rank, if the plan has devices."""
     if plan.devices is None:
         return None
-    of_rank: dict[int, str] = {}
+    device_of_rank: dict[int, str] = {}
     for stage, (rank, device) in enumerate(zip(source.placement, plan.devices, strict=True)):
-        if of_rank.setdefault(rank, device) != device:
+        if device_of_rank.setdefault(rank, device) != device:
             raise PlanError(
                 f"the plan puts stage {stage} on {device}, but the schedule gives it to rank {rank}, which has a stage "
-                f"on {of_rank[rank]}: choose a schedule with one stage per rank, or say devices="
+                f"on {device_of_rank[rank]}: choose a schedule with one stage per rank, or say devices="
             )
-    return [of_rank[rank] for rank in range(source.ranks)]
+    return [device_of_rank[rank] for rank in range(source.ranks)]
 
 
 def assign_devices(devices: Devices, ranks: int) -> list[torch.device]:
-    """One device per rank: those named in their order, the one named for all, the GPUs in turn, or the CPU."""
+    """One device per rank: the given list, the one given device, the GPUs in turn, or the CPU."""
     if devices is None:
         gpus = _gpus()
         return [torch.device("cuda", r % gpus) if gpus else torch.device("cpu") for r in range(ranks)]
@@ -64,7 +64,7 @@ def _gpus() -> int:
 
 
 def _parse_device(device: torch.device | str | int) -> torch.device:
-    """With its number written out, so that equal devices compare equal."""
+    """The device with an explicit index, so that equal devices compare equal."""
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:

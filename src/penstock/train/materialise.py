@@ -1,4 +1,4 @@
-"""A stage's parameters and buffers on its device: moved there, or made there where they were only described."""
+"""Move the parameters and buffers of stages to their devices, or create those that are on the meta device."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def materialise(
     copies: list[list[nn.Parameter]],
     weights: HostWeights | None = None,
 ) -> None:
-    """Move stages to their devices. Those built under ``torch.device("meta")`` get memory there, and ``init`` fills it.
+    """Move stages to their devices. Tensors on the meta device are allocated there and initialised by ``init``.
 
-    A parameter that stands in several places of a device stays one; ``copies`` (see ``place_ties``) are kept in step.
-    With ``weights``, which live on the host, one stage's are on the device at a time.
+    A parameter with several names on a device stays one; ``copies`` (see ``place_ties``) is updated. With ``weights``,
+    which are in host memory, only one stage's parameters are on the device at a time.
     """
-    described = {
+    on_meta = {
         stage: [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
         for stage, module in modules.items()
     }
-    for stage, names in described.items():
+    for stage, names in on_meta.items():
         if names and init is None:
             raise PlanError(
                 f"stage {stage} has {len(names)} tensors on the meta device, without data ({names[0]} is one): pass "
@@ -41,32 +41,32 @@ def materialise(
             )
     made: dict[int, Tensor] = {}
     for stage, module in modules.items():
-        if described[stage]:
-            _make(module, devices[stage], made)
+        if on_meta[stage]:
+            _allocate(module, devices[stage], made)
         module.to(devices[stage])
         if weights is not None:
             weights.settle(stage)
     for row in copies:
         row[:] = [made.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
     for stage, module in modules.items():
-        if described[stage] and init is not None:
+        if on_meta[stage] and init is not None:
             try:
                 with torch.no_grad(), nullcontext() if weights is None else weights.filling(stage):
                     init(module)
             except Exception as error:
                 error.add_note(f"in init of stage {stage}")
                 raise
-            _refuse_unfilled(stage, module, described[stage])
+            _check_initialised(stage, module, on_meta[stage])
 
 
-def _refuse_unfilled(stage: int, module: nn.Module, names: Sequence[str]) -> None:
-    """What was made holds nothing but NaN until it is filled."""
+def _check_initialised(stage: int, module: nn.Module, names: Sequence[str]) -> None:
+    """Raise an error for new tensors that still hold the NaN they were created with."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     left = [name for name in names if _is_float(state[name]) and bool(state[name].isnan().all())]
     if left:
         raise PlanError(
             f"init left {len(left)} tensors of stage {stage} without values ({left[0]} is one): it must fill all "
-            "parameters and buffers, those too that are not in the state dict"
+            "parameters and buffers, including those that are not in the state dict"
         )
 
 
@@ -74,7 +74,7 @@ def _is_float(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _make(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
+def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
     for part in module.modules():
         for members in (part._parameters, part._buffers):
             for name, tensor in members.items():

@@ -1,4 +1,14 @@
-"""``Offload``: what a pipeline keeps on the host, and optimizers that know of it."""
+"""``ps.Offload``, and optimizers whose state is in host memory and is streamed to the device for the update.
+
+    bucket            0    1    2    3
+    to device        ▓▓   ▓▓   ▓▓   ▓▓              while the bucket before is updated
+    update                ██   ██   ██   ██         the optimizer's own step, on the bucket's parameters
+    to host                    ▒▒   ▒▒   ▒▒   ▒▒    while the next bucket is updated
+
+A torch optimizer that treats each parameter by itself is stepped bucket by bucket: the arithmetic per parameter is the
+same, so the result is bitwise equal. Any other optimizer (LBFGS, third-party ones) is stepped with all of its state and
+all weights on the device. Weights that are in host memory (``Offload(weights=True)``) are streamed with the state.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +35,6 @@ from penstock.format import parse_bytes
 
 __all__ = ["Offload", "OffloadedOptimizer", "is_offloaded", "offload_optimizer", "require_offloaded"]
 
-
-# Optimizers whose state lives on the host, streamed around the update; and with it weights that live there.
-#
-#     bucket            0    1    2    3
-#     in               ▓▓   ▓▓   ▓▓   ▓▓              copied to the device while the bucket before is updated
-#     update                ██   ██   ██   ██         the optimizer's own step, on the bucket's parameters alone
-#     out                        ▒▒   ▒▒   ▒▒   ▒▒    copied to the host while the next one is updated
-#
-# An optimizer of torch that treats each parameter by itself is stepped bucket by bucket: the same numbers in the same
-# order for each parameter, so the same result bit for bit. Of any other (LBFGS, one that torch does not have) nothing
-# is known, so all of its state, and all weights, are there for its step.
-
 _PER_PARAMETER = (
     *(optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.Muon),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam),
@@ -51,10 +49,10 @@ def is_offloaded(optimizer: Optimizer) -> bool:
 
 
 class OffloadedOptimizer:
-    """The state of one optimizer, on the host between steps. Tensors of less than ``smallest`` bytes do not go there.
+    """Keeps the state of one optimizer in host memory between steps, except tensors below ``smallest`` bytes.
 
-    ``copies_for`` says how a tensor on a device is copied, and None of one that stays where it is. ``weights`` has the
-    parameters that are on the host between steps.
+    ``copies_for`` returns the copy streams for a tensor, or None for one that stays where it is. ``weights`` has the
+    parameters that are in host memory between steps.
     """
 
     def __init__(
@@ -76,31 +74,31 @@ class OffloadedOptimizer:
         self.smallest = smallest
         self.copies_for = copies_for
         self.weights = weights
-        self._loans: dict[Any, UpdateLease] = {}
-        self._homes: dict[Any, dict[_Path, _HostTensor]] = {}
+        self._leases: dict[Any, UpdateLease] = {}
+        self._host_tensors: dict[Any, dict[_Path, _HostTensor]] = {}
         step: Any = type(optimizer).step
-        self._raw: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self._original_step: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
         known: list[Any] = [kind.step for kind in _PER_PARAMETER]
-        divisible = any(inspect.unwrap(step) is inspect.unwrap(one) for one in known)
+        divisible = any(inspect.unwrap(step) is inspect.unwrap(other) for other in known)
 
-        def streamed(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return self._by_buckets(closure) if divisible else self._whole(closure)
+        def step_with_copies(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._step_by_buckets(closure) if divisible else self._step_at_once(closure)
 
-        # As torch does with the steps of its own classes: hooks of the optimizer run once, around all buckets.
-        optimizer.step = MethodType(Optimizer.profile_hook_step(streamed), optimizer)  # type: ignore[method-assign]
-        optimizer.register_load_state_dict_post_hook(lambda _: self._take_over())
+        # Wrapped as torch wraps the steps of its own classes: the optimizer's hooks run once, around all buckets.
+        optimizer.step = MethodType(Optimizer.profile_hook_step(step_with_copies), optimizer)  # type: ignore[method-assign]
+        optimizer.register_load_state_dict_post_hook(lambda _: self._move_state_to_host())
         _offloaded.add(optimizer)
-        self._take_over()  # Adagrad has state from its beginning
+        self._move_state_to_host()  # Adagrad creates its state in __init__
 
-    def _whole(self, closure: Callable[[], Any] | None) -> Any:
+    def _step_at_once(self, closure: Callable[[], Any] | None) -> Any:
         with nullcontext() if self.weights is None else self.weights.staying():
             try:
-                self._arrive(self._fetch(list(self.optimizer.state)))
-                return self._raw(self.optimizer) if closure is None else self._raw(self.optimizer, closure)
+                self._wait_on_device(self._fetch(list(self.optimizer.state)))
+                return self._original_step(self.optimizer, *([] if closure is None else [closure]))
             finally:
-                self._finish(self._send())
+                self._wait_on_host(self._send())
 
-    def _by_buckets(self, closure: Callable[[], Any] | None) -> Any:
+    def _step_by_buckets(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -110,42 +108,43 @@ class OffloadedOptimizer:
         buckets = list(self._buckets())
         groups = self.optimizer.param_groups
         params_of = [group["params"] for group in groups]
-        leaving: list[list[_PendingCopy]] = []
+        to_host: list[list[_PendingCopy]] = []
         try:
-            coming = self._fetch(buckets[0][1]) if buckets else []
+            to_device = self._fetch(buckets[0][1]) if buckets else []
             for number, (group, params) in enumerate(buckets):
-                if len(leaving) > 1:  # its memory is what the next bucket comes into
-                    self._arrive(leaving.pop(0))
-                arrived, coming = coming, []
+                if len(to_host) > 1:  # frees memory for the next bucket
+                    self._wait_on_device(to_host.pop(0))
+                arrived, to_device = to_device, []
                 if number + 1 < len(buckets):
-                    coming = self._fetch(buckets[number + 1][1])
-                self._arrive(arrived)
+                    to_device = self._fetch(buckets[number + 1][1])
+                self._wait_on_device(arrived)
                 self.optimizer.param_groups = [group]
                 group["params"] = params
-                self._raw(self.optimizer)
-                leaving.append(self._send(params))
+                self._original_step(self.optimizer)
+                to_host.append(self._send(params))
         finally:
             self.optimizer.param_groups = groups
             for group, params in zip(groups, params_of, strict=True):
                 group["params"] = params
-            self._finish([*(copy for row in leaving for copy in row), *self._send()])
+            self._wait_on_host([*(copy for row in to_host for copy in row), *self._send()])
         return loss
 
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-        """Parameters of one group that are updated together: three buckets are on the device at a time.
+        """Parameters of one group that are updated together. Three buckets are on the device at a time.
 
-        Torch chooses an implementation by the parameters it sees: groups of several sorts are not divided.
+        Torch selects an implementation by the parameters of a group, so groups of mixed types or devices stay whole.
         """
         for group in self.optimizer.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            sorts = {(type(p), self._device_of(p) or p.device, p.grad.layout) for p in params}
-            divisible = all(kind in _PLAIN and layout is torch.strided for kind, _, layout in sorts)
-            divisible = divisible and len({device for _, device, _ in sorts}) == 1
+            kinds = {(type(p), self._device_of(p) or p.device, p.grad.layout) for p in params}
+            divisible = all(kind in _PLAIN and layout is torch.strided for kind, _, layout in kinds)
+            divisible = divisible and len({device for _, device, _ in kinds}) == 1
             part: list[Tensor] = []
             size = 0
             for p in params:
-                # Before the first step nobody knows how much there will be: as much as Adam has.
-                cost = sum(home.host.nbytes for home in self._homes.get(p, {}).values()) or 2 * p.nbytes
+                # Before the first step the size of the state is unknown: assume Adam's.
+                state = self._host_tensors.get(p, {}).values()
+                cost = sum(tensor.host.nbytes for tensor in state) or 2 * p.nbytes
                 if self._device_of(p) is not None:
                     cost += 2 * p.nbytes
                 if part and divisible and 3 * (size + cost) > self.bucket:
@@ -157,59 +156,60 @@ class OffloadedOptimizer:
                 yield group, part
 
     def _fetch(self, keys: Iterable[Any]) -> list[_PendingCopy]:
-        """Start the state of these parameters on its way to the device, and those of them that are on the host."""
+        """Start copying the state of these parameters, and parameters in host memory, to the device."""
         started = []
         for key in keys:
-            loan = None if self.weights is None else self.weights.lend(key)
-            if loan is not None:
-                self._loans[key] = loan
-                started += [_PendingCopy(loan.copies, loan.mark, tensor) for tensor in loan.came]
-            homes = self._homes.get(key, {})
+            lease = None if self.weights is None else self.weights.lend(key)
+            if lease is not None:
+                self._leases[key] = lease
+                started += [_PendingCopy(lease.copies, lease.mark, tensor) for tensor in lease.came]
+            host_tensors = self._host_tensors.get(key, {})
             for container, at, path, tensor in _tensors(self.optimizer.state.get(key)):
-                home = homes.get(path)
-                if home is not None and tensor is home.host:
-                    there = torch.empty_like(tensor, device=home.device)
-                    home.mark = home.copies.back(tensor, there)
+                host_tensor = host_tensors.get(path)
+                if host_tensor is not None and tensor is host_tensor.host:
+                    there = torch.empty_like(tensor, device=host_tensor.device)
+                    host_tensor.mark = host_tensor.copies.back(tensor, there)
                     container[at] = there
-                    started.append(_PendingCopy(home.copies, home.mark, there))
+                    started.append(_PendingCopy(host_tensor.copies, host_tensor.mark, there))
         return started
 
     def _send(self, keys: Iterable[Any] | None = None) -> list[_PendingCopy]:
-        """Start the state of these parameters, or all that is on a device, on its way to the host; and what is lent."""
+        """Start copying the state of these parameters (default: all) and leased parameters to the host."""
         started = []
-        for key in list(self._loans) if keys is None else keys:
-            loan = self._loans.pop(key, None)
-            if loan is not None:
-                unscaled = getattr(self.optimizer, "grad_scale", None) is not None  # by a fused update, without a trace
-                started += [_PendingCopy(loan.copies, *leaving) for leaving in loan.end(unscaled)]
+        for key in list(self._leases) if keys is None else keys:
+            lease = self._leases.pop(key, None)
+            if lease is not None:
+                # A fused update unscales gradients without changing ``.grad``.
+                unscaled = getattr(self.optimizer, "grad_scale", None) is not None
+                started += [_PendingCopy(lease.copies, *copy) for copy in lease.end(unscaled)]
         found = [
             (key, *place)
             for key in (list(self.optimizer.state) if keys is None else keys)
             for place in _tensors(self.optimizer.state.get(key))
         ]
-        # What is one memory under two names must stay so: it does not go. Nor does a parameter.
+        # Tensors that share storage with another tensor or a parameter must keep doing so: they stay.
         uses = Counter(storage_id(tensor) for *_, tensor in found)
         uses.update(
             storage_id(p) for group in self.optimizer.param_groups for p in group["params"] if type(p) in _PLAIN
         )
         for key, container, at, path, tensor in found:
-            homes = self._homes.setdefault(key, {})
-            home = homes.get(path)
-            copies = None if home is not None and tensor is home.host else self.copies_for(tensor)
+            host_tensors = self._host_tensors.setdefault(key, {})
+            host_tensor = host_tensors.get(path)
+            copies = None if host_tensor is not None and tensor is host_tensor.host else self.copies_for(tensor)
             if copies is None or tensor.nbytes < max(1, self.smallest) or uses[storage_id(tensor)] > 1:
                 continue
-            if home is None or not home.fits(tensor):
-                home = homes[path] = _HostTensor(copies, tensor.device, copies.host(tensor))
-            home.mark = copies.out(tensor, home.host, home.mark)
-            container[at] = home.host
-            started.append(_PendingCopy(copies, home.mark, tensor))
+            if host_tensor is None or not host_tensor.fits(tensor):
+                host_tensor = host_tensors[path] = _HostTensor(copies, tensor.device, copies.host(tensor))
+            host_tensor.mark = copies.out(tensor, host_tensor.host, host_tensor.mark)
+            container[at] = host_tensor.host
+            started.append(_PendingCopy(copies, host_tensor.mark, tensor))
         return started
 
-    def _take_over(self) -> None:
-        """State that was made or loaded outside of a step goes to the host.
+    def _move_state_to_host(self) -> None:
+        """Move state that was created or loaded outside a step to the host.
 
-        Torch puts it where the parameters are. Of those that are on the host now, it belongs to the device they are
-        used on, as if the update had made it there: but for the count of steps, which torch keeps on the host for most.
+        Torch creates it on the parameters' device. State of a parameter in host memory is first moved to the device of
+        its update, as if the update had created it there, except the step count, which most optimizers keep on the CPU.
         """
         for group in self.optimizer.param_groups:
             on_device = group.get("capturable") or group.get("fused")
@@ -219,34 +219,34 @@ class OffloadedOptimizer:
                     for container, at, path, tensor in _tensors(self.optimizer.state.get(p)):
                         if path[-1] != "step" or on_device:
                             container[at] = tensor.to(device)
-                    self._finish(self._send([p]))
-        self._finish(self._send())
+                    self._wait_on_host(self._send([p]))
+        self._wait_on_host(self._send())
 
     def _device_of(self, p: Tensor) -> torch.device | None:
         return None if self.weights is None else self.weights.device_of(p)
 
     @staticmethod
-    def _arrive(copies: Iterable[_PendingCopy]) -> None:
-        """The device goes on after these copies: what came can be used, what went can be let go."""
+    def _wait_on_device(copies: Iterable[_PendingCopy]) -> None:
+        """Let the device wait for copies: their targets can be used and their sources freed afterwards."""
         for copy in copies:
-            copy.by.wait(copy.mark, copy.on_device)
+            copy.streams.wait(copy.mark, copy.on_device)
 
     @staticmethod
-    def _finish(copies: Iterable[_PendingCopy]) -> None:
-        """Here the host waits: whoever reads the state after a step must find it."""
+    def _wait_on_host(copies: Iterable[_PendingCopy]) -> None:
+        """Let the host wait for copies, so that the state can be read after the step."""
         for copy in copies:
-            copy.by.finish(copy.mark)
+            copy.streams.finish(copy.mark)
 
 
 class _PendingCopy(NamedTuple):
-    by: CopyStreams
+    streams: CopyStreams
     mark: CopyEvent
     on_device: Tensor
 
 
 @dataclass
 class _HostTensor:
-    """Where a tensor of the state lives on the host, and the device it is used on."""
+    """The host copy of a state tensor, and the device of its update."""
 
     copies: CopyStreams
     device: torch.device
@@ -259,7 +259,7 @@ class _HostTensor:
 
 
 def _tensors(state: Any, path: _Path = ()) -> Iterator[tuple[Any, Any, _Path, Tensor]]:
-    """The plain tensors in a state of dicts and lists: where each is held, under what, and its path."""
+    """The plain tensors in nested dicts and lists: container, key, path and tensor."""
     items = list(state.items()) if isinstance(state, dict) else list(enumerate(state)) if type(state) is list else []
     for at, value in items:
         if type(value) in _PLAIN and value.layout is torch.strided:
@@ -270,13 +270,13 @@ def _tensors(state: Any, path: _Path = ()) -> Iterator[tuple[Any, Any, _Path, Te
 
 @dataclass(frozen=True)
 class Offload:
-    """What is kept on the host while a GPU has no use for it. On the CPU it is accepted, and moves nothing.
+    """The tensors that a pipeline keeps in host memory while a GPU does not use them. On the CPU it has no effect.
 
-    ``optimizer``: the state of optimizers that ``pipe.offload_optimizer(…)`` was called with, of which at most about
-    ``bucket`` bytes are on the device at a time. ``activations``: what waiting micro-batches saved for their backward,
-    up to ``budget`` bytes of host memory in each process; beyond it they stay on the device. ``weights``: parameters
-    and their gradients; a device has those of the stage at work and of the one that comes next, and stages on one
-    device take turns. Between calls they are tensors of the host. Sizes are bytes or "2GiB".
+    ``optimizer``: the state of optimizers passed to ``pipe.offload_optimizer(…)``, of which about ``bucket`` bytes are
+    on the device at a time. ``activations``: tensors that waiting micro-batches saved for backward, up to ``budget``
+    bytes of host memory per process; the rest stays on the device. ``weights``: parameters and their gradients; a
+    device holds those of the running and of the next stage. Between calls they are CPU tensors. Sizes are bytes or
+    strings such as "2GiB".
     """
 
     optimizer: bool = True
@@ -313,10 +313,7 @@ class Offload:
 
 
 def offload_optimizer(optimizer: Optimizer, offload: Offload, weights: HostWeights | None = None) -> Optimizer:
-    """The same optimizer, its state on the host from now on, as ``weights`` are. It is used, saved, loaded as before.
-
-    Torch loads a state dict to the parameters' devices; it goes to the host right after.
-    """
+    """Keep the optimizer's state in host memory from now on. It is used, saved and loaded as before."""
     copies: dict[torch.device, CopyStreams] = {}
 
     def copies_for(tensor: Tensor) -> CopyStreams | None:
@@ -330,18 +327,18 @@ def offload_optimizer(optimizer: Optimizer, offload: Offload, weights: HostWeigh
 
 
 def require_offloaded(parameters: Iterable[nn.Parameter]) -> RemovableHandle:
-    """Refuse the step of an optimizer of these parameters that was not offloaded: nobody would see that it is not."""
-    ours = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+    """Make steps of optimizers of these parameters an error unless the optimizer is offloaded."""
+    required = {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
-    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_offloaded(optimizer):
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in ours and ours[id(parameter)]() is parameter:
+                if id(parameter) in required and required[id(parameter)]() is parameter:
                     raise PlanError(
                         "the pipeline has Offload(optimizer=True) or Offload(weights=True), and this optimizer is not "
                         f"offloaded: use pipe.offload_optimizer({type(optimizer).__name__}(pipe.parameters(), …))"
                     )
 
-    return register_optimizer_step_pre_hook(look)
+    return register_optimizer_step_pre_hook(check)

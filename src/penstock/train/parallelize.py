@@ -1,9 +1,9 @@
-"""``Pipeline(…, parallelize=…)``: the user's function makes DDP, FSDP2 or tensor-parallel modules of the stages.
+"""``Pipeline(…, parallelize=…)``: apply the user's function for DDP, FSDP2 or tensor parallelism to each stage.
 
-    made equal over data and tensor ─▶ function(stage, mesh) ─▶ DDP taken off, FSDP taken over, names and ties checked
+    equalise over data and tensor ─▶ function(stage, mesh) ─▶ unwrap DDP, drive FSDP, check names and ties
 
-What the function does talks to other processes. So all have come and agree on the pipeline before it is called, and
-replicas have the same weights: what it cuts up are those of the first.
+The function communicates with other processes. Before it is called, all processes have joined and agree on the
+pipeline's configuration, and replicas have the weights of the first one.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from torch import nn
 
 from penstock._torch import fsdp_state
 from penstock.engine.message import flatten, unflatten
-from penstock.engine.parallelized import ParallelizedStage
 from penstock.engine.replicas import broadcast_from_first
 from penstock.engine.replicas.ddp import unwrap_ddp
 from penstock.engine.replicas.dtensor import is_dtensor, keep_edges_plain
 from penstock.engine.replicas.fsdp import FsdpStage, fsdp_stage
 from penstock.engine.shapes import FakeStage
+from penstock.engine.stage import ParallelizedStage
 from penstock.errors import PlanError
 from penstock.split.plan import Tie
 from penstock.train.mesh import Mesh
-from penstock.train.options import Options
 from penstock.train.state import FqnMap
 
 __all__ = ["parallelize_stages"]
@@ -34,43 +33,43 @@ __all__ = ["parallelize_stages"]
 def parallelize_stages(
     modules: dict[int, nn.Module],
     mesh: Mesh,
-    options: Options,
+    options: Any,
     ties: Sequence[Tie],
     copies: list[list[nn.Parameter]],
     own: FqnMap,
 ) -> dict[int, ParallelizedStage]:
-    """Call the user's function for each stage of this process, in order; ``modules`` and ``copies`` are kept in step.
+    """Call the user's function for each stage of this process, in order; updates ``modules`` and ``copies``.
 
-    ``own`` gives the model's names. All processes of the mesh call this together.
+    ``own`` maps names to the model's. All processes of the mesh call this together.
     """
     assert options.parallelize is not None
-    _ = mesh.device_mesh  # made by all together, also where the function does not ask for it
+    _ = mesh.device_mesh  # creating it is collective, so do it even if the function does not use it
     for dimension in ("data", "tensor"):
         if mesh.sizes[dimension] > 1:
             tensors = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
             broadcast_from_first(tensors, mesh[dimension].get_group())
-    before = _by_identity(modules, own)
+    before = _identities(modules, own)
     made = {}
     for stage, module in modules.items():
         fake = FakeStage(stage, module, mesh.device)
         result = _call(options.parallelize, stage, module, mesh)
         result, wrapped = unwrap_ddp(result, stage, mesh.ranks("data"))
         sharded = fsdp_stage(result, stage, mesh.ranks("data"))
-        _refuse_foreign_meshes(stage, result, sharded, mesh)
+        _check_device_meshes(stage, result, sharded, mesh)
         changed = result is not module or sharded is not None or mesh.tensor > 1
-        if changed and not fake.parts and not options.dynamic:
+        if changed and not fake.pairs and not options.dynamic:
             raise PlanError(
                 f"stage {stage} cannot be copied (copy.deepcopy fails), and a copy of the stage as it was before "
-                "parallelize is needed, to learn what crosses its edges"
+                "parallelize is needed, to infer the shapes on its edges"
             )
         if sharded is not None:
-            _cast_as(sharded, fake)
+            _apply_mixed_precision(sharded, fake)
         if mesh.tensor > 1:
             keep_edges_plain(result, stage)
         modules[stage] = result
         made[stage] = ParallelizedStage(fake if changed else None, wrapped, sharded)
-    _compare(before, _by_identity(modules, own))
-    _refuse_options(modules, options)
+    _check_parameters(before, _identities(modules, own))
+    _check_options(modules, options)
     for tie, row in zip(ties, copies, strict=True):
         row[:] = {id(p): p for _, name, p in _members(modules, own) if name in tie.names}.values()
     return made
@@ -92,21 +91,18 @@ def _call(function: Callable[..., Any], stage: int, module: nn.Module, mesh: Mes
     return result
 
 
-# ── what must be as before ───────────────────────────────────────────────────────────────────────────────────────
-
-
 def _members(modules: Mapping[int, nn.Module], own: FqnMap) -> Iterator[tuple[int, str, nn.Parameter]]:
     for stage, module in modules.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
             yield stage, own(name), parameter
 
 
-def _by_identity(modules: Mapping[int, nn.Module], own: FqnMap) -> dict[tuple[int, str], int]:
+def _identities(modules: Mapping[int, nn.Module], own: FqnMap) -> dict[tuple[int, str], int]:
     return {(stage, name): id(parameter) for stage, name, parameter in _members(modules, own)}
 
 
-def _compare(before: Mapping[tuple[int, str], int], after: Mapping[tuple[int, str], int]) -> None:
-    """Parameters must have their names, and those that were one must be one."""
+def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tuple[int, str], int]) -> None:
+    """Parameters must keep their names, and tied parameters must stay tied."""
     for stage in {stage for stage, _ in (*before, *after)}:
         gone = sorted(name for s, name in before.keys() - after.keys() if s == stage)
         new = sorted(name for s, name in after.keys() - before.keys() if s == stage)
@@ -117,20 +113,20 @@ def _compare(before: Mapping[tuple[int, str], int], after: Mapping[tuple[int, st
                 "stage in place, or wrap it in what keeps names (DistributedDataParallel, fully_shard, "
                 "checkpoint_wrapper, torch.compile)"
             )
-    one: dict[int, list[tuple[int, str]]] = {}
+    places_of: dict[int, list[tuple[int, str]]] = {}
     for place, key in before.items():
-        one.setdefault(key, []).append(place)
-    for places in one.values():
+        places_of.setdefault(key, []).append(place)
+    for places in places_of.values():
         if len({after[place] for place in places}) > 1:
             names = " and ".join(f"{name} of stage {stage}" for stage, name in places)
             raise PlanError(
                 f"{names} were one parameter, and parallelize has made several of it, which would drift apart: leave "
-                "it as it is, or cut the model so that stages which share it are on different ranks"
+                "it unchanged, or cut the model so that stages which share it are on different ranks"
             )
 
 
-def _refuse_foreign_meshes(stage: int, module: nn.Module, sharded: FsdpStage | None, mesh: Mesh) -> None:
-    """Parameters in parts must be parted over what the stage's processes are in parts over."""
+def _check_device_meshes(stage: int, module: nn.Module, sharded: FsdpStage | None, mesh: Mesh) -> None:
+    """Sharded parameters must be sharded over the stage's own process group."""
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter) and (sharded is None or id(parameter) not in sharded.parameters):
             there = parameter.device_mesh.mesh.flatten().tolist()
@@ -141,27 +137,24 @@ def _refuse_foreign_meshes(stage: int, module: nn.Module, sharded: FsdpStage | N
                 )
 
 
-def _refuse_options(modules: Mapping[int, nn.Module], options: Options) -> None:
-    in_parts = [name for m in modules.values() for name, p in m.named_parameters() if is_dtensor(p)]
-    if in_parts and options.accumulate is not None:
+def _check_options(modules: Mapping[int, nn.Module], options: Any) -> None:
+    sharded_names = [name for m in modules.values() for name, p in m.named_parameters() if is_dtensor(p)]
+    if sharded_names and options.accumulate is not None:
         raise PlanError(
-            f"accumulate={options.accumulate!r} cannot be had for parameters in parts ({in_parts[0]} is one): with "
-            "fully_shard use MixedPrecisionPolicy(reduce_dtype=torch.float32), else keep the parameters in float32 and "
-            "run steps under torch.autocast"
+            f"accumulate={options.accumulate!r} is not supported for sharded parameters ({sharded_names[0]} is one): "
+            "with fully_shard use MixedPrecisionPolicy(reduce_dtype=torch.float32), else keep parameters in float32 "
+            "and run steps under torch.autocast"
         )
-    if in_parts and options.offload is not None:
+    if sharded_names and options.offload is not None:
         raise PlanError(
-            f"offload does not know parameters in parts ({in_parts[0]} is one): leave it out, or with fully_shard use "
-            "its CPUOffloadPolicy"
+            f"offload is not supported for sharded parameters ({sharded_names[0]} is one): leave it out, or with "
+            "fully_shard use its CPUOffloadPolicy"
         )
 
 
-# ── what crosses edges ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _cast_as(sharded: FsdpStage, fake: FakeStage) -> None:
-    """Let the fake stage compute in the types that FSDP's mixed precision makes of inputs, parameters and outputs."""
-    twins = {id(part): twin for part, twin in fake.parts}
+def _apply_mixed_precision(sharded: FsdpStage, fake: FakeStage) -> None:
+    """Give the fake stage the dtypes of FSDP's mixed precision: of parameters, inputs and outputs."""
+    twins = {id(part): twin for part, twin in fake.pairs}
     for group in sharded.groups:
         dtype = group.mp_policy.param_dtype
         for parameter in group.fsdp_params if dtype is not None else ():

@@ -1,4 +1,4 @@
-"""``GradScaler``: a loss scale that all ranks change together, and steps that all of them take or none."""
+"""``ps.GradScaler``: a loss scale that is the same on all ranks; they all step, or none does."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from penstock.errors import PipelineError, PlanError
 
 __all__ = ["GradScaler"]
 
-_FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # what a rank found in its gradients: the largest counts for all
-_SMALLEST_SCALE = 2.0**-126  # of a scale: float32 has its inverse
+_FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # the state of a rank's gradients; the maximum over the ranks counts
+_SMALLEST_SCALE = 2.0**-126  # whose inverse float32 can represent
 _STATE_NAMES = (
     "scale",
     "growth_factor",
     "backoff_factor",
     "growth_interval",
     "_growth_tracker",
-)  # as torch's scaler saves
+)  # torch's names
 
 
 class ScaledPipeline(Protocol):
-    """What the scaler needs of a pipeline."""
+    """The part of a pipeline that the scaler uses."""
 
-    loss_scale: float  # what the gradients of a step are multiplied by
+    loss_scale: float  # the factor of a step's gradients
 
-    def agree(self, number: float) -> float:
-        """The largest of the ranks' numbers, on all of them. Every rank calls it."""
+    def max_over_ranks(self, number: float) -> float:
+        """The maximum of the ranks' numbers. Every rank calls it."""
         ...
 
 
@@ -48,9 +48,9 @@ class GradScaler:
         scaler.step(optimizer)           # on all ranks, or, where any of them found an inf or a nan, on none
         scaler.update()
 
-    Every rank makes one with the same numbers, and makes the same calls; a rank without parameters has no optimizer,
-    and passes None. Gradients may be accumulated over several steps: the scale changes in ``update`` alone. It is never
-    lowered below ``min_scale``; without one, a scale that has become too small to be of use is an error.
+    Every rank makes a scaler with the same arguments and the same calls; a rank without parameters passes None as its
+    optimizer. Gradients may be accumulated over several steps, since only ``update`` changes the scale. The scale does
+    not fall below ``min_scale``; without one, a scale that has become too small is an error.
     """
 
     def __init__(
@@ -65,28 +65,26 @@ class GradScaler:
         enabled: bool = True,
     ) -> None:
         self._pipe = pipe
-        self._least = min_scale
+        self._min_scale = min_scale
         self._enabled = enabled
-        self._compare("enabled", float(enabled))
+        self._check_equal("enabled", float(enabled))
         if enabled:
             numbers = init_scale, growth_factor, backoff_factor, growth_interval, 0
-            self._take(dict(zip(_STATE_NAMES, numbers, strict=True)))
-            self._compare("min_scale", 0.0 if min_scale is None else min_scale)
+            self._set_state(dict(zip(_STATE_NAMES, numbers, strict=True)))
+            self._check_equal("min_scale", 0.0 if min_scale is None else min_scale)
         else:
             pipe.loss_scale = 1.0
-        # Of each optimizer, since the last update: what its gradients were found to be here, and whether it stepped.
-        self._found: dict[Optimizer, float] = {}
+        # Since the last update: states of local gradients, optimizers that stepped, states over all ranks.
+        self._local_states: dict[Optimizer, float] = {}
         self._stepped: set[Optimizer] = set()
-        self._agreed: list[float] = []
-
-    # ── an iteration ─────────────────────────────────────────────────────────────────────────────────────────
+        self._global_states: list[float] = []
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, or several in a list, tuple or iterable, times the scale: for ``pipe(x)`` and ``backward()``."""
+        """Multiply a loss, or several in an iterable, by the scale: for ``pipe(x)`` and ``backward()``."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            # By a tensor, not a number: a float16 loss becomes a float32 one, which the scale does not overflow.
+            # A tensor, not a number: a float16 loss becomes float32, which the scale does not overflow.
             return outputs * torch.full((), self._scale, device=outputs.device)
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
@@ -94,112 +92,108 @@ class GradScaler:
         raise PlanError(f"scale() takes a tensor or an iterable of tensors, got a {type(outputs).__name__}")
 
     def unscale_(self, optimizer: Optimizer | None) -> None:
-        """Divide the gradients of an optimizer's parameters by the scale, before ``step`` would do it."""
+        """Divide the gradients of an optimizer's parameters by the scale, for example to clip them before ``step``."""
         if not self._enabled or optimizer is None:
             return
         if optimizer in self._stepped:
             raise PipelineError("unscale_() was called after step() for the same optimizer: call it before")
-        if optimizer in self._found:
+        if optimizer in self._local_states:
             raise PipelineError("unscale_() was called twice for the same optimizer: call update() in between")
         if self._pipe.loss_scale != self._scale:
             raise PipelineError(
                 f"the pipeline's gradients are scaled by {self._pipe.loss_scale:g}, this scaler's scale is "
                 f"{self._scale:g}: use one scaler for a pipeline, the one that was made last"
             )
-        self._found[optimizer] = self._unscale(optimizer)
+        self._local_states[optimizer] = self._unscale(optimizer)
 
     def step(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step()`` on all ranks, unless any rank's gradients have an inf or a nan: then on none."""
+        """Call ``optimizer.step()`` on all ranks, or on none if gradients of any rank have an inf or a nan."""
         if not self._enabled:
             return None if optimizer is None else optimizer.step(*args, **kwargs)
         if kwargs.get("closure") is not None or (args and args[0] is not None):
-            raise PipelineError("GradScaler.step() takes no closure: gradients are there once, from pipe.step()")
+            raise PipelineError("GradScaler.step() takes no closure: pipe.step() has computed the gradients")
         if optimizer is not None:
             if optimizer in self._stepped:
                 raise PipelineError("step() was called twice for the same optimizer: call update() in between")
-            if optimizer not in self._found:
+            if optimizer not in self._local_states:
                 self.unscale_(optimizer)
             self._stepped.add(optimizer)
-        agreed = self._pipe.agree(_FINITE if optimizer is None else self._found[optimizer])
-        self._agreed.append(agreed)
+        agreed = self._pipe.max_over_ranks(_FINITE if optimizer is None else self._local_states[optimizer])
+        self._global_states.append(agreed)
         if agreed == _HALF:
             raise PlanError(
-                "gradients in float16 were to be divided by the scale, which would lose the small ones that the scale "
-                "is there for: keep the parameters in float32 and run under torch.autocast(..., torch.float16)"
+                "gradients in float16 cannot be divided by the scale without losing the small values that it protects: "
+                "keep the parameters in float32 and run under torch.autocast(..., torch.float16)"
             )
         return optimizer.step(*args, **kwargs) if optimizer is not None and agreed == _FINITE else None
 
     def update(self, new_scale: float | Tensor | None = None) -> bool:
-        """Lower the scale if gradients since the last update were not finite, raise it after enough that were.
+        """Lower the scale if gradients since the last update were not finite; raise it after enough finite steps.
 
-        Whether they were not, on any rank; False where the scale is given.
+        Returns whether they were not finite on any rank; False if ``new_scale`` is given.
         """
         if not self._enabled:
             return False
         found = _FINITE
         if new_scale is not None:
-            self._take({**self.state_dict(), "scale": float(new_scale)})
+            self._set_state({**self.state_dict(), "scale": float(new_scale)})
         else:
-            # Steps have been agreed on; an optimizer that was unscaled and not stepped has not.
-            found = self._pipe.agree(max([-1.0, *self._agreed, *self._found.values()]))
+            # ``step`` has exchanged its states; those of optimizers that were unscaled and not stepped are local.
+            found = self._pipe.max_over_ranks(max([-1.0, *self._global_states, *self._local_states.values()]))
             if found < _FINITE:
-                raise PipelineError("update() was called before step(): no gradients were looked at since the last one")
-            self._change(found)
-        self._found.clear()
+                raise PipelineError("update() was called before step(): no gradients were checked since the last one")
+            self._adjust_scale(found)
+        self._local_states.clear()
         self._stepped.clear()
-        self._agreed.clear()
+        self._global_states.clear()
         return found > _FINITE
 
-    # ── its state ────────────────────────────────────────────────────────────────────────────────────────────
-
     def get_scale(self) -> float:
-        """The scale now; 1.0 where scaling is switched off."""
+        """The present scale; 1.0 if scaling is disabled."""
         return self._scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and how it changes, under the names that ``torch.amp.GradScaler`` uses; empty if switched off."""
+        """The state, with the keys of ``torch.amp.GradScaler``; empty if disabled."""
         if not self._enabled:
             return {}
         numbers = self._scale, self._growth_factor, self._backoff_factor, self._growth_interval, self._growth_tracker
         return dict(zip(_STATE_NAMES, numbers, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, on all ranks; one of ``torch.amp.GradScaler`` will do."""
+        """Load a state on all ranks. A state of ``torch.amp.GradScaler`` works too."""
         if self._enabled:
-            self._take(state)
+            self._set_state(state)
 
-    # ── how it is done ───────────────────────────────────────────────────────────────────────────────────────
-
-    def _take(self, state: Mapping[str, Any]) -> None:
-        """Take these numbers, if they are sound, and the same on all ranks."""
-        problem = _invalid_state(state, self._least)
-        if self._pipe.agree(float(problem is not None)):
-            raise PlanError(problem or "GradScaler was given numbers on another rank that cannot be: see its error")
+    def _set_state(self, state: Mapping[str, Any]) -> None:
+        """Set the state, if it is valid and the same on all ranks."""
+        problem = _invalid_state(state, self._min_scale)
+        if self._pipe.max_over_ranks(float(problem is not None)):
+            raise PlanError(problem or "GradScaler was given an invalid state on another rank: see its error")
         for name in _STATE_NAMES:
-            self._compare(name, float(state[name]))
+            self._check_equal(name, float(state[name]))
         self._scale = self._pipe.loss_scale = _to_float32(state["scale"])
         self._growth_factor, self._backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
         self._growth_interval, self._growth_tracker = int(state["growth_interval"]), int(state["_growth_tracker"])
 
-    def _compare(self, name: str, number: float) -> None:
-        largest, smallest = self._pipe.agree(number), -self._pipe.agree(-number)
+    def _check_equal(self, name: str, number: float) -> None:
+        largest, smallest = self._pipe.max_over_ranks(number), -self._pipe.max_over_ranks(-number)
         if largest != smallest:
             raise PlanError(
                 f"GradScaler's {name} is {number:g} here, and between {smallest:g} and {largest:g} over the ranks: "
                 "give every rank the same"
             )
 
-    def _change(self, found: float) -> None:
-        """The scale after an iteration, rounded to float32 as torch keeps it."""
+    def _adjust_scale(self, found: float) -> None:
+        """Update the scale after an iteration, rounded to float32 as in torch."""
         if found > _FINITE:
-            lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._least or 0.0))
+            lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._min_scale or 0.0))
             if lower < _SMALLEST_SCALE:
                 raise PipelineError(
-                    f"gradients are not finite at a scale of {self._scale:g} either: not the scale makes them so, but "
-                    "the model or its data. Look at result.loss, or at the gradients of a step without a scaler"
+                    f"gradients are not finite even at a scale of {self._scale:g}: the cause is not the scale, but the "
+                    "model or its data. Look at result.loss, or at the gradients of a step without a scaler"
                 )
             self._scale, self._growth_tracker = lower, 0
         elif self._growth_tracker + 1 < self._growth_interval:
@@ -214,7 +208,7 @@ class GradScaler:
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if any(parameter.grad.dtype is torch.float16 for parameter in parameters):
-            return _HALF  # said to all ranks by ``step``, and nothing has been divided
+            return _HALF  # ``step`` raises the error on all ranks; no gradient is changed
         for parameter in parameters:
             values = _grad_values(parameter)
             grads[values.device, values.dtype].append(values)
@@ -228,7 +222,7 @@ class GradScaler:
 
 
 def _grad_values(parameter: Tensor) -> Tensor:
-    """The real numbers of a gradient, to be changed in place."""
+    """A real view of the local values of a gradient, to be changed in place."""
     assert parameter.grad is not None
     if not parameter.grad.is_sparse and parameter.grad.is_conj():
         parameter.grad = parameter.grad.resolve_conj()
@@ -243,12 +237,12 @@ def _to_float32(number: Any) -> float:
 
 
 def _invalid_state(state: Mapping[str, Any], least: float | None) -> str | None:
-    """What cannot be in a scaler's numbers, if anything."""
+    """An error text if the state is invalid."""
     missing = [name for name in _STATE_NAMES if name not in state]
     if missing:
         return (
             f"a saved GradScaler has {', '.join(_STATE_NAMES)}; here {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing. One that was switched off saves nothing"
+            f"{'is' if len(missing) == 1 else 'are'} missing. A disabled one saves nothing"
         )
     scale, growth, backoff, interval, _ = (float(state[name]) for name in _STATE_NAMES)
     if not _SMALLEST_SCALE <= _to_float32(scale) < math.inf:

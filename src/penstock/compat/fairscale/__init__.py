@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from penstock.compat import publish, torchgpipe
 from penstock.compat.fairscale import model_parallel, pipe
-from penstock.compat.torchgpipe import balance, batchnorm, microbatch, skip
+from penstock.compat.torchgpipe import balance, batchnorm, skip
 
 __version__ = "0.4.13"
 
@@ -15,7 +15,7 @@ def _no_attribute(name: str) -> NoReturn:
     )
 
 
-_modules = (torchgpipe, balance, batchnorm, microbatch, skip, pipe, model_parallel)
+_modules = (torchgpipe, balance, batchnorm, skip, pipe, model_parallel)
 _names = {name: entry for module in _modules for name, entry in vars(module).items()}
 _names |= {"verify_module": pipe.verify_children, "__getattr__": _no_attribute}
 _parallel = " ".join(model_parallel.__all__)
@@ -33,7 +33,6 @@ publish(
         "nn.pipe.balance.blockpartition": "solve",
         "nn.pipe.balance.profile": "layerwise_sandbox",
         "nn.pipe.batchnorm": "DeferredBatchNorm",
-        "nn.pipe.microbatch": "Batch TensorOrTensors Tensors check gather scatter",
         "nn.pipe.pipe": "Pipe verify_module",
         "nn.pipe.skip": "Namespace pop skippable stash verify_skippables",
         "nn.pipe.skip.namespace": "Namespace",

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.compat import unwrap_local_errors
 from penstock.compat.fairscale import model_parallel
-from penstock.compat.torchgpipe import microbatch
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
-from penstock.compat.torchgpipe.gpipe import GPipe, verify_children
-from penstock.compat.torchgpipe.microbatch import Batch, TensorOrTensors, Tensors
+from penstock.compat.torchgpipe.gpipe import GPipe, TensorOrTensors, Tensors, check, verify_children
 
 __all__ = ["AsyncPipe", "InputDevice", "LazyModule", "Pipe", "TensorOrTensors", "Tensors", "verify_children"]
 
@@ -42,7 +40,7 @@ class Pipe(GPipe):
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """The module's output for a mini-batch, concatenated, on the last device."""
-        microbatch.check(input)
+        check(input)
         if self.devices:
             self._check_device(input)
         return super().forward(input)
@@ -151,9 +149,9 @@ class AsyncPipe(nn.Module):
         self.add_module("0", mine)
         self.partition = mine  # fairscale's checkpoints have this second name as well
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors | list[Batch]:
-        """The output for a mini-batch on the last rank; on others the list of input batches."""
-        microbatch.check(input)
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors | list[TensorOrTensors]:
+        """The output for a mini-batch on the last rank; on others a list for ``back_helper``."""
+        check(input)
         if self.partition is None:
             return input
         with self.lock, unwrap_local_errors():
@@ -161,11 +159,11 @@ class AsyncPipe(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
                 output: TensorOrTensors = pipeline.forward(input)
         if not self.final_stage:
-            return microbatch.scatter(input, self.chunks)
-        microbatch.check(output)
+            return [input]
+        check(output)
         return output
 
-    def back_helper(self, output: list[Batch]) -> None:
+    def back_helper(self, output: list[TensorOrTensors]) -> None:
         """Does nothing on ranks other than the last: their backward ran inside the call."""
         if self.final_stage:
             raise ValueError("back_helper should only be called on non-final stages")

@@ -212,31 +212,28 @@ def plan_stages(model: nn.Module, strategy: Strategy, call: Call) -> tuple[ps.Pl
     blocks = _find_blocks(model, strategy, call)
     if blocks is None:
         return hooks.build_plan(hooks.WholeModelChain(model), [("model",)]), [0]
-    stages = [[block] for block in blocks.layers]
-    fixed: list[int | None] = [None] * len(stages)
     if strategy.auto is None:
         for block in blocks.layers:
             strategy.stage(block)
-        present = [[block for block in stage.blocks if block in blocks.layers] for stage in strategy.stages]
-        stages = [names for names in present if names]
-        numbers = [number for number, names in enumerate(present) if names]
-        fixed = [strategy.stages[number]._ipu for number in numbers]
-    else:
-        numbers = list(range(len(stages)))
-    if strategy.auto == AutoStage.SameAsIpu:
+        named = [
+            ([b for b in stage.blocks if b in blocks.layers], stage._ipu, n) for n, stage in enumerate(strategy.stages)
+        ]
+        stages = [stage for stage in named if stage[0]]
+    elif strategy.auto == AutoStage.SameAsIpu:
         without = [block for block in blocks.layers if block not in blocks.ipus]
         require(
             not without,
             f"poptorch.AutoStage.SameAsIpu was selected but no IPU was specified for block(s) {', '.join(without)}: "
             "give them an ipu_id, or name the stages: poptorch.PipelinedExecution(poptorch.Stage(…).ipu(0), …)",
         )
-        stages = [list(group) for _, group in groupby(blocks.layers, key=blocks.ipus.__getitem__)]
-        fixed, numbers = [None] * len(stages), list(range(len(stages)))
+        stages = [(list(names), ipu, ipu) for ipu, names in groupby(blocks.layers, key=blocks.ipus.__getitem__)]
+    else:
+        stages = [([block], None, number) for number, block in enumerate(blocks.layers)]
     ipus = [
         next((blocks.ipus[block] for block in names if block in blocks.ipus), number) if ipu is None else ipu
-        for names, ipu, number in zip(stages, fixed, numbers, strict=True)
+        for names, ipu, number in stages
     ]
-    groups = [[layer for block in names for layer in blocks.layers[block]] for names in stages]
+    groups = [[layer for block in names for layer in blocks.layers[block]] for names, _, _ in stages]
     return hooks.build_plan(blocks.chain, groups), ipus
 
 

@@ -6,18 +6,18 @@ A setting is a method that takes the value and returns the group; the value is a
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from penstock.compat.poptorch import enums
 from penstock.compat.poptorch.blocks import PipelinedExecution, Strategy
 from penstock.compat.poptorch.enums import OutputMode, ReductionType
-from penstock.compat.poptorch.errors import Error, FrozenOptions, positive, require
+from penstock.compat.poptorch.errors import Error, FrozenOptions, UnmetRequirement, positive, require
 
 __all__ = ["Options", "TensorLocationSettings"]
 
@@ -59,24 +59,17 @@ class Group:
         own = getattr(type(self), name, None)
         if callable(own) and not name.startswith("_"):
             return own.__get__(self)  # type: ignore[no-any-return]
-        if name in self._ignored.split():
-            return lambda *args, **kwargs: self._ignore(name, [*args, *kwargs.values()])
-        if name in self._refused:
-            return lambda *args, **kwargs: self._refuse(name, [*args, *kwargs.values()])
-        return None
+        return partial(self._ignore_or_refuse, name) if name in (*self._ignored.split(), *self._refused) else None
 
-    def _ignore(self, name: str, values: list[Any]) -> Self:
+    def _ignore_or_refuse(self, name: str, *args: Any, **kwargs: Any) -> Self:
+        values = [*args, *kwargs.values()]
         full = f"{self._title}.{name}".removeprefix("Options.")
-        if full not in _warned:
-            _warned.add(full)
-            warnings.warn(f"poptorch.Options: {full} has no effect here", stacklevel=3)
-        return self._set(**{name: values[0] if len(values) == 1 else tuple(values) or True})
-
-    def _refuse(self, name: str, values: list[Any]) -> Self:
-        if values not in ([False], [None]):  # switching it off is no error
-            full = f"{self._title}.{name}".removeprefix("Options.")
+        if name in self._refused and values not in ([False], [None]):  # switching it off is no error
             raise Error(f"poptorch.Options: {full} is not there: {self._refused[name]}")
-        return self._set()
+        if name not in self._refused and full not in _warned:
+            _warned.add(full)
+            warnings.warn(f"poptorch.Options: {full} has no effect here", stacklevel=2)
+        return self._set(**{name: values[0] if len(values) == 1 else tuple(values) or True})
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("_values", {})
@@ -95,29 +88,21 @@ class Group:
 class TensorLocationSettings:
     """Where tensors are stored: ``TensorLocationSettings().useOnChipStorage(False)`` means in host memory.
 
-    Other settings (``minElementsForOffChip``, ``useReplicatedTensorSharding``, …) are accepted and have no effect.
+    PopTorch's other settings (``minElementsForOffChip``, ``useReplicatedTensorSharding``, …) have no effect.
     """
-
-    _ignored = (
-        "minElementsForOffChip minElementsForReplicatedTensorSharding useReplicatedTensorSharding "
-        "useIOTilesToLoad useIOTilesToStore"
-    )
 
     def __init__(self) -> None:
         self._content: dict[str, int] = {}
 
-    def useOnChipStorage(self, use_on_chip: bool = True) -> Self:
-        """On the device (True), or in host memory while the device does not need them (False)."""
-        return self._store("onChip", use_on_chip)
-
-    def _store(self, name: str, value: int = True) -> Self:
-        self._content[name] = int(value)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._ignored.split():
+    def __getattr__(self, name: str) -> Callable[..., TensorLocationSettings]:
+        if not name.startswith(("use", "minElements")):
             raise AttributeError(f"poptorch.TensorLocationSettings has no {name}")
-        return lambda value=True: self._store(name, value)
+
+        def set_value(value: int = True) -> TensorLocationSettings:
+            self._content["onChip" if name == "useOnChipStorage" else name] = int(value)
+            return self
+
+        return set_value
 
     @property
     def off_chip(self) -> bool:
@@ -128,29 +113,21 @@ class TensorLocationSettings:
 
 
 class TensorLocations(Group):
-    """``options.TensorLocations``: the tensors that are stored in host memory."""
+    """``options.TensorLocations``: ``setActivationLocation``, ``setWeightLocation``, ``setOptimizerLocation``."""
 
     _title = "TensorLocation"
     _ignored = "numIOTiles"
 
-    def setActivationLocation(self, location: TensorLocationSettings) -> Self:
-        return self._locate("location_activation", location)
+    def _setting(self, name: str) -> Callable[..., Any] | None:
+        kinds = {f"set{kind}Location": kind for kind in ("Activation", "Weight", "Optimizer", "Accumulator")}
+        return partial(self._locate, kinds[name]) if name in kinds else super()._setting(name)
 
-    def setWeightLocation(self, location: TensorLocationSettings) -> Self:
-        return self._locate("location_weight", location)
-
-    def setOptimizerLocation(self, location: TensorLocationSettings) -> Self:
-        return self._locate("location_optimizer", location)
-
-    def setAccumulatorLocation(self, location: TensorLocationSettings) -> Self:
-        if isinstance(location, TensorLocationSettings) and location.off_chip:
+    def _locate(self, kind: str, location: object) -> Self:
+        if not isinstance(location, TensorLocationSettings):
+            raise UnmetRequirement(f"a location is a poptorch.TensorLocationSettings, got {type(location).__name__}")
+        if kind == "Accumulator" and location.off_chip:
             raise Error("gradients cannot be kept in the host's memory here: leave out setAccumulatorLocation")
-        return self._locate("location_accumulator", location)
-
-    def _locate(self, name: str, location: object) -> Self:
-        is_location = isinstance(location, TensorLocationSettings)
-        require(is_location, f"a location is a poptorch.TensorLocationSettings, got {type(location).__name__}")
-        return self._set(**{name: location})
+        return self._set(**{f"location_{kind.lower()}": location})
 
     def off_chip(self, kind: str) -> bool:
         location = self._values.get(f"location_{kind}")
@@ -344,7 +321,7 @@ class Options(Group):
             text = line.partition("#")[0].strip()
             if text:
                 try:
-                    _evaluate(ast.parse(f"options.{text}", mode="eval").body, {"options": self, "poptorch": poptorch})
+                    eval(f"options.{text}", {"__builtins__": {}, "options": self, "poptorch": poptorch})
                 except Exception as error:
                     raise Error(f"{filepath}, line {number}: {text!r} cannot be set: {error}") from error
         return self
@@ -365,19 +342,6 @@ def _restore(kind: type[Any], state: dict[str, dict[str, Any]]) -> Any:
     for name, values in state.items():
         (options.__dict__[name] if name else options)._values.update(values)
     return options
-
-
-def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of an expression of names, attributes, calls and literals."""
-    if isinstance(node, ast.Name) and node.id in names:
-        return names[node.id]
-    if isinstance(node, ast.Attribute):
-        return getattr(_evaluate(node.value, names), node.attr)
-    if isinstance(node, ast.Call):
-        args = [_evaluate(arg, names) for arg in node.args]
-        named = {str(pair.arg): _evaluate(pair.value, names) for pair in node.keywords}
-        return _evaluate(node.func, names)(*args, **named)
-    return ast.literal_eval(node)
 
 
 def _set_all(group: Any, values: Mapping[str, Any]) -> None:

@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import penstock as ps
+from penstock import hooks
 from penstock._torch import ddp_comm_hooks, queue_callback
 from penstock.compat.torchdistpackage.topology import tpc
 
 __all__ = ["NaiveDDP", "NativeScalerPP", "clip_grad_norm_", "defer_reduction"]
-
-BUCKET_BYTES = 25 << 20
 
 
 # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,8 +135,9 @@ def _reduce_ddp(wrapper: DistributedDataParallel) -> None:
     wrapper.require_forward_param_sync = True  # buffers are broadcast in the next forward, as after any reduction
     named = wrapper.module.named_parameters()
     parameters = [p for name, p in named if name not in wrapper.parameters_to_ignore]
-    hooks = ddp_comm_hooks(wrapper)
-    _reduce(parameters, wrapper.process_group, hook=hooks[-1] if hooks else None, size=wrapper.bucket_bytes_cap)
+    registered = ddp_comm_hooks(wrapper)
+    hook = registered[-1] if registered else None
+    _reduce(parameters, wrapper.process_group, hook=hook)
 
 
 @torch.no_grad()
@@ -147,7 +147,6 @@ def _reduce(
     *,
     mean: bool = True,
     hook: tuple[Callable[..., Any], Any] | None = None,
-    size: int = BUCKET_BYTES,
 ) -> None:
     """Replace gradients by their mean or sum over a group; a parameter without a gradient anywhere keeps none.
 
@@ -158,15 +157,18 @@ def _reduce(
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(used, dist.ReduceOp.MAX, group)
-    grads = [_dense_grad(p) for p, anywhere in zip(parameters, used.tolist(), strict=True) if anywhere]
-    buckets = _buckets(grads, size)
+    buckets: dict[Any, list[Tensor]] = {}  # by device and dtype
+    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+        if anywhere:
+            grad = _dense_grad(parameter)
+            buckets.setdefault((grad.device, grad.dtype), []).append(grad)
     started = []
-    for index, bucket in enumerate(buckets):
+    for index, bucket in enumerate(buckets.values()):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         if hook is None:
             started.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
         else:
-            grad_bucket = _GradBucket(index, flat, bucket, index == len(buckets) - 1)
+            grad_bucket = hooks.HookBucket(index, flat, bucket, index == len(buckets) - 1)
             started.append((hook[0](hook[1], grad_bucket), flat, bucket))
     for work, flat, bucket in started:
         result = work.wait()
@@ -184,43 +186,6 @@ def _dense_grad(parameter: nn.Parameter) -> Tensor:
     elif parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
     return parameter.grad
-
-
-def _buckets(grads: Iterable[Tensor], size: int) -> list[list[Tensor]]:
-    """Gradients of one device and dtype, at most ``size`` bytes together."""
-    buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
-    totals: dict[tuple[torch.device, torch.dtype], int] = {}
-    for grad in grads:
-        kind = grad.device, grad.dtype
-        buckets.setdefault((*kind, totals.get(kind, 0) // size), []).append(grad)
-        totals[kind] = totals.get(kind, 0) + grad.numel() * grad.element_size()
-    return list(buckets.values())
-
-
-class _GradBucket:
-    """The interface of ``torch.distributed.GradBucket``, which cannot be constructed from Python."""
-
-    def __init__(self, index: int, flat: Tensor, parameters: Sequence[Tensor], last: bool) -> None:
-        self._index, self._flat, self._parameters, self._last = index, flat, list(parameters), last
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> Tensor:
-        return self._flat
-
-    def set_buffer(self, tensor: Tensor) -> None:
-        self._flat = tensor
-
-    def gradients(self) -> list[Tensor]:
-        parts = torch.split(self._flat, [p.numel() for p in self._parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-    def is_last(self) -> bool:
-        return self._last
 
 
 # ── clipping ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -241,20 +206,16 @@ def clip_grad_norm_(
     own: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
     shared = _shared_over_tensor_ranks(own) if _size("tensor") > 1 else set()
-    first = _size("tensor") == 1 or tpc.is_first_in_group("tensor")
-    sharded = [p.grad for p in own if isinstance(p.grad, DTensor)]
+    if shared and tpc.is_first_in_group("tensor"):
+        shared = set()  # the first tensor rank counts them
     plain = [p.grad for p in own if p.grad is not None and not isinstance(p.grad, DTensor)]
-    counted = [p.grad for p in own if id(p) not in shared or first]
-    home = plain[0].device if plain else torch.device("cpu")
-    norms = [_norm(grad, norm_type, home) for grad in plain if any(grad is one for one in counted)]
+    counted = [p.grad for p in own if p.grad is not None and id(p) not in shared and not isinstance(p.grad, DTensor)]
+    sharded = [p.grad for p in own if isinstance(p.grad, DTensor)]
     largest = math.isinf(norm_type)
-    total = _combine(norms, norm_type, home)
-    total = _all_reduce(total, "tensor", largest)
-    whole = [_norm(grad, norm_type, home) for grad in sharded]  # a collective operation of the DTensor's mesh
-    total = (
-        torch.maximum(total, _combine(whole, norm_type, home)) if largest else total + _combine(whole, norm_type, home)
-    )
-    total = _all_reduce(total, "pipe", largest)
+    device = plain[0].device if plain else torch.device("cpu")
+    total = _all_reduce(_power_sum(counted, norm_type, device), "tensor", largest)
+    whole = _power_sum(sharded, norm_type, device)
+    total = _all_reduce(torch.maximum(total, whole) if largest else total + whole, "pipe", largest)
     total = total if largest else total.pow(1 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
@@ -267,17 +228,13 @@ def clip_grad_norm_(
     return total
 
 
-def _norm(grad: Tensor, norm_type: float, home: torch.device) -> Tensor:
-    dtype = torch.float32 if grad.dtype.itemsize < 4 else None
-    norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(home)
-
-
-def _combine(norms: Sequence[Tensor], norm_type: float, home: torch.device) -> Tensor:
-    """The sum of the norms' powers, or the largest norm."""
-    if not norms:
-        return torch.zeros((), device=home)
-    stacked = torch.stack(list(norms))
+def _power_sum(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The sum of |gradient|^norm_type, or the largest |gradient|, in single precision at least."""
+    norms = []
+    for grad in grads:
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32 if grad.dtype.itemsize < 4 else None)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).to(device))
+    stacked = torch.stack(norms) if norms else torch.zeros(1, device=device)
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
@@ -342,7 +299,7 @@ class NativeScalerPP:
         self.scale = self._scaler.scale
         self.state_dict, self.load_state_dict = self._scaler.state_dict, self._scaler.load_state_dict
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """The largest number of all ranks; ``GradScaler`` calls it."""
         largest = torch.tensor(number, dtype=torch.float64, device=tpc.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -97,27 +97,22 @@ class FunctionPipeline:
         self, fwd_fn: Forward, bwd_fn: Backward | None, own: Sequence[Any], microbatches: int, *, training: bool
     ) -> Any:
         share, rows = _split_inputs(own, microbatches, training)
-        self._guard(lambda: self.pipeline.agree(0.0))  # a rank that failed, or is gone, is reported here
         shares: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(shares, share, self.group)
-        count = _count(self.ranks, shares)
-        self.stage.begin(fwd_fn, bwd_fn, rows[:count] or [[]] * count)
-        inputs = torch.empty(count, 0) if self.stage.first else None
         try:
-            self._guard(lambda: (self.pipeline.step if training else self.pipeline.evaluate)(inputs))
+            self.pipeline.max_over_ranks(0.0)  # a rank that failed, or is gone, is reported here
+            dist.all_gather_object(shares, share, self.group)
+            count = _count(self.ranks, shares)
+            self.stage.begin(fwd_fn, bwd_fn, rows[:count] or [[]] * count)
+            inputs = torch.empty(count, 0) if self.stage.first else None
+            (self.pipeline.step if training else self.pipeline.evaluate)(inputs)
             return self.stage.last_output
-        finally:
-            self.stage.begin(None, None, ())
-
-    def _guard(self, work: Callable[[], Any]) -> None:
-        try:
-            work()
+        except ps.PlanError:  # nothing has begun
+            raise
         except BaseException:
             tpc.close_pipeline()  # the next call builds a new one
             raise
-
-    def close(self) -> None:
-        self.pipeline.close()
+        finally:
+            self.stage.begin(None, None, ())
 
 
 class FunctionStage(nn.Module):
@@ -139,11 +134,10 @@ class FunctionStage(nn.Module):
         assert current is not None
         assert fwd_fn is not None
         leaves, spec = tree_flatten(() if self.first else value)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        wired = bwd_fn is not None and torch.is_grad_enabled()
-        inputs = [leaf.detach().requires_grad_(leaf.requires_grad) if wired else leaf for leaf in tensors]
-        entries = iter([_Entry.apply(leaf) for leaf in inputs])  # type: ignore[no-untyped-call]
-        value = tree_unflatten([next(entries) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        # Without a bwd_fn autograd goes through the function; with one, the function has a graph of its own.
+        apart = bwd_fn is not None and torch.is_grad_enabled()
+        inputs = [_detach(leaf) if apart else leaf for leaf in leaves]
+        value = tree_unflatten([_Entry.apply(x) if isinstance(x, Tensor) else x for x in inputs], spec)  # type: ignore[no-untyped-call]
         values = [*(value if isinstance(value, (tuple, list)) else [value]), *self.rows[current.index]]
         output = fwd_fn(values[0] if len(values) == 1 else values)
         if current.index == len(self.rows) - 1:
@@ -152,29 +146,30 @@ class FunctionStage(nn.Module):
             return torch.zeros(()) if self.last else output
         if bwd_fn is None:
             return _check_loss(output) if self.last else output
-        return self._wire(_Call(bwd_fn, output, inputs, self.last), output, tensors)
-
-    def _wire(self, call: _Call, output: Any, tensors: Sequence[Tensor]) -> Any:
-        """The output in a graph whose backward calls ``bwd_fn``; on the last rank a scalar in place of the loss."""
-        leaves, spec = tree_flatten(output)
-        differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if self.last:
-            differentiable = [torch.zeros((), requires_grad=True)]
-        elif not differentiable:
+        outputs, spec = tree_flatten(torch.zeros((), requires_grad=True) if self.last else output)
+        if not any(map(_has_grad, outputs)):
             return output
-        anchor = torch.empty(0, requires_grad=True)
-        outputs = iter(_Exit.apply(call, differentiable, anchor, *tensors))  # type: ignore[no-untyped-call]
-        if self.last:
-            return next(outputs)
-        return tree_unflatten(
-            [next(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], spec
-        )
+        call = _Call(bwd_fn, output, [x for x in inputs if isinstance(x, Tensor)], self.last)
+        anchor = torch.empty(0, requires_grad=True)  # so that the results have a graph in any case
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        results = iter(_Exit.apply(call, list(filter(_has_grad, outputs)), anchor, *tensors))  # type: ignore[no-untyped-call]
+        return tree_unflatten([next(results) if _has_grad(leaf) else leaf for leaf in outputs], spec)
+
+
+def _has_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 class _Call(NamedTuple):
+    """A call of ``bwd_fn`` in the backward pass."""
+
     bwd_fn: Backward
     output: Any
-    inputs: Sequence[Tensor]  # leaves of the stage's own graph
+    inputs: Sequence[Tensor]  # leaves of the function's own graph
     last: bool
 
     def backward(self, grads: Sequence[Tensor | None]) -> None:
@@ -183,8 +178,9 @@ class _Call(NamedTuple):
         elif any(grad is not None for grad in grads):  # with None this would look like the last rank
             leaves, spec = tree_flatten(self.output)
             arrived = iter(grads)
-            found = [next(arrived) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
-            self.bwd_fn(self.output, tree_unflatten(found, spec))
+            self.bwd_fn(
+                self.output, tree_unflatten([next(arrived) if _has_grad(leaf) else None for leaf in leaves], spec)
+            )
 
 
 class _Entry(torch.autograd.Function):
@@ -241,30 +237,30 @@ class _Share(NamedTuple):
 
     training: bool
     microbatches: int  # as requested
-    samples: tuple[int, ...] = ()  # of each of its inputs that is split
-    problem: str | None = None
+    samples: tuple[int, ...]  # of each of its inputs that is split
+    problem: str | None
 
 
 def _split_inputs(own: Sequence[Any], microbatches: int, training: bool) -> tuple[_Share, list[list[Any]]]:
     """This rank's inputs per micro-batch. A problem is part of the share, so that all ranks raise it."""
+    problem = None
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         problem = f"the number of micro-batches must be a whole number from 1, got {microbatches!r}"
-        return _Share(training, 0, problem=problem), []
-    if training and torch.is_inference_mode_enabled():
+    elif training and torch.is_inference_mode_enabled():
         problem = "a backward needs gradients, but inference mode is on"
-        return _Share(training, microbatches, problem=problem), []
     samples: list[int] = []
     for number, value in enumerate(own):
         lengths = [len(leaf) for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
-        if len(set(lengths)) > 1 or 0 in lengths:
-            problem = f"input {number} is empty: its tensors have no entries along dimension 0"
-            if 0 not in lengths:
-                problem = f"the tensors of the input {number} disagree on the batch size: {lengths}"
-            return _Share(training, microbatches, problem=problem), []
+        if 0 in lengths:
+            problem = problem or f"input {number} is empty: its tensors have no entries along dimension 0"
+        elif len(set(lengths)) > 1:
+            problem = problem or f"the tensors of the input {number} disagree on the batch size: {lengths}"
         samples += lengths[:1]
+    if problem is not None:
+        return _Share(training, 0, (), problem), []
     count = min([microbatches, *samples])
     rows = [[_map_tensors(value, partial(_part, count=count, index=k)) for value in own] for k in range(count)]
-    return _Share(training, microbatches, tuple(samples)), rows
+    return _Share(training, microbatches, tuple(samples), None), rows
 
 
 def _part(leaf: Tensor, count: int, index: int) -> Tensor:

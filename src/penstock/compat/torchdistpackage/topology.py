@@ -152,7 +152,7 @@ class ProcessTopology:
 
     def close_pipeline(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.close()
+            self._pipeline.pipeline.close()
         self._pipeline = None
 
     def pipeline(self) -> Any:

@@ -9,21 +9,21 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import CodeType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.compat.torchgpipe import microbatch
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
-from penstock.compat.torchgpipe.microbatch import TensorOrTensors
 from penstock.compat.torchgpipe.skip import verify_skippables
 
 __all__ = ["GPipe", "current_microbatch", "verify_module"]
 
 Device = torch.device | int | str
+Tensors: TypeAlias = tuple[Tensor, ...]
+TensorOrTensors: TypeAlias = Tensor | Tensors
 
 
 class GPipe(nn.Module):
@@ -108,16 +108,16 @@ A balance can be measured, see {self._balance_module}:
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """The module's output for a mini-batch, concatenated, on the last device."""
-        microbatch.check(input)
+        check(input)
         if not self.partitions:
             return input
-        count = microbatch.count(input, self.chunks)
+        count = min(self.chunks, min(_lengths(input), default=1))
         if count == 0:  # no samples, hence no micro-batches
             for partition, device in zip(self.partitions, self.devices, strict=True):
                 input = partition(_move(input, device))
             return input
         output: TensorOrTensors = self._pipeline()(input)
-        microbatch.check(output)
+        check(output)
         if not self.training or not torch.is_grad_enabled() or self.checkpoint == "never":
             return output
         return _mark_recomputed(output, count - (self.checkpoint == "except_last"))
@@ -137,8 +137,8 @@ A balance can be measured, see {self._balance_module}:
                 devices=self.devices,
                 recompute=config[1],
                 batchnorm="deferred" if deferred else "microbatch",
-                lockstep=True,
             )
+            pipeline.lockstep = True
             self._pipelines[training] = (config, pipeline)
         return pipeline
 
@@ -198,6 +198,21 @@ def _default_devices(partitions: int) -> list[torch.device]:
             stacklevel=3,
         )
     return [torch.device("cuda", j % gpus) if gpus else torch.device("cpu") for j in range(partitions)]
+
+
+def check(input: TensorOrTensors) -> None:
+    """Raise a ``TypeError`` unless ``input`` is a tensor or a (nested) tuple of tensors."""
+    for item in input if isinstance(input, tuple) else (input,):
+        if isinstance(item, tuple):
+            check(item)
+        elif not isinstance(item, Tensor):
+            raise TypeError(f"expected Tensor, but got {type(item).__name__}")
+
+
+def _lengths(value: Any) -> list[int]:
+    if isinstance(value, tuple):
+        return [length for item in value for length in _lengths(item)]
+    return [len(value)] if value.dim() else []
 
 
 def _move(value: Any, device: torch.device) -> Any:

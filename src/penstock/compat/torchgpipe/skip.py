@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import total_ordering
 from types import new_class
 from typing import Any, ClassVar
@@ -58,28 +58,10 @@ class Skippable(nn.Module):
     """The base of classes made by ``skippable``: a wrapper around the layer, which is ``self.module``."""
 
     module_cls: ClassVar[type[nn.Module]]
-    stashable_names: ClassVar[frozenset[str]]
-    poppable_names: ClassVar[frozenset[str]]
-    stashes: Callable[[], list[Any]]  # these two are of the class that ``penstock.skippable`` adds
-    pops: Callable[[], list[Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
-
-    @property
-    def namespaces(self) -> dict[str, Any]:
-        return {name: namespace for namespace, name in (*self.stashes(), *self.pops()) if namespace is not None}
-
-    def namespaced(self, name: str) -> tuple[Any, str]:
-        """The name with its namespace."""
-        return self.namespaces.get(name), name
-
-    def stashable(self) -> Iterator[Any]:
-        return iter(self.stashes())
-
-    def poppable(self) -> Iterator[Any]:
-        return iter(self.pops())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -102,14 +84,11 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     ``yield stash("name", tensor)`` stores a tensor or None; ``tensor = yield pop("name")`` retrieves it.
     """
-    stash, pop = (names if isinstance(names, str) else tuple(names) for names in (stash, pop))
     declare = ps.skippable(stash, pop)
 
     def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
         body = {
             "module_cls": module_cls,
-            "stashable_names": frozenset(stash),
-            "poppable_names": frozenset(pop),
             "__module__": module_cls.__module__,
             "__qualname__": module_cls.__qualname__,
             "__doc__": module_cls.__doc__,

@@ -11,10 +11,8 @@ the first of them.
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from torch.optim import Optimizer
 
 import penstock as ps
 
-__all__ = ["COMMON", "Cuts", "LoadedCheckpoint", "begin", "copy_files", "folder_of", "read", "write", "write_files"]
+__all__ = ["COMMON", "Cuts", "LoadedCheckpoint", "begin", "folder_of", "read", "write"]
 
 COMMON = "opt-common-state"
 _PREFIX = "varuna_ckpt_"
@@ -159,33 +157,10 @@ def begin(folder: Path) -> None:
 
 def write(folder: Path, contents: Mapping[str, Any], rank: int) -> None:
     """Write files, then this rank's marker."""
-    write_files(folder, contents)
-    if contents:
-        _marker(folder, rank).write_text("complete\n")
-
-
-def write_files(folder: Path, contents: Mapping[str, Any]) -> None:
     for name, content in contents.items():
         torch.save(content, folder / name)
-
-
-def new_local_folder(tempdir: str | Path) -> Path:
-    Path(tempdir).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=tempdir))
-
-
-def copy_files(local: Path, folder: Path, rank: int) -> None:
-    """Move files from a local folder to the checkpoint, then write this rank's marker if there are any."""
-    try:
-        files = sorted(local.iterdir())
-        for file in files:
-            partial = folder / f"{file.name}.part"
-            shutil.copyfile(file, partial)
-            os.replace(partial, folder / file.name)
-        if files:
-            _marker(folder, rank).write_text("complete\n")
-    finally:
-        shutil.rmtree(local, ignore_errors=True)
+    if contents:
+        _marker(folder, rank).write_text("complete\n")
 
 
 def read(folder: Path, cuts: Cuts, wanted: Sequence[str], check_complete: bool) -> LoadedCheckpoint:

@@ -149,17 +149,10 @@ def _read_lines(parser: argparse.ArgumentParser, file: str) -> list[str]:
 def _is_this_machine(machine: str) -> bool:
     """Whether a name or an address can be bound to, and so is this machine's."""
     try:
-        addresses = socket.getaddrinfo(machine, None, type=socket.SOCK_STREAM)
+        with socket.create_server((machine, 0)):
+            return True
     except OSError:
         return False
-    for family, kind, protocol, _, address in addresses:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError:
-                continue
-            return True
-    return False
 
 
 if __name__ == "__main__":

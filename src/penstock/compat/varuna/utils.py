@@ -17,18 +17,16 @@ import penstock as ps
 __all__ = ["StageToRankMap", "get_this_rank_config_varuna", "get_varuna_config", "parse_stage_to_rank_map"]
 
 StageToRankMap = str | Sequence[Sequence[int]] | Mapping[int, Sequence[int]]
-"""Text, a list with the ranks of each stage, or a dict from stage numbers to ranks."""
+"""Text, or the ranks of each stage in a list or dict."""
 
 
 def parse_stage_to_rank_map(stage_to_rank_map: StageToRankMap) -> dict[int, list[int]]:
     """The ranks of each stage in order: equally many for each, and each rank once."""
     given = stage_to_rank_map
     try:
-        if isinstance(given, str):
-            rows = [[int(rank) for rank in stage.split(",")] for stage in given.strip().rstrip(";").split(";")]
-        else:
-            ordered = [given[stage] for stage in range(len(given))]
-            rows = [[int(rank) for rank in ranks] for ranks in ordered]
+        stages: Any = given.strip().rstrip(";").split(";") if isinstance(given, str) else given
+        stages = [stages[stage] for stage in range(len(stages))]  # of a dict, too
+        rows = [[int(rank) for rank in (stage.split(",") if isinstance(stage, str) else stage)] for stage in stages]
     except (KeyError, TypeError, ValueError):
         raise ps.PlanError(
             f"stage_to_rank_map says which ranks run each stage, as in '0,2;1,3;', got {given!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -184,8 +185,8 @@ class Varuna(nn.Module):
     ) -> Future[None] | None:
         """Write ``varuna_ckpt_<step>`` to ``global_store``, a folder that all ranks share: one file per cut.
 
-        Every rank calls it. With ``tempdir``, a local folder, files are written there and copied in the background;
-        the future is done when this rank's are. With ``shard`` every replica writes a part.
+        Every rank calls it. With ``tempdir`` the files are written in the background, from copies in host memory; the
+        future is done when this rank's are. With ``shard`` every replica writes a part.
         """
         step = self.iteration if step is None else step
         if self._copying is not None:
@@ -212,14 +213,8 @@ class Varuna(nn.Module):
         if tempdir is None:
             self._on_all_ranks(lambda: checkpoint.write(folder, files, self.rank), f"write {folder}")
             return None
-        local: list[Path] = []
-
-        def write_local() -> None:
-            local.append(checkpoint.new_local_folder(tempdir))
-            checkpoint.write_files(local[0], files)
-
-        self._on_all_ranks(write_local, f"write to {tempdir}")
-        self._copying = self._copy_thread.submit(checkpoint.copy_files, local[0], folder, self.rank)
+        # The files are written from copies, while training changes the parameters.
+        self._copying = self._copy_thread.submit(checkpoint.write, folder, copy.deepcopy(files), self.rank)
         return self._copying
 
     def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:
@@ -260,7 +255,7 @@ class Varuna(nn.Module):
             work()
         except Exception as error:
             failure = error
-        if self.pipeline.agree(float(failure is not None)):
+        if self.pipeline.max_over_ranks(float(failure is not None)):
             raise failure or ps.PipelineError(f"another rank could not {purpose}: see its error")
 
     # ── as a module ──────────────────────────────────────────────────────────────────────────────────────────

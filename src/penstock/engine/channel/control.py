@@ -25,7 +25,7 @@ _CALLS = (
     "a step or a call of the pipeline",
     "clip_grad_norm_() or grad_norm()",
     "state_dict(full=True)",
-    "agree() or a GradScaler",
+    "max_over_ranks() or a GradScaler",
     "trace()",
 )
 STEP, NORM, STATE, NUMBER, TRACE = range(len(_CALLS))

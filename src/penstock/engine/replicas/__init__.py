@@ -1,15 +1,14 @@
-"""The replicas of a pipeline: the same stages in other processes, on other parts of the mini-batch.
+"""The replicas of a pipeline: the same stages in other processes, on other samples of the mini-batch.
 
 replica 0   stage 0 ── stage 1 ── stage 2        samples 0 … 7
-               ┆          ┆          ┆           the rank of each stage talks with its twins: gradients are summed,
-replica 1   stage 0 ── stage 1 ── stage 2        losses are weighted by what all replicas have
+               ┆          ┆          ┆           gradients are summed over the ranks with the same stage,
+replica 1   stage 0 ── stage 1 ── stage 2        losses are weighted by the whole mini-batch
                                                  samples 8 … 12
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -23,42 +22,50 @@ from penstock.engine.failure.status import RankStatus
 
 __all__ = ["PendingSum", "ReplicaGroup", "broadcast_from_first"]
 
-PendingSum = Callable[[], list[float]]  # numbers on their way: called, it waits for them
+PendingSum = Callable[[], list[float]]  # waits for sums under way, and returns them
 
 
 class ReplicaGroup:
-    """This rank and its twins, one in each replica. All of them make the same calls in the same order."""
+    """The ranks with the same stages, one in each replica. All of them make the same calls in the same order."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, numbers: Group, group: Group, status: RankStatus) -> None:
-        """``ranks`` are the twins' in the world; ``numbers`` is their group on the CPU, ``group`` on their device."""
+    def __init__(self, ranks: Sequence[int], rank: int, cpu_group: Group, group: Group, status: RankStatus) -> None:
+        """``ranks`` are world ranks; ``cpu_group`` is for numbers and host tensors, ``group`` for the device's."""
         self.count = len(ranks)
-        self.control = ControlChannel(numbers, ranks, status)
+        self.control = ControlChannel(cpu_group, ranks, status)
         self.status = status
         self.others = [r for r in ranks if r != rank]
-        self.numbers = numbers
+        self.cpu_group = cpu_group
         self.group = group
 
-    def start(self, row: Sequence[float]) -> PendingSum:
-        """Start to add up a row of numbers over the replicas."""
-        total = torch.tensor(row, dtype=torch.float64)
-        return partial(self._finish, self._start(self.numbers, total), total)
+    def start_sum(self, numbers: Sequence[float]) -> PendingSum:
+        """Start to sum each of ``numbers`` over the replicas."""
+        total = torch.tensor(numbers, dtype=torch.float64)
+        work = self.start_allreduce(total)
 
-    def sum(self, row: Sequence[float]) -> list[float]:
-        """The sums of a row of numbers over the replicas."""
-        return self.start(row)()
+        def result() -> list[float]:
+            self.wait(work)
+            return total.tolist()
 
-    def start_sum(self, tensor: Tensor) -> Any:
-        """Start to make a tensor its sum over the replicas; to be waited for with ``wait``."""
-        return self._start(self._group_for(tensor), tensor)
+        return result
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        return self.start_sum(numbers)()
+
+    def start_allreduce(self, tensor: Tensor) -> Any:
+        """Start to replace a tensor by its sum over the replicas; ``wait`` waits for it."""
+        try:
+            return self._group_for(tensor).allreduce([tensor])
+        except RuntimeError as error:
+            raise ChannelError(None, str(error)) from None
 
     def wait(self, work: Any) -> Any:
-        """Wait for what was started, and give what it gives; on a GPU, its stream waits."""
+        """Wait for a collective and return its result; on a GPU the current stream waits."""
         start = perf_counter()
         try:
             with self.status.waiting(self.others):
-                found = work.wait()
+                result = work.wait()
             self.control.wait_timer.seconds += perf_counter() - start
-            return found
+            return result
         except RuntimeError as error:
             raise ChannelError(None, str(error)) from None
 
@@ -66,39 +73,27 @@ class ReplicaGroup:
         """Every replica's value, in the order of the replicas."""
         return self.control.gather(value)
 
-    def equalise(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every replica the values of the first."""
         for tensor in tensors:
             broadcast_from_first([tensor], self._group_for(tensor), self.wait)
 
     def close(self) -> None:
         self.control.close()
-        self.numbers = self.group = None
+        self.cpu_group = self.group = None
 
     def _group_for(self, tensor: Tensor) -> Group:
-        """Weights that live on the host have their gradients there, too."""
-        return self.numbers if tensor.device.type == "cpu" else self.group
-
-    def _finish(self, work: Any, total: Tensor) -> list[float]:
-        self.wait(work)
-        return total.tolist()
-
-    def _start(self, group: Group, tensor: Tensor) -> Any:
-        try:
-            return group.allreduce([tensor])
-        except RuntimeError as error:
-            raise ChannelError(None, str(error)) from None
+        return self.cpu_group if tensor.device.type == "cpu" else self.group
 
 
-def broadcast_from_first(tensors: Iterable[Tensor], group: Group, wait: Callable[[Any], Any] | None = None) -> None:
-    """Give every process of a group the values of its first; ``wait`` waits for what was started."""
+def broadcast_from_first(
+    tensors: Iterable[Tensor], group: Group, wait: Callable[[Any], Any] = lambda work: work.wait()
+) -> None:
+    """Give every process of a group the values of its first process."""
     try:
         pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
         for work in [group.broadcast(dense, 0) for _, dense in pairs]:
-            if wait is not None:
-                wait(work)
-            else:
-                work.wait()
+            wait(work)
         for tensor, dense in pairs:
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)

@@ -1,8 +1,8 @@
-"""Stages that were wrapped in ``DistributedDataParallel``: run without the wrapper, and reduced as it was told to.
+"""Stages wrapped in ``DistributedDataParallel``: run without the wrapper, and reduced with its settings.
 
-DDP reduces in one backward, of which all replicas must have the same number. A pipeline's stage has many, replicas may
-have different numbers of micro-batches or none at all, and weight gradients may come after the backward. So the
-wrapper is taken off, and its hook, if it has one, is called by our ``Reducer`` with the stage's buckets.
+DDP reduces in one backward, and all replicas must run the same number of them. A pipeline's stage has many, replicas
+may have different numbers of micro-batches or none, and weight gradients may come after the backward. So the wrapper
+is removed, and ``GradReducer`` calls its communication hook, if it has one, with the stage's buckets.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["DdpSettings", "HookBucket", "unwrap_ddp"]
 
 @dataclass(eq=False)
 class DdpSettings:
-    """What a wrapper was told about the reduction of its parameters."""
+    """How a wrapper reduces the gradients of its parameters."""
 
-    hooks: list[tuple[Callable[..., Any], object]]  # the wrapper's own list: one may be registered later
-    bucket: int  # bytes
+    hooks: list[tuple[Callable[..., Any], object]]  # the wrapper's own list: a hook may be registered later
+    bucket_bytes: int
 
-    def start(self, bucket: HookBucket) -> Any:
-        """Call the hook: it gives a future of the bucket's mean over the replicas."""
+    def call_hook(self, bucket: HookBucket) -> Any:
+        """A future of the bucket's mean over the replicas."""
         hook, state = self.hooks[-1]
         return hook(state, bucket)
 
 
 class HookBucket:
-    """Gradients in one flat tensor: what a hook asks of a ``torch.distributed.GradBucket``, which only torch makes."""
+    """Has the methods of ``torch.distributed.GradBucket``, which only torch can make."""
 
     def __init__(self, index: int, flat: Tensor, parameters: Sequence[Tensor], last: bool) -> None:
         self._index = index
@@ -65,50 +65,50 @@ class HookBucket:
 
 
 def unwrap_ddp(module: nn.Module, stage: int, ranks: Sequence[int]) -> tuple[nn.Module, dict[int, DdpSettings]]:
-    """The module without its wrappers, and the wrapping of each parameter that was in one, by identity.
+    """The module without its DDP wrappers, and the settings for each parameter that was in one, by identity.
 
-    ``ranks`` are those that gradients are summed over, in the world.
+    ``ranks`` are the world ranks of the stage's replicas.
     """
-    found: dict[int, DdpSettings] = {}
+    settings: dict[int, DdpSettings] = {}
     while isinstance(module, DistributedDataParallel):
-        module = _unwrap_one(module, stage, ranks, found)
+        module = _unwrap_one(module, stage, ranks, settings)
     for part in list(module.modules()):
         for name, child in part._modules.items():
             while isinstance(child, DistributedDataParallel):
-                child = part._modules[name] = _unwrap_one(child, stage, ranks, found)
-    return module, found
+                child = part._modules[name] = _unwrap_one(child, stage, ranks, settings)
+    return module, settings
 
 
 def _unwrap_one(
-    wrapper: DistributedDataParallel, stage: int, ranks: Sequence[int], found: dict[int, DdpSettings]
+    wrapper: DistributedDataParallel, stage: int, ranks: Sequence[int], settings: dict[int, DdpSettings]
 ) -> nn.Module:
-    there = dist.get_process_group_ranks(wrapper.process_group)
-    if sorted(there) != sorted(ranks):
+    group_ranks = dist.get_process_group_ranks(wrapper.process_group)
+    if sorted(group_ranks) != sorted(ranks):
         raise PlanError(
-            f"stage {stage}: DistributedDataParallel is over ranks {sorted(there)}, but the stage's replicas are ranks "
-            f'{sorted(ranks)}: pass process_group=mesh["data"].get_group()'
+            f"stage {stage}: DistributedDataParallel is over ranks {sorted(group_ranks)}, but the stage's replicas are "
+            f'ranks {sorted(ranks)}: pass process_group=mesh["data"].get_group()'
         )
-    what = _unsupported(wrapper)
-    if what is not None:
-        raise PlanError(f"stage {stage}: a pipeline does not support {what}")
-    wrapping = DdpSettings(ddp_comm_hooks(wrapper), wrapper.bucket_bytes_cap)
+    unsupported = _unsupported(wrapper)
+    if unsupported is not None:
+        raise PlanError(f"stage {stage}: a pipeline does not support {unsupported}")
     module: nn.Module = wrapper.module
-    found.update((id(parameter), wrapping) for parameter in module.parameters())
+    own = DdpSettings(ddp_comm_hooks(wrapper), wrapper.bucket_bytes_cap)
+    settings.update((id(parameter), own) for parameter in module.parameters())
     return module
 
 
 def _unsupported(wrapper: DistributedDataParallel) -> str | None:
-    """What a wrapper does beyond the reduction of gradients, and would not be done without it."""
+    """The first feature of a wrapper, besides the reduction of gradients, that would be lost without it."""
     if type(wrapper) is not DistributedDataParallel:
-        return f"{type(wrapper).__name__}, a DistributedDataParallel with code of its own"
+        return f"{type(wrapper).__name__}, a subclass of DistributedDataParallel"
     if wrapper.mixed_precision is not None:
         return "mixed_precision of DistributedDataParallel: run steps under torch.autocast"
     if wrapper.parameters_to_ignore:
         ignored = ", ".join(sorted(wrapper.parameters_to_ignore))
-        return f"parameters that DistributedDataParallel ignores ({ignored}): replicas would drift apart"
+        return f"parameters that DistributedDataParallel ignores ({ignored}): replicas would diverge"
     if wrapper._forward_hooks or wrapper._forward_pre_hooks or wrapper._backward_hooks:
         return "hooks on DistributedDataParallel itself: put them on the module in it"
-    kind = ddp_builtin_hook(wrapper)
-    if kind and not ddp_comm_hooks(wrapper):
-        return f"the built-in communication hook {kind}: register torch.distributed.algorithms.ddp_comm_hooks'"
+    builtin = ddp_builtin_hook(wrapper)
+    if builtin and not ddp_comm_hooks(wrapper):
+        return f"the built-in communication hook {builtin}: register torch.distributed.algorithms.ddp_comm_hooks'"
     return None

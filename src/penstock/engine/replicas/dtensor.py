@@ -1,7 +1,7 @@
-"""Tensors of which each process of a ``DeviceMesh`` holds a part: torch's DTensor, seen from one process.
+"""DTensors as one process sees them: each process of a ``DeviceMesh`` holds a local part.
 
-What is done to gradients (summed over replicas, scaled, clipped) is done to the parts. What is not in parts is its own
-only part, so callers need not ask.
+Gradients are summed over replicas, scaled and clipped by their local parts. A plain tensor is its own local part, so
+callers need not distinguish.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[Any]:
-    """Whether this is a DTensor. Importing those takes long, and nobody has one who has not."""
+    """Whether this is a DTensor. Does not import them, which takes long: without the import there is none."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, to be read or changed in place."""
+    """This process's local part of a tensor, to be read or changed in place."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -47,7 +47,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def to_full(tensor: Tensor) -> Tensor:
-    """The tensor put together of its parts. All processes of its mesh take part."""
+    """The full tensor. All processes of the mesh must call this."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -55,7 +55,7 @@ def to_full(tensor: Tensor) -> Tensor:
 
 
 def distribute_like(value: Tensor, like: Tensor) -> Tensor:
-    """A tensor in the parts that ``like`` is in. A plain one must be the same on all processes of the mesh."""
+    """``value`` with the mesh and placements of ``like``. A plain one must be equal on all processes of the mesh."""
     if not is_dtensor(like):
         return to_full(value)
     if is_dtensor(value) and value.device_mesh == like.device_mesh and value.placements == like.placements:
@@ -68,20 +68,20 @@ def distribute_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_groups(tensor: Tensor) -> list[dist.ProcessGroup]:
-    """The groups of processes that have other parts of this tensor; along other dimensions of its mesh it is equal."""
+    """The process groups along the mesh dimensions over which a tensor is sharded."""
     if not is_dtensor(tensor):
         return []
     return [tensor.device_mesh.get_group(i) for i, how in enumerate(tensor.placements) if not how.is_replicate()]
 
 
 def align_grad_layout(parameter: nn.Parameter) -> None:
-    """Give a gradient the layout of its parameter: one of sums that are still to be added up would not do."""
+    """Give a gradient the placements of its parameter; a partial sum, for example, is reduced."""
     if is_dtensor(parameter) and is_dtensor(parameter.grad) and parameter.grad.placements != parameter.placements:
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def set_local_grad(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Make ``grad`` this process's part of the parameter's gradient."""
+    """Make ``grad`` the local part of the parameter's gradient."""
     if not is_dtensor(parameter):
         set_grad(parameter, grad)
         return
@@ -93,9 +93,9 @@ def set_local_grad(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 def keep_edges_plain(module: nn.Module, stage: int) -> None:
-    """See to it that plain tensors leave a stage, and plain gradients go back from it.
+    """Hook a stage so that plain tensors leave it, and plain gradients.
 
-    What a collective has not yet finished is waited for here, since channels look at memory and not at who fills it.
+    The hooks also wait for functional collectives, because channels read the memory of their results directly.
     """
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -110,17 +110,17 @@ def keep_edges_plain(module: nn.Module, stage: int) -> None:
         for leaf in leaves:
             if is_dtensor(leaf):
                 raise PlanError(
-                    f"stage {stage} gives a DTensor with the layout {leaf.placements}, but plain tensors cross between "
-                    "stages and go into the loss: let its last layer give one (output_layouts=Replicate(), "
+                    f"stage {stage} returns a DTensor with the layout {leaf.placements}, but stages exchange plain "
+                    "tensors, and so does the loss: let its last layer return one (output_layouts=Replicate(), "
                     "use_local_output=True)"
                 )
-        arrived = [_wait_collective(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return output if all(a is b for a, b in zip(arrived, leaves, strict=True)) else unflatten(arrived, spec)
+        waited = [_wait_collective(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return output if all(a is b for a, b in zip(waited, leaves, strict=True)) else unflatten(waited, spec)
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after)
 
 
 def _wait_collective(tensor: Tensor) -> Tensor:
-    """A tensor whose collective is over; autograd sees the same value."""
+    """The result of a functional collective as a plain tensor, in the same graph."""
     return unsafe_view(tensor, tensor.shape) if is_async_collective(tensor) else tensor

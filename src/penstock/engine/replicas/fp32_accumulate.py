@@ -1,10 +1,10 @@
 """Gradients of half-precision parameters summed in float32 during a step, and rounded once at its end.
 
-    before the step      .grad is None, or what earlier steps left (bf16): set aside
-    micro-batch 0        .grad ── a float32 zero is made, the bf16 gradient is added to it
-    micro-batch 1, …     .grad ── each is added, by autograd or by W, in float32
-    ties, count factor   in float32
-    after the step       .grad = bf16(what was there + the sum)
+    before the step      .grad is None, or the gradient of earlier steps (bf16): stashed
+    micro-batch 0        .grad becomes a float32 zero, and the bf16 gradient is added to it
+    micro-batch 1, …     each gradient is added in float32, by autograd or by W
+    ties, loss factor    in float32
+    after the step       .grad = bf16(stashed gradient + sum)
 
 A step that fails leaves ``.grad`` as it was before.
 """
@@ -25,40 +25,40 @@ __all__ = ["Fp32GradAccumulator", "fp32_sums", "set_grad"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
-# What to call with a gradient before it is added to ``.grad``, for each parameter (by identity) that is summed in
-# float32 right now: autograd's own additions are seen to, this is for code that adds by itself. True: it was added.
+# Per parameter (by identity) that is being summed in float32: code that adds to ``.grad`` without autograd must call
+# this function with the gradient first. It returns True if it has added the gradient itself.
 fp32_sums: dict[int, Callable[[Tensor], bool]] = {}
 
 
 class Fp32GradAccumulator:
-    """Entered around a step: the parameters' gradients are summed in float32 meanwhile.
+    """Entered around a step: gradients of half-precision parameters are summed in float32.
 
-    Autograd sums in the type of the gradient that is there, so it suffices that there is one, in float32, before the
-    first is added: a hook on the node that adds sees to it. (``Tensor.grad_dtype`` would be shorter, but once set it
-    cannot be unset: a model converted to float32 later would go on rounding its gradients.)
+    Autograd adds in the dtype of the gradient that exists, so a hook on the accumulating node makes a float32 zero
+    before the first addition. (``Tensor.grad_dtype`` would be shorter, but once set it cannot be unset: a model
+    converted to float32 later would still round its gradients.)
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        self._turn = threading.Lock()  # threads that share a pipeline take turns
-        self._first = threading.Lock()  # threads that share a parameter may both bring its first gradient
-        self._aside: dict[nn.Parameter, Tensor | None] = {}
-        self._nodes: list[Node] = []  # held: a parameter itself does not hold the node that adds to its gradient
+        self._lock = threading.Lock()  # threads that share a pipeline take turns
+        self._first_lock = threading.Lock()  # two threads may add the first gradient of one parameter
+        self._stash: dict[nn.Parameter, Tensor | None] = {}
+        self._nodes: list[Node] = []  # a parameter does not keep the node alive that adds to its gradient
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
-        self._turn.acquire()
+        self._lock.acquire()
         try:
             for parameter in self.parameters:
-                # Where somebody has chosen a type for the gradients, it is theirs.
+                # A dtype that the user has set for the gradients stays.
                 if parameter.requires_grad and parameter.dtype in _HALF and parameter.grad_dtype is parameter.dtype:
-                    ready = partial(self._ready, parameter)
+                    prepare = partial(self._prepare, parameter)
                     node = get_gradient_edge(parameter).node
                     self._nodes.append(node)
-                    self._hooks.callback(node.register_prehook(partial(_accumulate_prehook, ready)).remove)
+                    self._hooks.callback(node.register_prehook(partial(_accumulate_prehook, prepare)).remove)
                     self._hooks.callback(fp32_sums.pop, id(parameter))
-                    fp32_sums[id(parameter)] = ready
-                    self._aside[parameter] = parameter.grad
+                    fp32_sums[id(parameter)] = prepare
+                    self._stash[parameter] = parameter.grad
                     parameter.grad = None
         except BaseException as error:
             self.__exit__(type(error))
@@ -68,17 +68,17 @@ class Fp32GradAccumulator:
         try:
             self._hooks.close()
             self._nodes.clear()
-            while self._aside:  # float32 sums are freed one by one
-                parameter, before = self._aside.popitem()
+            while self._stash:  # float32 sums are freed one by one
+                parameter, before = self._stash.popitem()
                 total, parameter.grad = parameter.grad, None
                 parameter.grad = before if kind is not None else _round_total(total, before, parameter.dtype)
                 del total
         finally:
-            self._turn.release()
+            self._lock.release()
 
-    def _ready(self, parameter: nn.Parameter, grad: Tensor) -> bool:
-        """Make the float32 sum that ``grad`` can be added to. A sparse one is added here, to stay sparse."""
-        with self._first, torch.no_grad():
+    def _prepare(self, parameter: nn.Parameter, grad: Tensor) -> bool:
+        """Make the float32 sum that ``grad`` can be added to. A sparse gradient is added here, and stays sparse."""
+        with self._first_lock, torch.no_grad():
             total = parameter.grad
             if grad.is_sparse:
                 value = grad.float()
@@ -91,25 +91,25 @@ class Fp32GradAccumulator:
 
 
 def set_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Make ``grad`` the gradient of the parameter, in its own type."""
+    """Make ``grad`` the gradient of the parameter, in the dtype of ``grad``."""
     if grad.dtype is parameter.dtype:
         parameter.grad = grad
         return
-    # Torch refuses to assign a gradient of another type, but lets the type of a gradient change, as ``model.float()``
-    # does. What is assigned first is replaced at once, so any tensor of this shape and layout will do.
+    # torch refuses to assign a gradient of another dtype, but lets ``.data`` of a gradient change its dtype, as
+    # ``model.float()`` does. The first assignment can be any tensor of this shape and layout.
     parameter.grad = grad.to(parameter.dtype) if grad.is_sparse else parameter.data
     assert parameter.grad is not None
     parameter.grad.data = grad
 
 
-def _accumulate_prehook(ready: Callable[[Tensor], bool], grads: tuple[Tensor | None, ...]) -> Any:
-    """Called before autograd adds to ``.grad``. Nothing is left to add where the answer is a None for each."""
+def _accumulate_prehook(prepare: Callable[[Tensor], bool], grads: tuple[Tensor | None, ...]) -> Any:
+    """Runs before autograd adds to ``.grad``; returning ``(None,)`` leaves nothing to add."""
     (grad,) = grads
-    return (None,) if grad is not None and ready(grad) else None
+    return (None,) if grad is not None and prepare(grad) else None
 
 
 def _round_total(total: Tensor | None, before: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What earlier steps left plus this step's sum, rounded once; in the tensor that was there, as autograd would."""
+    """The stashed gradient plus the step's sum, rounded once, in the stashed tensor as autograd would do."""
     if total is None:
         return before
     with torch.no_grad():
@@ -117,5 +117,5 @@ def _round_total(total: Tensor | None, before: Tensor | None, dtype: torch.dtype
             return before.copy_(total.add_(before) if not total.is_sparse else before.float() + total)
         if before is not None:
             total = total + before.float()
-        # A sparse sum may have a row several times, and is rounded when they have been added up.
+        # A sparse sum may contain a row several times: coalesce before rounding.
         return total.coalesce().to(dtype) if total.is_sparse else total.to(dtype)

@@ -1,11 +1,11 @@
-"""Stages in shards: FSDP2's ``fully_shard`` over a stage's replicas.
+"""Stages sharded over their replicas by FSDP2's ``fully_shard``.
 
-    gather      all parameters of the stage are gathered from the replicas, once for all micro-batches of the run
+    unshard     all parameters of the stage are gathered from the replicas, once for all micro-batches of the run
     F B F B …   no collective: replicas may run different numbers of micro-batches, or none
-    reduce      the sums of the gradients are scattered over the replicas, and the parameters' shards put back
+    reduce      the gradients are reduce-scattered over the replicas, and the parameters resharded
 
-FSDP gathers and reduces by itself, around each forward and backward, as it is used without a pipeline. Here it is told
-not to, and called at the two moments at which all replicas meet.
+By itself FSDP unshards and reduces around each forward and backward. Here both are turned off, and called at the two
+points that all replicas reach.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["FsdpStage", "fsdp_stage"]
 
 
 def fsdp_stage(module: nn.Module, stage: int, ranks: Sequence[int]) -> FsdpStage | None:
-    """What ``fully_shard`` did to a stage, if anything; ``ranks`` are those of the stage's replicas, in the world."""
+    """The FSDP2 modules in a stage, or None; ``ranks`` are the world ranks of the stage's replicas."""
     for name, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel):
             raise PlanError(f"stage {stage}: {name or 'it'} is in FullyShardedDataParallel: use fully_shard (FSDP2)")
@@ -40,19 +40,19 @@ def fsdp_stage(module: nn.Module, stage: int, ranks: Sequence[int]) -> FsdpStage
         return None
     found = FsdpStage(roots)
     for group in found.groups:
-        there = group.mesh_info.mesh.mesh.flatten().tolist()
-        if sorted(there) != sorted(ranks):
+        mesh_ranks = group.mesh_info.mesh.mesh.flatten().tolist()
+        if sorted(mesh_ranks) != sorted(ranks):
             raise PlanError(
-                f"stage {stage}: fully_shard is over ranks {sorted(there)}, but the stage's replicas are ranks "
+                f"stage {stage}: fully_shard is over ranks {sorted(mesh_ranks)}, but the stage's replicas are ranks "
                 f'{sorted(ranks)}: pass mesh=mesh["data"]'
             )
     return found
 
 
 class FsdpStage:
-    """The parts of a stage that ``fully_shard`` was called on; ``roots`` are those that are in no other.
+    """The modules of a stage on which ``fully_shard`` was called; ``roots`` are in no other such module.
 
-    What is needed of FSDP beyond its public methods is what ``torch.distributed.pipelining`` uses of it, too.
+    The FSDP internals used here are those that ``torch.distributed.pipelining`` uses.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
@@ -61,78 +61,81 @@ class FsdpStage:
         self._states: list[Any] = [fsdp_state(root) for root in roots]
         for state in self._states:
             state._lazy_init()
-        self.groups = [
-            group for state in self._states for one in state._state_ctx.all_states for group in fsdp_param_groups(one)
-        ]
+        all_states = [each for state in self._states for each in state._state_ctx.all_states]
+        self.groups = [group for state in all_states for group in fsdp_param_groups(state)]
         self.parameters: dict[int, Any] = {
             id(parameter.sharded_param): parameter for group in self.groups for parameter in group.fsdp_params
         }
-        self._gathering: list[Any] = []
+        self._unshard_handles: list[Any] = []
         for part in self.parts:
-            part.set_gradient_divide_factor(1.0)  # losses are weighted by what all replicas have
+            part.set_gradient_divide_factor(1.0)  # losses are weighted by the whole mini-batch
             part.set_force_sum_reduction_for_comms(True)
         for root in roots:
             root.set_reshard_after_forward(False)
-        self._reduce(False)
+        self._set_reduction(False)
 
     @property
     def device(self) -> torch.device:
-        """Where the stage computes."""
         device: torch.device = self._states[0]._device
         return device
 
     @property
-    def rounds(self) -> bool:
-        """Whether gradients are summed over micro-batches in another type than they are computed in."""
-        kinds = ((p.param_dtype or p.orig_dtype, p.reduce_dtype) for p in self.parameters.values())
-        return any(reduced not in (None, computed) for computed, reduced in kinds)
+    def converts_grads(self) -> bool:
+        """Whether gradients are accumulated over micro-batches in another dtype than they are computed in."""
+        dtypes = ((p.param_dtype or p.orig_dtype, p.reduce_dtype) for p in self.parameters.values())
+        return any(reduced not in (None, computed) for computed, reduced in dtypes)
 
-    def gather(self) -> None:
-        """Start to gather the parameters. A part's forward waits for its own."""
+    def unshard(self) -> None:
+        """Start to gather the parameters. The forward of each part waits for its own."""
         with _channel_errors():
-            self._gathering = [part.unshard(async_op=True) for part in self.parts]
+            self._unshard_handles = [part.unshard(async_op=True) for part in self.parts]
 
-    def got_gradient(self) -> set[int]:
-        """Which parameters the run gave a gradient to, by the identity of what is in the optimizer."""
-        self.arrive()
+    def wait_unshard(self) -> None:
+        with _channel_errors():
+            for handle in self._unshard_handles:
+                handle.wait()
+        self._unshard_handles = []
+
+    def params_with_grad(self) -> set[int]:
+        """The identities of the optimizer's parameters that got a gradient in this run."""
+        self.wait_unshard()
         for parameter in self.parameters.values():
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
         return {key for key, parameter in self.parameters.items() if _has_gradient(parameter)}
 
-    def reduce(self) -> None:
-        """Sum the gradients over the replicas, each of which keeps its shard, and let go of what was gathered.
+    def reduce_grads(self) -> None:
+        """Reduce-scatter the gradients over the replicas, and reshard the parameters.
 
-        All replicas bring all gradients, zeros for those they have not. On a GPU nothing is waited for before
-        ``finish``.
+        All replicas contribute to all gradients, with zeros for missing ones. On a GPU ``finish_reduction`` waits.
         """
-        self.arrive()
+        self.wait_unshard()
         for parameter in self.parameters.values():
             if parameter.sharded_param.requires_grad and not _has_gradient(parameter):
                 parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
                 parameter.to_accumulated_grad_if_needed()
-        self._reduce(True)
+        self._set_reduction(True)
         with _channel_errors():
             for group in self.groups:
                 group.post_backward()
-        self._reduce(False)
+        self._set_reduction(False)
 
-    def finish(self) -> None:
-        """Gradients are in the parameters of the optimizer from here on."""
+    def finish_reduction(self) -> None:
+        """Wait until the optimizer's parameters have their gradients."""
         for root, state in zip(self.roots, self._states, strict=True):
             root.set_is_last_backward(True)
             state._root_post_backward_final_callback()
             root.set_is_last_backward(False)
 
-    def release(self) -> None:
-        """Let go of what was gathered, after a run without gradients."""
-        self.arrive()
+    def reshard(self) -> None:
+        """Free the gathered parameters, after a run without gradients."""
+        self.wait_unshard()
         for part in self.parts:
             part.reshard()
 
-    def abandon(self) -> None:
-        """After a run that failed: the parameters are the shards again, and nothing is waited for."""
-        self._gathering = []
+    def reset(self) -> None:
+        """After a run that failed: reshard the parameters without waiting for anything."""
+        self._unshard_handles = []
         for group in self.groups:
             group._all_gather_result = None
             for parameter in group.fsdp_params:
@@ -141,17 +144,10 @@ class FsdpStage:
                     parameter.unsharded_param.grad = None
             group._to_sharded()
 
-    def arrive(self) -> None:
-        """The parameters are there from here on."""
-        with _channel_errors():
-            for handle in self._gathering:
-                handle.wait()
-        self._gathering = []
-
-    def _reduce(self, now: bool) -> None:
+    def _set_reduction(self, enabled: bool) -> None:
         for root in self.roots:
-            root.set_requires_gradient_sync(now)
-            root.set_reshard_after_backward(now)
+            root.set_requires_gradient_sync(enabled)
+            root.set_reshard_after_backward(enabled)
             root.set_is_last_backward(False)
 
 

@@ -1,12 +1,12 @@
-"""Gradients of a stage, summed over its replicas as soon as its last one is there.
+"""Gradients of a stage, summed over its replicas as soon as the step adds nothing more to them.
 
     rank 1   … 3W7  REDUCE 3 ─▶ 1B6  1B7  REDUCE 1 ─▶ end of the step: all sums are waited for
-                    └ on its way while the rank's other stages work
+                    └ under way while the rank's other stages compute
 
-Small gradients go together in buckets. A large one is summed where it is. Those of weights that live on the host are
-summed there, when the run is over. Which parameters got a gradient is summed as well: one that got none in any replica
-has none afterwards, as in the plain model. Of a parameter in parts (DTensor), replicas have the same part: it is what
-is summed. What ``fully_shard`` has parted over the replicas it reduces itself.
+Small gradients share buckets; a large one is summed in place. Gradients of weights that live on the host are summed
+there, at the end of the run. A parameter that got no gradient in any replica has none afterwards, as in the plain
+model: replicas also sum which parameters got one. Of a DTensor the local part is summed, which is the same in all
+replicas. ``fully_shard`` reduces the parameters that it has sharded over the replicas itself.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.parallelized import ParallelizedStage
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.engine.replicas.ddp import DdpSettings, HookBucket
 from penstock.engine.replicas.dtensor import align_grad_layout, set_local_grad, to_local
 from penstock.engine.replicas.fp32_accumulate import fp32_sums, set_grad
+from penstock.engine.stage import ParallelizedStage
 
 __all__ = ["GradReducer"]
 
-BUCKET = 25 << 20  # bytes that travel together
+BUCKET = 25 << 20  # bytes
 
 
 class _PendingReduction(NamedTuple):
-    """Some gradients on their way: views of one flat tensor, or, where it is None, one gradient as it is."""
+    """An all-reduce under way: of a flat bucket of gradients, or with ``flat=None`` of one gradient in place."""
 
     work: Any
     parameters: list[nn.Parameter]
     flat: Tensor | None
-    wrapping: DdpSettings | None = None  # whose hook is at work, if one is
+    ddp: DdpSettings | None = None  # whose communication hook reduces the bucket
 
 
 class GradReducer:
-    """Sums the gradients of this rank's stages over the replicas; without any, it makes them what the optimizer takes.
+    """Sums the gradients of this rank's stages over the replicas; without replicas it only aligns their layouts.
 
-    Sums start in the order of falling stages whatever the schedule does: replicas may run different numbers of
-    micro-batches, and must not meet in different orders. ``parallel`` are the stages that the user has parallelized.
+    Sums start in descending order of stages, whatever the schedule: replicas may run different numbers of
+    micro-batches, and must start the same collectives in the same order. ``parallel`` has the stages that
+    ``parallelize`` changed.
     """
 
     def __init__(
@@ -53,50 +54,55 @@ class GradReducer:
     ) -> None:
         self.replicas = replicas
         self.sharded = {s: made.sharded for s, made in parallel.items() if made.sharded is not None}
-        self.wrapped = {key: wrapping for made in parallel.values() for key, wrapping in made.wrapped.items()}
+        self.ddp = {key: settings for made in parallel.values() for key, settings in made.wrapped.items()}
         self.bucket = BUCKET if bucket is None else bucket
         self.stages: dict[int, list[nn.Parameter]] = {}
         seen: set[int] = set()
         # A parameter of several stages of this rank is complete with the first of them, whose backward is the last.
         for stage in sorted(modules):
-            mine = [p for p in modules[stage].parameters() if id(p) not in seen]
-            seen.update(map(id, mine))
-            self.stages[stage] = mine
-        self.sparse = {id(p) for module in modules.values() for p in _sparse(module)}
+            own = [p for p in modules[stage].parameters() if id(p) not in seen]
+            seen.update(map(id, own))
+            self.stages[stage] = own
+        self.sparse = {id(p) for module in modules.values() for p in _sparse_weights(module)}
         self._ready: set[int] = set()
-        self._waiting: list[int] = []
-        self._flights: list[_PendingReduction] = []
-        self._present: list[tuple[list[nn.Parameter], PendingSum]] = []
+        self._unstarted: list[int] = []
+        self._reductions: list[_PendingReduction] = []
+        self._grad_counts: list[tuple[list[nn.Parameter], PendingSum]] = []
 
     def begin(self) -> None:
-        """Before a step; what a failed one may have left is forgotten."""
+        """Before a step: drop the state that a failed step may have left."""
         self._ready.clear()
-        self._flights.clear()
-        self._present.clear()
-        self._waiting = sorted(self.stages)
+        self._reductions.clear()
+        self._grad_counts.clear()
+        self._unstarted = sorted(self.stages)
 
     def ready(self, stage: int) -> None:
         """The step adds nothing more to this stage's gradients."""
         self._ready.add(stage)
-        while self._waiting and self._waiting[-1] in self._ready:
-            self._start(self._waiting.pop())
+        while self._unstarted and self._unstarted[-1] in self._ready:
+            self._start(self._unstarted.pop())
 
     def finish(self) -> None:
-        """Every gradient of the step is the sum over the replicas from here on."""
-        for stage in reversed(self._waiting.copy()):  # a replica without samples ran no program
+        """Wait for all sums: afterwards every gradient is the sum over the replicas."""
+        for stage in reversed(self._unstarted.copy()):  # a replica without samples ran no program
             self.ready(stage)
         with torch.no_grad():
-            there = {id(p) for parameters, pending in self._present for p in _with_gradient(parameters, pending())}
-            for flight in self._flights:
-                self._land(flight, there)
+            got_grad = {
+                id(p)
+                for parameters, pending in self._grad_counts
+                for p, count in zip(parameters, pending(), strict=True)
+                if count
+            }
+            for reduction in self._reductions:
+                self._finish_reduction(reduction, got_grad)
             for stage, sharded in sorted(self.sharded.items(), reverse=True):
-                if not self._early(stage):
-                    sharded.reduce()
-                sharded.finish()
+                if not self._overlaps(stage):
+                    sharded.reduce_grads()
+                sharded.finish_reduction()
                 for parameter in self.stages[stage]:
-                    if id(parameter) in sharded.parameters and id(parameter) not in there:
+                    if id(parameter) in sharded.parameters and id(parameter) not in got_grad:
                         parameter.grad = None
-            self._sum_sparse(there)
+            self._sum_sparse(got_grad)
         self.begin()
 
     @torch.no_grad()
@@ -104,106 +110,101 @@ class GradReducer:
         parameters = [p for p in self.stages[stage] if p.requires_grad]
         sharded = self.sharded.get(stage)
         if parameters:
-            got = {id(p) for p in parameters if p.grad is not None} | (sharded.got_gradient() if sharded else set())
-            self._present.append((parameters, self._count([float(id(p) in got) for p in parameters])))
+            got = {id(p) for p in parameters if p.grad is not None} | (sharded.params_with_grad() if sharded else set())
+            counts = [float(id(p) in got) for p in parameters]
+            pending = (lambda: counts) if self.replicas is None else self.replicas.start_sum(counts)
+            self._grad_counts.append((parameters, pending))
         if sharded is not None:
             parameters = [p for p in parameters if id(p) not in sharded.parameters]
-            if self._early(stage):
-                sharded.reduce()
+            if self._overlaps(stage):
+                sharded.reduce_grads()
         for parameter in parameters:
             align_grad_layout(parameter)
         if self.replicas is not None:
             self._start_sums([p for p in parameters if id(p) not in self.sparse], self.replicas)
 
-    def _early(self, stage: int) -> bool:
-        """Whether a sharded stage is reduced while others work: where the process would not wait for it."""
+    def _overlaps(self, stage: int) -> bool:
+        """Whether FSDP reduces a stage while others compute: not on the CPU, where the process would wait for it."""
         return self.sharded[stage].device.type != "cpu"
-
-    def _count(self, row: list[float]) -> PendingSum:
-        return (lambda: row) if self.replicas is None else self.replicas.start(row)
 
     def _start_sums(self, parameters: Iterable[nn.Parameter], replicas: ReplicaGroup) -> None:
         kinds: dict[tuple[torch.dtype, torch.device, DdpSettings | None], list[nn.Parameter]] = {}
         for parameter in parameters:
-            dtype, wrapping = _dtype(parameter), self.wrapped.get(id(parameter))
-            hooked = wrapping is not None and bool(wrapping.hooks)
-            if not hooked and to_local(parameter).numel() * dtype.itemsize >= self._most(wrapping):
-                self._start_alone(parameter, replicas)
+            dtype, ddp = _dtype(parameter), self.ddp.get(id(parameter))
+            hooked = ddp is not None and bool(ddp.hooks)
+            if not hooked and to_local(parameter).numel() * dtype.itemsize >= self._bucket_bytes(ddp):
+                grad = _local_grad(parameter, dtype).contiguous()
+                if parameter.grad is None or to_local(parameter.grad) is not grad:
+                    set_local_grad(parameter, grad)
+                self._reductions.append(_PendingReduction(replicas.start_allreduce(grad), [parameter], None))
             else:
-                kinds.setdefault((dtype, parameter.device, wrapping), []).append(parameter)
-        for (dtype, _, wrapping), group in kinds.items():
-            buckets = _buckets(group, self._most(wrapping) // dtype.itemsize)
+                kinds.setdefault((dtype, parameter.device, ddp), []).append(parameter)
+        for (dtype, _, ddp), group in kinds.items():
+            buckets = _buckets(group, self._bucket_bytes(ddp) // dtype.itemsize)
             for number, bucket in enumerate(buckets):
-                flat = torch.cat([_gradient(p, dtype).reshape(-1) for p in bucket])
-                if wrapping is not None and wrapping.hooks:
-                    work = wrapping.start(HookBucket(number, flat, bucket, number == len(buckets) - 1))
-                    self._flights.append(_PendingReduction(work, bucket, flat, wrapping))
+                flat = torch.cat([_local_grad(p, dtype).reshape(-1) for p in bucket])
+                if ddp is not None and ddp.hooks:
+                    work = ddp.call_hook(HookBucket(number, flat, bucket, number == len(buckets) - 1))
+                    self._reductions.append(_PendingReduction(work, bucket, flat, ddp))
                 else:
-                    self._flights.append(_PendingReduction(replicas.start_sum(flat), bucket, flat))
+                    self._reductions.append(_PendingReduction(replicas.start_allreduce(flat), bucket, flat))
 
-    def _most(self, wrapping: DdpSettings | None) -> int:
-        return self.bucket if wrapping is None else wrapping.bucket
+    def _bucket_bytes(self, ddp: DdpSettings | None) -> int:
+        return self.bucket if ddp is None else ddp.bucket_bytes
 
-    def _start_alone(self, parameter: nn.Parameter, replicas: ReplicaGroup) -> None:
-        grad = _gradient(parameter, _dtype(parameter)).contiguous()
-        if parameter.grad is None or to_local(parameter.grad) is not grad:
-            set_local_grad(parameter, grad)
-        self._flights.append(_PendingReduction(replicas.start_sum(grad), [parameter], None))
-
-    def _land(self, flight: _PendingReduction, there: set[int]) -> None:
-        """Wait for some gradients, and hand them out."""
-        work, parameters, flat, wrapping = flight
+    def _finish_reduction(self, reduction: _PendingReduction, got_grad: set[int]) -> None:
+        work, parameters, flat, ddp = reduction
         assert self.replicas is not None
         result = self.replicas.wait(work)
-        if wrapping is not None:  # a hook gives the mean over the replicas
+        if ddp is not None:  # a hook gives the mean over the replicas
             flat = (result if isinstance(result, Tensor) else result[0]) * self.replicas.count
         if flat is not None:
-            _unflatten_grads(parameters, flat, there)
-        elif id(parameters[0]) not in there:
+            _unflatten_grads(parameters, flat, got_grad)
+        elif id(parameters[0]) not in got_grad:
             parameters[0].grad = None
 
-    def _sum_sparse(self, there: set[int]) -> None:
-        """Gradients of embeddings that ask for sparse ones stay sparse. Their rows are few: they go as they are."""
+    def _sum_sparse(self, got_grad: set[int]) -> None:
+        """Sum sparse gradients of embeddings, which stay sparse: their few rows are gathered as they are."""
         if self.replicas is None:
             return
         for parameter in (p for stage in sorted(self.stages) for p in self.stages[stage]):
-            if id(parameter) in self.sparse and id(parameter) in there:
-                grads = [g for g in self.replicas.gather(_to_host(parameter.grad)) if g is not None]
+            if id(parameter) in self.sparse and id(parameter) in got_grad:
+                grad = None if parameter.grad is None else parameter.grad.detach().cpu()
+                grads = [g for g in self.replicas.gather(grad) if g is not None]
                 total = sum(grads[1:], grads[0])
                 set_grad(parameter, total.to(parameter.device).coalesce() if total.is_sparse else total)
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    """In which a parameter's gradients are summed: not asked of the gradient, which may be missing in one replica."""
+    """The dtype in which gradients are summed. Not taken from the gradient, which may be missing in one replica."""
     return torch.float32 if id(parameter) in fp32_sums else parameter.dtype
 
 
-def _gradient(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """This process's part of it."""
+def _local_grad(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
     if parameter.grad is None:
         return torch.zeros_like(to_local(parameter), dtype=dtype, requires_grad=False)
     grad = to_local(parameter.grad)
     return (grad.to_dense() if grad.is_sparse else grad).to(dtype)
 
 
-def _buckets(parameters: Iterable[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Neighbours together, up to ``most`` numbers."""
+def _buckets(parameters: Iterable[nn.Parameter], capacity: int) -> list[list[nn.Parameter]]:
+    """Consecutive parameters with up to ``capacity`` elements together."""
     buckets: list[list[nn.Parameter]] = []
-    room = 0
+    free = 0
     for parameter in parameters:
         size = to_local(parameter).numel()
-        if size > room or not buckets:
+        if size > free or not buckets:
             buckets.append([])
-            room = most
+            free = capacity
         buckets[-1].append(parameter)
-        room -= size
+        free -= size
     return buckets
 
 
-def _unflatten_grads(parameters: list[nn.Parameter], flat: Tensor, there: set[int]) -> None:
+def _unflatten_grads(parameters: list[nn.Parameter], flat: Tensor, got_grad: set[int]) -> None:
     parts = torch.split(flat, [to_local(p).numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
-        if id(parameter) not in there:
+        if id(parameter) not in got_grad:
             continue
         part = part.view(to_local(parameter).shape)
         if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.dtype is not part.dtype:
@@ -212,14 +213,6 @@ def _unflatten_grads(parameters: list[nn.Parameter], flat: Tensor, there: set[in
             to_local(parameter.grad).copy_(part)
 
 
-def _with_gradient(parameters: list[nn.Parameter], counts: list[float]) -> list[nn.Parameter]:
-    return [p for p, count in zip(parameters, counts, strict=True) if count]
-
-
-def _sparse(module: nn.Module) -> list[Tensor]:
+def _sparse_weights(module: nn.Module) -> list[Tensor]:
     tables = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
     return [table.weight for table in tables]
-
-
-def _to_host(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.detach().cpu()

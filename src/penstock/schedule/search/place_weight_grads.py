@@ -86,8 +86,8 @@ def place_weight_grads(
             line = op if op < 2 * count else op - count if op < weight_grads else op - checkpoints
             k = done[line]
             if line >= count:
-                dropped = to_recompute[line - count]
-                if k >= done[line - count] or (dropped and dropped[0] <= k):
+                missing = to_recompute[line - count]
+                if k >= done[line - count] or (missing and missing[0] <= k):
                     return math.inf
             start = now
             for arrivals in incoming[line]:
