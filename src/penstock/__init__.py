@@ -16,6 +16,7 @@ from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
 from penstock.errors import PlanError as PlanError
 from penstock.errors import ScheduleError as ScheduleError
+from penstock.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from penstock.engine.forward_context import current_microbatch as current_microbatch
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from penstock.train.result import StepResult as StepResult
     from penstock.train.scaler import GradScaler as GradScaler
 
-__version__ = "0.1.0"
-
 # The same names as above, by module: a test compares the two.
 _NAMES = {
     "engine.forward_context": "current_microbatch is_checkpointing is_recomputing",
@@ -95,6 +94,7 @@ def _trace_recording(*arguments: Any) -> Any:
 
 
 _registry.trace_recording = _trace_recording
+_registry.viz = lambda: import_module("penstock.viz")
 
 
 def __getattr__(name: str) -> Any:

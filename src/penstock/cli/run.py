@@ -1,8 +1,8 @@
 """``penstock run``: starts a script in the processes of its mesh, with torch's launcher.
 
-    output of the ranks    rank 0   ─────────────────────────▶ this terminal
-                           others   ──▶ files, one pair each ─▶ shown with --all-ranks
-    error of a rank        all      ──▶ files, one each      ─▶ the first failure, once, at the end
+output of the ranks    rank 0   ─────────────────────────▶ this terminal
+                       others   ──▶ files, one pair each ─▶ shown with --all-ranks
+error of a rank        all      ──▶ files, one each      ─▶ the first failure, once, at the end
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import _registry
 from penstock.errors import PlanError
 from penstock.profile.trace.analysis import PREDICTION_SOURCES, TraceData, TracedMessage, traced_messages
 from penstock.profile.trace.records import ACTION_NAMES, ActionRecord, RankRecord, StepRecord, Track
@@ -141,9 +142,8 @@ class Trace(TraceData):
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        from penstock.viz import trace_html
-
-        return trace_html(self)
+        html: str = _registry.viz().trace_html(self)
+        return html
 
 
 def _parse_plan(data: Mapping[str, Any]) -> dict[str, Any]:
