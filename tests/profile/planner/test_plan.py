@@ -68,10 +68,10 @@ def test_it_is_saved_and_read_again(tmp_path: Path) -> None:
     with again.pipeline(F.mse_loss) as pipe:
         check(pipe, model, x, y)
     alone = ps.PlanResult.load(tmp_path / "plan.json")
-    with pytest.raises(ps.PlanError, match="this was read without its model"):
+    with pytest.raises(ps.PlanError, match="this plan was loaded without its model"):
         alone.pipeline(F.mse_loss)
     (tmp_path / "other.json").write_text('{"plan": 1}')
-    with pytest.raises(ps.PlanError, match="is not what a planner saved"):
+    with pytest.raises(ps.PlanError, match="is not a saved PlanResult"):
         ps.PlanResult.load(tmp_path / "other.json")
 
 

@@ -106,7 +106,7 @@ def test_of_devices_that_differ_the_fastest_are_taken() -> None:
     assert answer.configuration.pipe == 1
     assert answer.seconds == pytest.approx(8 * LAYERS * 3 / 4)
     cluster = Cluster((1.0, 4.0, 4.0, 2.0), (9.0, 1.0, 2.0, 9.0))
-    assert [cluster.chosen(count) for count in (1, 2, 3, 4)] == [[2], [1, 2], [1, 2, 3], [0, 1, 2, 3]]
+    assert [cluster.fastest(count) for count in (1, 2, 3, 4)] == [[2], [1, 2], [1, 2, 3], [0, 1, 2, 3]]
 
 
 # ── costs that cannot be ─────────────────────────────────────────────────────────────────────────────────────────
@@ -165,12 +165,12 @@ def test_the_least_memory_is_that_of_the_smallest_micro_batches() -> None:
 def test_what_was_planned_is_not_said_again(tmp_path: Path) -> None:
     answer = planned()
     for option in ("microbatches", "microbatch_size", "schedule"):
-        with pytest.raises(ps.PlanError, match=f"{option} is a part of what was planned"):
+        with pytest.raises(ps.PlanError, match=f"{option} is part of the plan"):
             answer.pipeline(F.mse_loss, **{option: 1})
     with pytest.raises(ps.PlanError, match=r"nowhere.json cannot be read as what a planner saved"):
         ps.PlanResult.load(tmp_path / "nowhere.json")
     without = json.loads(answer.to_json())
-    with pytest.raises(ps.PlanError, match=r"read it with it, ps.PlanResult.load"):
+    with pytest.raises(ps.PlanError, match=r"use ps.PlanResult.load"):
         ps.PlanResult.from_json(json.dumps(without)).pipeline(F.mse_loss)
 
 
@@ -181,5 +181,5 @@ def test_what_was_planned_is_not_said_again(tmp_path: Path) -> None:
 def test_what_was_saved_and_changed_is_not_read(what: str, value: object) -> None:
     data = json.loads(planned(microbatches=8).to_json())
     assert len(data["memory"]) == 2
-    with pytest.raises(ps.PlanError, match="the text is not what a planner saved"):
+    with pytest.raises(ps.PlanError, match="the text is not a saved PlanResult"):
         ps.PlanResult.from_json(json.dumps({**data, what: value}))
