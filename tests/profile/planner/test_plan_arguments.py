@@ -167,7 +167,7 @@ def test_what_was_planned_is_not_said_again(tmp_path: Path) -> None:
     for option in ("microbatches", "microbatch_size", "schedule"):
         with pytest.raises(ps.PlanError, match=f"{option} is part of the plan"):
             answer.pipeline(F.mse_loss, **{option: 1})
-    with pytest.raises(ps.PlanError, match=r"nowhere.json cannot be read as what a planner saved"):
+    with pytest.raises(ps.PlanError, match=r"nowhere.json cannot be read as a plan"):
         ps.PlanResult.load(tmp_path / "nowhere.json")
     without = json.loads(answer.to_json())
     with pytest.raises(ps.PlanError, match=r"use ps.PlanResult.load"):
