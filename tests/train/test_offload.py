@@ -86,18 +86,18 @@ MADE: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("bucket", [1, 3 * 1200, 1 << 30], ids=["one by one", "some", "all"])
 @pytest.mark.parametrize("name", MADE)
-def test_the_update_is_the_plain_one(name: str, bucket: int) -> None:
-    ours, plain = model(), model()
-    optimizer, copies = offloaded(MADE[name](list(ours.parameters())), bucket)
-    expected = MADE[name](list(plain.parameters()))
-    for step in range(STEPS):
-        for module, each in ((ours, optimizer), (plain, expected)):
-            backward(module, step)
-            each.step()
-    check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_out > copies.bytes_back > 0  # the first step has nothing to bring
+def test_the_update_is_the_plain_one(name: str) -> None:
+    for bucket in [1, 3 * 1200, 1 << 30]:
+        ours, plain = model(), model()
+        optimizer, copies = offloaded(MADE[name](list(ours.parameters())), bucket)
+        expected = MADE[name](list(plain.parameters()))
+        for step in range(STEPS):
+            for module, each in ((ours, optimizer), (plain, expected)):
+                backward(module, step)
+                each.step()
+        check_same(ours, plain, optimizer, expected)
+        assert copies.bytes_to_host > copies.bytes_to_device > 0  # the first step has nothing to bring
 
 
 def test_a_subclass_that_adds_settings_is_divided_too() -> None:
@@ -116,7 +116,7 @@ def test_a_subclass_that_adds_settings_is_divided_too() -> None:
                 backward(module, step)
                 each.step()
         check_same(ours, plain, optimizer, expected)
-        most.append(copies.most_here)
+        most.append(copies.most_on_device)
     assert most[0] < most[1]
 
 
@@ -139,7 +139,7 @@ def test_sparse_gradients() -> None:
             table(torch.tensor([step, 2, 2])).square().sum().backward()
             each.step()
     check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_back
+    assert copies.bytes_to_device
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
@@ -157,7 +157,7 @@ def test_an_optimizer_that_takes_all_parameters_together(search: str | None) -> 
 
             each.step(closure)
     check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_back
+    assert copies.bytes_to_device
 
 
 def test_an_optimizer_that_nobody_knows() -> None:
@@ -184,7 +184,7 @@ def test_an_optimizer_that_nobody_knows() -> None:
             backward(module, step)
             each.step()
     check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_back
+    assert copies.bytes_to_device
 
 
 def test_state_that_is_one_memory_stays_so() -> None:
@@ -222,10 +222,10 @@ def test_three_buckets_at_a_time_are_on_the_device() -> None:
         module.zero_grad()
         module(torch.randn(2, 16, generator=torch.Generator().manual_seed(step))).sum().backward()
         optimizer.step()
-    assert copies.most_here <= 3 * 2 * 2048
+    assert copies.most_on_device <= 3 * 2 * 2048
     assert copies.made == 24  # host memory is made once
-    assert copies.bytes_back == 2 * 24 * 1024
-    assert copies.bytes_out == 3 * 24 * 1024
+    assert copies.bytes_to_device == 2 * 24 * 1024
+    assert copies.bytes_to_host == 3 * 24 * 1024
 
 
 def test_the_next_bucket_comes_before_the_update_and_nothing_waits_for_what_leaves() -> None:
@@ -236,10 +236,10 @@ def test_the_next_bucket_comes_before_the_update_and_nothing_waits_for_what_leav
         copies.log.clear()
         optimizer.step()
     assert copies.log == [
-        *("back", "back", "wait", "out"),  # 0 comes, 1 starts to come, 0 is there, updated, and leaves
-        *("back", "wait", "out"),  # 2 starts to come, 1 is there, updated, and leaves
-        *("wait", "wait", "out"),  # 0 has left, 2 is there, updated, and leaves
-        *("finish", "finish"),  # 1 and 2 have left
+        *("to device", "to device", "wait", "to host"),  # 0 comes, 1 starts to come, 0 is there, updated, and leaves
+        *("to device", "wait", "to host"),  # 2 starts to come, 1 is there, updated, and leaves
+        *("wait", "wait", "to host"),  # 0 has left, 2 is there, updated, and leaves
+        *("synchronize", "synchronize"),  # 1 and 2 have left
     ]
 
 
@@ -275,7 +275,7 @@ def test_state_is_on_the_host_between_steps() -> None:
 
 def test_state_from_the_beginning_leaves_at_once() -> None:
     _, copies = offloaded(torch.optim.Adagrad(model().parameters()))
-    assert copies.bytes_out == sum(p.nbytes for p in model().parameters())
+    assert copies.bytes_to_host == sum(p.nbytes for p in model().parameters())
 
 
 def test_state_that_changes_its_shape() -> None:
@@ -311,7 +311,7 @@ def test_parameters_without_gradients_are_left_alone() -> None:
                 module[2].zero_grad()
             each.step()
     check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_back < 4 * sum(2 * p.nbytes for p in ours.parameters())
+    assert copies.bytes_to_device < 4 * sum(2 * p.nbytes for p in ours.parameters())
 
 
 # ── what else an optimizer has ───────────────────────────────────────────────────────────────────────────────────
@@ -379,7 +379,7 @@ def test_saved_and_loaded_either_way() -> None:
         weights, state = torch.load(file)
         again.load_state_dict(weights)
         resumed.load_state_dict(state)
-        assert bool(copies.bytes_out) == second  # it does not wait for the next step to leave the device
+        assert bool(copies.bytes_to_host) == second  # it does not wait for the next step to leave the device
         for step in range(2, STEPS):
             for each, stepping in ((module, optimizer), (again, resumed)):
                 backward(each, step)
@@ -447,78 +447,80 @@ def test_an_offloaded_optimizer_can_be_let_go() -> None:
 # ── with weights that live on the host ───────────────────────────────────────────────────────────────────────────
 
 
-def at_home(module: nn.Module) -> LateWeights:
+def host_weights(module: nn.Module) -> LateWeights:
     weights = LateWeights({0: module}, [torch.device("cpu")])
-    weights.settle(0)
+    weights.offload_stage(0)
     return weights
 
 
-def homed(optimizer: Optimizer, weights: LateWeights, bucket: int = 3 * 600, state: bool = True) -> Optimizer:
+def offload_with_weights(
+    optimizer: Optimizer, weights: LateWeights, bucket: int = 3 * 600, state: bool = True
+) -> Optimizer:
     copies = LateCopies()
     OffloadedOptimizer(optimizer, bucket, lambda t: copies if state and t.dim() else None, smallest=1, weights=weights)
     return optimizer
 
 
-@pytest.mark.parametrize("bucket", [1, 3 * 2400, 1 << 30], ids=["one by one", "some", "all"])
-@pytest.mark.parametrize("state", [True, False], ids=["state too", "weights alone"])
 @pytest.mark.parametrize("name", MADE)
-def test_weights_come_for_the_update(name: str, state: bool, bucket: int) -> None:
-    ours, plain = model(), model()
-    weights = at_home(ours)
-    optimizer = homed(MADE[name](list(ours.parameters())), weights, bucket, state)
-    expected = MADE[name](list(plain.parameters()))
-    for step in range(STEPS):
-        for module, each in ((ours, optimizer), (plain, expected)):
-            backward(module, step)
-            each.step()
-        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-            assert mine.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(mine.grad, theirs.grad)
-    check_same(ours, plain, optimizer, expected)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    size = STEPS * sum(p.nbytes for p in trained)
-    assert weights.late.bytes_back == 2 * size
-    assert weights.late.bytes_out == size  # updates leave gradients as they are
+def test_weights_come_for_the_update(name: str) -> None:
+    for bucket in [1, 3 * 2400, 1 << 30]:
+        for state in [True, False]:
+            ours, plain = model(), model()
+            weights = host_weights(ours)
+            optimizer = offload_with_weights(MADE[name](list(ours.parameters())), weights, bucket, state)
+            expected = MADE[name](list(plain.parameters()))
+            for step in range(STEPS):
+                for module, each in ((ours, optimizer), (plain, expected)):
+                    backward(module, step)
+                    each.step()
+                for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(mine, theirs)
+                    assert mine.grad is not None
+                    assert theirs.grad is not None
+                    assert torch.equal(mine.grad, theirs.grad)
+            check_same(ours, plain, optimizer, expected)
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            size = STEPS * sum(p.nbytes for p in trained)
+            assert weights.late.bytes_to_device == 2 * size
+            assert weights.late.bytes_to_host == size  # updates leave gradients as they are
 
 
 def test_three_buckets_of_weights_gradients_and_state_at_a_time() -> None:
     module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(12)))  # 1024 bytes each, and Adam has 2048
-    weights = at_home(module)
-    optimizer = homed(torch.optim.Adam(module.parameters()), weights, bucket=3 * 2 * 4096, state=False)
+    weights = host_weights(module)
+    optimizer = offload_with_weights(torch.optim.Adam(module.parameters()), weights, bucket=3 * 2 * 4096, state=False)
     for step in range(3):
         module.zero_grad()
         module(torch.randn(2, 16, generator=torch.Generator().manual_seed(step))).sum().backward()
         optimizer.step()
-    assert 0 < weights.late.most_here <= 3 * 2 * 2048
+    assert 0 < weights.late.most_on_device <= 3 * 2 * 2048
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_an_optimizer_that_takes_all_weights_together(search: str | None) -> None:
     """Its closure runs the pipeline while the weights are on the device."""
     ours, plain = model(), model()
-    weights = at_home(ours)
-    optimizer = homed(torch.optim.LBFGS(ours.parameters(), max_iter=4, line_search_fn=search), weights)
+    weights = host_weights(ours)
+    optimizer = offload_with_weights(torch.optim.LBFGS(ours.parameters(), max_iter=4, line_search_fn=search), weights)
     expected = torch.optim.LBFGS(plain.parameters(), max_iter=4, line_search_fn=search)
     for step in range(3):
         for module, each in ((ours, optimizer), (plain, expected)):
 
             def closure(module: nn.Module = module, step: int = step) -> Tensor:
-                with weights.at_work():
-                    assert weights.bytes_there() == (weights.bytes_of(0) if module is ours else 0)
+                with weights.run():
+                    assert weights.bytes_on_device() == (weights.bytes_of(0) if module is ours else 0)
                     backward(module, step)
                     return loss_of(module, step)
 
             each.step(closure)
-            assert weights.bytes_there() == 0
+            assert weights.bytes_on_device() == 0
     check_same(ours, plain, optimizer, expected)
 
 
 def test_a_closure_may_run_the_pipeline() -> None:
     ours, plain = model(), model()
-    weights = at_home(ours)
-    optimizer = homed(torch.optim.AdamW(ours.parameters(), lr=0.1), weights, bucket=1)
+    weights = host_weights(ours)
+    optimizer = offload_with_weights(torch.optim.AdamW(ours.parameters(), lr=0.1), weights, bucket=1)
     expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(STEPS):
         for module, each in ((ours, optimizer), (plain, expected)):
@@ -537,8 +539,8 @@ def test_weights_and_a_state_that_is_loaded(options: dict[str, Any]) -> None:
     expected = torch.optim.AdamW(plain.parameters(), lr=0.1, **options)
     backward(plain, 0)
     expected.step()
-    weights = at_home(ours)
-    optimizer = homed(torch.optim.AdamW(ours.parameters(), lr=0.7, **options), weights)
+    weights = host_weights(ours)
+    optimizer = offload_with_weights(torch.optim.AdamW(ours.parameters(), lr=0.7, **options), weights)
     ours.load_state_dict(plain.state_dict())
     optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
     for step in range(1, STEPS):
@@ -550,7 +552,9 @@ def test_weights_and_a_state_that_is_loaded(options: dict[str, Any]) -> None:
 
 def test_an_update_of_weights_that_somebody_put_elsewhere() -> None:
     ours, plain = model(), model()
-    optimizer = homed(torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), at_home(ours), bucket=1)
+    optimizer = offload_with_weights(
+        torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), host_weights(ours), bucket=1
+    )
     expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         for module, each in ((ours, optimizer), (plain, expected)):
@@ -568,7 +572,7 @@ def test_gradients_that_the_update_changes() -> None:
         module = model()
         optimizer: Optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
         if offloading:
-            optimizer = homed(optimizer, at_home(module), bucket=1)
+            optimizer = offload_with_weights(optimizer, host_weights(module), bucket=1)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         grads = []
         for step in range(STEPS):
@@ -583,14 +587,14 @@ def test_gradients_that_the_update_changes() -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_sparse_gradients_of_weights_at_home() -> None:
+def test_sparse_gradients_of_weights_on_the_host() -> None:
     runs = []
     for offloading in (True, False):
         torch.manual_seed(0)
         table = nn.Embedding(10, 4, sparse=True)
         optimizer: Optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
         if offloading:
-            optimizer = homed(optimizer, at_home(table))
+            optimizer = offload_with_weights(optimizer, host_weights(table))
         for step in range(STEPS):
             table.zero_grad()
             table(torch.tensor([step, 2, 2])).square().sum().backward()
@@ -599,9 +603,9 @@ def test_sparse_gradients_of_weights_at_home() -> None:
     check_same(runs[0][0], runs[1][0], runs[0][1], runs[1][1])
 
 
-def test_an_update_that_fails_leaves_the_weights_at_home() -> None:
+def test_an_update_that_fails_leaves_the_weights_on_the_host() -> None:
     module = model()
-    weights = at_home(module)
+    weights = host_weights(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     host = OffloadedOptimizer(optimizer, 1, lambda tensor: None, weights=weights)
     backward(module, 0)
@@ -621,8 +625,8 @@ def test_an_update_that_fails_leaves_the_weights_at_home() -> None:
     assert [not torch.equal(p, w) for p, w in zip(after, before, strict=True)] == [True, True] + [False] * 4
     assert all(p.grad is not None for p in after)
     host._original_step = raw
-    with weights.at_work():
-        assert weights.bytes_there() == 0
+    with weights.run():
+        assert weights.bytes_on_device() == 0
     backward(module, 1)
     optimizer.step()
 
@@ -656,9 +660,8 @@ def test_a_forgotten_optimizer_is_refused() -> None:
     forgotten.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_makes_no_sense_is_refused() -> None:
+    for options, message in [
         ({"budget": "lots"}, r"Offload\(budget='lots'\) is not a size"),
         ({"budget": -1}, r"budget=-1"),
         ({"budget": 0}, r"budget=0"),
@@ -670,11 +673,9 @@ def test_a_forgotten_optimizer_is_refused() -> None:
         ({"activations": False, "budget": "2GiB"}, "activations=False"),
         ({"optimizer": 1}, "say True or False"),
         ({"activations": None}, "say True or False"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        Offload(**options)
+    ]:
+        with pytest.raises(PlanError, match=message):
+            Offload(**options)
 
 
 def test_sizes() -> None:

@@ -221,7 +221,7 @@ class DistributedExecutor(Executor):
         run_name = self.run_names.next(training=grad)
         if not header.sizes:
             if self.weights is not None:
-                self.weights.land()
+                self.weights.end_run()
             return None
         program = self.programs.get(header)
         io = program.io
@@ -233,7 +233,7 @@ class DistributedExecutor(Executor):
                 self.recorded(program.runner)()
         finally:
             if self.weights is not None:
-                self.weights.land()
+                self.weights.end_run()
         for stage in self.stages.values():
             stage.microbatches = ()
         grads, io.inputs, io.grads = io.grads, [], None

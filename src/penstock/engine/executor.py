@@ -96,7 +96,7 @@ class Executor(ABC):
                 outcome = self._train(value, targets, outputs)
             except BaseException:
                 if self.weights is not None:
-                    self.weights.land()
+                    self.weights.end_run()
                 stash.restore()
                 raise
             self._rescales = outcome.factor is not None
@@ -148,7 +148,7 @@ class Executor(ABC):
 
     def weights_in_use(self) -> AbstractContextManager[None]:
         """Around a run: weights that live on the host are moved to their devices as stages need them."""
-        return nullcontext() if self.weights is None else self.weights.at_work()
+        return nullcontext() if self.weights is None else self.weights.run()
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 

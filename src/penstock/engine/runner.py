@@ -240,7 +240,7 @@ def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> 
     prefetches = prefetch_points(instructions) if any(stage.offload for stage in stages.values()) else {}
     offloaded = {pair for pairs in prefetches.values() for pair in pairs if stages[pair[0]].offload is not None}
     weights = next((stage.weights for stage in stages.values() if stage.weights is not None), None)
-    transfers = {} if weights is None else weights.calls(instructions, stages)
+    transfers = {} if weights is None else weights.transfer_calls(instructions, stages)
     for at, instruction in enumerate(instructions):
         kind, stage, k, peer = instruction
         if at in transfers:

@@ -234,7 +234,7 @@ class ThreadExecutor(Executor):
             raise
         finally:
             if self.weights is not None:
-                self.weights.land()
+                self.weights.end_run()
             for stage in self.stages.values():
                 stage.microbatches = ()
         seconds, timers = perf_counter() - start, program.timers
@@ -280,7 +280,7 @@ class ThreadExecutor(Executor):
         sizes, messages = split_inputs(value, self.source.count, self.stages[0].device)
         call = _ThreadCall(self, self.source.fill_drain(len(sizes)), sizes)
         if self.weights is not None:
-            self.weights.stay(call)
+            self.weights.make_resident(call)
         return apply_call(call, messages)
 
     def forward(self, value: Any) -> Any:

@@ -153,7 +153,7 @@ class PipelineState:
         """
         self._executor.check_idle()
         weights = self._executor.weights
-        stay = set() if weights is None else set(map(id, weights.at_home()))
+        stay = set() if weights is None else set(map(id, weights.host_tensors()))
         for stage, module in self._modules.items():
             there = torch.device(self._executor.stages[stage].device if device is None else device)
             share_buffers(self._model, module)
