@@ -89,7 +89,7 @@ def test_a_real_model_on_devices_that_are_not_here(models: str, capsys: pytest.C
         (["{models}", "--devices", "2"], 1, "must be MODULE:NAME"),
         (["{models}:number", "--devices", "2"], 1, "expected an nn.Module"),
         (["{models}:net", "--devices", "2"], 1, "no sample to measure it on"),
-        (["{models}:build", "--devices", "4", "--memory", "50B", "--measure", "0"], 1, "nothing keeps the memory"),
+        (["{models}:build", "--devices", "4", "--memory", "50B", "--measure", "0"], 1, "nothing fits the memory"),
         (["--costs", "nowhere.json", "--devices", "2", "--batch", "4"], 1, "nowhere.json"),
         (["{models}:fails", "--devices", "2"], 1, "ValueError: on purpose (some_models.py, line 13)"),
         (["{models}:Takes", "--devices", "2"], 1, "failed when it was called without arguments: TypeError"),

@@ -23,7 +23,7 @@ from penstock.profile.costs import Link, ModelCosts, Profile
 from penstock.profile.links import Links, measure_links
 from penstock.profile.measure import measure_costs
 from penstock.profile.planner.candidates import device_grids
-from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, stage_costs, static_bytes
+from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, rank_static_bytes, stage_costs
 from penstock.schedule import build, recompute_modes, simulate, with_recompute
 
 __all__ = ["AutoConfig", "Configuration", "Profiler", "load_links"]
@@ -190,7 +190,7 @@ class AutoConfig:
         edges = tuple(edges_between(segments, cuts))
         simulation = simulate(schedule, stage_costs(segments, ranks, range(pipe), cuts), edges)
         gradients = [segments.total("gradients", i, j) for i, j in pairwise((0, *cuts))]
-        static = static_bytes(segments, range(pipe), cuts, pipe)
+        static = rank_static_bytes(segments, range(pipe), cuts, pipe)
         return Configuration(
             pipe,
             data,
