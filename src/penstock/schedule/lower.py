@@ -62,7 +62,7 @@ class Program:
         return " ".join(map(str, self.instructions))
 
 
-class _Message(NamedTuple):
+class _EdgeMessage(NamedTuple):
     """A value that crosses from one rank to another."""
 
     src: int  # stage that produces it
@@ -127,7 +127,7 @@ def lower(
     return programs
 
 
-def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Message]]:
+def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_EdgeMessage]]:
     """The messages between ranks, per (sender, receiver, direction), in the order in which they are produced."""
     position = {
         ("F" if a.kind == "F" else "B", a.stage, a.microbatch): i
@@ -135,7 +135,7 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
         for i, a in enumerate(order)
         if a.kind == "F" or a.kind in BACKWARD
     }
-    channels: dict[tuple[int, int, str], list[_Message]] = defaultdict(list)
+    channels: dict[tuple[int, int, str], list[_EdgeMessage]] = defaultdict(list)
     for edge in edges:
         for direction, (src, dst) in (("F", edge), ("B", edge[::-1])):
             a, b = schedule.placement[src], schedule.placement[dst]
@@ -144,13 +144,13 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
             for k in range(schedule.num_microbatches):
                 if (direction, src, k) in position and (direction, dst, k) in position:
                     produced, consumed = position[direction, src, k], position[direction, dst, k]
-                    channels[a, b, direction].append(_Message(src, dst, k, produced, consumed))
+                    channels[a, b, direction].append(_EdgeMessage(src, dst, k, produced, consumed))
     for channel in channels.values():
         channel.sort(key=lambda message: (message.produced, message.dst))
     return dict(channels)
 
 
-def _posts(channel: Sequence[_Message], depth: int, depends_on: Sequence[int]) -> list[int]:
+def _posts(channel: Sequence[_EdgeMessage], depth: int, depends_on: Sequence[int]) -> list[int]:
     """For each receive, the receiver's action before which it is posted.
 
     A receive is posted ``depth - 1`` messages before the consuming action, and never after the receive of a later
@@ -163,7 +163,7 @@ def _posts(channel: Sequence[_Message], depth: int, depends_on: Sequence[int]) -
     return [max(latest[i - depth + 1] if i >= depth - 1 else 0, own) for i, own in enumerate(depends_on)]
 
 
-def _known_progress(messages: Iterable[_Message]) -> tuple[list[int], list[int]]:
+def _known_progress(messages: Iterable[_EdgeMessage]) -> tuple[list[int], list[int]]:
     """A rank's knowledge of its peer: after its own action ``positions[i]``, the peer is past action ``passed[i]``."""
     positions: list[int] = []
     passed: list[int] = []
@@ -174,7 +174,7 @@ def _known_progress(messages: Iterable[_Message]) -> tuple[list[int], list[int]]
     return positions, passed
 
 
-def _first_proof(progress: tuple[list[int], list[int]], message: _Message) -> int | None:
+def _first_proof(progress: tuple[list[int], list[int]], message: _EdgeMessage) -> int | None:
     """The sender's first action that proves that the message was consumed, if there is one."""
     positions, passed = progress
     i = bisect_right(passed, message.consumed - 1)
