@@ -172,8 +172,8 @@ class AutoConfig:
         if not fitting:
             least = min(choice.memory for choice in every)
             raise ps.PlanError(
-                f"nothing keeps the memory of {format_size_exact(self.memory)}: the least that it takes is "
-                f"{format_size_exact(least)}; take more GPUs, or measure smaller micro-batches"
+                f"no configuration fits into {format_size_exact(self.memory)}: the smallest needs "
+                f"{format_size_exact(least)}; use more GPUs, or profile smaller micro-batches"
             )
         return fitting
 
