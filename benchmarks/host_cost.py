@@ -109,13 +109,13 @@ def torch_step(kind: Any, per_rank: int) -> Callable[[], object]:
 
 
 def traced(runner: Runner) -> Callable[[], None]:
-    """A step that a tape records, as ``pipe.trace()`` does; what it has recorded is dropped."""
-    tape = StepRecorder([], None, 0)
+    """A step that a recorder records, as ``pipe.trace()`` does; what it has recorded is dropped."""
+    recorder = StepRecorder([], None, 0)
 
     def step() -> None:
-        with tape.run("step"):
-            tape.walk(runner)
-        tape.runs.clear()
+        with recorder.run("step"):
+            recorder.run_program(runner)
+        recorder.runs.clear()
 
     return step
 

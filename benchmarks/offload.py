@@ -156,7 +156,7 @@ def trainer(offload: ps.Offload | None, size: Size, device: torch.device) -> Ite
                 return of_state if goes and tensor.is_cuda else None
 
             OffloadedOptimizer(optimizer, offload.bucket_bytes, copies_for, weights=weights)
-        yield pipe, optimizer, lambda: sum(each.bytes_out + each.bytes_back for each in copies)
+        yield pipe, optimizer, lambda: sum(each.bytes_to_host + each.bytes_to_device for each in copies)
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def bandwidth(device: torch.device, mib: int) -> dict[str, float]:
     """What the link between host and device carries: each way alone, and both at once, through pinned memory."""
     out, back = CudaCopyStreams(device), CudaCopyStreams(device)
     here = [torch.empty(mib << 20, dtype=torch.uint8, device=device) for _ in range(2)]
-    there = [out.host(tensor) for tensor in here]
+    there = [out.allocate_host(tensor) for tensor in here]
 
     def seconds(outward: bool, homeward: bool) -> float:
         taken = []
@@ -181,9 +181,9 @@ def bandwidth(device: torch.device, mib: int) -> dict[str, float]:
             torch.cuda.synchronize(device)
             start = time.perf_counter()
             if outward:
-                out.out(here[0], there[0])
+                out.to_host([(here[0], there[0])])
             if homeward:
-                back.back(there[1], here[1])
+                back.to_device([(there[1], here[1])])
             torch.cuda.synchronize(device)
             taken.append(time.perf_counter() - start)
         return min(taken)

@@ -76,8 +76,7 @@ def main() -> None:
     letters, ids = read(args.text)
     mesh = ps.Mesh() if ps.is_distributed() else None
     plan = ps.split(network(len(letters)), blocks="blocks", stages=4 if mesh is None else mesh.pipe)
-    # Steps keep no outputs; what pipe(x) gives comes to all ranks, since all of them write the next letter.
-    pipe = ps.Pipeline(plan, F.cross_entropy, microbatches=4, mesh=mesh, outputs=None, outputs_everywhere=True)
+    pipe = ps.Pipeline(plan, F.cross_entropy, microbatches=4, mesh=mesh, outputs=None)
     ps.print0(pipe.plan)
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
@@ -89,7 +88,8 @@ def main() -> None:
     written, dice = ids[:1], torch.Generator().manual_seed(0)  # the same letters on every rank
     with torch.no_grad():
         for _ in range(args.letters):
-            logits = pipe(written[-CONTEXT:].unsqueeze(0))[0, :, -1].cpu()
+            # All ranks write the next letter, so all of them need the outputs.
+            logits = pipe.broadcast(pipe(written[-CONTEXT:].unsqueeze(0)))[0, :, -1].cpu()
             written = torch.cat([written, torch.multinomial(logits.softmax(0), 1, generator=dice)])
     pipe.close()
     ps.print0("".join(letters[i] for i in written.tolist()))

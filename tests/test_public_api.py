@@ -15,7 +15,7 @@ NAMES = """
     Pipeline StepResult Mesh Offload DataLoader GradScaler init progress print0 is_distributed Broadcast
     current_microbatch is_checkpointing is_recomputing keep defer_weight_grad
     Schedule Action plan PlanResult Trace
-    PenstockError PlanError ScheduleError PipelineError
+    PenstockError PlanError ScheduleError PipelineError __version__
 """
 
 
@@ -29,7 +29,7 @@ def test_names() -> None:
     for name, module in penstock._MODULES.items():
         assert exported[name] == f"{module}.{name}"
     for name in exported:
-        assert getattr(penstock, name).__name__ == name
+        assert getattr(getattr(penstock, name), "__name__", name) == name
     assert set(exported) <= set(dir(penstock))
     assert not hasattr(penstock, "no_such_name")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 
 import pytest
 from rich.console import Console
@@ -161,13 +160,6 @@ def test_coloured_lines_do_not_wrap() -> None:
     with console.capture() as capture:
         console.print(text)
     assert len(capture.get().splitlines()) == len(text.plain.splitlines())
-
-
-def test_without_rich_there_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    simulation = simulated("1f1b", 2, 3)
-    viz.print_schedule(simulation, terminal := Terminal())
-    assert terminal.getvalue() == viz.to_text_lines(simulation, 80) + "\n"
 
 
 def test_a_file_without_dots_gets_points() -> None:

@@ -24,8 +24,8 @@ slow = pytest.mark.skipif("PENSTOCK_SLOW" not in os.environ, reason="half a minu
 )
 def test_commands(how: str, code: int, tmp_path: Path) -> None:
     command = f"penstock run --stages 4 train.py {how}"
-    patient = "stuck_after=6, timeout=16" if how == "hang" else "timeout=None"  # where processes start slowly
-    (tmp_path / "train.py").write_text(PROGRAM.replace("stuck_after=3, timeout=8", patient), encoding="utf-8")
+    patient = "timeout=(6, 16)" if how == "hang" else "timeout=None"  # where processes start slowly
+    (tmp_path / "train.py").write_text(PROGRAM.replace("timeout=(3, 8)", patient), encoding="utf-8")
     done = run(warm("-m", *command.split()), environment(OMP_NUM_THREADS="1"), cwd=tmp_path)
     assert done.returncode == code, done.stderr
     steps, said = CONSOLE[command].split("\n\n", 1) if how != "hang" else CONSOLE[command].split("\nrank 0 ", 1)

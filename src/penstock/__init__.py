@@ -11,10 +11,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from penstock import _registry
 from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
 from penstock.errors import PlanError as PlanError
 from penstock.errors import ScheduleError as ScheduleError
+from penstock.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from penstock.engine.forward_context import current_microbatch as current_microbatch
@@ -58,8 +60,6 @@ if TYPE_CHECKING:
     from penstock.train.result import StepResult as StepResult
     from penstock.train.scaler import GradScaler as GradScaler
 
-__version__ = "0.1.0"
-
 # The same names as above, by module: a test compares the two.
 _NAMES = {
     "engine.forward_context": "current_microbatch is_checkpointing is_recomputing",
@@ -87,6 +87,14 @@ _NAMES = {
     "train.scaler": "GradScaler",
 }
 _MODULES = {name: f"penstock.{module}" for module, names in _NAMES.items() for name in names.split()}
+
+
+def _trace_recording(*arguments: Any) -> Any:
+    return import_module("penstock.profile.trace.recording").TraceRecording(*arguments)
+
+
+_registry.trace_recording = _trace_recording
+_registry.viz = lambda: import_module("penstock.viz")
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ import torch
 
 import penstock as ps
 from penstock.cli import main
-from penstock.cli.demo import PipelineRun, PlainRun, ProcessesRun, Settings, Step, compare, network
+from penstock.cli.demo import PipelineRun, PlainRun, ProcessesRun, Settings, TrainStep, compare, network
 from penstock.data import mnist
 from penstock.data.mnist import FILES, read_idx
 from penstock.errors import PenstockError
@@ -236,22 +236,25 @@ def test_a_wrong_pipeline_is_found_out(
 @pytest.mark.parametrize(
     ("ours", "words"),
     [
-        (Step(1.000001, 3.0, 5, 10, 1.0), "epoch 2, step 1: the loss is 1.000001 as a pipeline, but 1.0 in the plain"),
-        (Step(float("nan"), 3.0, 5, 10, 1.0), "the loss is nan as a pipeline"),
-        (Step(1.0, 24.0, 5, 10, 1.0), "the gradient norm is 24.0 as a pipeline, but 3.0"),
-        (Step(1.0, 3.0, 6, 10, 1.0), "6 of 10 digits are right as a pipeline, but 5"),
+        (
+            TrainStep(1.000001, 3.0, 5, 10, 1.0),
+            "epoch 2, step 1: the loss is 1.000001 as a pipeline, but 1.0 in the plain",
+        ),
+        (TrainStep(float("nan"), 3.0, 5, 10, 1.0), "the loss is nan as a pipeline"),
+        (TrainStep(1.0, 24.0, 5, 10, 1.0), "the gradient norm is 24.0 as a pipeline, but 3.0"),
+        (TrainStep(1.0, 3.0, 6, 10, 1.0), "6 of 10 digits are right as a pipeline, but 5"),
     ],
 )
-def test_what_counts_as_different(ours: Step, words: str) -> None:
-    plain = Step(1.0, 3.0, 5, 10, 1.0)
-    near = Step(1.0 + 1e-12, 3.0, 5, 10, 1.0)
+def test_what_counts_as_different(ours: TrainStep, words: str) -> None:
+    plain = TrainStep(1.0, 3.0, 5, 10, 1.0)
+    near = TrainStep(1.0 + 1e-12, 3.0, 5, 10, 1.0)
     assert compare([near] * 4, [plain] * 4, 2, 2, ProgressUI())[0] == pytest.approx(1e-12, rel=1e-3)
     with pytest.raises(PenstockError, match=re.escape(words)):
         compare([near, near, ours, near], [plain] * 4, 2, 2, ProgressUI())
 
 
 def test_a_loss_that_explodes_is_not_the_pipelines_fault() -> None:
-    plain = Step(float("inf"), 3.0, 5, 10, 1.0)
+    plain = TrainStep(float("inf"), 3.0, 5, 10, 1.0)
     with pytest.raises(PenstockError, match="smaller learning rate"):
         compare([plain], [plain], 1, 1, ProgressUI())
 

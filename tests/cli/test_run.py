@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from penstock.cli import main
-from penstock.launcher.agent import Failure, _first, _Output
+from penstock.cli.run import _Failure, _first_failure, _Logs
 from penstock.train.launch import usable_cores
 from tests.support.endings import said
 from tests.support.programs import DEADLINE, commands, environment, free_port, python, run, wait_for, warm
@@ -136,7 +136,7 @@ def test_the_error_of_the_rank_that_failed_first_and_no_other(script: Path, tmp_
     first, *_, last = traceback.splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "ValueError: all is lost")
     assert f'File "{script}", line ' in traceback.splitlines()[1]  # and not how the script was started
-    assert more.startswith("what ranks other than 0 printed is in ")
+    assert more.startswith("the output of ranks other than 0 is in ")
     directory = Path(more.split()[-1])
     assert said((directory / "rank1.err").read_text()) == "err 1\n"
     assert sorted(path.name for path in directory.iterdir()) == ["rank1.err", "rank1.out"]
@@ -177,7 +177,7 @@ def test_a_failure_in_a_stage_is_the_pipelines_own_error(tmp_path: Path) -> None
     assert left(tmp_path) == []
 
 
-def failures(directory: Path, **ranks: tuple[int, float | None]) -> Failure:
+def failures(directory: Path, **ranks: tuple[int, float | None]) -> _Failure:
     """The failure of ranks that ended with a code, and wrote down why at some time, or did not."""
     found = {}
     for name, (code, at) in ranks.items():
@@ -187,18 +187,18 @@ def failures(directory: Path, **ranks: tuple[int, float | None]) -> Failure:
             message = {"message": "", "extraInfo": {"py_callstack": f"why {rank}", "timestamp": int(at)}}
             file.write_text(json.dumps({"message": message, "time": at}))
         found[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(file))
-    return _first(found, _Output(directory, show_all=False))
+    return _first_failure(found, _Logs(directory, show_all=False))
 
 
 def test_which_failure_the_others_followed_from(tmp_path: Path) -> None:
     kill, abort, term = -signal.SIGKILL, -signal.SIGABRT, -signal.SIGTERM
-    assert failures(tmp_path, r0=(1, 5.3), r1=(1, 5.1), r2=(1, 5.2)).told == "why 1"
-    assert failures(tmp_path, r0=(term, None), r1=(1, 5.1)).told == "why 1"
-    assert failures(tmp_path, r0=(1, 5.2), r1=(term, 5.1)).told == "why 1"  # asked to end while it failed by itself
-    assert failures(tmp_path, r0=(1, 5.0), r1=(kill, None)) == Failure("rank 1 was killed by SIGKILL", "", 137)
-    assert failures(tmp_path, r0=(1, 5.0), r1=(abort, None)).told == "why 0"  # as NCCL does when others have gone
+    assert failures(tmp_path, r0=(1, 5.3), r1=(1, 5.1), r2=(1, 5.2)).text == "why 1"
+    assert failures(tmp_path, r0=(term, None), r1=(1, 5.1)).text == "why 1"
+    assert failures(tmp_path, r0=(1, 5.2), r1=(term, 5.1)).text == "why 1"  # asked to end while it failed by itself
+    assert failures(tmp_path, r0=(1, 5.0), r1=(kill, None)) == _Failure("rank 1 was killed by SIGKILL", "", 137)
+    assert failures(tmp_path, r0=(1, 5.0), r1=(abort, None)).text == "why 0"  # as NCCL does when others have gone
     assert failures(tmp_path, r0=(term, None), r1=(abort, None)).code == 134
-    assert failures(tmp_path, r0=(7, None)) == Failure("rank 0 failed, with exit code 7", "", 7)
+    assert failures(tmp_path, r0=(7, None)) == _Failure("rank 0 failed, with exit code 7", "", 7)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -263,7 +263,7 @@ def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_p
         (["--stages", "2", "."], "there is no file '.'"),
         (["--stages", "2", "-m", "no_such.module"], "there is no module 'no_such.module': 'no_such' is not here"),
         (["--stages", "3", "--nnodes", "2", "--rdzv-endpoint", "h:1", "SCRIPT"], "3 processes cannot be shared"),
-        (["--stages", "2", "--nnodes", "2", "SCRIPT"], "where do the 2 machines meet?"),
+        (["--stages", "2", "--nnodes", "2", "SCRIPT"], "2 machines need an address to connect to"),
         (["--stages", "2", "--nnodes", "2", "--master", "h:1", "SCRIPT"], "--master needs --node-rank"),
         (["--stages", "2", "--master", "h:1", "SCRIPT"], "are for several machines"),
         (["--stages", "2", "--node-rank", "0", "SCRIPT"], "are for several machines"),
@@ -287,9 +287,9 @@ def test_what_is_refused_before_anything_starts(
     assert "Traceback" not in err
 
 
-def test_help_says_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "What rank 0 prints is shown" in out
+    assert "The output of rank 0 is shown" in out
     assert "penstock run --stages 4 train.py --epochs 3" in out
     assert "the error of the first that failed is shown, and its exit code is this command's" in out

@@ -26,7 +26,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
-def test_every_module_of_a_system_is_ours_under_its_old_name() -> None:
+def test_installed_modules_are_the_facades() -> None:
     compat.install(*compat.SYSTEMS)
     for name in (
         *("torchgpipe", "torchgpipe.gpipe", "torchgpipe.skip.skippable", "torchgpipe.balance.profile"),
@@ -40,7 +40,7 @@ def test_every_module_of_a_system_is_ours_under_its_old_name() -> None:
     compat.install("torchgpipe")  # once more is harmless
 
 
-def test_every_submodule_is_there_so_that_none_is_imported_twice() -> None:
+def test_all_submodules_are_installed() -> None:
     compat.install(*compat.SYSTEMS)
     folder = Path(compat.__file__).parent
     for system in compat.SYSTEMS:
@@ -92,7 +92,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_program_and_the_processes_that_it_starts_find_ours(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_aliases_in_a_program_and_its_subprocesses(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert alias.main(["torchgpipe", "fairscale", "--", "aliased_program.py", "child"]) == 0
     assert capsys.readouterr().out.split() == ["['child']", "penstock.compat.torchgpipe.skip"]
 
@@ -111,6 +111,6 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
     assert "usage: python -m penstock.compat.alias" in capsys.readouterr().err
 
 
-def test_a_wrong_name_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_systems_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert alias.main(["nothing", "--", "x.py"]) == 2
     assert "no compat module for 'nothing'" in capsys.readouterr().err

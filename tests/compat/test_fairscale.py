@@ -25,7 +25,7 @@ def tied() -> nn.Sequential:
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("balance", [[5], [2, 3], [1, 3, 1]])
-def test_ties_on_one_device_are_trained_as_one(checkpoint: str, balance: list[int]) -> None:
+def test_shared_parameters_on_one_device(checkpoint: str, balance: list[int]) -> None:
     model, plain = tied(), tied()
     pipe = Pipe(model, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint)
     for _ in range(2):
@@ -35,12 +35,12 @@ def test_ties_on_one_device_are_trained_as_one(checkpoint: str, balance: list[in
     assert pipe[0].weight is pipe[-1].weight
 
 
-def test_ties_on_several_devices_are_refused() -> None:
+def test_shared_parameters_on_several_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="module with duplicate parameters on distinct devices is not supported"):
         Pipe(tied(), [2, 3], devices=["cpu", "meta"])
 
 
-def test_layers_that_stand_twice_are_refused() -> None:
+def test_duplicate_layers_are_refused() -> None:
     layer = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="module with duplicate children is not supported"):
         verify_module(nn.Sequential(layer, layer))
@@ -56,7 +56,7 @@ def test_inputs_are_not_moved() -> None:
         pipe((batch(), (batch().to("meta"),)))
 
 
-def test_its_words_are_its_own() -> None:
+def test_messages_name_pipe() -> None:
     with pytest.raises(ValueError, match=r"balance is required[\s\S]*fairscale\.nn\.pipe\.balance"):
         Pipe(mlp())
     with pytest.raises(TypeError, match="because Pipe should manage device placement"):
@@ -73,7 +73,7 @@ def test_attributes_and_keys_are_gpipes() -> None:
     assert not is_recomputing()
 
 
-def test_names_are_where_its_users_look_for_them() -> None:
+def test_import_paths() -> None:
     assert fairscale.nn.Pipe is fairscale.nn.pipe.Pipe is Pipe
     assert issubclass(Pipe, GPipe)
     assert fairscale.nn.pipe.balance.balance_by_time is balance_by_time

@@ -89,7 +89,7 @@ def test_layers_before_the_first_block_are_on_ipu_0() -> None:
         torch.testing.assert_close(inference(X), model(X))
 
 
-def test_an_ipu_may_come_again() -> None:
+def test_stages_that_return_to_an_ipu() -> None:
     model = begun(a=("B1", 0), b=("B2", 1), c=("B3", 0), d=("B4", 0))
     assert stages(model) == [({"a"}, 0), ({"b"}, 1), ({"c", "d"}, 0)]
 
@@ -105,12 +105,12 @@ def test_named_stages_take_their_ipus_from_themselves_then_from_blocks_then_from
     assert [ipu for _, ipu in stages(model, strategy)] == [0, 1, 7, 5]
 
 
-def test_a_block_that_the_model_does_not_have_is_another_models() -> None:
+def test_blocks_that_the_model_lacks_are_skipped() -> None:
     strategy = poptorch.PipelinedExecution("B1", "B2", poptorch.Stage("loss"))
     assert stages(begun(a=("B1",), c=("B2",)), strategy) == [({"a", "b"}, 0), ({"c", "d"}, 1)]
 
 
-def test_ipus_are_devices_modulo_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipus_map_to_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert [str(blocks.device_of_ipu(n)) for n in range(3)] == ["cpu"] * 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -149,7 +149,7 @@ def test_blocks_without_names_are_numbered_in_the_order_of_the_forward() -> None
     assert stages(Numbered(), strategy) == [({"a", "b"}, 0), ({"c", "d"}, 1)]
 
 
-def test_a_module_begins_one_block_until_it_is_taken_off() -> None:
+def test_begin_block_and_remove_blocks() -> None:
     model = begun(a=("B1", 0), c=("B2", 1))
     with pytest.raises(poptorch.Error, match=r"module has already been assigned to a block\."):
         poptorch.BeginBlock(model.a, "B3")
@@ -234,14 +234,14 @@ def test_layers_of_a_list_begin_blocks_in_a_model_that_cannot_be_traced(named: b
         (lambda: stages(made(lambda: Net((0, 1, None, 2)))), "no IPU was specified for block.s. B3:"),
     ],
 )
-def test_what_poptorch_asserts(make: Any, message: str) -> None:
+def test_assertion_errors(make: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         make()
     with pytest.raises(ps.PlanError, match=message):
         make()
 
 
-def test_a_value_that_would_flow_back_is_named() -> None:
+def test_values_that_flow_to_an_earlier_stage_are_refused() -> None:
     with pytest.raises(ps.PlanError, match="is in stage 0 but needs the value"):
         stages(begun(a=("B1",), c=("B2",)), poptorch.PipelinedExecution("B2", "B1"))
 
@@ -271,7 +271,7 @@ def test_blocks_of_a_method_are_not_passed_over_where_the_forward_cannot_be_trac
         stages(Choosing())
 
 
-def test_errors_name_the_line_of_the_block_and_not_ours() -> None:
+def test_errors_name_the_users_line() -> None:
     class Twice(Base):
         def forward(self, x: Tensor) -> Tensor:
             with poptorch.Block("B1", 0):

@@ -88,7 +88,7 @@ def test_shuffled_every_epoch(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_epoch_that_is_left_and_begun_again(workers: int) -> None:
+def test_interrupted_epochs(workers: int) -> None:
     loader = poptorch.DataLoader(options(), dataset(), batch_size=2, mode=Mode.Async, num_workers=workers)
     for _ in range(3):
         for x, _ in loader:
@@ -100,7 +100,7 @@ def test_an_epoch_that_is_left_and_begun_again(workers: int) -> None:
     assert end_soon()
 
 
-def test_a_loader_that_is_let_go_leaves_no_thread() -> None:
+def test_deleted_loaders_end_their_threads() -> None:
     iter(poptorch.DataLoader(options(), dataset(), batch_size=2, mode=Mode.Async))
     assert end_soon()
     early = poptorch.AsynchronousDataAccessor([torch.zeros(1)] * 9, buffer_size=1, early_preload=True)
@@ -195,7 +195,7 @@ def _lose(number: int) -> int:
         ({"mode": Mode.Async, "async_options": {"buffer_size": 0}}, "buffer_size must be"),
     ],
 )
-def test_what_poptorch_asserts(wrong: dict[str, Any], message: str) -> None:
+def test_assertion_errors(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         poptorch.DataLoader(options(), dataset(), **wrong)
 

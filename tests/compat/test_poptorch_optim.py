@@ -112,7 +112,7 @@ def test_lamb_with_a_parameter_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "LAMB"])
-def test_settings_go_with_copies(name: str) -> None:
+def test_settings_are_copied(name: str) -> None:
     ours = model()
     optimizer = getattr(poptorch.optim, name)(ours.parameters(), lr=0.1, loss_scaling=8.0, max_grad_norm=2.0)
     backward(ours, 0)
@@ -141,7 +141,7 @@ def test_settings_go_with_copies(name: str) -> None:
         ),
     ],
 )
-def test_what_is_refused(make: Any, message: str) -> None:
+def test_refused_arguments(make: Any, message: str) -> None:
     with pytest.raises(ps.PlanError, match=message):
         make(list(model().parameters()))
 

@@ -74,7 +74,7 @@ def test_options_are_frozen_once_they_are_used(use: Any) -> None:
     assert options.Training.gradient_accumulation == 1
 
 
-def test_a_clone_is_apart_from_what_it_was_cloned_of() -> None:
+def test_clones_are_independent() -> None:
     options = poptorch.Options().setExecutionStrategy(poptorch.PipelinedExecution("B1", "B2"))
     clone = options.clone()
     clone.execution_strategy.stage("B1").ipu(5)
@@ -143,7 +143,7 @@ ACCEPTED: list[Any] = [
 ]
 
 
-def test_what_is_about_the_ipu_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     options = poptorch.Options()
     monkeypatch.setattr("penstock.compat.poptorch.options._warned", set())
     with pytest.warns(UserWarning, match="has no effect here") as seen:
@@ -176,7 +176,7 @@ def test_what_is_about_the_ipu_is_accepted(monkeypatch: pytest.MonkeyPatch) -> N
         ),
     ],
 )
-def test_what_results_depend_on_is_refused(refuse: Any, message: str) -> None:
+def test_settings_that_would_change_results_are_refused(refuse: Any, message: str) -> None:
     with pytest.raises(poptorch.Error, match=message):
         refuse(poptorch.Options())
 
@@ -198,17 +198,17 @@ def test_what_results_depend_on_is_refused(refuse: Any, message: str) -> None:
         ),
     ],
 )
-def test_what_poptorch_asserts(wrong: Any, message: str) -> None:
+def test_assertion_errors(wrong: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         wrong(poptorch.Options())
 
 
-def test_other_settings_of_popart_are_said_to_have_no_effect() -> None:
+def test_popart_settings_without_effect_warn() -> None:
     with pytest.warns(UserWarning, match=r"_Popart.set\('engineOptions', …\) has no effect"):
         poptorch.Options()._Popart.set("engineOptions", {})
 
 
-def test_too_few_micro_batches_are_warned_of() -> None:
+def test_too_few_micro_batches_warn() -> None:
     model = made(Net)
     options = poptorch.Options().setExecutionStrategy(STAGES)
     options.Training.gradientAccumulation(6)

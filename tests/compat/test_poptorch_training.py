@@ -296,7 +296,7 @@ def test_one_sample_with_one_number_is_not_taken_for_the_loss() -> None:
     ("how", "message"),
     [("none", "Couldn't find a loss in graph"), ("two", "Multiple independent losses found in graph")],
 )
-def test_a_loss_that_is_not_clear_is_an_error(how: str, message: str) -> None:
+def test_ambiguous_losses_are_refused(how: str, message: str) -> None:
     ours, _ = twins(lambda: Custom(how, False))
     x, y = data(4)
     with poptorch.trainingModel(ours) as model, pytest.raises(poptorch.Error, match=message):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from penstock.compat.torchdistpackage import (
 )
 from tests.support.fork_python import fork_python
 from tests.support.models import mlp
+from tests.support.ranks import free_port
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def test_the_documented_grid(rank: int) -> None:
         assert get_mp_ckpt_suffix() == f"_tp_{tensor}_pp_{pipe}.pth"
 
 
-def test_the_order_says_who_are_neighbours() -> None:
+def test_order_of_dimensions() -> None:
     with as_rank(5, 8, [("tensor", 2), ("data", 2), ("pipe", 2)]) as topology:
         assert topology.get_ranks_in_group("pipe") == [4, 5]
         assert topology.get_ranks_in_group("data") == [5, 7]
@@ -118,7 +118,7 @@ def test_groups_of_experts_divide_the_data_groups(sizes: dict[str, int]) -> None
             topology.build_moe_groups(3, 4)
 
 
-def test_grids_that_cannot_be() -> None:
+def test_invalid_grids() -> None:
     with as_rank(0, 4, [("pipe", 4)]) as topology:
         with pytest.raises(ps.PlanError, match="pipe 2 × tensor 3 needs 6 processes, but the world has 4"):
             topology.setup_process_groups([("pipe", 2), ("tensor", 3)])
@@ -236,7 +236,7 @@ def test_both_generations_import_paths(module: str, names: str) -> None:
         assert getattr(found, name) is everywhere
 
 
-def test_what_is_not_there_says_so() -> None:
+def test_missing_attributes_name_the_document() -> None:
     with pytest.raises(AttributeError, match=r"no Bf16ZeroOptimizer\. docs/migrating\.md"):
         torchdistpackage.Bf16ZeroOptimizer  # noqa: B018
 
@@ -263,9 +263,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_setup_distributed(launcher: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODELIST": "localhost"}
     said = {"torchrun": ({**torchrun}, ""), "slurm": ({**slurm, "SLURM_JOB_ID": "7"}, f"port={port}")}

@@ -13,7 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.compat.torchdistpackage import forward_backward
-from tests.compat.torchdistpackage_lines import line, own_inputs
+from tests.compat.torchdistpackage_support import line, own_inputs
 from tests.support.models import batch
 from tests.support.ranks import Gone, Ranks, run_ranks
 

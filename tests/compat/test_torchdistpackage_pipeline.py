@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.compat.torchdistpackage import forward_backward, forward_eval, partition_uniform, tpc
 from penstock.engine.microbatch import microbatch_sizes
 from penstock.schedule.registry import build
-from tests.compat.torchdistpackage_lines import line, own_inputs, summed
+from tests.compat.torchdistpackage_support import line, own_inputs, summed
 from tests.support.models import assert_same, batch, gradients, labels, mlp
 from tests.support.ranks import Ranks
 
@@ -44,7 +44,7 @@ def trains(rank: int, n: int, m: int) -> None:
         assert_same(list(gradients(mine).values()), list(gradients(theirs).values()))
         if at == n - 1:
             assert_same(found, expected)
-        crew = tpc.pipeline()
+        pipeline = tpc.pipeline
         for optimizer in optimizers:
             optimizer.step()
         output = forward_backward(
@@ -58,7 +58,7 @@ def trains(rank: int, n: int, m: int) -> None:
         assert output.shape[0] == samples
         if at == n - 1:
             assert_same(output, plain(x).detach())
-        assert tpc.pipeline() is crew  # groups are made once
+        assert tpc.pipeline is pipeline  # groups are made once
     assert_same(list(mine.state_dict().values()), list(theirs.state_dict().values()))
 
 
@@ -107,7 +107,7 @@ def order(rank: int, n: int, m: int) -> None:
     assert inside == [0, n - at]
 
 
-def test_it_is_1f1b_and_no_more_is_in_flight_than_that_needs(four: Ranks) -> None:
+def test_order_and_activations_in_flight_are_1f1b(four: Ranks) -> None:
     four.check(order, 4, 8)
 
 
@@ -195,7 +195,7 @@ def backwards(rank: int) -> None:
         assert [type(part).__name__ for part in seen[0]] == ["Tensor", "NoneType", "NoneType"]
 
 
-def test_a_backward_of_ones_own(three: Ranks) -> None:
+def test_custom_backward_functions(three: Ranks) -> None:
     three.check(backwards)
 
 

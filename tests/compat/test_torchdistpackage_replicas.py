@@ -23,7 +23,7 @@ from penstock.compat.torchdistpackage import (
     test_comm,
     tpc,
 )
-from tests.compat.torchdistpackage_lines import own_inputs, summed
+from tests.compat.torchdistpackage_support import own_inputs, summed
 from tests.support.models import assert_same, batch, gradients, mlp
 from tests.support.ranks import Ranks
 
@@ -217,5 +217,5 @@ def refuses(rank: int) -> None:
         forward_backward(None, wrapped, None, [batch(8)] if tpc.is_first_in_pipeline_group() else [], 2)
 
 
-def test_wrappers_that_cannot_wait(four: Ranks) -> None:
+def test_static_graph_is_refused(four: Ranks) -> None:
     four.check(refuses)

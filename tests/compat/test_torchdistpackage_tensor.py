@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.compat.torchdistpackage import clip_grad_norm_, forward_backward, tpc
-from tests.compat.torchdistpackage_lines import own_inputs, summed
+from tests.compat.torchdistpackage_support import own_inputs, summed
 from tests.support.models import assert_same, batch
 from tests.support.ranks import Ranks
 

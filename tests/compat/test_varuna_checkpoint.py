@@ -96,7 +96,7 @@ def _load(model: Varuna, store: str, depth: int) -> None:
         ("one parameter", "whole"),
     ],
 )
-def test_another_depth_goes_on_where_one_has_stopped(four: Ranks, tmp_path: Path, kind: str, way: str) -> None:
+def test_training_resumes_at_another_depth(four: Ranks, tmp_path: Path, kind: str, way: str) -> None:
     store = tmp_path / "store"
     how: dict[str, Any] = {} if way == "whole" else {way: tmp_path / "local" if way == "tempdir" else True}
     plain = plain_of(kind)
@@ -191,7 +191,7 @@ def test_an_incomplete_checkpoint_is_refused(three: Ranks, store: Path, check: b
     assert all(complaint in text or "another rank could not read" in text for text in told)
 
 
-def test_another_checkpoint_of_the_same_step_takes_its_place(three: Ranks, store: Path) -> None:
+def test_checkpoints_of_the_same_step_are_replaced(three: Ranks, store: Path) -> None:
     (store / "varuna_ckpt_1" / "markers" / "complete_9.txt").write_text("of a larger run\n")
     three.check(written, str(store))
     assert not (store / "varuna_ckpt_1" / "markers" / "complete_9.txt").exists()
@@ -204,7 +204,7 @@ def test_no_checkpoint_another_model_and_a_broken_file(three: Ranks, store: Path
         (1, 4, "is of a model with 8 parts between its cut points, but this one has 5"),
     ):
         for error in three.run(refused, str(store), iteration, True, cuts):
-            assert isinstance(error, ps.PlanError)
+            assert isinstance(error, (ps.PlanError, ps.PipelineError))  # its own, or that of a rank that was faster
             assert complaint in str(error)
     (store / "varuna_ckpt_1" / "opt-fp32-params-0").write_bytes(b"nothing")
     first, *_ = three.run(refused, str(store), 1, True, 7)

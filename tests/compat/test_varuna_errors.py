@@ -46,12 +46,12 @@ def test_maps_of_stages_to_ranks(given: Any) -> None:
         ("0;-1;", "every rank has one stage"),
     ],
 )
-def test_maps_that_cannot_be(given: Any, complaint: str) -> None:
+def test_invalid_maps(given: Any, complaint: str) -> None:
     with pytest.raises(ps.PlanError, match=complaint):
         get_varuna_config(given)
 
 
-def test_what_is_wrong_before_ranks_meet() -> None:
+def test_errors_before_ranks_connect() -> None:
     with pytest.raises(AssertionError, match=r"must be on the CPU.*blocks.0.weight is on meta"):
         Varuna(Tower().to("meta"), "0;", data(), 4, 2)
     with pytest.raises(ps.PlanError, match=r"fp16=True computes in float16 from parameters in float32, but blocks.0"):
@@ -105,7 +105,7 @@ def wrong(rank: int) -> None:
         assert len(list(model.modules())) > 2
 
 
-def test_what_is_wrong_when_ranks_meet(three: Ranks) -> None:
+def test_errors_while_ranks_connect(three: Ranks) -> None:
     three.check(wrong)
 
 
@@ -175,5 +175,5 @@ def renamed(rank: int) -> None:
     assert theirs is get_varuna_config
 
 
-def test_under_its_own_name(three: Ranks) -> None:
+def test_installed_under_its_own_name(three: Ranks) -> None:
     three.check(renamed)

@@ -23,7 +23,7 @@ def get_batch(size: int, device: Any = None) -> dict[str, Tensor]:
     return data(size)
 
 
-def test_what_was_measured_is_kept_by_cut_points(tmp_path: Path) -> None:
+def test_costs_are_saved_per_cut_point(tmp_path: Path) -> None:
     model = Tower(cuts=3)
     before = [parameter.clone() for parameter in model.parameters()]
     profiler = Profiler(model, get_batch, "cpu", 2, out_folder=tmp_path / "profile")
@@ -87,7 +87,7 @@ def known(folder: Path, layers: int = 4) -> Path:
     return folder
 
 
-def test_the_fastest_way_is_found(tmp_path: Path) -> None:
+def test_fastest_configuration(tmp_path: Path) -> None:
     config = AutoConfig(2, 2, 8, known(tmp_path))
     assert config.get_min() == (1, 1, 4 * 4 * 3.0)  # two replicas, which divide the samples, and do nothing twice
     alone, both = sorted(config.choices, key=lambda choice: choice.stages)
@@ -100,7 +100,7 @@ def test_the_fastest_way_is_found(tmp_path: Path) -> None:
     assert str(config).splitlines()[2].split()[:3] == ["1", "2", "1"]
 
 
-def test_what_is_too_large_for_one_gpu_is_cut(tmp_path: Path) -> None:
+def test_models_too_large_for_one_gpu(tmp_path: Path) -> None:
     assert AutoConfig(2, 2, 8, known(tmp_path), gpu_memory_capacity=100).get_min()[0] == 2
     with pytest.raises(ps.PlanError, match=r"the memory of 50 bytes: the least that it takes is 60 bytes"):
         AutoConfig(2, 2, 8, tmp_path, gpu_memory_capacity=50).get_min()
@@ -128,7 +128,7 @@ def test_the_launcher_chooses_by_a_profile(tmp_path: Path, monkeypatch: pytest.M
     assert seen[1] == f"run --stages 2 --data 1 {started} 0;1; 8 1 train.py"
 
 
-def test_what_cannot_be(tmp_path: Path) -> None:
+def test_invalid_arguments(tmp_path: Path) -> None:
     with pytest.raises(ps.PlanError, match="get_batch must be a function of a size and a device, got NoneType"):
         Profiler(Tower(), None, "cpu")  # type: ignore[arg-type]
     with pytest.raises(ps.PlanError, match="leave out pstages_to_profile"):

@@ -108,7 +108,7 @@ WELL = {"gpus_per_node": "4", "nstages": "2", "batch_size": "8", "chunk_size": "
         ({"script": "nobody.py"}, "there is no file 'nobody.py'"),
     ],
 )
-def test_what_is_refused(
+def test_refused_arguments(
     change: dict[str, str | None],
     complaint: str,
     tmp_path: Path,

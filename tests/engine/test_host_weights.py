@@ -27,7 +27,7 @@ def modules_of(count: int = 3, width: int = 8) -> dict[int, nn.Module]:
 def settled(modules: dict[int, nn.Module]) -> LateWeights:
     weights = LateWeights(modules, [CPU] * len(modules))
     for stage in modules:
-        weights.settle(stage)
+        weights.offload_stage(stage)
     return weights
 
 
@@ -39,7 +39,7 @@ def run(modules: dict[int, nn.Module], weights: LateWeights | None, x: Tensor, s
     order += [Instruction("B", s, k) for s in reversed(stages) for k in range(len(xs))]
     calls: dict[int, Callable[[], None]] = {}
     if weights is not None:
-        calls = weights.calls(order, stages)
+        calls = weights.transfer_calls(order, stages)
     inputs = {(0, k): part for k, part in enumerate(xs)}
     outputs: dict[tuple[int, int], Tensor] = {}
     for at, (kind, s, k, _) in enumerate(order):
@@ -79,16 +79,16 @@ def check_runs(modules: dict[int, nn.Module], x: Tensor | None = None, times: in
     weights = settled(modules)
     x = torch.randn(3, 8) if x is None else x
     for _ in range(times):
-        with weights.at_work():
+        with weights.run():
             mine = run(modules, weights, x)
         check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
-        assert weights.bytes_there() == 0
+        assert weights.bytes_on_device() == 0
     return weights
 
 
 def test_gradients_are_the_plain_ones() -> None:
     weights = check_runs(modules_of(5))
-    assert weights.late.bytes_back > 0
+    assert weights.late.bytes_to_device > 0
     assert weights.most == 2 * weights.bytes_of(0)
 
 
@@ -101,7 +101,7 @@ def test_between_runs_parameters_are_tensors_as_any_other() -> None:
         assert [p for module in modules.values() for p in module.parameters()] == before  # the same objects
         check_equal(before, values)
         assert "Parameter containing" in repr(before[0])
-        with weights.at_work():
+        with weights.run():
             run(modules, weights, torch.randn(3, 8))
     file = io.BytesIO()
     torch.save(before[1].detach(), file)
@@ -123,7 +123,7 @@ def test_what_is_changed_between_runs_counts() -> None:
                 each[1].double().float()
             if step == 2:
                 each[2].zero_grad()
-        with weights.at_work():
+        with weights.run():
             mine = run(modules, weights, x)
         check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
 
@@ -135,10 +135,10 @@ def test_another_type_and_layout() -> None:
     modules[0].double()
     modules[1].to(memory_format=torch.channels_last)
     strides = modules[1].weight.stride()  # type: ignore[operator]
-    with weights.at_work():
+    with weights.run():
         assert modules[0].weight.dtype is torch.float64
         assert modules[1].weight.stride() == strides  # type: ignore[operator]
-        assert weights.bytes_there() == 0
+        assert weights.bytes_on_device() == 0
     assert modules[0].weight.dtype is torch.float64
     assert modules[1].weight.stride() == strides  # type: ignore[operator]
 
@@ -148,18 +148,18 @@ def test_gradients_are_added_to_in_place() -> None:
     modules = modules_of()
     weights = settled(modules)
     weight = modules[0].get_parameter("0.weight")
-    with weights.at_work():
+    with weights.run():
         run(modules, weights, torch.randn(3, 8))
     first = weight.grad
     assert first is not None
     value = first.clone()
-    with weights.at_work():
+    with weights.run():
         run(modules, weights, torch.randn(3, 8))
     assert weight.grad is first
     assert not torch.equal(first, value)
     value = first.clone()
     weight.grad = None
-    with weights.at_work():
+    with weights.run():
         run(modules, weights, torch.randn(3, 8))
     assert weight.grad is not first
     assert torch.equal(first, value)
@@ -203,7 +203,7 @@ def test_a_parameter_of_two_stages_stays_while_either_needs_it() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(8, 8))
     weights = check_runs({0: Tied(weight), 1: nn.Linear(8, 8), 2: nn.Linear(8, 8), 3: Tied(weight)})
-    assert set(weights._cargo) == {(0,), (1,), (2,), (3,), (0, 3)}
+    assert set(weights._params) == {(0,), (1,), (2,), (3,), (0, 3)}
     weight.grad = None
     check_runs({0: Tied(weight), 1: Tied(weight)})
 
@@ -217,7 +217,7 @@ def test_parts_of_one_memory_stay_parts_of_one() -> None:
     plain = copy.deepcopy(modules)
     weights = settled(modules)
     x = torch.randn(3, 8)
-    with weights.at_work():
+    with weights.run():
         assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
         mine = run(modules, weights, x)
     check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
@@ -239,8 +239,8 @@ def test_memory_that_others_use_stays() -> None:
     seen = modules[1].get_parameter("0.weight")
     modules[1].register_buffer("seen", seen.data)
     weights = settled(modules)
-    assert {one, other, seen}.isdisjoint(weights._of)
-    with weights.at_work():
+    assert {one, other, seen}.isdisjoint(weights._params_of)
+    with weights.run():
         assert one.untyped_storage().nbytes() > 0
         run(modules, weights, torch.randn(3, 8))
     with torch.no_grad():
@@ -255,8 +255,8 @@ def test_a_tie_beside_one_that_stays() -> None:
     modules: dict[int, nn.Module] = {s: nn.Sequential(Tied(free), Tied(stuck)) for s in range(2)}
     modules[0].register_buffer("seen", stuck.data)
     weights = check_runs(modules)
-    assert stuck not in weights._of
-    assert free in weights._of
+    assert stuck not in weights._params_of
+    assert free in weights._params_of
 
 
 def test_sparse_gradients() -> None:
@@ -314,7 +314,7 @@ def test_a_change_that_leaves_no_trace_is_found() -> None:
         for module in (*modules.values(), *plain.values()):
             module.train(training)
         x = torch.randn(3, 8)
-        with weights.at_work():
+        with weights.run():
             mine = run(modules, weights, x)
         check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
 
@@ -340,10 +340,10 @@ def test_first_values_that_leave_no_trace() -> None:
     modules = modules_of()
     weights = settled(modules)
     weight = modules[1].get_parameter("0.weight")
-    with weights.filling(1):
-        assert weights.bytes_there() == weights.bytes_of(1)
+    with weights.initializing(1):
+        assert weights.bytes_on_device() == weights.bytes_of(1)
         weight.data.fill_(3)
-    assert weights.bytes_there() == 0
+    assert weights.bytes_on_device() == 0
     assert torch.equal(weight, torch.full((8, 8), 3.0))
 
 
@@ -352,9 +352,9 @@ def test_weights_that_nobody_changes_are_not_copied_out() -> None:
     weights = settled(modules)
     for module in modules.values():
         module.requires_grad_(False)
-    with weights.at_work():
+    with weights.run():
         run(modules, weights, torch.randn(3, 8))
-    assert weights.late.bytes_out == 0
+    assert weights.late.bytes_to_host == 0
 
 
 def test_other_memory_is_refused() -> None:
@@ -366,7 +366,7 @@ def test_other_memory_is_refused() -> None:
     modules: dict[int, nn.Module] = {0: Moves(8, 8), 1: nn.Linear(8, 8), 2: nn.Linear(8, 8)}
     weights = settled(modules)
     before = modules[0].get_parameter("weight").detach().clone()
-    with pytest.raises(PlanError, match=r"parameter.data = …\), which Offload\(weights=True\)"), weights.at_work():
+    with pytest.raises(PlanError, match=r"parameter.data = …\), which Offload\(weights=True\)"), weights.run():
         run(modules, weights, torch.randn(3, 8))
     assert torch.equal(modules[0].get_parameter("weight"), before)
 
@@ -375,7 +375,7 @@ def test_other_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fails", range(12))
-def test_a_run_that_fails_leaves_everything_at_home(fails: int) -> None:
+def test_a_run_that_fails_leaves_everything_on_the_host(fails: int) -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return _Fail.apply(x)  # type: ignore[no-any-return, no-untyped-call]
@@ -400,9 +400,9 @@ def test_a_run_that_fails_leaves_everything_at_home(fails: int) -> None:
     modules = {s: nn.Sequential(module, Fails()) for s, module in modules_of().items()}
     before = [p.detach().clone() for module in modules.values() for p in module.parameters()]
     weights = settled(modules)
-    with pytest.raises(ValueError, match="here it fails"), weights.at_work():
+    with pytest.raises(ValueError, match="here it fails"), weights.run():
         run(modules, weights, torch.randn(3, 8))
-    assert weights.bytes_there() == 0
+    assert weights.bytes_on_device() == 0
     after = [p for module in modules.values() for p in module.parameters()]
     check_equal(after, before)
     for parameter in after:
@@ -410,7 +410,7 @@ def test_a_run_that_fails_leaves_everything_at_home(fails: int) -> None:
     left[0] = 1000
     plain = copy.deepcopy(modules)
     x = torch.randn(3, 8)
-    with weights.at_work():
+    with weights.run():
         mine = run(modules, weights, x)
     check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
 
@@ -425,33 +425,33 @@ def test_weights_stay_for_a_call_that_is_not_over() -> None:
     weights = settled(modules)
     x = torch.randn(3, 8)
     for each, theirs in ((modules, weights), (plain, None)):
-        with weights.at_work():
+        with weights.run():
             run(each, theirs, x)
-    flight = Call()
-    weights.stay(flight)
+    call = Call()
+    weights.make_resident(call)
     all_of_it = sum(weights.bytes_of(s) for s in modules)
-    assert weights.bytes_there() == all_of_it
+    assert weights.bytes_on_device() == all_of_it
     check_equal([run(modules, None, x), *state(modules)], [run(plain, None, x), *state(plain)])
-    with weights.at_work():
+    with weights.run():
         mine = run(modules, weights, x)
-        assert weights.bytes_there() == all_of_it
+        assert weights.bytes_on_device() == all_of_it
     check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
     with torch.no_grad():
         for p in (*modules[0].parameters(), *plain[0].parameters()):
             p.mul_(0.5)
-    flight.over = True
-    assert weights.bytes_there() == all_of_it
-    with weights.at_work():
-        assert weights.bytes_there() == 0
+    call.over = True
+    assert weights.bytes_on_device() == all_of_it
+    with weights.run():
+        assert weights.bytes_on_device() == 0
         mine = run(modules, weights, x)
     check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
 
 
 def test_a_call_that_nobody_holds_any_more_is_over() -> None:
     weights = settled(modules_of())
-    weights.stay(Call())
-    with weights.at_work():
-        assert weights.bytes_there() == 0
+    weights.make_resident(Call())
+    with weights.run():
+        assert weights.bytes_on_device() == 0
 
 
 def test_nothing_is_made_on_the_cpu() -> None:
@@ -462,7 +462,7 @@ def test_nothing_is_made_on_the_cpu() -> None:
 def test_the_stand_in_finds_memory_that_goes_too_early() -> None:
     """Else the tests above would prove nothing."""
     copies, there = LateCopies(), torch.empty(8)
-    mark = copies.back(torch.randn(8), there)
+    event = copies.to_device([(torch.randn(8), there)])
     there.untyped_storage().resize_(0)
     with pytest.raises(AssertionError, match="freed before the copy"):
-        copies.wait(mark)
+        copies.wait(event)

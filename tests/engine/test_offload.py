@@ -142,7 +142,7 @@ def test_gradients_are_the_plain_ones(name: str, budget: int | None, window: int
     plain = copy.deepcopy(module)
     offload, copies = offload_for(module, budget, window=window)
     check_equal(run(module, offload, inputs()), run(plain, None, inputs()))
-    assert (copies.bytes_out > 0) == (budget != 1)
+    assert (copies.bytes_to_host > 0) == (budget != 1)
     assert budget is None or offload.pool.bytes <= budget
 
 
@@ -154,7 +154,7 @@ def bytes_of(module: nn.Module, x: Tensor) -> int:
     with offload.saving(0, [x]):
         kept = module(x)
     del kept
-    return copies.bytes_out
+    return copies.bytes_to_host
 
 
 def test_a_value_that_two_ops_save_goes_once() -> None:
@@ -203,7 +203,7 @@ def test_small_tensors_stay() -> None:
     offload, copies = offload_for(module, smallest=4 * 16 * 4)
     with offload.saving(0):
         out = module(torch.randn(4, 8))
-    assert copies.bytes_out == 4 * 16 * 4
+    assert copies.bytes_to_host == 4 * 16 * 4
     out.sum().backward()
 
 
@@ -216,7 +216,7 @@ def test_tensors_of_another_sort_stay() -> None:
         out = torch.sparse.mm(sparse, x) * torch.randn(2, 2, dtype=torch.complex64).conj()
     out.abs().sum().backward()
     assert x.grad is not None
-    assert copies.bytes_out == 0  # a sparse one, and a conjugated view
+    assert copies.bytes_to_host == 0  # a sparse one, and a conjugated view
 
 
 # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,9 +228,9 @@ def test_everything_comes_back_before_the_backward_asks_last_saved_first() -> No
     x = torch.randn(4, 8, requires_grad=True)
     with offload.saving("k", [x]):
         out = module(x)
-    assert copies.log == ["out"] * 3
+    assert copies.log == ["to host"] * 3
     offload.prefetch("k")
-    assert copies.log == ["out"] * 3 + ["wait"] * 3 + ["back"] * 3
+    assert copies.log == ["to host"] * 3 + ["wait"] * 3 + ["to device"] * 3
     last = copies.queues[1][0][0]  # the source of the first copy back
     assert isinstance(last, Tensor)
     copies._show(3)
@@ -246,9 +246,9 @@ def test_a_backward_without_a_prefetch_fetches_what_it_needs() -> None:
     with offload.saving(0, [x]):
         out = module(x)
     out.sum().backward()
-    assert copies.log == ["out", "out", "back", "wait", "back", "wait"]
+    assert copies.log == ["to host", "to host", "to device", "wait", "to device", "wait"]
     offload.prefetch(0)  # too late, and harmless
-    assert copies.log.count("back") == 2
+    assert copies.log.count("to device") == 2
 
 
 def test_other_micro_batches_stay_out() -> None:
@@ -259,7 +259,7 @@ def test_other_micro_batches_stay_out() -> None:
         with offload.saving(key):
             outs.append(module(torch.randn(4, 8, requires_grad=True)))
     offload.prefetch(1)
-    assert copies.bytes_back == 4 * 8 * 4
+    assert copies.bytes_to_device == 4 * 8 * 4
 
 
 def test_what_came_back_and_was_not_needed_is_let_go() -> None:
@@ -268,7 +268,7 @@ def test_what_came_back_and_was_not_needed_is_let_go() -> None:
         out = torch.randn(4, 8, requires_grad=True).tanh()
     offload.prefetch(0)
     del out
-    assert copies.log[-1] == "abandon"
+    assert copies.log[-1] == "discard"
 
 
 @pytest.mark.parametrize("window", [0, 128, 256])
@@ -315,9 +315,9 @@ def test_buffers_of_sizes_that_are_gone_make_room() -> None:
     budget = 4 * 4 * 3 * 64 * 24
     offload, copies = offload_for(module, budget)
     for rows in (2, 40, 3, 23, 11, 64):
-        before = copies.bytes_out
+        before = copies.bytes_to_host
         check_equal(run(module, offload, inputs(4, rows)), run(plain, None, inputs(4, rows)))
-        assert copies.bytes_out > before
+        assert copies.bytes_to_host > before
         assert offload.pool.bytes <= budget
 
 
@@ -325,17 +325,17 @@ def test_room_is_made_only_where_it_is_enough() -> None:
     pool = HostBufferPool(1024)
 
     def take(size: int) -> HostBuffer | None:
-        return pool.take(size, lambda n: torch.empty(n, dtype=torch.uint8))
+        return pool.acquire(size, lambda n: torch.empty(n, dtype=torch.uint8))
 
     a, b = take(300), take(512)
     assert a is not None
     assert b is not None
     assert a.tensor.nbytes == 512  # a power of two, as pinned memory comes
-    pool.give_back(a)
+    pool.release(a)
     assert take(600) is None
     assert take(500) is a  # it was not let go for nothing
-    pool.give_back(a)
-    pool.give_back(b)
+    pool.release(a)
+    pool.release(b)
     assert take(600) is not None
     assert pool.bytes == 1024
 
@@ -346,11 +346,11 @@ def test_buffers_come_back_as_the_backward_goes() -> None:
     returned = []
     with offload.saving(0, [x]):
         a = x.tanh()
-        a.register_hook(lambda grad: returned.append(len(offload.pool._returned)))
+        a.register_hook(lambda grad: returned.append(len(offload.pool._released)))
         out = a.sigmoid().tanh().sum()
     out.backward()
     assert returned == [2]  # the outer tanh's and the sigmoid's; the inner tanh still has its own
-    assert len(offload.pool._returned) == 3
+    assert len(offload.pool._released) == 3
 
 
 @pytest.mark.parametrize("budget", [None, 1], ids=["packed", "kept"])
@@ -402,7 +402,7 @@ def test_a_failed_allocation_is_not_counted() -> None:
         raise RuntimeError("no pinned memory")
 
     with pytest.raises(RuntimeError, match="no pinned memory"):
-        pool.take(1000, fail)
+        pool.acquire(1000, fail)
     assert pool.bytes == 0
 
 
@@ -449,7 +449,7 @@ def test_one_storage_at_two_versions_goes_twice() -> None:
     assert x.grad is not None
     assert plain.grad is not None
     assert torch.equal(x.grad, plain.grad)
-    assert copies.bytes_out == 2 * 32
+    assert copies.bytes_to_host == 2 * 32
 
 
 def test_a_graph_may_be_used_twice_and_differentiated() -> None:
@@ -470,7 +470,7 @@ def test_a_graph_may_be_used_twice_and_differentiated() -> None:
 
     offload, copies = offload_for()
     check_equal(twice(offload), twice(None))
-    assert copies.bytes_back == copies.bytes_out  # the second time everything was still there
+    assert copies.bytes_to_device == copies.bytes_to_host  # the second time everything was still there
 
 
 # ── with weight gradients put off ────────────────────────────────────────────────────────────────────────────────
@@ -499,7 +499,7 @@ def test_weight_gradients_are_still_put_off() -> None:
         torch.testing.assert_close(x.grad, y.grad)
         for p, q in zip(module.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
-    assert copies.bytes_out > 0
+    assert copies.bytes_to_host > 0
 
 
 # ── which micro-batches ──────────────────────────────────────────────────────────────────────────────────────────

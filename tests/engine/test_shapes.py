@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.context import CallerContext
+from penstock.engine.forward_context import CallerContext
 from penstock.engine.message import Message, MessageMeta, flatten, meta_of
 from penstock.engine.shapes import FakeStage, Propagation
 from penstock.errors import PlanError

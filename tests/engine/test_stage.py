@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.context import begin_run, caller_context
-from penstock.engine.forward_context import current_microbatch
+from penstock.engine.forward_context import caller_context, current_microbatch
 from penstock.engine.message import Message
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.stage import Slot, StageEngine, begin_run
 
 CPU = torch.device("cpu")
 
@@ -70,7 +69,7 @@ def test_the_short_way_is_taken_from_the_second_forward_on_and_gives_the_same(sp
             assert a is not None
             assert b is not None
             torch.testing.assert_close(a, b)
-    assert module.seen == list(engine.moments)[:3]
+    assert module.seen == list(engine.microbatches)[:3]
     assert current_microbatch() is None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import forks
+from tests.support.ranks import forks, free_port
 
 DEADLINE = 60.0  # seconds for one case
 
@@ -27,9 +26,7 @@ class Ranks:
 
     def __init__(self, count: int, backend: str | None = None, data: int = 1) -> None:
         context = forks()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.lines: list[Connection[Any, Any]] = []
         self.processes = []
         for rank in range(count):

@@ -123,8 +123,8 @@ def test_threads_with_copies(schedule: str, budget: int | None, recompute: str) 
     case, stand_in = case_for(schedule, 2), StandIn(budget)
     ours = train(case, stand_in, recompute=recompute)
     check_same(ours, train(case, plain_optimizer, recompute=recompute))
-    out = sum(copies.bytes_out for copies in stand_in.copies)
-    assert 0 < sum(copies.bytes_back for copies in stand_in.copies) <= out
+    out = sum(copies.bytes_to_host for copies in stand_in.copies)
+    assert 0 < sum(copies.bytes_to_device for copies in stand_in.copies) <= out
     assert budget is None or stand_in.pool.bytes <= budget
 
 
@@ -140,8 +140,8 @@ def test_more_waits_than_the_device_holds() -> None:
         pipe.step(torch.randn(64, 32), torch.randn(64, 32))
     one = 2 * 8 * 32 * 4  # a stage's two saved activations of eight rows
     for copies in stand_in.copies:
-        assert copies.bytes_out >= 6 * one
-        assert copies.most_here <= 3 * one
+        assert copies.bytes_to_host >= 6 * one
+        assert copies.most_on_device <= 3 * one
 
 
 # ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────

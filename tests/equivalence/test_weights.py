@@ -59,7 +59,7 @@ def in_rank(rank: int, schedule: str, recompute: str, moves: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         made = late_weights(patch) if moves else []
         check_same(train(case, offload_optimizer, mesh=mesh, offload=ALL, recompute=recompute), plain)
-        assert all(weights.late.bytes_back > 0 for weights in made)
+        assert all(weights.late.bytes_to_device > 0 for weights in made)
     assert len(made) == moves
     if moves:
         with pytest.MonkeyPatch.context() as patch:
@@ -97,7 +97,7 @@ def as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 found.append([*record, *(tensor.clone() for tensor in pipe.state_dict().values())])
-    assert made[0].late.bytes_back > 0
+    assert made[0].late.bytes_to_device > 0
     assert len(found[0]) == len(found[1])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
@@ -120,7 +120,7 @@ def test_every_schedule(made: list[LateWeights], schedule: str, recompute: str) 
     (weights,) = made
     sizes = sorted(weights.bytes_of(stage) for stage in weights.modules)
     assert 0 < weights.most <= sum(sizes[-2:])
-    assert weights.late.bytes_back > 2 * sum(sizes)
+    assert weights.late.bytes_to_device > 2 * sum(sizes)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
@@ -137,7 +137,7 @@ def test_with_activations(made: list[LateWeights], schedule: str) -> None:
 
     case = case_for(schedule, 3)
     check_same(train(case, prepare, offload=ALL), train(case, plain_optimizer))
-    assert sum(copies.bytes_back for copies in all_copies) > 0
+    assert sum(copies.bytes_to_device for copies in all_copies) > 0
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
@@ -148,7 +148,7 @@ def test_frozen_layers_ties_skips_and_plain_calls(monkeypatch: pytest.MonkeyPatc
         for recompute in ("never", "always"):
             check_step(Case(("frozen", "twice", "lookup"), True, 3, schedule, stages, 4, 10, "pair", recompute))
         check_step(dense(schedule, count))
-    assert all(weights.late.bytes_back > 0 for weights in made)
+    assert all(weights.late.bytes_to_device > 0 for weights in made)
 
 
 # ── what a training loop does ────────────────────────────────────────────────────────────────────────────────────
@@ -315,7 +315,7 @@ LOOPS = [clipped, accumulated, scaled, saved, evaluated, called, watched, failed
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops(made: list[LateWeights], loop: Loop) -> None:
     same(loop)
-    assert made[0].late.bytes_back > 0
+    assert made[0].late.bytes_to_device > 0
     assert loop is called or made[0].most == 2 * made[0].bytes_of(0)
 
 
@@ -392,21 +392,21 @@ def test_options(made: list[LateWeights], name: str) -> None:
         same(clipped, **CASES[name])
     if name in ("a loss that counts", "sums in float32"):
         same(failed, **CASES[name])
-    assert made[0].late.bytes_back > 0
+    assert made[0].late.bytes_to_device > 0
 
 
 def test_a_model_that_is_described_has_one_stage_on_the_device_at_a_time(made: list[LateWeights]) -> None:
     seen = []
 
     def init(stage: nn.Module) -> None:
-        seen.append(made[0].bytes_there())
+        seen.append(made[0].bytes_on_device())
         fill(stage)
 
     with ps.Pipeline(ps.split(described(), stages=8), F.mse_loss, offload=ALL, init=init, devices="cpu") as pipe:
         one = made[0].bytes_of(0)
         assert seen == [one] * 8
         assert all(bool(p.isfinite().all()) for p in pipe.parameters())
-        assert made[0].bytes_there() == 0
+        assert made[0].bytes_on_device() == 0
 
 
 def test_the_plan_and_the_schedule_are_as_without(made: list[LateWeights]) -> None:

@@ -96,7 +96,7 @@ def test_without_a_plan_the_trace_is_simulated(schedule: str) -> None:
 
 def test_costs_predict_too_and_so_does_replan(capsys: pytest.CaptureFixture[str]) -> None:
     costs = Costs(f=0.25, i=0.25, w=0.25, activation=2048.0)
-    with pipeline(schedule="auto", costs=costs) as pipe:
+    with pipeline(schedule=costs) as pipe:
         with pipe.trace() as trace:
             pipe.step(batch(), labels())
         found = simulate(pipe.schedule, costs, trace.edges)

@@ -409,7 +409,8 @@ def test_ranges_come_and_go_with_the_profiler(monkeypatch: pytest.MonkeyPatch) -
 
 def test_in_lockstep_a_rank_waits_until_its_outputs_are_taken() -> None:
     plan = ps.split(nn.Sequential(nn.Identity(), Sleeper()), balance=[1, 1])
-    with ps.Pipeline(plan, nn.MSELoss(), microbatches=4, lockstep=True) as pipe, pipe.trace() as trace:
+    with ps.Pipeline(plan, nn.MSELoss(), microbatches=4) as pipe, pipe.trace() as trace:
+        pipe.lockstep = True
         pipe.evaluate(torch.ones(4, 1))
     first = trace.steps[0].parts[0]
     assert [[(wait.what, wait.peer) for wait in done.waits] for done in first.actions[1:]] == [[("sent", 1)]] * 3

@@ -95,15 +95,16 @@ def program(world: World) -> Runner:
 
 
 def test_actions_are_timed_where_they_run(world: World) -> None:
-    tape = StepRecorder([GPU], None, 0, world.clock)
+    recorder = StepRecorder([GPU], None, 0, world.clock)
     runner = program(world)
     for _ in range(3):
-        with tape.run("step"):
-            tape.walk(runner)
-    assert all(walk.events for run in tape.runs[1:] for walk in run.walks), "nothing was waited for in a step"
-    tape.finish()
-    for number, run in enumerate(tape.runs):
-        (part,) = rank_records(tape, run, lambda at: (at - tape.begin) / 1e6, (0, 0, 0), {0: 0})
+        with recorder.run("step"):
+            recorder.run_program(runner)
+    programs = [program for run in recorder.runs[1:] for program in run.programs]
+    assert all(program.events for program in programs), "nothing was waited for in a step"
+    recorder.finish()
+    for number, run in enumerate(recorder.runs):
+        (part,) = rank_records(recorder, run, lambda at: (at - recorder.begin) / 1e6, (0, 0, 0), {0: 0})
         forward, backward = part.actions
         first = number * 3.0  # 6 of the device's milliseconds are 3 of the host's
         assert (forward.start, forward.end) == pytest.approx((first, first + 0.5), abs=0.01)
@@ -116,34 +117,34 @@ def test_actions_are_timed_where_they_run(world: World) -> None:
 
 
 def test_events_are_let_go_of_when_they_have_happened(world: World) -> None:
-    tape = StepRecorder([GPU], None, 0, world.clock)
+    recorder = StepRecorder([GPU], None, 0, world.clock)
     runner = program(world)
-    with tape.run("step"):
-        tape.walk(runner)
+    with recorder.run("step"):
+        recorder.run_program(runner)
     world.synchronize()
-    with tape.run("step"):
+    with recorder.run("step"):
         pass
-    assert not tape.runs[0].walks[0].events
-    assert len(tape.runs[0].walks[0].seconds) == 2
+    assert not recorder.runs[0].programs[0].events
+    assert len(recorder.runs[0].programs[0].seconds) == 2
 
 
 def test_of_a_device_that_has_failed_the_hosts_times_are_left(world: World) -> None:
-    tape = StepRecorder([GPU], None, 0, world.clock)
+    recorder = StepRecorder([GPU], None, 0, world.clock)
     runner = program(world)
     for _ in range(2):
-        with tape.run("step"):
-            tape.walk(runner)
+        with recorder.run("step"):
+            recorder.run_program(runner)
         world.synchronize()
-    tape.forget_devices()
-    for run in tape.runs:
-        (part,) = rank_records(tape, run, lambda at: at / 1e6, (0, 0, 0), {0: 0})
+    recorder.forget_devices()
+    for run in recorder.runs:
+        (part,) = rank_records(recorder, run, lambda at: at / 1e6, (0, 0, 0), {0: 0})
         assert [done.launched for done in part.actions] == [None, None]
         assert [done.seconds for done in part.actions] == pytest.approx([0.001, 0.001])
-    tape.finish()
+    recorder.finish()
 
 
 def test_a_host_that_is_late_is_not_a_wait(world: World) -> None:
-    tape = StepRecorder([GPU], None, 0, world.clock)
+    recorder = StepRecorder([GPU], None, 0, world.clock)
     engine: Any = SimpleNamespace(index=0, device=GPU)
     work = CallInfo("work", engine, SimpleNamespace(roots=()))  # type: ignore[arg-type]
     calls = [
@@ -152,10 +153,10 @@ def test_a_host_that_is_late_is_not_a_wait(world: World) -> None:
         (lambda: world.launch(1.0), Instruction("F", 0, 1), work),
     ]
     runner = Runner(*([piece[part] for piece in calls] for part in range(3)))  # type: ignore[arg-type]
-    with tape.run("step"):
-        tape.walk(runner)
-    tape.finish()
-    (part,) = rank_records(tape, tape.runs[0], lambda at: (at - tape.begin) / 1e6, (0,), {0: 0})
+    with recorder.run("step"):
+        recorder.run_program(runner)
+    recorder.finish()
+    (part,) = rank_records(recorder, recorder.runs[0], lambda at: (at - recorder.begin) / 1e6, (0,), {0: 0})
     assert part.actions[1].start == pytest.approx(5.0, abs=0.01)
     assert part.actions[1].waited == pytest.approx(0.0, abs=0.01), "the device had nothing to wait for but the host"
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.engine.recorder import AlignedClock, ClockOffset
 from penstock.profile.trace import recording
 from penstock.profile.trace.analysis import bubble, traced_messages
-from penstock.profile.trace.recording import AlignedClock, ClockOffset
 from tests.profile.test_trace import check_consistent, orders
 from tests.profile.test_trace_files import check_chrome, events_of
 from tests.support.models import batch, gradients, labels, mlp
@@ -130,7 +130,7 @@ def check_causal(trace: ps.Trace) -> None:
 def test_a_clock_that_drifts() -> None:
     aligned = AlignedClock(1_000, ClockOffset(500.0, 10.0))
     assert aligned(2_000) == 2_500 / 1e9
-    aligned.again(3_000, ClockOffset(700.0, 30.0))
+    aligned.set_end(3_000, ClockOffset(700.0, 30.0))
     assert [aligned(at) for at in (1_000, 2_000, 3_000)] == [1_500 / 1e9, 2_600 / 1e9, 3_700 / 1e9]
     assert aligned.error == 30 / 1e9
 

@@ -218,7 +218,7 @@ def programs(rank: int, where: str, wrapper: str, own_bwd_fn: bool) -> None:
         assert_same(found[0].float(), output.float(), rtol=2e-2, atol=1e-2)
         assert_same(float(found[1]), pytest.approx(float(F.cross_entropy(output.float(), batches[1][1])), rel=2e-2))
         assert found[3] >= found[2]
-    tpc.pipeline().close()
+    tpc.close_pipeline()
     tpc.device = None  # type: ignore[assignment]
 
 

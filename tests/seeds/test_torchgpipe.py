@@ -193,7 +193,7 @@ def test_tensor_or_tensors(where: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["dict", "label"])
-def test_something_else(where: str, what: str) -> None:
+def test_tensors_in_other_structures(where: str, what: str) -> None:
     # Error
     model = GPipe(nn.Sequential(linear(), Says(what)), balance=[1, 1], chunks=2)
     with pytest.raises(TypeError, match="expected Tensor, but got"):

@@ -1,4 +1,4 @@
-"""Copies of which none happens before it must: a CPU's stand-in for streams, to catch what does not wait."""
+"""Copies that run as late as possible: a stand-in for CUDA streams on the CPU, which reveals missing waits."""
 
 from __future__ import annotations
 
@@ -11,78 +11,76 @@ from torch import Tensor
 
 __all__ = ["LateCopies"]
 
-Mark = tuple["LateCopies", int, int]  # whose, stream, number of the copy on it
+Event = tuple["LateCopies", int, int]  # whose, stream, number of the copy on it
 
 
 class LateCopies:
-    """Every copy waits in its stream until someone waits for its mark, or for that of a later one.
+    """Every copy is queued until its event, or that of a later copy, is waited for.
 
-    It holds neither its source nor its target: memory that is let go before the copy was waited for is found out. What
-    was copied out is seen on the host when the host has waited (``finish``), and by a copy back that comes after it.
+    A queued copy holds neither its source nor its target: memory that is freed before the copy was waited for fails an
+    assertion. The host sees a copy after ``synchronize``; a later copy to the device sees it, too.
     """
 
     def __init__(self) -> None:
-        self.bytes_out = self.bytes_back = 0
+        self.bytes_to_host = self.bytes_to_device = 0
         self.log: list[str] = []
         self.queues: tuple[list[tuple[object, ...]], ...] = ([], [])
         self.done = [0, 0]
         self.made = 0
-        self.most_here = 0  # bytes of targets on the device, at most
-        self._abandoned: list[Tensor] = []
+        self.most_on_device = 0  # bytes of targets on the device, at most
+        self._discarded: list[Tensor] = []
         self._unseen: list[tuple[int, Tensor, Tensor]] = []  # number of the copy out, its target, its value
         _all.add(self)
         self._targets: list[weakref.ref[Tensor]] = []
 
-    def host(self, like: Tensor) -> Tensor:
+    def allocate_host(self, like: Tensor) -> Tensor:
         self.made += 1
         tensor = torch.empty_like(like, device="cpu")
         return tensor.fill_(85) if tensor.dtype is torch.uint8 else tensor.fill_(float("nan"))
 
-    def out(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
-        self.bytes_out += source.nbytes
-        self.log.append("out")
-        return self._add(0, weakref.ref(source), target, after)
+    def to_host(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Event | None = None) -> Event:
+        event = self, 0, 0
+        for source, target in pairs:
+            self.bytes_to_host += source.nbytes
+            self.log.append("to host")
+            event = self._add(0, weakref.ref(source), target, after)
+        return event
 
-    def back(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
-        self.bytes_back += source.nbytes
-        self.log.append("back")
-        target.fill_(85 if target.dtype is torch.uint8 else float("nan"))
-        self._targets.append(weakref.ref(target))
-        alive = [t for t in (reference() for reference in self._targets) if t is not None]
-        self.most_here = max(self.most_here, sum(t.nbytes for t in alive))
-        return self._add(1, source, weakref.ref(target), after)
+    def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Event | None = None) -> Event:
+        event = self, 1, 0
+        for source, target in pairs:
+            self.bytes_to_device += source.nbytes
+            self.log.append("to device")
+            target.fill_(85 if target.dtype is torch.uint8 else float("nan"))
+            self._targets.append(weakref.ref(target))
+            alive = [t for t in (reference() for reference in self._targets) if t is not None]
+            self.most_on_device = max(self.most_on_device, sum(t.nbytes for t in alive))
+            event = self._add(1, source, weakref.ref(target), after)
+        return event
 
-    def out_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Mark:
-        marks = [self.out(source, target) for source, target in pairs]
-        return marks[-1] if marks else (self, 0, 0)
-
-    def back_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Mark:
-        marks = [self.back(source, target) for source, target in pairs]
-        return marks[-1] if marks else (self, 1, 0)
-
-    def _add(self, stream: int, source: object, target: object, after: Mark | None) -> Mark:
+    def _add(self, stream: int, source: object, target: object, after: Event | None) -> Event:
         self.queues[stream].append((source, target, after))
         return self, stream, len(self.queues[stream])
 
-    def wait(self, mark: Mark, target: Tensor | None = None) -> None:
+    def wait(self, event: Event, target: Tensor | None = None) -> None:
         self.log.append("wait")
-        self._run(mark)
+        self._run(event)
 
-    def finish(self, mark: Mark) -> None:
-        self.log.append("finish")
-        self._run(mark)
-        owner, stream, end = mark
+    def synchronize(self, event: Event) -> None:
+        self.log.append("synchronize")
+        self._run(event)
+        owner, stream, end = event
         if stream == 0:
             owner._show(end)
 
-    def abandon(self, target: Tensor) -> None:
-        self.log.append("abandon")
-        self._abandoned.append(target)
+    def discard(self, target: Tensor) -> None:
+        self.log.append("discard")
+        self._discarded.append(target)
 
-    def _run(self, mark: Mark) -> None:
-        owner, stream, end = mark
+    def _run(self, event: Event) -> None:
+        owner, stream, end = event
         if owner is not self:
-            owner._run(mark)
+            owner._run(event)
             return
         while self.done[stream] < end:
             number = self.done[stream]
@@ -93,8 +91,8 @@ class LateCopies:
                 self._run(after)
             source = source() if isinstance(source, weakref.ref) else source
             target = target() if isinstance(target, weakref.ref) else target
-            assert isinstance(source, Tensor), "device memory was let go before it was copied out"
-            assert isinstance(target, Tensor), "device memory was let go before the copy back had landed"
+            assert isinstance(source, Tensor), "device memory was freed before it was copied to the host"
+            assert isinstance(target, Tensor), "device memory was freed before the copy to it was done"
             for memory in (source, target):
                 assert memory.untyped_storage().nbytes() >= memory.nbytes, "its memory was freed before the copy"
             for copies in list(_all):  # what comes before this copy in the host's memory, whoever has put it there

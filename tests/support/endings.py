@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.fork_python import fork_python
-from tests.support.ranks import forks
+from tests.support.ranks import forks, free_port
 
 __all__ = ["Ended", "run_processes", "run_programs", "said"]
 
@@ -86,10 +85,8 @@ def _run(function: Callable[..., Any], rank: int, environment: dict[str, str], l
 
 
 def _environments(n: int) -> list[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    port = str(free_port())
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(n)]
 
 

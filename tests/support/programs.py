@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 from penstock.cli import main
 from tests.support.endings import said
 from tests.support.fork_python import fork_python
-from tests.support.ranks import forks
+from tests.support.ranks import forks, free_port
 
 __all__ = [
     "DEADLINE",
@@ -58,12 +57,6 @@ def warm(*arguments: object) -> list[str]:
 
 def torchrun(*arguments: object) -> list[str]:
     return warm("-m", "torch.distributed.run", *arguments)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run(

@@ -15,6 +15,7 @@ import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Gone", "Ranks", "RanksHung", "crew", "forks", "run_ranks"]
+__all__ = ["Gone", "Ranks", "RanksHung", "crew", "forks", "free_port", "run_ranks"]
 
 _ROOT = Path(__file__).parents[2]
 _IMPORTS = ["torch", "torch.distributed", "penstock", "pytest", "tests.support.fork_python", "tests.support.warm"]
@@ -93,9 +94,7 @@ class Ranks:
             self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             port = self._server.port
         else:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = free_port()
         self._members = [_Member(rank, self.n, port, self.store == "first" and rank == 0) for rank in range(self.n)]
         for result in self._all(("join",), timeout):
             if isinstance(result, BaseException):
@@ -221,3 +220,12 @@ def _pickled(result: Any) -> bytes:
         return pickle.dumps(result)
     except Exception as error:
         return pickle.dumps(RuntimeError(f"a rank's result cannot be sent to the test: {error}"))
+
+
+def free_port() -> int:
+    """A port below those that the system gives to connections of other tests, which could take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -1,4 +1,4 @@
-"""Weights that live on the host, with the CPU in the part of both sides and copies as late as they may be."""
+"""Host weights with the CPU as host and device, and copies that run as late as possible."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["LateWeights", "late_weights", "weights_everywhere"]
 
 
 class LateWeights(HostWeights):
-    """Knows how many bytes of weights were on the device at a time, at most. Memory that is gone is really gone."""
+    """Records the largest number of bytes of weights on the device at a time."""
 
     def __init__(self, modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> None:
         self.late = LateCopies()
         self.most = 0
         super().__init__(modules, devices, lambda device: self.late)
 
-    def _stop(self, own: Sequence[object], stop: PrefetchStep) -> None:
-        super()._stop(own, stop)  # type: ignore[arg-type]
-        self.most = max(self.most, self.bytes_there())
+    def _transfer(self, own: Sequence[object], step: PrefetchStep) -> None:
+        super()._transfer(own, step)  # type: ignore[arg-type]
+        self.most = max(self.most, self.bytes_on_device())
 
-    def bytes_there(self) -> int:
-        homes = [home for cargo in self._cargo.values() for home in cargo._homes]
-        return sum(home.there.untyped_storage().nbytes() for home in homes)
+    def bytes_on_device(self) -> int:
+        storages = [storage for params in self._params.values() for storage in params._storages]
+        return sum(storage.device_bytes.untyped_storage().nbytes() for storage in storages)
 
     def bytes_of(self, stage: int) -> int:
         return sum(parameter.nbytes for parameter in self.modules[stage].parameters())
 
 
 def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
-    """From now on pipelines with ``Offload(weights=True)`` have such weights, which are in the list once made."""
+    """Give new pipelines with ``Offload(weights=True)`` such weights; the list gets them."""
     made: list[LateWeights] = []
 
     def make(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> LateWeights:
@@ -49,7 +49,7 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
 
 
 def weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
-    """Every pipeline keeps its weights on the host, and any optimizer may step: here the host does it as well."""
+    """Let every pipeline keep its weights on the host, where any optimizer may update them."""
     before = ps.Pipeline.__init__
 
     def init(self: ps.Pipeline, *args: Any, **options: Any) -> None:

@@ -73,7 +73,8 @@ def test_threads(schedule: str, ranks: int) -> None:
 
 def test_in_lockstep_a_thread_waits_for_those_that_take_its_outputs() -> None:
     plan = ps.split(nn.Sequential(nn.Identity(), Sleeper()), balance=[1, 1])
-    with ps.Pipeline(plan, nn.MSELoss(), microbatches=8, lockstep=True, devices=["cpu"] * 2) as pipe:
+    with ps.Pipeline(plan, nn.MSELoss(), microbatches=8, devices=["cpu"] * 2) as pipe:
+        pipe.lockstep = True
         found = [pipe.evaluate(torch.ones(8, 1)).bubble or 0.0 for _ in range(4)]
     assert near(found, 0.5), found
 

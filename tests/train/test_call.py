@@ -220,7 +220,8 @@ def test_in_lockstep_the_result_is_the_same() -> None:
     near, far = (ps.skippable(pop=[name])(Takes)(name) for name in ("near", "far"))
     model = nn.Sequential(keeps, nn.Linear(4, 4), near, nn.Linear(4, 4), nn.Tanh(), far)
     expected = plain_step(model, batch(9), batch(9, seed=5), F.mse_loss)
-    with ps.Pipeline(ps.split(model, balance=[1] * 6), F.mse_loss, microbatches=9, lockstep=True) as pipe:
+    with ps.Pipeline(ps.split(model, balance=[1] * 6), F.mse_loss, microbatches=9) as pipe:
+        pipe.lockstep = True
         F.mse_loss(pipe(batch(9)), batch(9, seed=5)).backward()
         assert_same(gradients(model), expected.gradients)
         assert_same(pipe.evaluate(batch(9), batch(9, seed=5)).loss, expected.loss)
@@ -246,13 +247,18 @@ def test_in_lockstep_a_skip_holds_nobody_up() -> None:
 
     first, last = ps.skippable(stash=["far"])(Keeps)(), ps.skippable(pop=["far"])(Takes)()
     plan = ps.split(nn.Sequential(first, nn.Identity(), last), balance=[1, 1, 1])
-    with ps.Pipeline(plan, microbatches=4, lockstep=True) as pipe:
+    with ps.Pipeline(plan, microbatches=4) as pipe:
+        pipe.lockstep = True
         assert_same(pipe(batch()), 2 * batch())
 
 
 def test_lockstep_is_for_one_stage_per_thread() -> None:
-    with pytest.raises(ps.PlanError, match="one stage each"):
-        pipeline(mlp(), stages=4, schedule="interleaved", lockstep=True)
+    with pipeline(mlp(), stages=4, schedule="interleaved") as pipe:
+        with pytest.raises(ps.PlanError, match="one stage each"):
+            pipe.lockstep = True
+        assert not pipe.lockstep
+        with pytest.raises(ps.PlanError, match="lockstep must be True or False, got 'yes'"):
+            pipe.lockstep = "yes"  # type: ignore[assignment]
 
 
 # ── structures ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -47,7 +47,7 @@ def test_an_unknown_schedule_comes_with_the_nearest_name() -> None:
 
 def test_a_schedule_like_nothing_known_comes_with_all_names() -> None:
     model = mlp()
-    with refused(model, ps.ScheduleError, "'gpipe'.*'zbv'"):
+    with refused(model, ps.ScheduleError, r"(?=.*'gpipe')(?=.*'zbv')"):
         construct(model, schedule="xyz")
 
 
@@ -217,14 +217,6 @@ def test_options_that_cannot_be(option: dict[str, Any]) -> None:
     ((name, value),) = option.items()
     with refused(model, ps.PlanError, rf"{name} must be .*got {value if name == 'x' else ''}"):
         construct(model, **option)
-
-
-def test_a_strategy_is_pipelined_or_sharded_and_agrees_with_the_schedule() -> None:
-    model = mlp()
-    with refused(model, ps.PlanError, r"'pipelined' or 'sharded', got 'phased'"):
-        construct(model, strategy="phased")
-    with refused(model, ps.PlanError, r"strategy='sharded'.*schedule='zb_h1'"):
-        construct(model, strategy="sharded", schedule="zb_h1")
 
 
 def test_a_mesh_outside_of_torchrun_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:

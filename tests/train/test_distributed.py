@@ -76,7 +76,7 @@ def first_step_apart(rank: int, schedule: str) -> None:
                 expected = plain_step(model, x, y, F.mse_loss)
                 assert_plain(pipe, pipe.step(x, y), expected)
                 pipe.zero_grad()
-                quiet = set(map(id, pipe._executor.jobs.quiet.values()))
+                quiet = set(map(id, pipe._executor.programs.staged.values()))
                 used.append({id(endpoint) in quiet for endpoint in sent})
                 sent.clear()
     assert used == [{True}, {False}, {True}, {False}, {False}]

@@ -277,7 +277,7 @@ def test_a_rank_that_closed_its_pipeline_is_not_called_dead(two: Ranks) -> None:
 
 
 def hangs(rank: int) -> Told:
-    pipe = pipeline(mlp(), stuck_after=None, timeout=1)
+    pipe = pipeline(mlp(), timeout=(None, 1))
     if rank == 1:
         time.sleep(HOLD)
     told = failing_step(pipe)

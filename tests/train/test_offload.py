@@ -97,7 +97,7 @@ def test_the_update_is_the_plain_one(name: str, bucket: int) -> None:
             backward(module, step)
             each.step()
     check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_out > copies.bytes_back > 0  # the first step has nothing to bring
+    assert copies.bytes_to_host > copies.bytes_to_device > 0  # the first step has nothing to bring
 
 
 def test_a_subclass_that_adds_settings_is_divided_too() -> None:
@@ -116,7 +116,7 @@ def test_a_subclass_that_adds_settings_is_divided_too() -> None:
                 backward(module, step)
                 each.step()
         check_same(ours, plain, optimizer, expected)
-        most.append(copies.most_here)
+        most.append(copies.most_on_device)
     assert most[0] < most[1]
 
 
@@ -139,7 +139,7 @@ def test_sparse_gradients() -> None:
             table(torch.tensor([step, 2, 2])).square().sum().backward()
             each.step()
     check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_back
+    assert copies.bytes_to_device
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
@@ -157,7 +157,7 @@ def test_an_optimizer_that_takes_all_parameters_together(search: str | None) -> 
 
             each.step(closure)
     check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_back
+    assert copies.bytes_to_device
 
 
 def test_an_optimizer_that_nobody_knows() -> None:
@@ -184,7 +184,7 @@ def test_an_optimizer_that_nobody_knows() -> None:
             backward(module, step)
             each.step()
     check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_back
+    assert copies.bytes_to_device
 
 
 def test_state_that_is_one_memory_stays_so() -> None:
@@ -222,10 +222,10 @@ def test_three_buckets_at_a_time_are_on_the_device() -> None:
         module.zero_grad()
         module(torch.randn(2, 16, generator=torch.Generator().manual_seed(step))).sum().backward()
         optimizer.step()
-    assert copies.most_here <= 3 * 2 * 2048
+    assert copies.most_on_device <= 3 * 2 * 2048
     assert copies.made == 24  # host memory is made once
-    assert copies.bytes_back == 2 * 24 * 1024
-    assert copies.bytes_out == 3 * 24 * 1024
+    assert copies.bytes_to_device == 2 * 24 * 1024
+    assert copies.bytes_to_host == 3 * 24 * 1024
 
 
 def test_the_next_bucket_comes_before_the_update_and_nothing_waits_for_what_leaves() -> None:
@@ -236,10 +236,10 @@ def test_the_next_bucket_comes_before_the_update_and_nothing_waits_for_what_leav
         copies.log.clear()
         optimizer.step()
     assert copies.log == [
-        *("back", "back", "wait", "out"),  # 0 comes, 1 starts to come, 0 is there, updated, and leaves
-        *("back", "wait", "out"),  # 2 starts to come, 1 is there, updated, and leaves
-        *("wait", "wait", "out"),  # 0 has left, 2 is there, updated, and leaves
-        *("finish", "finish"),  # 1 and 2 have left
+        *("to device", "to device", "wait", "to host"),  # 0 comes, 1 starts to come, 0 is there, updated, and leaves
+        *("to device", "wait", "to host"),  # 2 starts to come, 1 is there, updated, and leaves
+        *("wait", "wait", "to host"),  # 0 has left, 2 is there, updated, and leaves
+        *("synchronize", "synchronize"),  # 1 and 2 have left
     ]
 
 
@@ -275,7 +275,7 @@ def test_state_is_on_the_host_between_steps() -> None:
 
 def test_state_from_the_beginning_leaves_at_once() -> None:
     _, copies = offloaded(torch.optim.Adagrad(model().parameters()))
-    assert copies.bytes_out == sum(p.nbytes for p in model().parameters())
+    assert copies.bytes_to_host == sum(p.nbytes for p in model().parameters())
 
 
 def test_state_that_changes_its_shape() -> None:
@@ -311,7 +311,7 @@ def test_parameters_without_gradients_are_left_alone() -> None:
                 module[2].zero_grad()
             each.step()
     check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_back < 4 * sum(2 * p.nbytes for p in ours.parameters())
+    assert copies.bytes_to_device < 4 * sum(2 * p.nbytes for p in ours.parameters())
 
 
 # ── what else an optimizer has ───────────────────────────────────────────────────────────────────────────────────
@@ -379,7 +379,7 @@ def test_saved_and_loaded_either_way() -> None:
         weights, state = torch.load(file)
         again.load_state_dict(weights)
         resumed.load_state_dict(state)
-        assert bool(copies.bytes_out) == second  # it does not wait for the next step to leave the device
+        assert bool(copies.bytes_to_host) == second  # it does not wait for the next step to leave the device
         for step in range(2, STEPS):
             for each, stepping in ((module, optimizer), (again, resumed)):
                 backward(each, step)
@@ -449,7 +449,7 @@ def test_an_offloaded_optimizer_can_be_let_go() -> None:
 
 def at_home(module: nn.Module) -> LateWeights:
     weights = LateWeights({0: module}, [torch.device("cpu")])
-    weights.settle(0)
+    weights.offload_stage(0)
     return weights
 
 
@@ -479,8 +479,8 @@ def test_weights_come_for_the_update(name: str, state: bool, bucket: int) -> Non
     check_same(ours, plain, optimizer, expected)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     size = STEPS * sum(p.nbytes for p in trained)
-    assert weights.late.bytes_back == 2 * size
-    assert weights.late.bytes_out == size  # updates leave gradients as they are
+    assert weights.late.bytes_to_device == 2 * size
+    assert weights.late.bytes_to_host == size  # updates leave gradients as they are
 
 
 def test_three_buckets_of_weights_gradients_and_state_at_a_time() -> None:
@@ -491,7 +491,7 @@ def test_three_buckets_of_weights_gradients_and_state_at_a_time() -> None:
         module.zero_grad()
         module(torch.randn(2, 16, generator=torch.Generator().manual_seed(step))).sum().backward()
         optimizer.step()
-    assert 0 < weights.late.most_here <= 3 * 2 * 2048
+    assert 0 < weights.late.most_on_device <= 3 * 2 * 2048
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
@@ -505,13 +505,13 @@ def test_an_optimizer_that_takes_all_weights_together(search: str | None) -> Non
         for module, each in ((ours, optimizer), (plain, expected)):
 
             def closure(module: nn.Module = module, step: int = step) -> Tensor:
-                with weights.at_work():
-                    assert weights.bytes_there() == (weights.bytes_of(0) if module is ours else 0)
+                with weights.run():
+                    assert weights.bytes_on_device() == (weights.bytes_of(0) if module is ours else 0)
                     backward(module, step)
                     return loss_of(module, step)
 
             each.step(closure)
-            assert weights.bytes_there() == 0
+            assert weights.bytes_on_device() == 0
     check_same(ours, plain, optimizer, expected)
 
 
@@ -583,7 +583,7 @@ def test_gradients_that_the_update_changes() -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_sparse_gradients_of_weights_at_home() -> None:
+def test_sparse_gradients_of_weights_on_the_host() -> None:
     runs = []
     for offloading in (True, False):
         torch.manual_seed(0)
@@ -599,7 +599,7 @@ def test_sparse_gradients_of_weights_at_home() -> None:
     check_same(runs[0][0], runs[1][0], runs[0][1], runs[1][1])
 
 
-def test_an_update_that_fails_leaves_the_weights_at_home() -> None:
+def test_an_update_that_fails_leaves_the_weights_on_the_host() -> None:
     module = model()
     weights = at_home(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -621,8 +621,8 @@ def test_an_update_that_fails_leaves_the_weights_at_home() -> None:
     assert [not torch.equal(p, w) for p, w in zip(after, before, strict=True)] == [True, True] + [False] * 4
     assert all(p.grad is not None for p in after)
     host._original_step = raw
-    with weights.at_work():
-        assert weights.bytes_there() == 0
+    with weights.run():
+        assert weights.bytes_on_device() == 0
     backward(module, 1)
     optimizer.step()
 

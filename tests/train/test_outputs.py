@@ -49,7 +49,7 @@ def test_of_a_step_and_of_an_evaluation(outputs: Any, schedule: str) -> None:
     model, x = mlp(), batch(8)
     wanted = expected(model, outputs, x)
     with pipeline(model, outputs=outputs, schedule=schedule) as pipe:
-        torch.testing.assert_close(pipe.step(x, x).outputs, wanted)
+        torch.testing.assert_close(pipe.broadcast(pipe.step(x, x).outputs), wanted)
         torch.testing.assert_close(pipe.evaluate(x, x).outputs, wanted)
         torch.testing.assert_close(pipe.evaluate(x).outputs, wanted)
         torch.testing.assert_close(pipe.evaluate(x, outputs="all").outputs, model(x).detach())
@@ -117,22 +117,22 @@ def test_the_loss_among_the_outputs_is_that_of_the_mini_batch(alone: bool) -> No
         (expected if alone else expected["loss"]).backward()
 
 
-def everywhere(rank: int, outputs: Any) -> None:
+def broadcast_outputs(rank: int, outputs: Any) -> None:
     model, x = mlp(), batch(8)
     wanted = expected(model, outputs, x)
-    with pipeline(model, outputs=outputs, mesh=ps.Mesh(), outputs_everywhere=True) as pipe:
-        torch.testing.assert_close(pipe.step(x, x).outputs, wanted)
+    with pipeline(model, outputs=outputs, mesh=ps.Mesh()) as pipe:
+        torch.testing.assert_close(pipe.broadcast(pipe.step(x, x).outputs), wanted)
         result = pipe.evaluate(x, x)
-        torch.testing.assert_close(result.outputs, wanted)
+        torch.testing.assert_close(pipe.broadcast(result.outputs), wanted)
         torch.testing.assert_close(result.loss, F.mse_loss(model(x), x).detach())
         with torch.no_grad():
-            torch.testing.assert_close(pipe(x), model(x))
+            torch.testing.assert_close(pipe.broadcast(pipe(x)), model(x))
         assert pipe.evaluate(x).loss is None
 
 
 @pytest.mark.parametrize("outputs", ["all", "sum"])
-def test_everywhere_on_request(two: Ranks, outputs: str) -> None:
-    two.check(everywhere, outputs)
+def test_broadcast_gives_outputs_to_all_ranks(two: Ranks, outputs: str) -> None:
+    two.check(broadcast_outputs, outputs)
 
 
 def on_the_last(rank: int) -> bool:
@@ -223,7 +223,7 @@ def test_sharded_is_one_micro_batch_at_a_time() -> None:
             return x
 
     model = nn.Sequential(*(part for layer in mlp() for part in (Alone(), layer)))
-    with pipeline(model, strategy="sharded") as pipe:
+    with pipeline(model, schedule="sharded") as pipe:
         assert pipe.schedule.name == "sharded"
         result = pipe.step(batch(8), batch(8))
     with pipeline(model) as pipe:

@@ -36,14 +36,14 @@ def few_remembered(rank: int, dynamic: bool) -> list[Any]:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.engine.step_protocol.MAX_KINDS", 3)
-        patch.setattr("penstock.engine.rank_programs.MAX_KINDS", 3)
+        patch.setattr("penstock.engine.connections.MAX_KINDS", 3)
         patch.setattr("penstock.engine.distributed.uses_nccl", lambda device: True)
         with pipeline(model, dynamic=dynamic) as pipe:
             for samples in (4, 5, 6, 4, 7, 4, 5, 8, 9, 10, 4, 4, 10):
                 assert_plain(pipe, model, batch(samples))
-                agreement, jobs = pipe._executor.agreement, pipe._executor.jobs
-                assert len(agreement.numbers) in (0, len(agreement.heard))
-                found.append((list(agreement.heard._values), list(jobs._loaded._values)))
+                protocol, programs = pipe._executor.protocol, pipe._executor.programs
+                assert len(protocol.numbers) in (0, len(protocol.headers))
+                found.append((list(protocol.headers._values), list(programs._loaded._values)))
     return found
 
 

@@ -88,12 +88,12 @@ def test_an_automatic_order_is_made_with_its_recomputes() -> None:
     model, x, y = mlp(8), batch(12), batch(12, seed=3)
     expected = plain_step(copy.deepcopy(model), x, y, F.mse_loss)
     costs = Costs(latency=1.0, checkpoint=0.25)
-    with pipeline(model, 4, schedule="auto", costs=costs, microbatches=6) as pipe:
+    with pipeline(model, 4, schedule=costs, microbatches=6) as pipe:
         found = auto(costs, pipe.schedule.placement, 6, recompute=True, seconds=0.5, repeatable=True)
         assert pipe.schedule.orders == found.schedule.orders
         assert_same(pipe.step(x, y).loss, expected.loss)
         assert_same(gradients(pipe.named_parameters()), expected.gradients)
-    with pipeline(model, 4, schedule="auto", costs=replace(costs, checkpoint=0.0), microbatches=6) as pipe:
+    with pipeline(model, 4, schedule=replace(costs, checkpoint=0.0), microbatches=6) as pipe:
         held = simulate(pipe.schedule, costs).peak_memory  # what is not known to be kept is not kept without end
         assert max(held) <= 4 * 0.25 + 2 * 0.75
 

@@ -17,8 +17,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from penstock import __version__
 from penstock.errors import PenstockError
+from penstock.version import __version__
 
 __all__ = ["UsageError", "app", "complete_schedule", "integer", "main", "unwritable"]
 

@@ -225,7 +225,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainStep:
     """The result of one training step; ``bubble`` is measured, None where it is unknown."""
 
     loss: float
@@ -244,7 +244,7 @@ class PlainRun:
         self.model = network(settings.seed).to(settings.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate)
 
-    def steps(self, train: Digits) -> Iterator[Step]:
+    def steps(self, train: Digits) -> Iterator[TrainStep]:
         for x, y in self.settings.batches(train):
             start = time.perf_counter()
             x, y = x.to(self.settings.device), y.to(self.settings.device)
@@ -254,7 +254,7 @@ class PlainRun:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), math.inf)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            yield Step(loss.item(), norm.item(), _num_correct(outputs, y), len(y), time.perf_counter() - start)
+            yield TrainStep(loss.item(), norm.item(), _num_correct(outputs, y), len(y), time.perf_counter() - start)
 
     def accuracy(self, test: Digits) -> float:
         return self.settings.accuracy(lambda x: self.model(x.to(self.settings.device)), test)
@@ -280,7 +280,7 @@ class PipelineRun:
         if settings.offload:
             self.optimizer = self.pipe.offload_optimizer(self.optimizer)
 
-    def steps(self, train: Digits) -> Iterator[Step]:
+    def steps(self, train: Digits) -> Iterator[TrainStep]:
         """The steps of one call after the other: their results arrive together."""
         with self._traced(only_step=len(train) <= self.settings.batch_size and self.settings.epochs == 1):
             for batches in self.settings.calls(train):
@@ -289,7 +289,7 @@ class PipelineRun:
                 seconds = (time.perf_counter() - start) / len(batches)
                 for (_, y), (result, norm) in zip(batches, results, strict=True):
                     correct = _num_correct(result.outputs, y)
-                    yield Step(result.loss.item(), norm.item(), correct, len(y), seconds, result.bubble)
+                    yield TrainStep(result.loss.item(), norm.item(), correct, len(y), seconds, result.bubble)
 
     @contextmanager
     def _traced(self, only_step: bool) -> Iterator[None]:
@@ -325,8 +325,8 @@ def _num_correct(outputs: Tensor | None, labels: Tensor) -> int:
 class ProcessesRun:
     """A pipeline with a process for each rank, started from here. ``last`` is the rank of the last stage.
 
-    Each rank puts ``(rank, message)`` into one queue. A message is a ``Step``, the test accuracy at the end (a float,
-    from the last rank), or the text of an error.
+    Each rank puts ``(rank, message)`` into one queue. A message is a ``TrainStep``, the test accuracy at the end
+    (a float, from the last rank), or the text of an error.
     """
 
     def __init__(self, settings: Settings, ranks: int, last: int) -> None:
@@ -338,7 +338,7 @@ class ProcessesRun:
         args = (settings, ranks, self.store.port, last, self.messages)
         self.processes = spawn(_run_rank, args, ranks, join=False, daemon=True)  # type: ignore[no-untyped-call]
 
-    def steps(self, train: Digits) -> Iterator[Step]:
+    def steps(self, train: Digits) -> Iterator[TrainStep]:
         """The steps of the last rank, each with the mean of the bubbles that the ranks sent last."""
         bubbles: dict[int, float] = {}
         while True:
@@ -420,7 +420,7 @@ class _Totals:
     measured: float = 0.0  # the seconds whose bubble is known
     idle: float = 0.0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: TrainStep) -> None:
         if step.bubble is not None:
             self.measured += step.seconds
             self.idle += step.bubble * step.seconds
@@ -451,8 +451,8 @@ class _Totals:
 
 
 def compare(
-    pipeline: Iterable[Step],
-    plain: Iterable[Step],
+    pipeline: Iterable[TrainStep],
+    plain: Iterable[TrainStep],
     epochs: int,
     steps_per_epoch: int,
     ui: ProgressUI,
@@ -481,7 +481,7 @@ def compare(
     return overall, total.bubble
 
 
-def _difference(step: Step, plain: Step, where: str) -> float:
+def _difference(step: TrainStep, plain: TrainStep, where: str) -> float:
     """The relative difference of two steps, or an error if it is beyond rounding."""
     if not math.isfinite(plain.loss):
         raise PenstockError(f"{where}: the plain model's loss is {plain.loss}. Choose a smaller learning rate")

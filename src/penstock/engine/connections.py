@@ -1,27 +1,39 @@
-"""How a rank is connected with the others: all groups of processes that it is in, and what is built on them."""
+"""How a rank is connected with the others: its process groups, and the programs compiled over their channels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from penstock.engine.channel.base import Endpoint, WaitTimer
+from penstock.engine.channel.base import Channel, Endpoint, WaitTimer
+from penstock.engine.channel.dynamic import DynamicBackwardChannel, DynamicEndpoints, DynamicForwardChannel
 from penstock.engine.channel.groups import Group, open_group, uses_nccl
+from penstock.engine.channel.local import LocalChannel
+from penstock.engine.channel.process import BackwardChannel, ForwardChannel, ProcessChannel
 from penstock.engine.failure.sockets import abort_nccl
 from penstock.engine.failure.watch import Watch
-from penstock.engine.rank_programs import Endpoints
 from penstock.engine.replicas import ReplicaGroup
+from penstock.engine.replicas.reduce import GradReducer
+from penstock.engine.runner import Bindings, LRUCache, PipelineIO, Runner, compile_program
+from penstock.engine.stage import StageEngine, make_slots
+from penstock.engine.step_protocol import MAX_KINDS, StepHeader
+from penstock.schedule.lower import Program, lower
+from penstock.schedule.provider import ScheduleProvider
 from penstock.schedule.schedule import Edge
 
-__all__ = ["Connections", "MeshCoordinates"]
+__all__ = ["Connections", "Endpoints", "MeshCoordinates", "ProgramCache", "RankProgram"]
+
+Endpoints = dict[tuple[int, int, str], Endpoint]  # by sending rank, receiving rank and direction
 
 
 class MeshCoordinates(Protocol):
-    """Where this process stands: what the engine needs to know of a mesh."""
+    """The place of this process in a mesh."""
 
     rank: int  # in the world
+    world_ranks: tuple[int, ...]
     data_rank: int
     pipe_rank: int
     tensor_rank: int
@@ -31,46 +43,46 @@ class MeshCoordinates(Protocol):
 
 
 class Connections:
-    """The groups of one rank. Ranks must open those that they share in the same order."""
+    """The process groups of one rank. Ranks must open shared groups in the same order."""
 
-    def __init__(self, place: MeshCoordinates, watch: Watch, wait_timer: WaitTimer) -> None:
-        self.place = place
-        self.rank, self.ranks = place.pipe_rank, place.ranks("pipe")
+    def __init__(self, mesh: MeshCoordinates, watch: Watch, wait_timer: WaitTimer) -> None:
+        self.mesh = mesh
+        self.rank, self.ranks = mesh.pipe_rank, mesh.ranks("pipe")
         self.sockets, self.status = watch.sockets, watch.status
-        self.wait_timer = wait_timer
+        self.wait_timer = wait_timer  # counts how long this rank waits
         self.groups: list[Group] = []
 
     def group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
-        """A group of this pipeline's ranks; for tensors of this rank's device, if no other is given."""
-        name = f"pipeline {self.place.data_rank}.{self.place.tensor_rank} {name}"
+        """A group of this pipeline's ranks, for tensors on ``device`` (default: this rank's)."""
+        name = f"pipeline {self.mesh.data_rank}.{self.mesh.tensor_rank} {name}"
         with self.status.waiting([self.ranks[r] for r in ranks if r != self.rank], "to connect with"):
-            group = open_group(self.sockets, name, ranks, self.rank, device or self.place.device)
+            group = open_group(self.sockets, name, ranks, self.rank, device or self.mesh.device)
         self.groups.append(group)
         return group
 
-    def twins(self, dimension: str) -> ReplicaGroup | None:
-        """This rank's twins along a dimension of the mesh, if it has any."""
-        place = self.place
-        ranks = place.ranks(dimension)
+    def replicas(self, dimension: str) -> ReplicaGroup | None:
+        """The processes that differ from this one in a dimension of the mesh, if there are any."""
+        mesh = self.mesh
+        ranks = mesh.ranks(dimension)
         if len(ranks) == 1:
             return None
-        others = {"data": place.data_rank, "pipe": place.pipe_rank, "tensor": place.tensor_rank}
+        others = {"data": mesh.data_rank, "pipe": mesh.pipe_rank, "tensor": mesh.tensor_rank}
         del others[dimension]
         name = f"{dimension} of {others}"
-        with self.status.waiting([r for r in ranks if r != place.rank], "to connect with"):
-            numbers = open_group(self.sockets, name, ranks, place.rank, torch.device("cpu"))
+        with self.status.waiting([r for r in ranks if r != mesh.rank], "to connect with"):
+            numbers = open_group(self.sockets, name, ranks, mesh.rank, torch.device("cpu"))
             groups = [numbers]
-            if uses_nccl(place.device):
-                groups.append(open_group(self.sockets, f"{name} on GPUs", ranks, place.rank, place.device))
+            if uses_nccl(mesh.device):
+                groups.append(open_group(self.sockets, f"{name} on GPUs", ranks, mesh.rank, mesh.device))
         self.groups += groups
-        met = ReplicaGroup(ranks, place.rank, numbers, groups[-1], self.status)
-        met.control.wait_timer = self.wait_timer
-        return met
+        found = ReplicaGroup(ranks, mesh.rank, numbers, groups[-1], self.status)
+        found.control.wait_timer = self.wait_timer
+        return found
 
     def endpoints(
         self, edges: Sequence[Edge], placement: Sequence[int], prefix: str, device: torch.device
     ) -> Endpoints:
-        """A group of two for every direction in which this rank sends or receives."""
+        """A group of two for every peer and direction in which this rank sends or receives."""
         wanted = set()
         for src, dst in edges:
             a, b = placement[src], placement[dst]
@@ -81,7 +93,7 @@ class Connections:
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self.group(f"{prefix}{a}>{b}{direction}", (a, b), device)
-                endpoints[a, b, direction] = Endpoint(group, peer, self.place.device, self.wait_timer)
+                endpoints[a, b, direction] = Endpoint(group, peer, self.mesh.device, self.wait_timer)
                 with self.status.waiting([peer], "to connect with"):
                     endpoints[a, b, direction].connect(sender=self.rank == a)
         return endpoints
@@ -91,6 +103,132 @@ class Connections:
         return not self.groups
 
     def close(self) -> None:
-        """Leave all groups; whoever else refers to one has let go of it before."""
+        """Leave all groups, after everything else has dropped its references to them."""
         abort_nccl([group for group in self.groups if group.name() == "nccl"])
         self.groups.clear()  # gloo closes its connections with its last reference
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """A compiled program with its channels, inputs and outputs."""
+
+    runner: Runner
+    io: PipelineIO
+    channels: tuple[Channel, ...]
+
+    def close(self) -> None:
+        for channel in self.channels:
+            if isinstance(channel, ProcessChannel | DynamicForwardChannel):
+                channel.close()
+
+
+class ProgramCache:
+    """This rank's compiled programs, one for each kind of mini-batch, made when it comes for the first time.
+
+    The first step of a kind runs over the ``staged`` endpoints. It loads kernels, which a GPU may delay until no other
+    kernel is running; and a receive of NCCL is a kernel that runs until its message has come. So no NCCL operation may
+    be in flight then: messages are staged through the host. In a ``dynamic`` pipeline, a kind of mini-batch is its
+    number of micro-batches, and headers always go over the staged endpoints.
+    """
+
+    def __init__(
+        self,
+        edges: Sequence[Edge],
+        placement: Sequence[int],
+        rank: int,
+        device: torch.device,
+        stages: Mapping[int, StageEngine],
+        source: ScheduleProvider,
+        endpoints: Endpoints,
+        staged: Endpoints,
+        dynamic: bool = False,
+    ) -> None:
+        self.edges = edges
+        self.placement = placement
+        self.rank = rank
+        self.device = device
+        self.stages = stages
+        self.source = source
+        self.endpoints = endpoints
+        self.staged = staged
+        self.reducer: GradReducer | None = None  # set when the pipeline has replicas
+        self.dynamic = dynamic
+        self._loaded: LRUCache[Hashable, bool] = LRUCache(MAX_KINDS)
+        self._compiled: LRUCache[Hashable, RankProgram] = LRUCache(16)  # compiled programs are larger than headers
+        self._first: RankProgram | None = None  # of a first step, used once
+        self._programs: dict[tuple[int, bool, bool], Program] = {}
+
+    def get(self, header: StepHeader) -> RankProgram:
+        """The program for an announced mini-batch."""
+        kind: Hashable = header.number
+        if self.dynamic:
+            kind = (len(header.sizes), header.training, header.caller_loss)
+        first = kind not in self._loaded
+        self._loaded[kind] = True
+        if first and self.staged is not self.endpoints:
+            self._first = self._compile(header, self.staged)
+            return self._first
+        self._first = None
+        if kind not in self._compiled:
+            self._compiled[kind] = self._compile(header, self.endpoints)
+        return self._compiled[kind]
+
+    def _compile(self, header: StepHeader, endpoints: Endpoints) -> RankProgram:
+        key = (len(header.sizes), header.training, header.caller_loss)
+        if key not in self._programs:
+            source = self.source
+            make = source.fill_drain if key[2] else source.training if key[1] else source.forward_only
+            self._programs[key] = lower(make(key[0]), self.edges, with_headers=self.dynamic)[self.rank]
+        program = self._programs[key]
+        forward, backward = self._channels(header, endpoints)
+        loss = self.stages[max(self.stages)].loss
+        io = PipelineIO(seed=None if loss is None else loss.seed)
+        # Gradients of weights that live on the host leave the device with them: no reduction may be in flight then.
+        moving = any(stage.weights is not None for stage in self.stages.values())
+        reduce = None if self.reducer is None or moving else self.reducer.ready
+        bindings = Bindings(self.stages, make_slots(program, self.stages), forward, backward, io, reduce)
+        channels = (*forward.values(), *backward.values())
+        return RankProgram(compile_program(program.instructions, bindings), io, channels)
+
+    def _channels(
+        self, header: StepHeader, endpoints: Endpoints
+    ) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
+        count = len(header.sizes)
+        dynamic = DynamicEndpoints(endpoints, self.staged) if self.dynamic else None
+        forward: dict[Edge, Channel] = {}
+        backward: dict[Edge, Channel] = {}
+        for src, dst in self.edges:
+            a, b = self.placement[src], self.placement[dst]
+            if self.rank not in (a, b):
+                continue
+            if a == b:
+                forward[src, dst] = LocalChannel(count, self.device, self.device)
+                backward[dst, src] = LocalChannel(count, self.device, self.device)
+                continue
+            if dynamic is not None:
+                forward[src, dst] = DynamicForwardChannel(dynamic, (a, b, "F"), f"stage {src}")
+                backward[dst, src] = DynamicBackwardChannel(dynamic, (b, a, "B"), f"stage {dst}")
+                continue
+            metas = header.metas((src, dst))
+            forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
+            if header.training:
+                present = header.present((src, dst))
+                backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], f"stage {dst}", metas, present)
+        return forward, backward
+
+    def reschedule(self, source: ScheduleProvider) -> None:
+        """Drop the programs of another order."""
+        self._clear()
+        self._programs.clear()
+        self.source = source
+
+    def _clear(self) -> None:
+        for program in (*self._compiled.values(), *([] if self._first is None else [self._first])):
+            program.close()
+        self._compiled.clear()
+        self._first = None
+
+    def close(self) -> None:
+        self._clear()
+        for endpoint in (*self.endpoints.values(), *self.staged.values()):
+            endpoint.close()

@@ -1,97 +1,72 @@
-"""One rank per process: channels over torch.distributed, agreement on what comes, failures that reach everybody."""
+"""One rank per process: channels over torch.distributed, a protocol for each step, failures that reach all ranks."""
 
 from __future__ import annotations
 
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.autograd_call import apply_call, with_training_modes
 from penstock.engine.channel.base import ChannelError, WaitTimer
-from penstock.engine.channel.control import NORM, NUMBER, STEP, ControlChannel
+from penstock.engine.channel.control import NORM, NUMBER, STATE, STEP, TRACE, ControlChannel
 from penstock.engine.channel.groups import uses_nccl
-from penstock.engine.connections import Connections, MeshCoordinates
-from penstock.engine.context import RunNames, begin_run, caller_context
+from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
+from penstock.engine.executor import Executor
 from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
-from penstock.engine.failure.status import NEXT_BATCH, REDUCE_GRADS
-from penstock.engine.failure.watch import PipelineStopped, Watch
-from penstock.engine.loss import LossAndOutputs, Outputs, StepOutcome, backward_inputs, broadcast_loss, input_edges
-from penstock.engine.message import BorrowedInputs, Message, flatten, unflatten
+from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
+from penstock.engine.failure.watch import PipelineStopped
+from penstock.engine.forward_context import CallerContext, caller_context
+from penstock.engine.loss import ModelLoss, Outputs, StepOutcome, check_joinable
+from penstock.engine.message import (
+    BorrowedInputs,
+    Message,
+    Spec,
+    backward_inputs,
+    flatten,
+    input_edges,
+    unflatten,
+)
 from penstock.engine.microbatch import split_inputs, split_targets
-from penstock.engine.pending_backward import BACKWARD_PENDING, PendingBackward
-from penstock.engine.rank_programs import ProgramCache
-from penstock.engine.recompute.batchnorm import RunningStatistics, commit_statistics, deferred_statistics_of
-from penstock.engine.recorder import StepRecorder, recorded_program, recorded_run, recorded_span
+from penstock.engine.recompute.batchnorm import RunningStatistics, commit_statistics
+from penstock.engine.recorder import AlignedClock, StepRecorder, measure_clock_offset
+from penstock.engine.replicas.dtensor import to_full
 from penstock.engine.replicas.reduce import GradReducer
 from penstock.engine.replicas.ties import ProcessTies
-from penstock.engine.stage import StageEngine
+from penstock.engine.runner import Runner
+from penstock.engine.stage import StageEngine, begin_run
 from penstock.engine.step_protocol import StepHeader, StepProtocol, StepRejected
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 
-__all__ = ["DistributedExecutor", "FailureGuard"]
+__all__ = ["DistributedExecutor"]
 
-
-# What several ranks take part in, guarded: a failure on one of them reaches them all, and ends it.
-
-
-class FailureGuard:
-    """A rank's side of it. What has ended is not begun again."""
-
-    watch: Watch
-    control: ControlChannel
-    ended: PipelineError | None = None
-
-    def guarded(self, work: Callable[[], Any]) -> Any:
-        """Do what other ranks take part in."""
-        if self.ended is not None:
-            raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
-        try:
-            with self.watch:
-                result = work()
-                self.control.wait_sends()
-            return result
-        except StepRejected as refused:
-            error = PlanError(str(refused))
-            self.refused(error)
-            raise error from None
-        except PipelineStopped as stopped:
-            self.stop(stopped.cause.error(), stopped.__cause__)
-        except BaseException as error:
-            ended = self.watch.explain(error)
-            if isinstance(error, Exception) or self.watch.interrupt.sent:
-                self.stop(ended, error)
-            self.ended = ended
-            self.close()
-            raise
-
-    def refused(self, error: PlanError) -> None:
-        """Called where nothing has begun, on the ranks that take part together."""
-
-    def stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
-        """End it by an error that all ranks know of."""
-        self.ended = error
-        if isinstance(cause, ChannelError):  # whose frames keep connections open that are to be closed
-            traceback.clear_frames(cause.__traceback__)
-        self.close()
-        raise error from cause
-
-    def close(self) -> None:
-        raise NotImplementedError
-
+T = TypeVar("T")
 
 _OR_ELSEWHERE = ", or on another rank of its pipeline, which sends them there: no rank was given any"
+_BACKWARD_PENDING = (
+    "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call backward on a loss of it "
+    "before anything else, or call the pipeline under torch.no_grad()"
+)
+_TRACE_ENDED, _TRACE_LEFT = "over", "left"
+_NO_INPUT = Message([], None, ())  # on a rank without the first stage
 
 
-class DistributedExecutor(FailureGuard):
-    """This rank's stages, and its channels to the other ranks."""
+class DistributedExecutor(Executor):
+    """This rank's stages, and its channels to the other ranks.
+
+    Collective operations are guarded: a failure on one rank reaches all, and nothing is started afterwards.
+    """
+
+    ties: ProcessTies
 
     def __init__(
         self,
@@ -99,252 +74,384 @@ class DistributedExecutor(FailureGuard):
         stages: Sequence[StageEngine],
         source: ScheduleProvider,
         copies: Sequence[Sequence[nn.Parameter]],
-        place: MeshCoordinates,
+        mesh: MeshCoordinates,
         rendezvous: Rendezvous,
         options: Mapping[str, Any],
+        *,
+        fp32_gradients: bool = False,
+        loss_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
-        self.plan = plan
-        self.source = source
-        self.stages = {stage.index: stage for stage in stages}
-        self.rank = place.pipe_rank
-        self.ranks = place.ranks("pipe")
-        self.device = place.device
-        self.edges = [(edge.src, edge.dst) for edge in plan.edges]
-        self.placement = source.placement
+        super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
+        self.ended: PipelineError | None = None  # why it has stopped
+        self.mesh = mesh
+        self.rank = mesh.pipe_rank
+        self.ranks = mesh.ranks("pipe")
+        self.device = mesh.device
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
-        self.pending: PendingBackward | None = None  # a mini-batch whose backward is still to come
+        self.pending: _PendingBackward | None = None  # a mini-batch whose backward is still to come
         self.wait_timer = WaitTimer()
-        self.tape: StepRecorder | None = None  # there while runs are traced
-        self.traces = 0  # how many there have been
-        self.bubble: float | None = None  # of the last step: the share of its time that this rank waited for others
+        self.recordings = 0  # so far
         self.watch, self.status = rendezvous.watch, rendezvous.watch.status
         self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
-        weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive a crew that nobody closed
+        weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive an executor that was not closed
         rendezvous.compare(pipeline_config(plan, source, options))
-        self.watch.set_limits(options["stuck_after"], options["timeout"])
-        self.connections = Connections(place, self.watch, self.wait_timer)
+        self.watch.set_limits(*options["timeout"])
+        self.connections = Connections(mesh, self.watch, self.wait_timer)
         host = torch.device("cpu")
         self.control = ControlChannel(
             self.connections.group("control", range(len(self.ranks)), host), self.ranks, self.status
         )
         self.control.wait_timer = self.wait_timer
-        self.replicas = self.connections.twins("data")
-        self.twins = self.connections.twins("tensor")
+        self.replicas = self.connections.replicas("data")
+        self.tensor_parallel = self.connections.replicas("tensor")
         endpoints = self.connections.endpoints(self.edges, self.placement, "", self.device)
-        quiet = endpoints
+        staged = endpoints
         if uses_nccl(self.device):
-            quiet = self.connections.endpoints(self.edges, self.placement, "quiet ", host)
+            staged = self.connections.endpoints(self.edges, self.placement, "quiet ", host)
         dynamic = bool(options["dynamic"])
-        self.jobs = ProgramCache(
-            self.edges, self.placement, self.rank, self.device, self.stages, source, endpoints, quiet, dynamic
+        self.programs = ProgramCache(
+            self.edges, self.placement, self.rank, self.device, self.stages, source, endpoints, staged, dynamic
         )
-        self.agreement = StepProtocol(self.control, self.rank, self.placement, self.stages, plan, dynamic)
+        self.protocol = StepProtocol(self.control, self.rank, self.placement, self.stages, plan, dynamic)
         new_group = self.connections.group
         self.ties = ProcessTies(plan, copies, self.placement, self.rank, new_group, self.device, self.status)
-        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
-        self.run_names = RunNames()
-        self.norms = deferred_statistics_of(self.stages)
         self.reducer: GradReducer | None = None
         self.statistics: RunningStatistics | None = None
         modules = {s: stage.module for s, stage in self.stages.items()}
         parallel = {s: stage.parallel for s, stage in self.stages.items() if stage.parallel is not None}
         self.sharded = [made.sharded for made in parallel.values() if made.sharded is not None]
         if self.replicas is not None or parallel:
-            self.reducer = self.jobs.reducer = GradReducer(modules, self.replicas, parallel)
+            self.reducer = self.programs.reducer = GradReducer(modules, self.replicas, parallel)
         if self.replicas is not None:
             if not parallel:  # these were made equal before
                 self.replicas.broadcast(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
-            if self.head is not None:
-                self.head.replicas = self.replicas
+            if self.loss is not None:
+                self.loss.replicas = self.replicas
         self.status.phase = NEXT_BATCH
 
-    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        """This rank's part of a training step; the loss is the same on every rank."""
-        return self._timed("step", lambda: self._train(value, targets, outputs))
+    def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
+        return self._timed("step", lambda: self._run_step(value, targets, outputs))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
-        """The outputs of one mini-batch, on the rank of the last stage; its loss, if it has one, on every rank.
+        """The outputs are on the rank of the last stage, the loss on every rank.
 
-        Replicas take part together where there is a loss, and each for itself where none is wanted.
+        All replicas take part where there is a loss, and each by itself where none is wanted.
         """
-        return self._timed("evaluate", lambda: self._evaluate(value, targets, outputs, loss))
+        return self._timed("evaluate", lambda: self._run_evaluation(value, targets, outputs, loss))
 
     def _timed(self, kind: str, work: Callable[[], StepOutcome]) -> StepOutcome:
         self.wait_timer.seconds, start = 0.0, perf_counter()
-        with recorded_run(self.tape, kind):
+        with self.recording_run(kind):
             outcome: StepOutcome = self.guarded(work)
         self.bubble = None if self.device.type == "cuda" else self.wait_timer.seconds / (perf_counter() - start)
         return outcome
 
-    def reschedule(self, source: ScheduleProvider) -> None:
-        """Train in another order from the next step on; all ranks do so between the same steps."""
-        self.source = source
-        self.jobs.reschedule(source)
-
-    def everywhere(self, outputs: Any) -> Any:
-        """The last rank's outputs, on every rank."""
-        there = self.gather(outputs)[self.last_rank]
-        leaves, spec = flatten(there)
-        return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-    def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        with recorded_span(self.tape, "announce"):
-            announced, messages = self.announce(value, targets, training=True)
-        sizes, head = announced.sizes, self.head
-        targets = self.agreement.bring_targets(announced, targets)
-        if head is not None:
-            if targets is None and head.rule.wants_targets and sizes:
+    def _run_step(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
+        with self.recording_span("announce"):
+            header, messages = self.announce(value, targets, training=True)
+        sizes, loss = header.sizes, self.loss
+        targets = self.protocol.exchange_targets(header, targets)
+        if loss is not None:
+            if targets is None and loss.rule.wants_targets and sizes:
                 where = f"rank {self.ranks[self.rank]}, which has the last stage"
-                how = " in each step: this one has none" if announced.targets_rank == self.rank else _OR_ELSEWHERE
+                how = " in each step: this one has none" if header.targets_rank == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")
-            head.begin(sizes, split_targets(targets, sizes, self.device), outputs, training=True)
-        with self.committing(training=True):
+            loss.begin(sizes, split_targets(targets, sizes, self.device), outputs, training=True)
+        with self.committing_statistics(training=True):
             if self.reducer is not None:
                 self.reducer.begin()
             self.gather_shards()
-            origins = input_edges(messages)
-            with self.ties.reducing():
-                grads = self._feed(announced, messages, grad=True)
+            edges = input_edges(messages)
+            with self.ties.reducing() if self.ties.copies else nullcontext():
+                grads = self._run_program(header, messages, grad=True)
                 if self.reducer is not None:
-                    with recorded_span(self.tape, "reduce"):
+                    with self.recording_span("reduce"):
                         self.reducer.finish()
-            with recorded_span(self.tape, "loss"):
-                loss, factor, samples = broadcast_loss(head, self.control, self.last_rank, self.device)
+            with self.recording_span("loss"):
+                total, factor, samples = self._broadcast_loss()
             if grads:
-                backward_inputs(origins, grads, factor)
-        return StepOutcome(loss, factor, head.take_outputs() if head is not None else None, samples, len(sizes))
+                backward_inputs(edges, grads, factor)
+        return StepOutcome(total, factor, loss.take_outputs() if loss is not None else None, samples, len(sizes))
 
-    def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> StepOutcome:
-        with recorded_span(self.tape, "announce"):
-            announced, messages = self.announce(value, targets, training=False)
-        sizes, head = announced.sizes, self.head
-        if not sizes and wants_loss and self.agreement.anyone(targets is not None):
+    def _run_evaluation(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> StepOutcome:
+        with self.recording_span("announce"):
+            header, messages = self.announce(value, targets, training=False)
+        sizes, loss = header.sizes, self.loss
+        if not sizes and wants_loss and self.protocol.anyone(targets is not None):
             targets = ()
-        targets = self.agreement.bring_targets(announced, targets)
-        if head is not None:
-            head.begin(sizes, head.targets_of(targets, sizes, self.device) if wants_loss else None, outputs)
-        with self.committing(training=False):
+        targets = self.protocol.exchange_targets(header, targets)
+        if loss is not None:
+            loss.begin(sizes, loss.evaluation_targets(targets, sizes, self.device) if wants_loss else None, outputs)
+        with self.committing_statistics(training=False):
             self.gather_shards()
-            self._feed(announced, [message._replace(wants=()) for message in messages], grad=False)
+            self._run_program(header, [message._replace(wants=()) for message in messages], grad=False)
             for sharded in self.sharded:
                 sharded.reshard()
-            loss, _, samples = broadcast_loss(head, self.control, self.last_rank, self.device)
-        return StepOutcome(loss, None, head.take_outputs() if head is not None else None, samples, len(sizes))
+            total, _, samples = self._broadcast_loss()
+        return StepOutcome(total, None, loss.take_outputs() if loss is not None else None, samples, len(sizes))
+
+    def announce(
+        self, value: Any, targets: Any, *, training: bool, caller_loss: bool = False
+    ) -> tuple[StepHeader, list[Message]]:
+        """Agree with the other ranks on the next mini-batch; on the first rank, split it into micro-batches."""
+        self.status.phase = NEXT_BATCH
+        given = targets is not None
+        if self.rank != self.first_rank:
+            return self.protocol.receive(training, caller_context(), value, given, caller_loss), []
+        try:
+            value = self.protocol.fetch_inputs() if value is None else value
+            if value is None:
+                where = f"rank {self.ranks[self.rank]}, which has the first stage"
+                raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
+            empty = self.replicas is not None and not caller_loss
+            sizes, messages = split_inputs(value, self.source.count, self.device, empty=empty)
+        except PlanError as error:
+            self.protocol.reject(str(error))
+            raise StepRejected(str(error)) from error
+        return self.protocol.announce(training, caller_context(), sizes, messages, given, caller_loss), messages
+
+    def _run_program(
+        self, header: StepHeader, messages: Sequence[Message], *, grad: bool
+    ) -> list[Sequence[Tensor | None]] | None:
+        """Run the program; returns the gradients of the inputs, where the first stage is."""
+        run_name = self.run_names.next(training=grad)
+        if not header.sizes:
+            if self.weights is not None:
+                self.weights.end_run()
+            return None
+        program = self.programs.get(header)
+        io = program.io
+        io.grads = [()] * len(messages) if messages else None
+        begin_run(self.stages.values(), caller_context(), len(header.sizes), run_name)
+        self.status.runner, self.status.phase = program.runner, REDUCE_GRADS
+        try:
+            with torch.set_grad_enabled(grad), BorrowedInputs(messages) as io.inputs:
+                self.recorded(program.runner)()
+        finally:
+            if self.weights is not None:
+                self.weights.end_run()
+        for stage in self.stages.values():
+            stage.microbatches = ()
+        grads, io.inputs, io.grads = io.grads, [], None
+        return grads
 
     def gather_shards(self) -> None:
-        """Before a run: put stages that are sharded over the replicas together."""
+        """Before a run: gather the parameters of stages that FSDP shards over the replicas."""
         if self.sharded and self.replicas is not None:
-            self.replicas.sum([1.0])  # a replica that has failed is noticed here; within FSDP it would be waited for
+            self.replicas.sum([1.0])  # detects a replica that has failed; within FSDP this rank would wait for it
         for sharded in self.sharded:
             sharded.unshard()
 
     @contextmanager
-    def committing(self, *, training: bool) -> Iterator[None]:
-        """Statistics of BatchNorm layers, committed if all goes well; in a step, those of all replicas."""
+    def committing_statistics(self, *, training: bool) -> Iterator[None]:
+        """Commit BatchNorm statistics unless the run fails; in a step, those of all replicas."""
         statistics = self.statistics if training else None
         if statistics is not None:
             statistics.begin()
-        with commit_statistics(self.norms, self.replicas.gather if self.replicas is not None and training else None):
+        gather = self.replicas.gather if self.replicas is not None and training else None
+        with commit_statistics(self.norms, gather) if self.norms else nullcontext():
             yield
         if statistics is not None:
             statistics.commit()
 
-    def announce(
-        self, value: Any, targets: Any, *, training: bool, apart: bool = False
-    ) -> tuple[StepHeader, list[Message]]:
-        """Agree with the other ranks on what comes: its kind, and on the first rank its micro-batches."""
-        self.status.phase = NEXT_BATCH
-        given = targets is not None
-        if self.rank != self.first_rank:
-            return self.agreement.hear(training, caller_context(), value, given, apart), []
-        try:
-            value = self.agreement.fetch() if value is None else value
-            if value is None:
-                where = f"rank {self.ranks[self.rank]}, which has the first stage"
-                raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
-            empty = self.replicas is not None and not apart
-            sizes, messages = split_inputs(value, self.source.count, self.device, empty=empty)
-        except PlanError as error:
-            self.agreement.refuse(str(error))
-            raise StepRejected(str(error)) from error
-        return self.agreement.announce(training, caller_context(), sizes, messages, given, apart), messages
+    def _broadcast_loss(self) -> tuple[Tensor | None, float | None, int]:
+        """Loss, gradient factor and samples, from the rank of the last stage to all ranks."""
+        control, loss = self.control, self.loss
+        self.status.phase = LOSS
+        if loss is None:
+            present, number, factor, double, samples = control.recv_row(self.last_rank, 5)
+            dtype = torch.float64 if double else torch.float32
+            received = torch.tensor(number, dtype=dtype, device=self.device) if present else None
+            return received, factor or None, int(samples)
+        if self.device.type == "cuda" and uses_nccl(self.device):
+            # The host did not wait for received messages: now it does.
+            others = [rank for place, rank in enumerate(self.ranks) if place != self.last_rank]
+            with self.status.waiting(others, "for its GPU, and that for what comes from"):
+                torch.cuda.current_stream(self.device).synchronize()
+        value, own_factor = loss.finish()
+        if value is None:
+            row = [0.0, 0.0, 0.0, 0.0, loss.batch]
+        else:
+            row = [1.0, float(value), own_factor or 0.0, float(value.dtype == torch.float64), loss.batch]
+        for rank in range(len(self.ranks)):
+            if rank != self.last_rank:
+                control.send_row(rank, row)
+        return value, own_factor, loss.batch
 
-    def _feed(
-        self, announced: StepHeader, messages: Sequence[Message], *, grad: bool
-    ) -> list[Sequence[Tensor | None]] | None:
-        """Run the program; the gradients of the inputs, where the first stage is."""
-        run_name = self.run_names.next(training=grad)
-        if not announced.sizes:
-            if self.weights is not None:
-                self.weights.land()
-            return None
-        job = self.jobs.of(announced)
-        ends = job.ends
-        ends.grads = [()] * len(messages) if messages else None
-        begin_run(self.stages.values(), caller_context(), len(announced.sizes), run_name)
-        self.status.runner, self.status.phase = job.runner, REDUCE_GRADS
-        try:
-            with torch.set_grad_enabled(grad), BorrowedInputs(messages) as ends.inputs:
-                recorded_program(self.tape, job.runner)()
-        finally:
-            if self.weights is not None:
-                self.weights.land()
-        for stage in self.stages.values():
-            stage.moments = ()
-        grads, ends.inputs, ends.grads = ends.grads, [], None
-        return grads
+    def call(self, value: Any) -> Any:
+        raise PlanError(
+            "under a mesh pipe(x) gives no gradients: call it under torch.no_grad(), or use step(), or forward()"
+        )
+
+    def forward(self, value: Any) -> Any:
+        if self.weights is not None:
+            raise PlanError("under a mesh pipe.forward(x) does without Offload(weights=True): use step()")
+        context = caller_context()
+        header, messages = self.guarded(lambda: self.announce(value, None, training=True, caller_loss=True))
+        self.pending = pending = _PendingBackward(self, header, context)
+        if self.loss is not None:
+            return apply_call(pending, messages or [_NO_INPUT])
+        edges = input_edges(messages)
+        pending.forward(messages)
+        grads, _ = pending.backward(())
+        if messages:
+            backward_inputs(edges, grads, None)
+        return None
+
+    def reschedule(self, source: ScheduleProvider) -> None:
+        self.source = source
+        self.programs.reschedule(source)
+
+    # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def head(self) -> LossAndOutputs | None:
-        return self.stages[self.plan.num_stages - 1].head if self.rank == self.last_rank else None
+    def sums_over_replicas(self) -> bool:
+        return self.replicas is not None
 
-    # ── sums over ranks ──────────────────────────────────────────────────────────────────────────────────────
+    def broadcast(self, value: Any) -> Any:
+        there = self._gather(value, STEP)[self.last_rank]
+        leaves, spec = flatten(there)
+        return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def reduce(self, value: Tensor, largest: bool) -> Tensor:
-        """The sum, or the largest, of a number over the ranks."""
-        pairs = self.gather((float(value), value.dtype == torch.float64), NORM)
+        pairs = self._gather((float(value), value.dtype == torch.float64), NORM)
         numbers = torch.tensor([number for number, _ in pairs], dtype=torch.float64)
         total = numbers.max() if largest else numbers.sum()
-        return total.to(value.device, torch.float64 if any(wide for _, wide in pairs) else value.dtype)
-
-    def gather(self, value: Any, call: int = STEP) -> list[Any]:
-        """Every rank's value, on every rank; ``call`` is what this is a part of."""
-        with self.control.in_call(call):
-            found: list[Any] = self.guarded(lambda: self.control.gather(value))
-        return found
+        return total.to(value.device, torch.float64 if any(double for _, double in pairs) else value.dtype)
 
     def max_over_ranks(self, number: float) -> float:
-        """The largest of all ranks' numbers, over pipelines and replicas, on all of them."""
-        for control in (self.control, *(r.control for r in (self.replicas, self.twins) if r is not None)):
+        groups = (self.replicas, self.tensor_parallel)
+        for control in (self.control, *(group.control for group in groups if group is not None)):
             with control.in_call(NUMBER):
                 number = max(self.guarded(partial(control.gather, number)))
         return number
 
-    # ── failing and ending ───────────────────────────────────────────────────────────────────────────────────
+    def gather_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = self._gather({name: to_full(tensor).cpu() for name, tensor in state.items()}, STATE)
+        return {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's wins
 
-    def guarded(self, work: Callable[[], Any], part_of: PendingBackward | None = None) -> Any:
-        """Do what other ranks take part in: a failure reaches them all."""
-        return super().guarded(partial(self._in_turn, work, part_of))
+    def align_ties(self) -> None:
+        raise PlanError("under a mesh each rank's optimizer has that rank's own parameters: use pipe.parameters()")
 
-    def _in_turn(self, work: Callable[[], Any], part_of: PendingBackward | None) -> Any:
-        if self.pending is not part_of:
-            raise PlanError(BACKWARD_PENDING)
-        return work()
+    def _gather(self, value: Any, call: int) -> list[Any]:
+        """Every rank's value, on every rank; ``call`` names the operation that this is a part of."""
+        with self.control.in_call(call):
+            found: list[Any] = self.guarded(lambda: self.control.gather(value))
+        return found
 
-    def refused(self, error: PlanError) -> None:
-        if self.replicas is not None:  # which wait for this one's part
-            self.stop(self.watch.explain(error), error)
+    # ── recording ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin_recording(self, recorder: StepRecorder) -> None:
+        offset = self.guarded(lambda: self._clock_offset(recorder))
+        recorder.aligned = AlignedClock(recorder.elapsed(), offset)
+        self.recordings += 1
+        self.recorder = recorder
+
+    def end_recording(
+        self, recorder: StepRecorder, error: BaseException | None, part: Callable[[], T]
+    ) -> tuple[list[T], str | None]:
+        alone = None
+        if error is not None:
+            alone = f"rank {self.mesh.rank} left it by {type(error).__name__}: {error}".splitlines()[0]
+        elif self.closed:
+            alone = "the pipeline was closed in it"
+        if alone is not None:
+            if self.ended is None and not self.closed:
+                with suppress(RuntimeError):  # the store may be gone
+                    self.watch.sockets.store.set(self._recording_key(self.mesh.rank), _TRACE_LEFT)
+            return [part()], alone
+        ends = self.guarded(self._exchange_recording_ends)
+        left = [rank for rank, end in ends.items() if end != _TRACE_ENDED]
+        if left:
+            return [part()], f"rank {left[0]} left it by an error"
+        offset = self.guarded(lambda: self._clock_offset(recorder))
+        recorder.aligned.set_end(recorder.elapsed(), offset)
+        return self.guarded(lambda: self._gather_parts(part())), None
+
+    def _clock_offset(self, recorder: StepRecorder) -> Any:
+        data, tensor = (None if group is None else group.control for group in (self.replicas, self.tensor_parallel))
+        with self.control.in_call(TRACE):
+            return measure_clock_offset(self.control, data, tensor, recorder.elapsed)
+
+    def _recording_key(self, rank: int) -> str:
+        return f"trace/{self.recordings}/{rank}"
+
+    def _exchange_recording_ends(self) -> dict[int, str]:
+        """How each rank has ended the recording. Through the store, because a rank that left may have moved on.
+
+        The store is polled: a rank that is gone must not be waited for.
+        """
+        store, ranks = self.watch.sockets.store, self.mesh.world_ranks
+        store.set(self._recording_key(self.mesh.rank), _TRACE_ENDED)
+        keys = [self._recording_key(rank) for rank in ranks]
+        pause = 0.001
+        others = [rank for rank in ranks if rank != self.mesh.rank]
+        with self.status.waiting(others, "until this trace is ended by"):
+            while not store.check(keys):
+                if self.watch.cause is not None:
+                    raise PipelineStopped(self.watch.cause)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        return {rank: store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)}
+
+    def _gather_parts(self, part: T) -> list[T]:
+        """Every process's part, on every one of them, in the order of the replicas and of their ranks."""
+        with self.control.in_call(TRACE):
+            parts: list[T] = self.control.gather(part)
+        for group in (self.tensor_parallel, self.replicas):
+            if group is not None:
+                parts = [one for row in group.control.gather(parts) for one in row]
+        return parts
+
+    # ── failures and end of life ─────────────────────────────────────────────────────────────────────────────
+
+    def guarded(self, work: Callable[[], Any], call: _PendingBackward | None = None) -> Any:
+        """Run a collective operation, as a part of ``call`` if one is pending."""
+        if self.ended is not None:
+            raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
+        try:
+            with self.watch:
+                if self.pending is not call:
+                    raise PlanError(_BACKWARD_PENDING)
+                result = work()
+                self.control.wait_sends()
+            return result
+        except StepRejected as rejected:
+            error = PlanError(str(rejected))
+            if self.replicas is not None:  # they wait for this one's part
+                self._stop(self.watch.explain(error), error)
+            raise error from None
+        except PipelineStopped as stopped:
+            self._stop(stopped.cause.error(), stopped.__cause__)
+        except BaseException as error:
+            ended = self.watch.explain(error)
+            if isinstance(error, Exception) or self.watch.interrupt.sent:
+                self._stop(ended, error)
+            self.ended = ended
+            self.close()
+            raise
+
+    def _stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
+        """Close, and raise an error that all ranks know."""
+        self.ended = error
+        if isinstance(cause, ChannelError):  # its frames hold connections open
+            traceback.clear_frames(cause.__traceback__)
+        self.close()
+        raise error from cause
 
     @property
     def closed(self) -> bool:
         return self.connections.closed and self.ended is None
 
-    def leave(self, error: BaseException | None) -> None:
-        """Close because the program leaves the pipeline, by an error or without one, which the others learn of."""
+    def check_idle(self) -> None:
+        if self.closed:
+            raise PipelineError("this pipeline was closed: build a new one from its plan")
+
+    def exit(self, error: BaseException | None) -> None:
         self.watch.on_exit(error)
         self.close()
 
@@ -353,18 +460,103 @@ class DistributedExecutor(FailureGuard):
         if self.connections.closed:
             return
         self.watch.stop()
-        self.jobs.close()
+        self.programs.close()
         for stage in self.stages.values():
             stage.close()
         for sharded in self.sharded:
             sharded.reset()
         self.control.close()
         self.ties.close()
-        if self.reducer is not None:  # sums may be under way
+        if self.reducer is not None:  # reductions may be in flight
             self.reducer.begin()
-        if self.head is not None:
-            self.head.clear()
-        for replicas in (self.replicas, self.twins):
-            if replicas is not None:
-                replicas.close()
+        if self.loss is not None:
+            self.loss.clear()
+        for group in (self.replicas, self.tensor_parallel):
+            if group is not None:
+                group.close()
         self.connections.close()
+
+
+class _PendingBackward:
+    """A mini-batch whose loss the caller computes, on the rank of the last stage; see ``PipelineCall``.
+
+        rank 0   F0 F1 F2 F3 · · · · waits · · · · · · · · B0 B1 B2 B3     forward(x) returns None
+        rank 1   ·  F0 F1 F2 F3 ─▶ outputs ─▶ loss.backward() B0 B1 B2 B3  forward(x) returns the outputs, after F3
+
+    The ranks run the same program, all forwards and then all backwards. The last one leaves it in between.
+    """
+
+    def __init__(self, executor: DistributedExecutor, header: StepHeader, context: CallerContext) -> None:
+        self.executor = executor
+        self.sizes: Sequence[int] = header.sizes
+        self.count = len(header.sizes)
+        self.context = context
+        self.io = (program := executor.programs.get(header)).io
+        self.halves = program.runner.halves()
+        self.run_name = executor.run_names.next(training=False)
+        self.modes = [(part, part.training) for stage in executor.stages.values() for part in stage.module.modules()]
+        # The stages' backwards add to ``.grad``; autograd only needs an input that requires a gradient.
+        self.parameters = [nn.Parameter(torch.empty(()))]
+        self.recorder: StepRecorder | None = None  # the one that has recorded the forward
+        self.model_loss = ModelLoss(())
+        self.template: tuple[list[Any], Spec] = ([], None)
+
+    def forward(self, inputs: list[Message]) -> list[Message]:
+        """Run this rank's forwards; returns its outputs, where it has the last stage."""
+        with self.executor.recording_run("call"):
+            recorder = self.executor.recorder
+            self.recorder = None if recorder is None or recorder.now is None else recorder
+            return self.executor.guarded(lambda: self._forward(inputs), self)  # type: ignore[no-any-return]
+
+    def backward(
+        self, seeds: Sequence[Sequence[Tensor | None]]
+    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+        """Run this rank's backwards; returns the gradients of the inputs, where it has the first stage."""
+        executor = self.executor
+        if executor.pending is not self:
+            raise RuntimeError("Trying to backward through the pipeline a second time: under a mesh, call it again")
+        if self.recorder is executor.recorder:
+            with executor.recording_run("backward"):
+                return executor.guarded(lambda: self._backward(seeds), self), {}
+        return executor.guarded(lambda: self._backward(seeds), self), {}
+
+    def _forward(self, inputs: list[Message]) -> list[Message]:
+        executor, loss, io = self.executor, self.executor.loss, self.io
+        if loss is not None:
+            loss.begin(self.sizes, None, None)
+            io.outputs = [None] * self.count
+        with executor.committing_statistics(training=True), BorrowedInputs(inputs) as io.inputs:
+            if executor.reducer is not None:
+                executor.reducer.begin()
+            executor.gather_shards()
+            self._run(self.halves[0], grad=True)
+        outputs = [message for message in io.outputs or () if message is not None]
+        io.inputs, io.outputs = [], None
+        if loss is not None:
+            check_joinable([message.leaves for message in outputs], self.sizes)
+            self.model_loss = loss.model_loss
+            if not any(message.wants for message in outputs):  # autograd will not call backward: the others wait
+                self._backward([()] * self.count)
+        return outputs
+
+    def _backward(self, seeds: Sequence[Sequence[Tensor | None]]) -> list[Sequence[Tensor | None]]:
+        executor, io = self.executor, self.io
+        io.seed = seeds.__getitem__
+        io.grads = [()] * self.count
+        with executor.accumulating(), with_training_modes(self.modes), executor.ties.reducing():
+            self._run(self.halves[1], grad=False)
+            if executor.reducer is not None:
+                executor.reducer.finish()
+        grads, io.grads, io.seed = io.grads, None, None
+        executor.pending = None
+        return grads
+
+    def _run(self, runner: Runner, *, grad: bool) -> None:
+        executor = self.executor
+        stages = executor.stages.values()
+        begin_run(stages, self.context, self.count, self.run_name)
+        executor.status.runner, executor.status.phase = runner, REDUCE_GRADS
+        with torch.set_grad_enabled(grad):
+            executor.recorded(runner)()
+        for stage in stages:
+            stage.microbatches = ()

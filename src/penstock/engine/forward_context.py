@@ -1,22 +1,35 @@
-"""Where a layer is while it runs: which micro-batch it works on, and whether this is a second run."""
+"""Thread-local state of a forward: the micro-batch it works on, and the caller's autocast and default device."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from penstock.errors import PlanError
 
-if TYPE_CHECKING:
-    from penstock.engine.recompute.keep import KeptValues
+__all__ = [
+    "CallerContext",
+    "MicroBatch",
+    "ReentrantContext",
+    "RunNames",
+    "caller_context",
+    "current_microbatch",
+    "forward_state",
+    "is_checkpointing",
+    "is_recomputing",
+]
 
-__all__ = ["MicroBatch", "current_microbatch", "forward_state", "is_checkpointing", "is_recomputing"]
+_DEVICE_TYPES = ("cpu", "cuda")
 
 
 class MicroBatch:
-    """One micro-batch of one step. It is gone when the step is over: a key for what layers keep by micro-batch.
+    """One micro-batch of one step: a key under which layers may store values, freed with the step.
 
-    It is equal to itself alone, and not to its number, which micro-batches of other steps have too: that is ``index``.
+    It equals only itself, not its ``index``, which micro-batches of other steps have too.
     """
 
     __slots__ = ("__weakref__", "index", "known")
@@ -34,7 +47,7 @@ class MicroBatch:
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, int):  # would be False, and nobody would see why
+        if isinstance(other, int):  # would silently be False
             raise PlanError(f"{self!r} is not a number: compare current_microbatch().index with {other}")
         return self is other
 
@@ -43,7 +56,7 @@ class _ForwardState(threading.local):
     microbatch: MicroBatch | None = None
     checkpointing = False
     recomputing = False
-    keeper: KeptValues | None = None  # of the forward that runs, if it is to be run again
+    keeper: Any = None  # the ``KeptValues`` of a forward that will be recomputed
 
 
 forward_state = _ForwardState()
@@ -57,10 +70,67 @@ def current_microbatch() -> MicroBatch | None:
 
 
 def is_checkpointing() -> bool:
-    """Whether this forward keeps nothing for its backward, and will be run again for it."""
+    """Whether this forward saves nothing for its backward, and will be recomputed for it."""
     return forward_state.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether this forward has run before, and runs again for its backward."""
+    """Whether this forward has run before, and is recomputed for its backward."""
     return forward_state.recomputing
+
+
+@dataclass(frozen=True)
+class CallerContext:
+    """Autocast and default device of the thread that called the pipeline.
+
+    It is entered around forwards alone: a backward runs outside autocast, as in a plain training loop.
+    """
+
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]  # device type, dtype, cache
+    device: torch.device | None
+
+    def __bool__(self) -> bool:
+        return bool(self.autocast) or self.device is not None
+
+    def contexts(self) -> list[AbstractContextManager[object]]:
+        autocasts = [torch.autocast(kind, dtype, cache_enabled=cache) for kind, dtype, cache in self.autocast]
+        return [*autocasts, *([] if self.device is None else [self.device])]
+
+
+class ReentrantContext:
+    """A ``CallerContext`` that a stage enters again for each forward."""
+
+    def __init__(self, context: CallerContext) -> None:
+        self.context = context
+        self.stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        for context in self.context.contexts():
+            stack.enter_context(context)
+        self.stacks.append(stack)
+
+    def __exit__(self, *error: Any) -> None:
+        self.stacks.pop().__exit__(*error)
+
+
+def caller_context() -> CallerContext:
+    """The calling thread's autocast and default device."""
+    cache = torch.is_autocast_cache_enabled()
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind), cache) for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)
+    )
+    default = torch.get_default_device()
+    return CallerContext(autocast, None if default == torch.device("cpu") else default)
+
+
+class RunNames:
+    """Names for the runs of a pipeline, from which seeds derive; steps and other calls are counted separately."""
+
+    def __init__(self) -> None:
+        self.counts = {"step": 0, "call": 0}
+
+    def next(self, *, training: bool) -> str:
+        kind = "step" if training else "call"
+        self.counts[kind] += 1
+        return f"{kind} {self.counts[kind]}"

@@ -1,13 +1,13 @@
-"""The loss of a mini-batch from the losses of its micro-batches.
+"""The loss of a mini-batch from the losses of its micro-batches, and the outputs that a step keeps.
 
-A loss that averages is weighted by what each micro-batch averages over; one that sums is summed. What a loss
-averages over must be known before the first backward, which comes before the last forward:
+A loss that averages is weighted by what each micro-batch averages over; one that sums is summed. The denominator must
+be known before the first backward, which comes before the last forward:
 
     mean    n_k / N, the micro-batch's share of the samples
     sum     1
     counted cross-entropy and NLL average over the targets that are not ignored (by class weight, if given): run
-            as a sum, divided by the count over all targets of the mini-batch, which are at hand beforehand
-    pair    the function returns (sum, count): divided by N at first, put right at the end of the step
+            as a sum, divided by the count over all targets of the mini-batch, which are known beforehand
+    pair    the function returns (sum, count): divided by N at first, rescaled at the end of the step
 
 A function of one argument finds the loss in the output: it takes no targets.
 """
@@ -25,13 +25,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
-from penstock.engine.channel.control import ControlChannel
-from penstock.engine.channel.groups import uses_nccl
-from penstock.engine.failure.status import LOSS
 from penstock.engine.forward_context import forward_state
-from penstock.engine.message import Message, detach_tensors, flatten, gradient_edge, unflatten
+from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join, split_targets
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
@@ -44,51 +40,51 @@ __all__ = [
     "OutputCollector",
     "Outputs",
     "StepOutcome",
-    "backward_inputs",
-    "broadcast_loss",
     "check_joinable",
     "check_outputs",
     "find_loss",
-    "input_edges",
     "loss_rule",
     "output_collector",
     "takes_output_alone",
 ]
+
+# ── loss functions ───────────────────────────────────────────────────────────────────────────────────────────────
 
 _COUNTED: dict[Any, type[nn.Module]] = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}
 
 
 @dataclass(frozen=True)
 class LossRule:
-    """How micro-batches' losses make the mini-batch's: ``call`` on each, with ``weights`` from sizes and targets."""
+    """How the losses of micro-batches make that of the mini-batch: ``call`` for each, then a weighted sum."""
 
-    call: Callable[[Any, Any], Any] | None
+    call: Callable[[Any, Any], Any] | None  # None: the model computes its loss
     reduction: str  # "mean", "sum" or "counted"
     count: Callable[[Any], Tensor] | None = None
-    alone: bool = False  # whether ``call`` looks at the output alone
+    alone: bool = False  # whether ``call`` takes the output alone
 
     @property
     def wants_targets(self) -> bool:
         return self.call is not None and not self.alone
 
-    def whole(self, sizes: Sequence[int], targets: Sequence[Any]) -> float | Tensor:
-        """What the mini-batch's loss is divided by: its samples, or what counts of its targets; 1 for a sum."""
+    def denominator(self, sizes: Sequence[int], targets: Sequence[Any]) -> float | Tensor:
+        """The mini-batch's number of samples, or its count of targets; 1 for a sum."""
         if self.reduction == "sum":
             return 1.0
         if self.count is not None:
             return functools.reduce(torch.add, [self.count(target) for target in targets], torch.zeros(()))
         return float(sum(sizes))
 
-    def weights(self, sizes: Sequence[int], whole: float | Tensor) -> list[float | Tensor]:
-        """What each micro-batch's loss is multiplied by, where all of them are divided by ``whole``."""
+    def weights(self, sizes: Sequence[int], denominator: float | Tensor) -> list[float | Tensor]:
+        """The factor of each micro-batch's loss."""
         if self.reduction == "mean" and self.count is None:
-            return [size / whole for size in sizes]
-        weight = whole.reciprocal() if isinstance(whole, Tensor) else 1 / whole if whole else math.inf
-        return [weight] * len(sizes)
+            return [size / denominator for size in sizes]
+        if isinstance(denominator, Tensor):
+            return [denominator.reciprocal()] * len(sizes)
+        return [1 / denominator if denominator else math.inf] * len(sizes)
 
 
 def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) -> LossRule:
-    """How to treat ``loss_fn``: by what it says of itself, or as ``reduction`` says."""
+    """The rule for ``loss_fn``, by its own ``reduction`` or by the one given."""
     if loss_fn is not None and not callable(loss_fn):
         raise PlanError(f"loss_fn must be a function of (output, target), got {type(loss_fn).__name__}")
     if reduction not in (None, "mean", "sum"):
@@ -109,14 +105,14 @@ def takes_output_alone(loss_fn: Callable[..., Any]) -> bool:
     """Whether a loss function has one argument, and not two."""
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):  # a function without one, such as some of torch's
+    except (TypeError, ValueError):  # some of torch's functions have no signature
         return False
     kinds = [parameter.kind for parameter in parameters if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
     return kinds in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
 
 
 def _loss_options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
-    """The options of a loss function that says them, and the functional it stands for, if it is a known one."""
+    """The options of a loss function, and the functional that it stands for, where these are known."""
     if isinstance(loss_fn, functools.partial):
         options, function = _loss_options(loss_fn.func)
         return {**options, **loss_fn.keywords}, function if not loss_fn.args else None
@@ -156,21 +152,23 @@ def find_loss(output: Any) -> Any:
     return getattr(output, "loss", None)
 
 
-# Which of the micro-batches' outputs are kept, and what becomes of them.
-#
-# "all"       0 1 2 3 4 5    joined along the first dimension
-# "final"               5
-# "every:2"     1   3   5    joined
-# "sum"       0+1+2+3+4+5    added up as they come: no more than one is kept
-# a function                 called as f(so_far, output) on each in order, with None at first
+# ── outputs ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Outputs = str | Callable[[Any, Any], Any] | None
+"""Which of the micro-batches' outputs are kept:
+
+    "all"       0 1 2 3 4 5    joined along the first dimension
+    "final"               5
+    "every:2"     1   3   5    joined
+    "sum"       0+1+2+3+4+5    added up as they come: no more than one is kept
+    a function                 called as f(so_far, output) on each in order, with None at first
+"""
 
 OutputReducer = Callable[[Any, Any], Any]
 
 
 class OutputCollector:
-    """Takes the outputs of a mini-batch's micro-batches, in any order."""
+    """Collects the outputs of a mini-batch's micro-batches, in any order."""
 
     def wants(self, microbatch: int) -> bool:
         return True
@@ -183,23 +181,23 @@ class OutputCollector:
 
 
 class _SelectedOutputs(OutputCollector):
-    def __init__(self, picked: list[int], sizes: Sequence[int]) -> None:
-        self.picked = picked
+    def __init__(self, selected: list[int], sizes: Sequence[int]) -> None:
+        self.selected = selected
         self.sizes = sizes
         self.outputs: dict[int, Any] = {}
 
     def wants(self, microbatch: int) -> bool:
-        return microbatch in self.picked
+        return microbatch in self.selected
 
     def add(self, microbatch: int, output: Any) -> None:
         self.outputs[microbatch] = output
 
     def result(self) -> Any:
-        if not self.picked:
+        if not self.selected:
             return None
-        outputs = [self.outputs[k] for k in self.picked]
+        outputs = [self.outputs[k] for k in self.selected]
         if len(outputs) > 1:
-            check_joinable([flatten(output)[0] for output in outputs], [self.sizes[k] for k in self.picked])
+            check_joinable([flatten(output)[0] for output in outputs], [self.sizes[k] for k in self.selected])
         return join(outputs)
 
 
@@ -221,7 +219,7 @@ class _ReducedOutputs(OutputCollector):
 
 
 def output_collector(outputs: Outputs, sizes: Sequence[int]) -> OutputCollector | None:
-    """What keeps the outputs of micro-batches of these sizes; None where none are to be kept."""
+    """The collector for micro-batches of these sizes; None where no outputs are kept."""
     count = len(sizes)
     if outputs is None:
         return None
@@ -236,7 +234,7 @@ def output_collector(outputs: Outputs, sizes: Sequence[int]) -> OutputCollector 
 
 
 def check_outputs(outputs: Outputs) -> int:
-    """The ``N`` of ``"every:N"``, 1 for other words; an error for what outputs cannot be."""
+    """Raise an error for an invalid value; return the ``N`` of ``"every:N"``, 1 for other words."""
     if outputs is None or callable(outputs) or outputs in ("all", "final", "sum"):
         return 1
     word, _, number = outputs.partition(":") if isinstance(outputs, str) else ("", "", "")
@@ -248,16 +246,16 @@ def check_outputs(outputs: Outputs) -> int:
 
 
 def check_joinable(outputs: Sequence[Sequence[Any]], sizes: Sequence[int]) -> None:
-    """Outputs are joined along the first dimension, so it must hold samples: one entry for each, or as many for all.
+    """Outputs are joined along the first dimension: it must hold the same number of entries for each sample.
 
-    How many samples are left may also depend on them: then micro-batches of the same size differ.
+    How many entries there are may also depend on the data: then micro-batches of the same size differ.
     """
     for column in zip(*outputs, strict=False):
         if len(column) < 2 or not all(isinstance(x, Tensor) and x.dim() for x in column):
             continue
         lengths = [len(x) for x in column]
         if set(lengths) == {1} or len(set(zip(sizes, lengths, strict=True))) > len(set(sizes)):
-            continue  # what has one entry is a micro-batch's own, such as a loss
+            continue  # one entry per micro-batch, such as a loss
         per_sample = {Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)}
         if len(per_sample) > 1 or lengths[0] % sizes[0]:
             raise PlanError(
@@ -280,43 +278,53 @@ def _add_outputs(so_far: Any, output: Any) -> Any:
     return unflatten([a + b if isinstance(a, Tensor) else a for a, b in zip(before, now, strict=True)], spec)
 
 
-# The loss in the outputs of a model that computes it itself: the mini-batch's, from its micro-batches'.
+# ── loss and outputs of a step ───────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The result of one mini-batch. With replicas, loss and samples are those of all; the rest is this one's."""
+
+    loss: Tensor | None  # None: an evaluation without targets
+    factor: float | None  # what the gradients are still to be multiplied by; None: nothing
+    outputs: Any
+    samples: int
+    microbatches: int
 
 
 class ModelLoss:
-    """What is noted of each micro-batch, to put the loss of joined outputs right.
+    """Merges the losses in the outputs of a model that computes its own, one per micro-batch, into the mini-batch's.
 
-    ``shares`` are the micro-batches' parts in a mean; () where a function of the user's makes the loss, and outputs are
-    none of our business.
+    ``shares`` are the micro-batches' parts in a mean; () where a ``loss_fn`` computes the loss.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.shares = shares
-        self.own: dict[int, CountedOutput] = {}  # what the model's losses were averaged over, where that is known
+        self.counts: dict[int, Any] = {}  # what the model's losses were averaged over, per micro-batch, where known
         self.scalar = False  # whether the output is the loss
 
-    def note(self, microbatch: int, output: Any) -> Any:
-        """The output of a micro-batch, without the count that may come with it."""
+    def add(self, microbatch: int, output: Any) -> Any:
+        """The output of a micro-batch without its count, which is stored."""
         if isinstance(output, CountedOutput):
-            self.own[microbatch] = CountedOutput(None, output.count)
+            self.counts[microbatch] = output.count
             output = output.output
         self.scalar = isinstance(output, Tensor) and output.dim() == 0
         return output
 
-    def settle(self, joined: Any) -> Any:
-        """Joined outputs, with one loss in the place of as many as there were micro-batches."""
-        if not self.shares and not self.own:
+    def merge(self, joined: Any) -> Any:
+        """The joined outputs with one loss in place of one per micro-batch."""
+        if not self.shares and not self.counts:
             return joined
         if self.scalar and isinstance(joined, Tensor) and joined.shape == (len(self.shares),):
             return self._mean(joined)
         losses = joined.get("loss") if isinstance(joined, MutableMapping) else None
-        count = max(len(self.shares), len(self.own))
+        count = max(len(self.shares), len(self.counts))
         if count > 1 and isinstance(losses, Tensor) and losses.shape == (count,):
             joined["loss"] = self._mean(losses)
         return joined
 
     def _mean(self, losses: Tensor) -> Tensor:
-        counts = [self.own[k].count for k in sorted(self.own)]
+        counts = [self.counts[k] for k in sorted(self.counts)]
         if not counts:
             return (losses * losses.new_tensor(self.shares)).sum()
         if any(count is None for count in counts):
@@ -325,11 +333,8 @@ class ModelLoss:
         return torch.where(count > 0, losses * count, 0.0).sum() / count.sum()
 
 
-# The end of the pipeline: the loss of each micro-batch, and the outputs that are kept.
-
-
 class LossAndOutputs:
-    """Called with every output of the last stage, in training and in evaluation."""
+    """The end of the last stage: called with each micro-batch's output, in training and in evaluation."""
 
     def __init__(self, rule: LossRule) -> None:
         self.rule = rule
@@ -341,36 +346,35 @@ class LossAndOutputs:
         self.targets: Sequence[Any] = ()
         self.sizes: Sequence[int] = ()
         self.weights: Sequence[float | Tensor] = ()
-        self.replicas: ReplicaGroup | None = None  # where the mini-batch is theirs all together
-        self.pending: PendingSum | None = None  # what all replicas have, while it is on its way
+        self.replicas: ReplicaGroup | None = None  # where the mini-batch is split over replicas
+        self.pending: PendingSum | None = None  # samples and denominator over all replicas, not yet received
         self.losses: list[Tensor | None] = []
-        self.counts: list[Any] = []  # what the losses, as sums, are to be divided by, all together
+        self.counts: list[Any] = []  # of losses that are sums: the total is divided by their sum
         self.model_loss = ModelLoss(())
 
     def begin(
         self, sizes: Sequence[int], targets: Sequence[Any] | None, outputs: Outputs, *, training: bool = False
     ) -> None:
-        """Get ready for one mini-batch, of which ``outputs`` are kept; with ``targets`` None there is no loss."""
+        """Start a mini-batch and keep these ``outputs``; with ``targets`` None there is no loss."""
         self.training = training
         self.wants_loss = targets is not None
         self.batch, self.sizes = sum(sizes), sizes
         self.targets = targets or ()
         self.pending = None
         if targets is not None:
-            whole = self.rule.whole(sizes, self.targets)
+            denominator = self.rule.denominator(sizes, self.targets)
             if self.replicas is None:
-                self.weights = self.rule.weights(sizes, whole)
-            else:  # not waited for before the first backward
-                self.pending = self.replicas.start_sum([float(self.batch), float(whole)])
+                self.weights = self.rule.weights(sizes, denominator)
+            else:  # received by the first backward
+                self.pending = self.replicas.start_sum([float(self.batch), float(denominator)])
         self.collector = output_collector(outputs, sizes) if sizes else None
         self.losses = [None] * len(sizes)
         self.counts = []
-        alone = self.rule.call is None
-        shares = self.rule.weights(sizes, self.rule.whole(sizes, ())) if alone else ()
+        shares = self.rule.weights(sizes, self.rule.denominator(sizes, ())) if self.rule.call is None else ()
         self.model_loss = ModelLoss([float(share) for share in shares])
 
-    def targets_of(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
-        """The targets of an evaluation's micro-batches; None where there is no loss to compute."""
+    def evaluation_targets(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
+        """The targets of each micro-batch; None where there is no loss to compute."""
         if targets is None and self.rule.wants_targets:
             return None
         return split_targets(targets, sizes, device)
@@ -378,189 +382,121 @@ class LossAndOutputs:
     def __call__(self, microbatch: int, output: Any) -> Any:
         """Keep the output; return the loss, or the output itself where there is no loss to compute.
 
-        In a forward that runs for the second time, all there is to keep has been kept.
+        A recomputed forward keeps nothing: the first one did.
         """
         if isinstance(output, CountedOutput) and self.rule.call is not None:
-            output = output.output  # what the model's own loss was averaged over does not matter to another one
+            output = output.output  # the count belongs to the model's own loss
         counted = output if isinstance(output, CountedOutput) else None
-        output = self.model_loss.note(microbatch, output)
+        output = self.model_loss.add(microbatch, output)
         kept = self.collector
         if kept is not None and not forward_state.recomputing and kept.wants(microbatch):
-            # In a step, an output of a kind that cannot be joined is there for its loss alone.
+            # In a step, an output that cannot be joined is there for its loss alone.
             kept.add(microbatch, detach_tensors(output) if not self.training or can_join(output) else None)
         if not self.wants_loss:
             return output
         if self.rule.call is None:
-            loss = find_loss(output) if counted is None else self._own_loss(find_loss(output), counted)
+            loss = find_loss(output) if counted is None else self._summed(find_loss(output), counted)
             what = "the model computes its own loss (no loss_fn was given), but its output"
         else:
             loss = self.rule.call(output, self.targets[microbatch])
             what = "loss_fn"
         if self.rule.call is None and not self.training and (isinstance(output, Tensor) or loss is None):
-            return output  # a model that computes its loss computes it where it is given labels, and not always
+            return output  # a model that computes its loss does so where it is given labels, and not always
         if self.rule.call is not None and isinstance(loss, tuple):
-            loss = self._pair(loss)
+            if len(loss) != 2:
+                raise PlanError(f"loss_fn returned {len(loss)} values: return the loss, or (sum, count)")
+            loss, count = loss
+            if not forward_state.recomputing:
+                self.counts.append(count)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PlanError(f"{what} gave {found} where the loss, one number in a tensor, was expected")
         if self.training and not loss.requires_grad:
             raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
         if not forward_state.recomputing:
-            self.losses[microbatch] = loss.detach().clone()  # its memory may be as large as the output's
+            self.losses[microbatch] = loss.detach().clone()  # its memory may be a view of the output's
         return loss
 
-    def _own_loss(self, loss: Any, counted: CountedOutput) -> Any:
-        """A loss that the model averaged, as a sum: over nothing it is not a number, but nothing to the whole."""
+    def _summed(self, loss: Any, counted: CountedOutput) -> Any:
+        """Undo the model's mean (loss × count); a micro-batch with count 0 contributes 0 instead of NaN."""
         if not isinstance(loss, Tensor) or counted.count is None:
             return loss
         if not forward_state.recomputing:
             self.counts.append(counted.count)
         return torch.where(counted.count > 0, loss * counted.count, torch.zeros_like(loss))
 
-    def _pair(self, pair: tuple[Any, ...]) -> Any:
-        if len(pair) != 2:
-            raise PlanError(f"loss_fn returned {len(pair)} values: return the loss, or (sum, count)")
-        loss, count = pair
-        if not forward_state.recomputing:
-            self.counts.append(count)
-        return loss
-
     def seed(self, microbatch: int) -> list[Tensor]:
-        """The gradient of the mini-batch's loss by this micro-batch's."""
+        """The gradient of the mini-batch's loss with respect to this micro-batch's."""
         loss = self.losses[microbatch]
         assert loss is not None
-        if self.pending is not None:
-            self._weigh(self.pending)
-        weight = 1 / self.batch if self.counts else 1.0 if self.model_loss.own else self.weights[microbatch]
+        self._receive_weights()
+        weight = 1 / self.batch if self.counts else 1.0 if self.model_loss.counts else self.weights[microbatch]
         if isinstance(weight, Tensor):
             return [(weight * self.scale).to(loss.device, loss.dtype).reshape(loss.shape)]
         return [torch.full_like(loss, weight * self.scale)]
 
-    def _weigh(self, pending: PendingSum) -> None:
-        """Weights and the size of the mini-batch, by what all replicas have."""
-        batch, whole = pending()
-        self.batch, self.pending = int(batch), None
-        self.weights = self.rule.weights(self.sizes, 1.0 if self.rule.reduction == "sum" else whole)
+    def _receive_weights(self) -> None:
+        """With replicas: the size of the mini-batch and the weights, once the sums over all replicas have arrived."""
+        if self.pending is not None:
+            batch, denominator = self.pending()
+            self.batch, self.pending = int(batch), None
+            self.weights = self.rule.weights(self.sizes, 1.0 if self.rule.reduction == "sum" else denominator)
 
     def finish(self) -> tuple[Tensor | None, float | None]:
-        """The loss of the mini-batch, and the factor that puts all gradients right, if counts ask for one."""
-        if self.pending is not None:
-            self._weigh(self.pending)
-        losses = [_at_least_fp32(loss) for loss in self.losses if loss is not None]
-        if self.replicas is None:
-            return self._total(losses) if losses else (None, None)
-        if not self.wants_loss:
+        """The loss of the mini-batch, and the factor to multiply all gradients by, if the loss returned counts."""
+        self._receive_weights()
+        # Half-precision losses are added up in single precision.
+        losses = [
+            loss.reshape(()).float() if loss.dtype.itemsize < 4 else loss.reshape(())
+            for loss in self.losses
+            if loss is not None
+        ]
+        if self.replicas is not None:
+            return self._total_over_replicas(losses, self.replicas) if self.wants_loss else (None, None)
+        if not losses:
             return None, None
-        return self._total_of_all(losses, self.replicas)
-
-    def _total(self, losses: Sequence[Tensor]) -> tuple[Tensor, float | None]:
         total = self._sum(losses)
         if not self.counts:
             return total, None
         count = sum(float(count) for count in self.counts)
-        factor = self.batch / count if count else math.nan  # as the plain mean over nothing
+        factor = self.batch / count if count else math.nan  # like the plain mean over nothing
         return total * (factor / self.batch), factor
 
     def _sum(self, losses: Sequence[Tensor]) -> Tensor:
-        """The micro-batches' losses added up, each by its weight."""
+        """The weighted sum of the micro-batches' losses."""
         if self.counts and len(self.counts) != len(losses):
             raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
         stacked = torch.stack(list(losses))
-        if self.counts or self.model_loss.own:
+        if self.counts or self.model_loss.counts:
             return stacked.sum()
         weights = [w.to(stacked) if isinstance(w, Tensor) else stacked.new_tensor(w) for w in self.weights]
         return (stacked * torch.stack(weights)).sum()
 
-    def _total_of_all(self, losses: Sequence[Tensor], replicas: ReplicaGroup) -> tuple[Tensor | None, float | None]:
-        """The same over all replicas, of which one may have no samples."""
+    def _total_over_replicas(
+        self, losses: Sequence[Tensor], replicas: ReplicaGroup
+    ) -> tuple[Tensor | None, float | None]:
+        """Loss and factor over all replicas, of which one may have no samples."""
         total = self._sum(losses) if losses else torch.zeros(())
         counts = sum(float(count) for count in self.counts)
-        there, wide = float(bool(losses)), float(total.dtype == torch.float64)
-        loss, count, counted, anyone, wide = replicas.sum([float(total), counts, float(bool(self.counts)), there, wide])
+        present, double = float(bool(losses)), float(total.dtype == torch.float64)
+        loss, count, counted, anyone, double = replicas.sum(
+            [float(total), counts, float(bool(self.counts)), present, double]
+        )
         if not anyone:
             return None, None
         factor = None
         if counted:
             factor = self.batch / count if count else math.nan
             loss *= factor / self.batch
-        return torch.tensor(loss, dtype=torch.float64 if wide else torch.float32, device=total.device), factor
+        return torch.tensor(loss, dtype=torch.float64 if double else torch.float32, device=total.device), factor
 
     def take_outputs(self) -> Any:
-        """The outputs of the mini-batch that were to be kept; nothing of it is kept here any longer."""
+        """The outputs that were kept; nothing of the mini-batch is kept here any longer."""
         kept = self.collector
-        whole = None if kept is None else self.model_loss.settle(kept.result())
+        joined = None if kept is None else self.model_loss.merge(kept.result())
         self.clear()
-        return whole
+        return joined
 
     def clear(self) -> None:
         self.collector = self.pending = None
         self.losses, self.counts, self.targets = [], [], ()
-
-
-def _at_least_fp32(loss: Tensor) -> Tensor:
-    """Losses of half precision are added up in single."""
-    return loss.reshape(()).float() if loss.dtype.itemsize < 4 else loss.reshape(())
-
-
-# What a step leaves behind, and gradients for inputs that want them.
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """The mini-batch's loss, the factor that puts its gradients right, its outputs, its samples and micro-batches.
-
-    Where a pipeline has replicas, loss and samples are those of all; the rest is this one's.
-    """
-
-    loss: Tensor | None  # None: an evaluation without one
-    factor: float | None  # None: they are right
-    outputs: Any
-    samples: int
-    microbatches: int
-
-
-def input_edges(messages: Sequence[Message]) -> list[list[GradientEdge]]:
-    """Where in the caller's graph the inputs come from that want a gradient.
-
-    To be asked before a stage changes them in place: a part of a tensor cannot tell afterwards.
-    """
-    return [[gradient_edge(message.leaves[i]) for i in message.wants] for message in messages]
-
-
-def backward_inputs(
-    origins: Sequence[Sequence[GradientEdge]], grads: Sequence[Sequence[Tensor | None]], factor: float | None
-) -> None:
-    """Give the gradients of the micro-batches to the tensors of the mini-batch that they were cut from."""
-    pairs = [
-        (origin, grad if factor is None else grad * factor)
-        for edges, row in zip(origins, grads, strict=True)
-        for origin, grad in zip(edges, row, strict=True)
-        if grad is not None
-    ]
-    if pairs:
-        torch.autograd.backward([origin for origin, _ in pairs], [grad for _, grad in pairs])
-
-
-def broadcast_loss(
-    head: LossAndOutputs | None, control: ControlChannel, last: int, device: torch.device
-) -> tuple[Tensor | None, float | None, int]:
-    """The loss, the factor and the samples that the ``last`` rank, which has the head, knows of, on all ranks."""
-    control.status.phase = LOSS
-    if head is None:
-        there, loss, factor, wide, samples = control.recv_row(last, 5)
-        dtype = torch.float64 if wide else torch.float32
-        value = torch.tensor(loss, dtype=dtype, device=device) if there else None
-        return value, factor or None, int(samples)
-    if uses_nccl(device):  # the host did not wait for what was received: now it does
-        others = [rank for place, rank in enumerate(control.ranks) if place != last]
-        with control.status.waiting(others, "for its GPU, and that for what comes from"):
-            torch.cuda.current_stream(device).synchronize()
-    value, factor_here = head.finish()
-    if value is None:
-        row = [0.0, 0.0, 0.0, 0.0, head.batch]
-    else:
-        row = [1.0, float(value), factor_here or 0.0, float(value.dtype == torch.float64), head.batch]
-    for rank in range(len(control.ranks)):
-        if rank != last:
-            control.send_row(rank, row)
-    return value, factor_here, head.batch

@@ -1,4 +1,4 @@
-"""What travels between stages: a value taken apart, joined where edges meet, parted where they leave."""
+"""Messages between stages: a value as its leaves and structure; and its description without the data."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from penstock.errors import PlanError
 
 __all__ = [
     "LEAF",
+    "PLAIN_TYPES",
     "BorrowedInputs",
     "Message",
     "MessageMeta",
     "Spec",
     "TensorMeta",
     "TupleSpec",
+    "backward_inputs",
     "detach_outputs",
     "detach_outputs_per_edge",
     "detach_tensors",
     "flatten",
     "gradient_edge",
+    "input_edges",
     "mark_shared",
     "memory_order",
     "merge_messages",
@@ -41,18 +44,17 @@ __all__ = [
     "version_counted",
 ]
 
-
-# Values that cross edges: tensors, and tuples, lists and dicts of tensors, None and plain Python values.
+# ── values: tensors, and tuples, lists and dicts of tensors, None and plain Python values ────────────────────────
 
 
 @dataclass(frozen=True)
 class TupleSpec:
-    """The shapes of several values side by side, each with its number of leaves."""
+    """The structure of a tuple of values, each with its number of leaves."""
 
     specs: tuple[Spec, ...]
     sizes: tuple[int, ...]
 
-    def cut(self, leaves: Sequence[Any]) -> list[list[Any]]:
+    def split(self, leaves: Sequence[Any]) -> list[list[Any]]:
         """The leaves of each value."""
         ends = list(accumulate(self.sizes, initial=0))
         return [list(leaves[a:b]) for a, b in pairwise(ends)]
@@ -61,11 +63,11 @@ class TupleSpec:
 Spec: TypeAlias = "pytree.TreeSpec | TupleSpec | None"
 
 LEAF: Spec = None
-"""The shape of a value that is one tensor: by far the most common one, so it takes no walk."""
+"""The structure of a single tensor, by far the most common value: no pytree is walked for it."""
 
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
-    """The leaves of a value, and what is needed to put it together again."""
+    """The leaves of a value, and its structure."""
     if isinstance(value, Tensor):
         return [value], LEAF
     leaves, spec = pytree.tree_flatten(value)
@@ -73,17 +75,19 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
 
 
 def unflatten(leaves: list[Any], spec: Spec) -> Any:
-    """The inverse of ``flatten``; of a ``Row``, the tuple of its values."""
+    """The inverse of ``flatten``; for a ``TupleSpec``, the tuple of its values."""
     if isinstance(spec, TupleSpec):
-        return tuple(unflatten(part, own) for part, own in zip(spec.cut(leaves), spec.specs, strict=True))
+        return tuple(unflatten(part, own) for part, own in zip(spec.split(leaves), spec.specs, strict=True))
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
 def detach_tensors(value: Any) -> Any:
-    """The value with its tensors apart from any graph."""
+    """The value with all of its tensors detached."""
     leaves, spec = flatten(value)
     return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
+
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -92,10 +96,10 @@ _new_tuple: Callable[..., Any] = tuple.__new__
 
 
 class Message(NamedTuple):
-    """A value on its way to another stage: leaves, structure, and which leaves want a gradient back.
+    """A value on its way to another stage: its leaves, its structure, and which leaves want a gradient back.
 
-    ``shared`` are the leaves that go to other stages as well, or are other leaves too, in whole or in part: none of
-    these stages may change them in place.
+    ``shared`` are the leaves that other stages receive as well, or that overlap with other leaves in memory: no stage
+    may change them in place.
     """
 
     leaves: list[Any]
@@ -104,29 +108,29 @@ class Message(NamedTuple):
     shared: Sequence[int] = ()
 
     def detached(self) -> Message:
-        """The same value apart from any graph."""
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._replace(leaves=leaves)
 
-    def alone(self) -> Message:
-        """The same value apart from any graph, and from other micro-batches.
+    def isolated(self) -> Message:
+        """The same value, detached and with version counters of its own.
 
-        These are parts of one tensor, and share its version counter: a stage that changes one of them in place would
-        spoil what was saved of the others.
+        Micro-batches are views of one tensor and share its version counter: a stage that changes one of them in place
+        would invalidate tensors saved of the others.
         """
         leaves = [unsafe_view(leaf.detach(), leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._replace(leaves=leaves)
 
 
 class BorrowedInputs:
-    """The caller's messages, each alone, for stages to run on. Their tensors' memory is the caller's.
+    """The caller's messages, isolated, for stages to run on. Their memory is the caller's.
 
-    So whoever has saved a tensor must learn that it was changed in place: the caller's graph, when a stage did it, as
-    the block ends; the stages' graphs, when the caller did it before their backward, by ``returned``.
+    A change in place must be seen by every graph that has saved the tensor: when a stage changed it, the caller's graph
+    learns at the end of the block; when the caller changed it before the backward, ``check_unchanged`` tells the
+    stages' graphs.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
-        self.messages = [message.alone() for message in messages]
+        self.messages = [message.isolated() for message in messages]
         self._pairs = [
             (ours, theirs)
             for message, own in zip(self.messages, messages, strict=True)
@@ -144,15 +148,15 @@ class BorrowedInputs:
                 increment_version(theirs)
         self._versions = [theirs._version for _, theirs in self._pairs]
 
-    def returned(self) -> None:
-        """The caller has had them in between."""
+    def check_unchanged(self) -> None:
+        """Before the backward: let autograd fail for saved inputs that the caller has changed since the forward."""
         for (ours, theirs), version in zip(self._pairs, self._versions, strict=True):
             if theirs._version != version:
                 increment_version(ours)
 
 
 def version_counted(leaf: Tensor) -> Tensor:
-    """The same memory in a tensor that counts its changes, which one of inference mode does not."""
+    """The same memory in a tensor with a version counter, which inference tensors do not have."""
     with torch.inference_mode(False):
         if leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
             return leaf.clone()
@@ -169,23 +173,23 @@ def merge_messages(messages: Sequence[Message]) -> tuple[Message, list[int]]:
         wants.extend(len(leaves) + i for i in message.wants)
         shared.extend(len(leaves) + i for i in message.shared)
         leaves.extend(message.leaves)
-    row = TupleSpec(tuple(message.spec for message in messages), tuple(len(message.leaves) for message in messages))
-    return Message(leaves, row, wants, shared), [len(message.wants) for message in messages]
+    spec = TupleSpec(tuple(message.spec for message in messages), tuple(len(message.leaves) for message in messages))
+    return Message(leaves, spec, wants, shared), [len(message.wants) for message in messages]
 
 
-def split_grads(grads: Sequence[Tensor | None], shares: Sequence[int]) -> list[Sequence[Tensor | None]]:
+def split_grads(grads: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Sequence[Tensor | None]]:
     """The gradients that go back over each edge."""
-    return [grads[a:b] for a, b in pairwise(accumulate(shares, initial=0))]
+    return [grads[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 def tensor_message(tensor: Tensor, wants: Sequence[int], shared: Sequence[int] = ()) -> Message:
-    """The message that is a tensor, as most are; made as a plain tuple is, which takes half the time."""
+    """The message of a single tensor; made without ``Message.__new__``, which takes twice the time."""
     message: Message = _new_tuple(Message, ([tensor], LEAF, wants, shared))
     return message
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """``get_gradient_edge``, without its checks."""
+    """``get_gradient_edge`` without its checks."""
     node = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
@@ -195,10 +199,32 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     return edge
 
 
-def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[GradientEdge]]:
-    """An output as a message, its data apart from its graph: what is sent can be freed while the graph stays.
+def input_edges(messages: Sequence[Message]) -> list[list[GradientEdge]]:
+    """The gradient edges, in the caller's graph, of inputs that want a gradient.
 
-    ``stage`` is where it comes from, if it goes to another one: then no tensors may be hidden in it.
+    To be called before a stage changes an input in place: a view cannot tell its edge afterwards.
+    """
+    return [[gradient_edge(message.leaves[i]) for i in message.wants] for message in messages]
+
+
+def backward_inputs(
+    edges: Sequence[Sequence[GradientEdge]], grads: Sequence[Sequence[Tensor | None]], factor: float | None
+) -> None:
+    """Continue the backward into the caller's graph: gradients of micro-batches go to the mini-batch's tensors."""
+    pairs = [
+        (edge, grad if factor is None else grad * factor)
+        for of_microbatch, row in zip(edges, grads, strict=True)
+        for edge, grad in zip(of_microbatch, row, strict=True)
+        if grad is not None
+    ]
+    if pairs:
+        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+
+
+def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[GradientEdge]]:
+    """An output as a message of detached tensors, and their gradient edges: the data can be freed before the graph.
+
+    ``stage`` is the index of the stage where the message goes on to another one: then no tensors may be hidden in it.
     """
     if isinstance(output, Tensor):
         if output.requires_grad:
@@ -219,7 +245,7 @@ def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, S
 
 
 def _check_no_hidden_tensors(leaf: Any, stage: int) -> None:
-    """An object that nobody can take apart would take its tensors' graph along, or lose their gradients."""
+    """An object that is not a pytree would carry its tensors' graph along, or lose their gradients."""
     members = {**getattr(leaf, "__dict__", {})}
     members |= {name: getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())}
     hidden = [name for name, value in members.items() if isinstance(value, Tensor)]
@@ -233,7 +259,7 @@ def _check_no_hidden_tensors(leaf: Any, stage: int) -> None:
 def detach_outputs_per_edge(
     outputs: Any, count: int, stage: int | None = None
 ) -> tuple[list[Message | None], list[GradientEdge]]:
-    """One message for each edge out of the stage, and the ends of the graph of all of them."""
+    """One message for each edge out of the stage, and the gradient edges of all of them."""
     if not isinstance(outputs, tuple) or len(outputs) != count:
         found = f"{len(outputs)} values" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
         raise PlanError(f"a stage with {count} edges to later stages gave {found}: give a tuple with a value for each")
@@ -249,7 +275,7 @@ def detach_outputs_per_edge(
 
 
 def mark_shared(messages: Iterable[Message | None], shared: Iterable[Tensor]) -> list[Message | None]:
-    """The messages of a stage's output, in which what it passes on of its inputs that are ``shared`` is so, too."""
+    """The messages, in which leaves that use the memory of ``shared`` inputs are marked as shared too."""
     memory = {_storage_key(x) for x in shared}
     if not memory:
         return list(messages)
@@ -263,7 +289,7 @@ def mark_shared(messages: Iterable[Message | None], shared: Iterable[Tensor]) ->
 
 
 def overlapping_leaves(leaves: Sequence[Any]) -> Sequence[int]:
-    """The leaves that have memory in common with another one."""
+    """The leaves that have an element in common with another one."""
     dense = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided]
     if len(dense) < 2 or len({_storage_key(x) for _, x in dense}) == len(dense):
         return ()
@@ -280,8 +306,8 @@ def _shares_elements(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or not a.numel() or not b.numel():
         return a.numel() > 0 and b.numel() > 0
     first = min(a.storage_offset(), b.storage_offset())
-    places = [(tuple(x.shape), x.stride(), x.storage_offset() - first) for x in (a, b)]
-    return places[0] == places[1] or _strides_intersect(*places)
+    layouts = [(tuple(x.shape), x.stride(), x.storage_offset() - first) for x in (a, b)]
+    return layouts[0] == layouts[1] or _strides_intersect(*layouts)
 
 
 _StridedLayout = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -297,19 +323,19 @@ def _strides_intersect(a: _StridedLayout, b: _StridedLayout) -> bool:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    """What tells memory apart; a sparse tensor's is its own."""
+    """Identifies the memory of a tensor; a sparse tensor counts as its own."""
     return id(tensor) if tensor.layout is not torch.strided else storage_id(tensor)
 
 
-# What a message looks like without its data: shapes, dtypes, structure. Known before anything is sent.
+# ── messages without their data: shapes, dtypes and structure, known before anything is sent ─────────────────────
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor's shape and dtype. Only dense ones travel.
+    """A tensor's shape and dtype. Only dense tensors can be sent.
 
-    ``order`` is that of its dimensions in memory, where it is another one: tensors arrive as they were laid out, for
-    what a layer draws, and how fast it is, may depend on that.
+    ``order`` is the order of its dimensions in memory, if it is not contiguous: tensors arrive with the same layout,
+    because random numbers and speed may depend on it.
     """
 
     shape: tuple[int, ...]

@@ -1,17 +1,17 @@
-"""A tape: what the ranks of this process do, and when, while somebody wants to know.
+"""Records what the ranks of this process do, and when, for `Pipeline.trace`.
 
-Without a tape a program runs as it is. With one, the clock is read before each of its calls, what is sent is weighed,
-and nothing else is done that could be left until later: who waited for whom, and how long, is worked out from that.
+Without a recorder a program runs as it is. With one, the clock is read before each of its calls and sends are measured
+in bytes; who waited for whom, and how long, is computed from that after the step.
 
-On a GPU the clock says when work was launched. When it was done say two events for each action, which are looked at
-once they have happened: nothing waits for them inside of a step.
+On a GPU the host's clock tells when work was launched. Two events per action tell when it ran; they are read once they
+have happened, and nothing waits for them inside a step.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -22,37 +22,35 @@ import torch
 from torch import Tensor
 
 from penstock._torch import profiler_enabled, pytree, raw_saved_tensors
+from penstock.engine.channel.control import ControlChannel
 from penstock.engine.message import Message
 from penstock.engine.runner import Call, CallInfo, Runner
 from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.lower import Instruction
 
 __all__ = [
-    "CallKey",
-    "DeviceClock",
+    "AlignedClock",
+    "ClockOffset",
     "ProgramRecord",
-    "ProgramRecorder",
     "RecordedRun",
     "StepRecorder",
     "deferred_bytes",
-    "recorded_program",
-    "recorded_run",
-    "recorded_span",
+    "measure_clock_offset",
     "saved_bytes",
 ]
 
-
-# When GPUs did what they were told: events, on the host's clock.
-#
-#     host     begin ●──────────────────────────────────────● end       read when the device had nothing left to do
-#     device         ●mark───e──e────●mark──e───e────●mark──● mark      a mark for each run
-#
-# An event's time is known only as a number of milliseconds since another event, in single precision: exact for as long
-# as a step takes, but not for hours. So events count from the last mark, and marks from the one before.
+# ── clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class DeviceClock:
-    """The marks of all GPUs of this process; without GPUs, of none."""
+    """The time of CUDA events on the host's clock.
+
+        host     begin ●──────────────────────────────────────● end       read when the device is idle
+        device         ●mark───e──e────●mark──e───e────●mark──● mark      a mark for each run
+
+    An event's time is known only in milliseconds since another event, in single precision: exact for the length of a
+    step, but not for hours. So events count from the last mark, and marks from the one before.
+    """
 
     def __init__(self, devices: Iterable[torch.device], clock: Callable[[], int]) -> None:
         self.clock = clock
@@ -62,13 +60,13 @@ class DeviceClock:
         self._end: dict[torch.device, int] = {}
 
     def mark(self) -> int:
-        """Begin a run; its number among the marks."""
+        """Begin a run; returns the index of its mark."""
         for device, marks in self.marks.items():
             marks.append(self.stamp(device))
         return max((len(marks) - 1 for marks in self.marks.values()), default=0)
 
     def stamp(self, device: torch.device) -> Any:
-        """An event that happens when the device has done all that it was told so far; None for a CPU."""
+        """An event after all work launched so far; None for a CPU."""
         if device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -76,16 +74,16 @@ class DeviceClock:
         return event
 
     def allocated(self, device: torch.device) -> int:
-        """Bytes of tensors there are on the device, as its allocator counts them; it is not waited for."""
+        """Allocated bytes on the device, without waiting for it."""
         found: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
         return found
 
     def since(self, device: torch.device, mark: int, *events: Any) -> list[float]:
-        """When events happened, in seconds since a mark."""
+        """The time of events, in seconds since a mark."""
         return [self.marks[device][mark].elapsed_time(event) / 1e3 for event in events]
 
     def finish(self) -> None:
-        """Wait for all devices, and find out when their marks were."""
+        """Wait for all devices, and read the time of their marks."""
         self._end = self._read()
         for device, marks in self.marks.items():
             at = [0.0]
@@ -110,14 +108,93 @@ class DeviceClock:
         return found
 
 
-# How much a stage keeps of a micro-batch between its forward and its backward.
+class ClockOffset(NamedTuple):
+    """The difference to the first rank's clock, and the error of that, in nanoseconds."""
+
+    value: float = 0.0
+    error: float = 0.0
+
+    def __add__(self, other: object) -> ClockOffset:
+        if not isinstance(other, ClockOffset):
+            return NotImplemented
+        return ClockOffset(self.value + other.value, self.error + other.error)
+
+
+class AlignedClock:
+    """A clock whose offset is measured at the beginning and at the end, and drifts linearly in between."""
+
+    def __init__(self, at: int = 0, offset: ClockOffset | None = None) -> None:
+        self.begin = self.end = (at, offset or ClockOffset())
+
+    def set_end(self, at: int, offset: ClockOffset) -> None:
+        self.end = (at, offset)
+
+    def __call__(self, at: int) -> float:
+        """Seconds on the first rank's clock."""
+        (first, before), (last, after) = self.begin, self.end
+        share = (at - first) / (last - first) if last > first else 0.0
+        return round((at + before.value + share * (after.value - before.value)) / 1e9, 9)
+
+    @property
+    def error(self) -> float:
+        """Seconds by which it may be off."""
+        return max(self.begin[1].error, self.end[1].error) / 1e9
+
+
+CLOCK_ROUNDS = 24
+
+
+def measure_clock_offset(
+    pipe: ControlChannel, data: ControlChannel | None, tensor: ControlChannel | None, clock: Callable[[], int]
+) -> ClockOffset:
+    """This rank's offset from the first rank of the mesh. All ranks call it.
+
+    The ranks of a pipeline ask their first rank, which asks the first rank of the first replica.
+    """
+    offset = _offset_in_group(pipe, clock)
+    if data is not None:
+        offset += pipe.gather(_offset_in_group(data, clock))[0]
+    if tensor is not None:
+        first = pipe.gather(_offset_in_group(tensor, clock))[0]
+        offset += first if data is None else data.gather(first)[0]
+    return offset
+
+
+def _offset_in_group(control: ControlChannel, clock: Callable[[], int]) -> ClockOffset:
+    """The offset from the first rank of a group, which answers all others one after the other.
+
+        rank 1   asked ●───────────────● answered       rank 0 read its clock half-way, or at most half the round trip
+                        ╲             ╱                 away from that: the shortest of several round trips counts
+        rank 0           ●────────────
+    """
+    best = ClockOffset(0.0, float("inf"))
+    if control.group.rank() == 0:
+        for rank in range(1, len(control.ranks)):
+            for _ in range(CLOCK_ROUNDS):
+                control.recv_row(rank, 1)
+                control.send_row(rank, [float(clock())])
+        control.wait_sends()
+        return ClockOffset()
+    for _ in range(CLOCK_ROUNDS):
+        asked = clock()
+        control.send_row(0, [0.0])
+        (there,) = control.recv_row(0, 1)
+        answered = clock()
+        half = (answered - asked) / 2
+        if half < best.error:
+            best = ClockOffset(there - asked - half, half)
+    control.wait_sends()
+    return best
+
+
+# ── saved memory ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def saved_bytes(slot: Slot, engine: StageEngine) -> int:
-    """The bytes of all tensors that a graph keeps for its backward, parameters and buffers apart.
+    """The bytes of all tensors that a graph saves for its backward, without parameters and buffers.
 
-    What was packed away by hooks, as checkpoints do it, is not unpacked, and does not count. Neither does what a
-    function of the user's keeps as attributes, nor tensors that are not dense.
+    Not counted are tensors packed by saved-tensor hooks (as checkpoints do), attributes of user-defined functions, and
+    tensors that are not dense.
     """
     seen: set[Any] = set()
     kept: list[Tensor] = list(slot.inputs)
@@ -133,14 +210,14 @@ def saved_bytes(slot: Slot, engine: StageEngine) -> int:
 
 
 def deferred_bytes(slot: Slot, engine: StageEngine) -> int:
-    """The bytes of all tensors that weight gradients wait with, between I and W: parameters and buffers apart."""
+    """The bytes of all tensors that deferred weight gradients hold between I and W, without parameters and buffers."""
     entries = () if slot.queue is None else slot.queue.entries
     leaves = pytree.tree_leaves([arguments for _, arguments in entries])
     return _unique_bytes([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided], engine)
 
 
 def _unique_bytes(kept: Sequence[Tensor], engine: StageEngine) -> int:
-    """What overlaps counts once."""
+    """The bytes of these tensors; views that overlap count once."""
     own = {_memory_of(tensor)[0] for tensor in (*engine.module.parameters(), *engine.module.buffers())}
     sizes: dict[object, dict[int, int]] = {}  # by memory, and where in it
     room: dict[object, int] = {}
@@ -158,7 +235,7 @@ def _saved_tensors(node: Any) -> list[Tensor]:
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, int]:
-    """The memory that a tensor is a view of, and its size: views that overlap count once."""
+    """The memory that a tensor is a view of, and its size."""
     try:
         memory = tensor.untyped_storage()
         return (str(tensor.device), memory.data_ptr()), memory.nbytes()
@@ -166,110 +243,111 @@ def _memory_of(tensor: Tensor) -> tuple[object, int]:
         return id(tensor), tensor.nbytes
 
 
-# A program as a tape runs it: the same calls, some of which write down more than the time.
+# ── recorded programs ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class CallKey(NamedTuple):
-    """What a call is."""
+    """Identifies a call of a program."""
 
     instruction: Instruction
-    what: str  # see ``Mark``
+    kind: str  # see ``CallInfo``
     peer: int
 
 
-class ProgramRecorder:
-    """The calls of a runner, made once for a tape; ``curious`` about what its stages save, for its first walk."""
-
-    def __init__(
-        self, runner: Runner, clock: Callable[[], int], saved: dict[int, int], times: DeviceClock, *, curious: bool
-    ) -> None:
-        self.clock, self.saved, self.times, self.curious = clock, saved, times, curious
-        self.lines = [
-            CallKey(instruction, mark.what, mark.peer)
-            for instruction, mark in zip(runner.instructions, runner.marks, strict=True)
-        ]
-        self.walk: ProgramRecord | None = None  # under way
-        self.calls = [
-            self._call(at, call, mark) for at, (call, mark) in enumerate(zip(runner.named(), runner.marks, strict=True))
-        ]
-
-    def _call(self, at: int, call: Call, mark: CallInfo) -> Call:
-        if mark.cargo is not None:
-            return partial(self._send, at, call, mark.cargo)
-        if mark.engine is not None and mark.engine.device.type == "cuda":
-            call = partial(self._launch, at, call, mark.engine.device)
-        if mark.engine is not None and self.curious and mark.engine.index not in self.saved:
-            return partial(self._look, at, call, mark)
-        return call
-
-    def _send(self, at: int, call: Call, cargo: Callable[[], Any]) -> None:
-        assert self.walk is not None
-        self.walk.sizes[at] = _payload_bytes(cargo())
-        call()
-
-    def _launch(self, at: int, call: Call, device: torch.device) -> None:
-        assert self.walk is not None
-        before = self.times.stamp(device)
-        call()
-        self.walk.events[at] = (device, before, self.times.stamp(device))
-        self.walk.memory[at] = self.times.allocated(device)
-
-    def _look(self, at: int, call: Call, mark: CallInfo) -> None:
-        """The first of a stage's graphs is looked at, after its end."""
-        assert self.walk is not None
-        assert mark.engine is not None
-        assert mark.slot is not None
-        call()
-        if mark.slot.roots and mark.engine.index not in self.saved:
-            self.walk.ends[at] = self.clock()
-            self.saved[mark.engine.index] = 0
-            with suppress(Exception):  # tensors of kinds that nobody has thought of must not end a step
-                self.saved[mark.engine.index] = saved_bytes(mark.slot, mark.engine)
-
-
 class ProgramRecord:
-    """One program, walked along: the clock's numbers, and what they belong to."""
+    """One run of a program: timestamps of its calls, and more of some of them, by the call's index."""
 
-    __slots__ = ("ends", "events", "lines", "memory", "seconds", "sizes", "stamps")
+    __slots__ = ("calls", "ends", "events", "memory", "seconds", "sizes", "stamps")
 
-    def __init__(self, lines: Sequence[CallKey]) -> None:
-        self.lines = lines
-        self.stamps = [0] * (len(lines) + 1)  # before each call, and after the last
-        self.ends: dict[int, int] = {}  # of calls that something else was done after
+    def __init__(self, calls: Sequence[CallKey]) -> None:
+        self.calls = calls
+        self.stamps = [0] * (len(calls) + 1)  # before each call, and after the last
+        self.ends: dict[int, int] = {}  # of calls after which the recorder did more
         self.sizes: dict[int, int] = {}  # bytes, of each send
-        self.memory: dict[int, int] = {}  # bytes of tensors on the device, after an action's work
+        self.memory: dict[int, int] = {}  # allocated bytes on the device, after an action's work
         self.events: dict[int, tuple[torch.device, Any, Any]] = {}  # before and after an action's work, on a GPU
-        self.seconds: dict[int, tuple[torch.device, float, float]] = {}  # when they happened, since the run began
+        self.seconds: dict[int, tuple[torch.device, float, float]] = {}  # of these events, since the run began
 
     def end(self, at: int) -> int:
-        """When a call was over; 0 if it never was."""
+        """When a call returned; 0 if it did not."""
         return self.ends.get(at, self.stamps[at + 1])
 
 
-def _payload_bytes(payload: Any) -> int:
-    leaves = payload[0] if type(payload) is Message else payload
-    total = 0
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            total += leaf.nbytes
-    return total
+class RecordedProgram:
+    """A runner's calls, some of which record more than the time; in its first run also the bytes that graphs save."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        clock: Callable[[], int],
+        saved: dict[int, int],
+        devices: DeviceClock,
+        *,
+        measure_saved: bool,
+    ) -> None:
+        self.clock, self.saved, self.devices, self.measure_saved = clock, saved, devices, measure_saved
+        self.keys = [
+            CallKey(instruction, info.kind, info.peer)
+            for instruction, info in zip(runner.instructions, runner.infos, strict=True)
+        ]
+        self.record = ProgramRecord(())  # of the current run
+        self.calls = [
+            self._wrap(at, call, info)
+            for at, (call, info) in enumerate(zip(runner.named_calls(), runner.infos, strict=True))
+        ]
+
+    def _wrap(self, at: int, call: Call, info: CallInfo) -> Call:
+        if info.payload is not None:
+            return partial(self._send, at, call, info.payload)
+        if info.engine is not None and info.engine.device.type == "cuda":
+            call = partial(self._launch, at, call, info.engine.device)
+        if info.engine is not None and self.measure_saved and info.engine.index not in self.saved:
+            return partial(self._measure_saved, at, call, info)
+        return call
+
+    def _send(self, at: int, call: Call, payload: Callable[[], Any]) -> None:
+        value = payload()
+        leaves = value[0] if type(value) is Message else value
+        total = 0
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                total += leaf.nbytes
+        self.record.sizes[at] = total
+        call()
+
+    def _launch(self, at: int, call: Call, device: torch.device) -> None:
+        before = self.devices.stamp(device)
+        call()
+        self.record.events[at] = (device, before, self.devices.stamp(device))
+        self.record.memory[at] = self.devices.allocated(device)
+
+    def _measure_saved(self, at: int, call: Call, info: CallInfo) -> None:
+        """Measure the first graph of a stage, after the call."""
+        assert info.engine is not None
+        assert info.slot is not None
+        call()
+        if info.slot.roots and info.engine.index not in self.saved:
+            self.record.ends[at] = self.clock()
+            self.saved[info.engine.index] = 0
+            with suppress(Exception):  # unknown kinds of tensors must not end a step
+                self.saved[info.engine.index] = saved_bytes(info.slot, info.engine)
 
 
 @dataclass
 class RecordedRun:
-    """One mini-batch, or the backward of one that was begun before."""
+    """One mini-batch, or the backward of an earlier call."""
 
     kind: str  # "step", "evaluate", "call" or "backward"
     begin: int
     end: int = 0
     failed: bool = False
-    base: int = 0  # which of the devices' marks its events count from
-    walks: list[ProgramRecord] = field(default_factory=list)
-    spans: list[tuple[str, int, int]] = field(default_factory=list)  # what was done around the program
+    mark: int = 0  # the mark of the device clock that its events count from
+    programs: list[ProgramRecord] = field(default_factory=list)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)  # phases before and after the program
 
 
 class StepRecorder:
-    """Records ``steps`` runs, all if that is None, after the first ``skip``. A backward belongs to its call."""
+    """Records ``steps`` runs (None: all) after the first ``skip``. A backward belongs to its call."""
 
     def __init__(
         self,
@@ -279,28 +357,33 @@ class StepRecorder:
         clock: Callable[[], int] = perf_counter_ns,
     ) -> None:
         self.clock = clock
-        self.left = steps
+        self.remaining = steps
         self.skip = skip
         self.runs: list[RecordedRun] = []
-        self.now: RecordedRun | None = None  # what is recorded now
-        self.saved: dict[int, int] = {}  # bytes that a stage's graph keeps of one micro-batch
-        self.times = DeviceClock(devices, clock)
-        self._pending: deque[tuple[RecordedRun, ProgramRecord]] = deque()  # whose events have not been looked at
+        self.now: RecordedRun | None = None  # the current run, if it is recorded
+        self.saved: dict[int, int] = {}  # bytes that a stage's graph saves of one micro-batch
+        self.devices = DeviceClock(devices, clock)
+        self._pending: deque[tuple[RecordedRun, ProgramRecord]] = deque()  # with events that were not read yet
         self.begin = clock()
+        self.aligned = AlignedClock()
+
+    def elapsed(self) -> int:
+        """Nanoseconds since the recorder was made."""
+        return self.clock() - self.begin
 
     @contextmanager
     def run(self, kind: str) -> Iterator[None]:
-        """Around one mini-batch: it is recorded, or not."""
+        """Around one mini-batch: record it, unless it is skipped or beyond the last."""
         counts = kind != "backward"
         if counts and self.skip:
             self.skip -= 1
             yield
             return
-        if self.now is not None or (counts and self.left == 0):
+        if self.now is not None or (counts and self.remaining == 0):
             yield
             return
-        self._resolve(done=False)
-        self.now = run = RecordedRun(kind, self.clock(), base=self.times.mark())
+        self._read_events(done=False)
+        self.now = run = RecordedRun(kind, self.clock(), mark=self.devices.mark())
         self.runs.append(run)
         try:
             yield
@@ -310,79 +393,69 @@ class StepRecorder:
         finally:
             run.end = self.clock()
             self.now = None
-            self._pending.extend((run, walk) for walk in run.walks if walk.events)
-            if counts and self.left is not None:
-                self.left -= 1
+            self._pending.extend((run, program) for program in run.programs if program.events)
+            if counts and self.remaining is not None:
+                self.remaining -= 1
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Around something that a rank does before or after its program."""
+        """Around a phase of a run before or after the program."""
         run, begin = self.now, self.clock()
         yield
         if run is not None:
             run.spans.append((name, begin, self.clock()))
 
-    def walk(self, runner: Runner) -> None:
-        """Do what ``runner.run`` does, and write it down."""
+    def run_program(self, runner: Runner) -> None:
+        """``runner.run``, recorded."""
         run = self.now
         assert run is not None
-        script = self._script(runner)
-        walk = script.walk = ProgramRecord(script.lines)
-        run.walks.append(walk)
-        stamps, clock, progress = walk.stamps, self.clock, runner.progress
-        for progress.at, call in enumerate(script.calls):
+        program = self._program(runner)
+        record = program.record = ProgramRecord(program.keys)
+        run.programs.append(record)
+        stamps, clock, progress = record.stamps, self.clock, runner.progress
+        for progress.at, call in enumerate(program.calls):
             stamps[progress.at] = clock()
             call()
         stamps[-1] = clock()
         progress.at = -1
 
-    def _script(self, runner: Runner) -> ProgramRecorder:
-        """The runner's calls: made for its first walk, for its second, when less is to be found out, and then kept."""
-        script = runner.script
-        known = isinstance(script, ProgramRecorder) and script.saved is self.saved
-        if isinstance(script, ProgramRecorder) and known and not script.curious and not profiler_enabled():
-            return script
-        made = ProgramRecorder(runner, self.clock, self.saved, self.times, curious=not known)
-        runner.script = None if profiler_enabled() else made
+    def _program(self, runner: Runner) -> RecordedProgram:
+        """The runner's calls: made for its first run, again for its second without measuring saved bytes, then kept."""
+        program, profiled = runner.recorded_calls, profiler_enabled()
+        known = isinstance(program, RecordedProgram) and program.saved is self.saved
+        if isinstance(program, RecordedProgram) and known and not program.measure_saved and not profiled:
+            return program
+        made = RecordedProgram(runner, self.clock, self.saved, self.devices, measure_saved=not known)
+        runner.recorded_calls = None if profiled else made
         return made
 
-    def finish(self) -> None:
-        """Nothing more is recorded; on GPUs, wait for what was."""
-        self.left = 0
-        self.times.finish()
-        self._resolve(done=True)
+    def finish(self, error: BaseException | None = None) -> None:
+        """Stop recording, and wait for the GPUs. After an error, one that cannot be asked is left out."""
+        self.remaining = 0
+        try:
+            self.devices.finish()
+            self._read_events(done=True)
+        except RuntimeError:
+            if error is None:
+                raise
+            self.forget_devices()
 
     def forget_devices(self) -> None:
-        """Leave what the host's clock says, and nothing of the GPUs'."""
+        """Keep the host's timestamps alone."""
         self._pending.clear()
         for run in self.runs:
-            for walk in run.walks:
-                walk.events.clear()
-                walk.seconds.clear()
+            for program in run.programs:
+                program.events.clear()
+                program.seconds.clear()
 
-    def _resolve(self, *, done: bool) -> None:
-        """Look at events that have happened, and let go of them; all have when it is ``done``."""
+    def _read_events(self, *, done: bool) -> None:
+        """Read events that have happened, and free them; with ``done``, all of them have."""
         while self._pending:
-            run, walk = self._pending[0]
-            if not done and not all(after.query() for _, _, after in walk.events.values()):
+            run, program = self._pending[0]
+            if not done and not all(after.query() for _, _, after in program.events.values()):
                 return
-            for at, (device, before, after) in walk.events.items():
-                start, end = self.times.since(device, run.base, before, after)
-                walk.seconds[at] = (device, start, end)
-            walk.events.clear()
+            for at, (device, before, after) in program.events.items():
+                start, end = self.devices.since(device, run.mark, before, after)
+                program.seconds[at] = (device, start, end)
+            program.events.clear()
             self._pending.popleft()
-
-
-def recorded_run(tape: StepRecorder | None, kind: str) -> AbstractContextManager[None]:
-    """Around one mini-batch, whether there is a tape or not."""
-    return nullcontext() if tape is None else tape.run(kind)
-
-
-def recorded_span(tape: StepRecorder | None, name: str) -> AbstractContextManager[None]:
-    """Around something outside of the program, whether there is a tape or not."""
-    return nullcontext() if tape is None or tape.now is None else tape.span(name)
-
-
-def recorded_program(tape: StepRecorder | None, runner: Runner) -> Callable[[], None]:
-    """What runs a program: the runner itself, or a tape that records it."""
-    return runner.run if tape is None or tape.now is None else partial(tape.walk, runner)

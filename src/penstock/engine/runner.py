@@ -1,11 +1,16 @@
-"""The one runner: a program becomes a list of calls, made once, and a step is a walk along that list."""
+"""A program becomes a list of calls, compiled once; a step runs down that list.
+
+    0F3        wait_F ─▶ forward ─▶ send_F          waits and sends of other ranks are calls of their own, so that a
+    0B3        wait_B ─▶ backward ─▶ send_B         rank that waits is seen to wait, and not to compute
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -19,35 +24,138 @@ from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.lower import Instruction
 from penstock.schedule.schedule import BACKWARD, COMPUTE
 
-__all__ = [
-    "Bindings",
-    "CallInfo",
-    "PipelineIO",
-    "Runner",
-    "backward",
-    "backward_join",
-    "begin_backward",
-    "compile_program",
-    "forward",
-    "forward_first",
-    "forward_join",
-    "offload_next_forward",
-    "payload_of_edge",
-    "prefetch_activations",
-    "send_grads",
-    "send_grads_of_edge",
-    "send_output",
-    "send_output_of_edge",
-    "store_input_grads",
-    "store_output",
-]
+__all__ = ["Bindings", "CallInfo", "LRUCache", "PipelineIO", "Runner", "compile_program"]
 
-
-# What the calls of a compiled program do.
-
-ReceiveFn = Callable[[], Any]  # of a message, or of gradients, that have come
+Call = Callable[[], None]
+Receive = Callable[[], Any]  # a message, or gradients
 Send = Callable[[Any], None]
-BackwardFn = Callable[[Sequence[Tensor | None], Slot], None]  # a backward
+BackwardFn = Callable[[Sequence[Tensor | None], Slot], None]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LRUCache(Generic[K, V]):
+    """Up to ``size`` values; a new one evicts the least recently used.
+
+    Ranks that use the same keys in the same order evict the same ones.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, key: K) -> V:
+        self._values.move_to_end(key)
+        return self._values[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self.size:
+            self._values.popitem(last=False)
+
+    def values(self) -> Iterable[V]:
+        return self._values.values()
+
+    def clear(self) -> None:
+        self._values.clear()
+
+
+@dataclass
+class PipelineIO:
+    """The inputs and outputs of the pipeline, and their gradients, per micro-batch."""
+
+    inputs: list[Message] = field(default_factory=list)
+    outputs: list[Message | None] | None = None
+    seed: Callable[[int], Sequence[Tensor | None]] | None = None  # gradients of the last stage's outputs
+    grads: list[Sequence[Tensor | None]] | None = None  # gradients of the first stage's inputs
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """The objects that a program's instructions work on. Channels are keyed by (sending stage, receiving stage)."""
+
+    stages: Mapping[int, StageEngine]  # of this rank
+    slots: Mapping[tuple[int, int], Slot]
+    forward: Mapping[tuple[int, int], Channel]
+    backward: Mapping[tuple[int, int], Channel]
+    io: PipelineIO
+    reduce: Callable[[int], None] | None = None
+    backward_fn: Callable[[StageEngine, Sequence[Tensor | None], Slot], None] | None = None  # None: the stage's own
+
+
+class CallInfo(NamedTuple):
+    """What a recorder has to know of a call."""
+
+    kind: str = ""  # "work" (of an action), "wait" (for a message), "send", "sent" (wait until a send is over), or ""
+    engine: StageEngine | None = None  # of work
+    slot: Slot | None = None  # of work
+    peer: int = -1  # the stage at the other end, of a wait or send
+    payload: Callable[[], Any] | None = None  # what is about to be sent
+
+
+_OTHER = CallInfo()
+BoundCall = tuple[Call, Instruction, CallInfo]
+
+
+class Runner:
+    """A compiled program of one rank."""
+
+    def __init__(
+        self, calls: Sequence[Call], instructions: Sequence[Instruction], infos: Sequence[CallInfo] | None = None
+    ) -> None:
+        self.calls = tuple(calls)
+        self.instructions = tuple(instructions)
+        self.infos = (_OTHER,) * len(self.calls) if infos is None else tuple(infos)
+        self.progress = Progress()
+        self.recorded_calls: object = None  # the calls as the last recorder runs them
+
+    def run(self) -> None:
+        progress = self.progress
+        for progress.at, call in enumerate(self.named_calls()):
+            call()
+        progress.at = -1
+
+    def named_calls(self) -> Sequence[Call]:
+        """The calls; while torch's profiler is on, each is a range with the name of its action."""
+        if not profiler_enabled():
+            return self.calls
+        return [
+            partial(_profiled, str(instruction), call)
+            if info.kind == "work" or instruction.kind not in COMPUTE
+            else call
+            for call, instruction, info in zip(self.calls, self.instructions, self.infos, strict=True)
+        ]
+
+    def halves(self) -> tuple[Runner, Runner]:
+        """The calls before the first backward, and those from there on."""
+        kinds = [instruction.kind for instruction in self.instructions]
+        at = next(i for i, kind in enumerate(kinds) if kind in ("R", "B"))
+        while at and kinds[at - 1] == "RECV_B":  # the backward waits for it
+            at -= 1
+        parts = slice(at), slice(at, None)
+        first, second = (Runner(self.calls[at], self.instructions[at], self.infos[at]) for at in parts)
+        return first, second
+
+    @property
+    def current(self) -> Instruction | None:
+        """The instruction that is running, or that failed."""
+        return self.instructions[self.progress.at] if self.progress.at >= 0 else None
+
+
+def _profiled(name: str, call: Call) -> None:
+    with record_function(name):
+        call()
+
+
+# ── the calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def prefetch_activations(engine: StageEngine, k: int) -> None:
@@ -56,33 +164,33 @@ def prefetch_activations(engine: StageEngine, k: int) -> None:
 
 
 def offload_next_forward(slot: Slot) -> None:
-    slot.away, slot.bare = True, False
+    slot.offload_next, slot.plain = True, False
 
 
-def forward_first(engine: StageEngine, k: int, slot: Slot, ends: PipelineIO) -> None:
-    engine.forward(k, ends.inputs[k], slot)
+def forward_first(engine: StageEngine, k: int, slot: Slot, io: PipelineIO) -> None:
+    engine.forward(k, io.inputs[k], slot)
 
 
-def forward(engine: StageEngine, k: int, slot: Slot, take: ReceiveFn) -> None:
-    engine.forward(k, take(), slot)
+def forward(engine: StageEngine, k: int, slot: Slot, receive: Receive) -> None:
+    engine.forward(k, receive(), slot)
 
 
-def forward_join(engine: StageEngine, k: int, slot: Slot, takes: Sequence[ReceiveFn]) -> None:
-    message, slot.shares = merge_messages([take() for take in takes])
+def forward_join(engine: StageEngine, k: int, slot: Slot, receives: Sequence[Receive]) -> None:
+    message, slot.inputs_per_edge = merge_messages([receive() for receive in receives])
     engine.forward(k, message, slot)
 
 
-def begin_backward(work: BackwardFn, k: int, slot: Slot, ends: PipelineIO) -> None:
-    assert ends.seed is not None
-    work(ends.seed(k), slot)
+def begin_backward(backward_fn: BackwardFn, k: int, slot: Slot, io: PipelineIO) -> None:
+    assert io.seed is not None
+    backward_fn(io.seed(k), slot)
 
 
-def backward(work: BackwardFn, slot: Slot, take: ReceiveFn) -> None:
-    work(take(), slot)
+def backward(backward_fn: BackwardFn, slot: Slot, receive: Receive) -> None:
+    backward_fn(receive(), slot)
 
 
-def backward_join(work: BackwardFn, slot: Slot, takes: Sequence[ReceiveFn]) -> None:
-    work([grad for take in takes for grad in take()], slot)
+def backward_join(backward_fn: BackwardFn, slot: Slot, receives: Sequence[Receive]) -> None:
+    backward_fn([grad for receive in receives for grad in receive()], slot)
 
 
 def send_output(send: Send, slot: Slot) -> None:
@@ -95,247 +203,154 @@ def send_grads(send: Send, slot: Slot) -> None:
     slot.grads = ()
 
 
-def send_output_of_edge(send: Send, slot: Slot, part: int) -> None:
-    send(slot.messages[part])
-    slot.messages[part] = None
+def send_edge_output(send: Send, slot: Slot, edge: int) -> None:
+    send(slot.messages[edge])
+    slot.messages[edge] = None
 
 
-def send_grads_of_edge(send: Send, slot: Slot, part: int) -> None:
-    send(slot.rows[part])
-    slot.rows[part] = slot.grads = ()
+def send_edge_grads(send: Send, slot: Slot, edge: int) -> None:
+    send(slot.edge_grads[edge])
+    slot.edge_grads[edge] = slot.grads = ()
 
 
-def store_output(ends: PipelineIO, k: int, slot: Slot) -> None:
-    if ends.outputs is not None:
-        ends.outputs[k] = slot.message
+def store_output(io: PipelineIO, k: int, slot: Slot) -> None:
+    if io.outputs is not None:
+        io.outputs[k] = slot.message
     slot.message = None
 
 
-def store_input_grads(ends: PipelineIO, k: int, slot: Slot) -> None:
-    if ends.grads is not None:
-        ends.grads[k] = slot.grads
+def store_input_grads(io: PipelineIO, k: int, slot: Slot) -> None:
+    if io.grads is not None:
+        io.grads[k] = slot.grads
     slot.grads = ()
 
 
-def payload_of_edge(slot: Slot, what: str, part: int) -> Any:
-    """What goes along one of several edges: of the slot's messages, or of its rows of gradients."""
-    return getattr(slot, what)[part]
+# ── compilation ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Call = Callable[[], None]
-Receive = Callable[[], Any]
-BoundCall = tuple[Call, "CallInfo"]
-ProgramCall = tuple[Call, Instruction, "CallInfo"]
-
-
-@dataclass
-class PipelineIO:
-    """Where the pipeline meets the outside: what goes in, what comes out, and their gradients."""
-
-    inputs: list[Message] = field(default_factory=list)
-    outputs: list[Message | None] | None = None
-    seed: Callable[[int], Sequence[Tensor | None]] | None = None  # gradients of the last stage's outputs
-    grads: list[Sequence[Tensor | None]] | None = None  # gradients of the first stage's inputs
-
-
-@dataclass(frozen=True)
-class Bindings:
-    """What a program's instructions are bound to. Lanes go by (sending stage, receiving stage)."""
-
-    stages: Mapping[int, StageEngine]  # of this rank
-    slots: Mapping[tuple[int, int], Slot]
-    forward: Mapping[tuple[int, int], Channel]
-    backward: Mapping[tuple[int, int], Channel]
-    ends: PipelineIO
-    reduce: Callable[[int], None] | None = None
-    work: Callable[[StageEngine, Sequence[Tensor | None], Slot], None] | None = None  # None: the stage's own
-
-
-class CallInfo(NamedTuple):
-    """What a tape has to know of a call: whether it is an action's work, a send, or a wait."""
-
-    what: str = ""  # "work", "wait" (for a message), "send", "sent" (a wait until a send is over), or anything else
-    engine: StageEngine | None = None  # that works
-    slot: Slot | None = None  # what it works on
-    peer: int = -1  # the stage at the other end, of a wait or send
-    cargo: Callable[[], Any] | None = None  # what is about to be sent
-
-
-_OTHER = CallInfo()
-
-
-class Runner:
-    """A compiled program of one rank."""
-
-    def __init__(
-        self, calls: Sequence[Call], instructions: Sequence[Instruction], marks: Sequence[CallInfo] | None = None
-    ) -> None:
-        self.calls = tuple(calls)
-        self.instructions = tuple(instructions)
-        self.marks = (_OTHER,) * len(self.calls) if marks is None else tuple(marks)
-        self.progress = Progress()
-        self.script: object = None  # the same calls, as the last tape runs them
-
-    def run(self) -> None:
-        progress = self.progress
-        for progress.at, call in enumerate(self.named()):
-            call()
-        progress.at = -1
-
-    def named(self) -> Sequence[Call]:
-        """The calls; while torch's profiler is on, each is a range with the name of its action."""
-        if not profiler_enabled():
-            return self.calls
-        return [
-            partial(_profiled, str(instruction), call)
-            if mark.what == "work" or instruction.kind not in COMPUTE
-            else call
-            for call, instruction, mark in zip(self.calls, self.instructions, self.marks, strict=True)
-        ]
-
-    def halves(self) -> tuple[Runner, Runner]:
-        """What comes before the first backward, and what comes from there on."""
-        kinds = [instruction.kind for instruction in self.instructions]
-        at = next(i for i, kind in enumerate(kinds) if kind in ("R", "B"))
-        while at and kinds[at - 1] == "RECV_B":  # what the backward waits for
-            at -= 1
-        parts = slice(at), slice(at, None)
-        first, second = (Runner(self.calls[at], self.instructions[at], self.marks[at]) for at in parts)
-        return first, second
-
-    @property
-    def current(self) -> Instruction | None:
-        """The instruction under way, or the one that failed."""
-        return self.instructions[self.progress.at] if self.progress.at >= 0 else None
-
-
-def compile_program(instructions: Iterable[Instruction], wiring: Bindings) -> Runner:
+def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> Runner:
     """Bind every instruction to the objects it works on.
 
-    Lanes within a process need no posting and no releasing. An edge between two stages of one rank has no send in
-    the program: its message is handed over right after the action that made it.
+    Channels within a process need no posted receives, and their sends are over at once. An edge between two stages of
+    one rank has no send in the program: its message is passed on right after the action that made it.
     """
-    pieces: list[ProgramCall] = []
+    calls: list[BoundCall] = []
     instructions = list(instructions)
-    back = prefetch_points(instructions) if any(stage.offload for stage in wiring.stages.values()) else {}
-    away = {pair for pairs in back.values() for pair in pairs if wiring.stages[pair[0]].offload is not None}
-    weights = next((stage.weights for stage in wiring.stages.values() if stage.weights is not None), None)
-    stops = {} if weights is None else weights.calls(instructions, wiring.stages)
+    stages = bindings.stages
+    prefetches = prefetch_points(instructions) if any(stage.offload for stage in stages.values()) else {}
+    offloaded = {pair for pairs in prefetches.values() for pair in pairs if stages[pair[0]].offload is not None}
+    weights = next((stage.weights for stage in stages.values() if stage.weights is not None), None)
+    transfers = {} if weights is None else weights.transfer_calls(instructions, stages)
     for at, instruction in enumerate(instructions):
-        if at in stops:
-            pieces.append((stops[at], instruction, _OTHER))
-        pieces += [(call, instruction, _OTHER) for call in _prefetch_calls(back.get(at, ()), away, wiring)]
-        pieces += [(call, instruction, _OTHER) for call in _offload_calls(instruction, away, wiring)]
-        pieces += _wait_calls(instruction, wiring)
-        pieces += [(call, instruction, mark) for call, mark in _bind(instruction, wiring)]
-        pieces += _sent_calls(instruction, wiring)
-    if len(instructions) in stops:
-        pieces.append((stops[len(instructions)], instructions[-1], _OTHER))
-    return Runner(*([piece[part] for piece in pieces] for part in range(3)))  # type: ignore[arg-type]
+        kind, stage, k, peer = instruction
+        if at in transfers:
+            calls.append((transfers[at], instruction, _OTHER))
+        for pair in prefetches.get(at, ()):
+            if pair in offloaded:
+                calls.append((partial(prefetch_activations, stages[pair[0]], pair[1]), instruction, _OTHER))
+        if kind == "F" and (stage, k) in offloaded:
+            calls.append((partial(offload_next_forward, bindings.slots[stage, k]), instruction, _OTHER))
+        calls += _wait_calls(instruction, bindings)
+        calls += _bind(instruction, bindings)
+        taken = bindings.forward[stage, peer].ops(k).wait_taken if kind == "SEND_F" else None
+        if taken is not None:  # the sender waits until the message is taken
+            calls.append((taken, instruction._replace(kind="SENT_F"), CallInfo("sent", peer=peer)))
+    if len(instructions) in transfers:
+        calls.append((transfers[len(instructions)], instructions[-1], _OTHER))
+    return Runner(*([call[part] for call in calls] for part in range(3)))  # type: ignore[arg-type]
 
 
-def _prefetch_calls(pairs: Iterable[tuple[int, int]], away: set[tuple[int, int]], wiring: Bindings) -> list[Call]:
-    return [partial(prefetch_activations, wiring.stages[pair[0]], pair[1]) for pair in pairs if pair in away]
-
-
-def _offload_calls(instruction: Instruction, away: set[tuple[int, int]], wiring: Bindings) -> list[Call]:
-    pair = instruction.stage, instruction.microbatch
-    return [partial(offload_next_forward, wiring.slots[pair])] if instruction.kind == "F" and pair in away else []
-
-
-def _wait_calls(instruction: Instruction, wiring: Bindings) -> list[ProgramCall]:
-    """The waits for what other ranks send to an action, under the names of their receives."""
+def _wait_calls(instruction: Instruction, bindings: Bindings) -> list[BoundCall]:
+    """The waits for messages of other ranks, under the names of their receives."""
     kind, stage, k, _ = instruction
     if kind not in ("F", "B", "I"):
         return []
-    direction, channels = ("F", wiring.forward) if kind == "F" else ("B", wiring.backward)
+    direction, channels = ("F", bindings.forward) if kind == "F" else ("B", bindings.backward)
     return [
         (channel.ops(k).wait_recv, Instruction(f"RECV_{direction}", stage, k, src), CallInfo("wait", peer=src))
         for (src, dst), channel in sorted(channels.items(), key=lambda pair: pair[0])
-        if dst == stage and src not in wiring.stages
+        if dst == stage and src not in bindings.stages
     ]
 
 
-def _sent_calls(instruction: Instruction, wiring: Bindings) -> list[ProgramCall]:
-    """The wait until a message is taken, where a channel asks for it."""
-    kind, stage, k, peer = instruction
-    taken = wiring.forward[stage, peer].ops(k).wait_taken if kind == "SEND_F" else None
-    return [] if taken is None else [(taken, instruction._replace(kind="SENT_F"), CallInfo("sent", peer=peer))]
-
-
-def _bind(instruction: Instruction, wiring: Bindings) -> list[BoundCall]:
+def _bind(instruction: Instruction, bindings: Bindings) -> list[BoundCall]:
     kind, stage, k, peer = instruction
     if kind in COMPUTE:
-        engine, slot = wiring.stages[stage], wiring.slots[stage, k]
+        engine, slot = bindings.stages[stage], bindings.slots[stage, k]
         work = CallInfo("work", engine, slot)
         if kind == "F":
-            return [(_bind_forward(stage, k, wiring), work), *_local_sends(stage, k, wiring, "F")]
+            return [(_bind_forward(stage, k, bindings), instruction, work), *_local_sends(instruction, bindings, "F")]
         if kind in BACKWARD:
-            return [(_bind_backward(kind, stage, k, wiring), work), *_local_sends(stage, k, wiring, "B")]
-        return [(partial(engine.recompute, k, slot) if kind == "R" else partial(engine.weight_gradient, slot), work)]
+            call = _bind_backward(kind, stage, k, bindings)
+            return [(call, instruction, work), *_local_sends(instruction, bindings, "B")]
+        call = partial(engine.recompute, k, slot) if kind == "R" else partial(engine.weight_gradient, slot)
+        return [(call, instruction, work)]
     if kind == "REDUCE":
-        return [] if wiring.reduce is None else [(partial(wiring.reduce, stage), _OTHER)]
-    what, direction = kind.split("_")
-    if what == "SEND":
-        return [_bind_send(stage, peer, k, wiring, direction)]
-    channels = wiring.forward if direction == "F" else wiring.backward
-    if what == "RECV":
-        call, mark = channels[peer, stage].ops(k).post_recv, _OTHER
+        return [] if bindings.reduce is None else [(partial(bindings.reduce, stage), instruction, _OTHER)]
+    operation, direction = kind.split("_")
+    if operation == "SEND":
+        return [_bind_send(instruction, peer, bindings, direction)]
+    channels = bindings.forward if direction == "F" else bindings.backward
+    if operation == "RECV":
+        post, info = channels[peer, stage].ops(k).post_recv, _OTHER
     else:
-        call, mark = channels[stage, peer].ops(k).wait_send, CallInfo("sent", peer=peer)
-    return [] if call is None else [(call, mark)]
+        post, info = channels[stage, peer].ops(k).wait_send, CallInfo("sent", peer=peer)
+    return [] if post is None else [(post, instruction, info)]
 
 
-def _bind_forward(stage: int, k: int, wiring: Bindings) -> Call:
-    engine, slot = wiring.stages[stage], wiring.slots[stage, k]
-    takes = _receives(stage, k, wiring.forward)
-    if not takes:
-        return partial(forward_first, engine, k, slot, wiring.ends)
-    return (
-        partial(forward, engine, k, slot, *takes) if len(takes) == 1 else partial(forward_join, engine, k, slot, takes)
-    )
+def _bind_forward(stage: int, k: int, bindings: Bindings) -> Call:
+    engine, slot = bindings.stages[stage], bindings.slots[stage, k]
+    receives = _receives(stage, k, bindings.forward)
+    if not receives:
+        return partial(forward_first, engine, k, slot, bindings.io)
+    if len(receives) == 1:
+        return partial(forward, engine, k, slot, *receives)
+    return partial(forward_join, engine, k, slot, receives)
 
 
-def _bind_backward(kind: str, stage: int, k: int, wiring: Bindings) -> Call:
-    engine, slot = wiring.stages[stage], wiring.slots[stage, k]
+def _bind_backward(kind: str, stage: int, k: int, bindings: Bindings) -> Call:
+    engine, slot = bindings.stages[stage], bindings.slots[stage, k]
     if kind == "I":
-        work = engine.input_gradient
+        backward_fn = engine.input_gradient
     else:
-        work = engine.backward if wiring.work is None else partial(wiring.work, engine)
-    takes = _receives(stage, k, wiring.backward)
-    if not takes:
-        return partial(begin_backward, work, k, slot, wiring.ends)
-    return partial(backward, work, slot, *takes) if len(takes) == 1 else partial(backward_join, work, slot, takes)
-
-
-def _bind_send(stage: int, peer: int, k: int, wiring: Bindings, direction: str) -> BoundCall:
-    """The message of one edge out of the stage, or the gradients of one edge into it."""
-    channels = wiring.forward if direction == "F" else wiring.backward
-    peers = sorted(dst for src, dst in channels if src == stage)
-    send, slot = channels[stage, peer].ops(k).send, wiring.slots[stage, k]
-    if len(peers) == 1:
-        call, cargo = (send_output, "message") if direction == "F" else (send_grads, "grads")
-        return partial(call, send, slot), CallInfo("send", peer=peer, cargo=partial(getattr, slot, cargo))
-    at = peers.index(peer)
-    part, cargo = (send_output_of_edge, "messages") if direction == "F" else (send_grads_of_edge, "rows")
-    return partial(part, send, slot, at), CallInfo("send", peer=peer, cargo=partial(payload_of_edge, slot, cargo, at))
+        backward_fn = engine.backward if bindings.backward_fn is None else partial(bindings.backward_fn, engine)
+    receives = _receives(stage, k, bindings.backward)
+    if not receives:
+        return partial(begin_backward, backward_fn, k, slot, bindings.io)
+    if len(receives) == 1:
+        return partial(backward, backward_fn, slot, *receives)
+    return partial(backward_join, backward_fn, slot, receives)
 
 
 def _receives(stage: int, k: int, channels: Mapping[tuple[int, int], Channel]) -> list[Receive]:
-    """What takes the messages of a micro-batch that come into a stage."""
+    """Take a micro-batch's message from each incoming channel."""
     return [channels[src, dst].ops(k).get for src, dst in sorted(channels) if dst == stage]
 
 
-def _local_sends(stage: int, k: int, wiring: Bindings, direction: str) -> list[BoundCall]:
-    """What follows an action without an instruction of its own: edges inside this rank, and the pipeline's ends."""
-    channels = wiring.forward if direction == "F" else wiring.backward
+def _bind_send(instruction: Instruction, peer: int, bindings: Bindings, direction: str) -> BoundCall:
+    """Send the message of one edge out of the stage, or the gradients of one edge into it."""
+    _, stage, k, _ = instruction
+    channels = bindings.forward if direction == "F" else bindings.backward
+    peers = sorted(dst for src, dst in channels if src == stage)
+    send, slot = channels[stage, peer].ops(k).send, bindings.slots[stage, k]
+    call: Call
+    payload: Callable[[], Any]
+    if len(peers) == 1:
+        call = partial(send_output if direction == "F" else send_grads, send, slot)
+        payload = partial(getattr, slot, "message" if direction == "F" else "grads")
+    else:
+        edge = peers.index(peer)
+        call = partial(send_edge_output if direction == "F" else send_edge_grads, send, slot, edge)
+        payload = lambda: (slot.messages if direction == "F" else slot.edge_grads)[edge]  # noqa: E731
+    return call, instruction, CallInfo("send", peer=peer, payload=payload)
+
+
+def _local_sends(instruction: Instruction, bindings: Bindings, direction: str) -> list[BoundCall]:
+    """The calls after an action that have no instruction: edges inside this rank, and the ends of the pipeline."""
+    _, stage, k, _ = instruction
+    channels = bindings.forward if direction == "F" else bindings.backward
     peers = sorted(dst for src, dst in channels if src == stage)
     if not peers:
-        leave = store_output if direction == "F" else store_input_grads
-        return [(partial(leave, wiring.ends, k, wiring.slots[stage, k]), _OTHER)]
-    return [_bind_send(stage, peer, k, wiring, direction) for peer in peers if peer in wiring.stages]
-
-
-def _profiled(name: str, call: Call) -> None:
-    with record_function(name):
-        call()
+        store = store_output if direction == "F" else store_input_grads
+        return [(partial(store, bindings.io, k, bindings.slots[stage, k]), instruction, _OTHER)]
+    return [_bind_send(instruction, peer, bindings, direction) for peer in peers if peer in bindings.stages]

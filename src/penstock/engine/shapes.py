@@ -1,8 +1,8 @@
-"""The shapes of what crosses edges, from fake tensors: no kernel runs, and no module state is touched.
+"""Shape inference on fake tensors: no kernel runs, and no module state changes.
 
-A stage's forward is propagated once per new signature of its input, on a copy with fake parameters and
-buffers; then its backward, to learn which inputs get a gradient at all. The forward goes down the pipeline, the
-answer ("these outputs will get gradients") comes back up.
+A stage's forward is propagated once per new signature of its input, on a copy with fake parameters and buffers; then
+its backward, to learn which inputs get a gradient at all. The forward goes down the pipeline; which outputs will get
+gradients comes back up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock._torch import BatchNorm, fake_tensor_mode, unsafe_view
-from penstock.engine.context import CallerContext
+from penstock.engine.forward_context import CallerContext
 from penstock.engine.message import (
     Message,
     MessageMeta,
@@ -36,11 +36,11 @@ __all__ = ["FakeStage", "Propagation"]
 
 
 class FakeStage:
-    """A stage's module with fake parameters and buffers, apart from the real one.
+    """A stage's module with fake parameters and buffers.
 
-    A copy is run where the module can be copied, so that nothing that it counts or remembers in Python is touched;
-    users' hooks, which are not to see fake tensors, are left off. Else the module itself, with its members replaced.
-    ``parts`` are the module's parts and those of the copy.
+    A module that can be copied is run as a copy without the user's hooks, so that its Python state stays untouched.
+    Otherwise the module itself is run, with its parameters and buffers replaced. ``pairs`` are the submodules and those
+    of the copy.
     """
 
     def __init__(self, stage: int, module: nn.Module, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class FakeStage:
                 fake = self.mode.from_tensor(tensor.detach())
                 real = isinstance(tensor, nn.Parameter)
                 fakes.setdefault(id(tensor), nn.Parameter(fake, tensor.requires_grad) if real else fake)
-        self.parts: list[tuple[nn.Module, nn.Module]] = []
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self.run: Callable[..., Any]
         try:
             copied = copy.deepcopy(module, dict(fakes))
@@ -69,13 +69,13 @@ class FakeStage:
                 part._backward_hooks.clear()
                 part._backward_pre_hooks.clear()
                 if isinstance(part, BatchNorm) and part.momentum is None:
-                    part.momentum = 0.0  # it would ask a fake tensor for its value, to learn nothing of shapes
+                    part.momentum = 0.0  # it would ask a fake tensor for its value
             self.run = copied
-            self.parts = list(zip(module.modules(), copied.modules(), strict=True))
+            self.pairs = list(zip(module.modules(), copied.modules(), strict=True))
 
-    def now(self) -> FakeStage:
-        """This copy, with what is frozen and what is in training mode as it is in the stage now."""
-        for part, fake in self.parts:
+    def synced(self) -> FakeStage:
+        """This copy, with the stage's current ``requires_grad`` and ``training`` flags."""
+        for part, fake in self.pairs:
             fake.training = part.training
             for name, parameter in fake._parameters.items():
                 real = part._parameters.get(name)
@@ -87,17 +87,17 @@ class FakeStage:
 class Propagation:
     """One stage's forward and backward on fake tensors, for one kind of micro-batch."""
 
-    def __init__(self, fake: FakeStage, state: CallerContext, grad: bool) -> None:
+    def __init__(self, fake: FakeStage, context: CallerContext, grad: bool) -> None:
         self.fake = fake
-        self.state = state
+        self.context = context
         self.grad = grad
         self.inputs: list[Tensor] = []
-        self.shares: list[int] = []  # how many of them come over each edge
+        self.inputs_per_edge: list[int] = []
         self.roots: Sequence[GradientEdge] = ()
-        self.leaving: list[MessageMeta] = []
+        self.outgoing: list[MessageMeta] = []
 
-    def forward(self, metas: Sequence[MessageMeta], gives: int) -> list[MessageMeta]:
-        """What leaves the stage over each of its edges, for what comes in over each."""
+    def forward(self, metas: Sequence[MessageMeta], num_targets: int) -> list[MessageMeta]:
+        """The message on each outgoing edge, given those on the incoming edges."""
         device = self.fake.device
         with ExitStack() as stack:
             stack.enter_context(self.fake.mode)
@@ -105,7 +105,7 @@ class Propagation:
             values = []
             shared: list[Tensor] = []
             self.inputs = []
-            self.shares = [len(meta.wants) for meta in metas]
+            self.inputs_per_edge = [len(meta.wants) for meta in metas]
             for meta in metas:
                 leaves: list[Any] = [
                     leaf.from_memory(torch.empty(leaf.in_memory().shape, dtype=leaf.dtype, device=device))
@@ -118,7 +118,7 @@ class Propagation:
                     leaves[i] = unsafe_view(leaves[i], leaves[i].shape)
                 shared += [leaves[i] for i in meta.shared]
                 values.append(unflatten(leaves, meta.spec))
-            for context in self.state.contexts():
+            for context in self.context.contexts():
                 stack.enter_context(context)
             try:
                 output = self.fake.run(*values)
@@ -131,37 +131,35 @@ class Propagation:
                 )
                 problem.stage = self.fake.stage
                 raise problem from error
-            if isinstance(output, CountedOutput):  # of the last stage: what leaves the pipeline is its output
+            if isinstance(output, CountedOutput):  # of the last stage
                 output = output.output
             parts: list[Message | None]
-            if gives > 1:
-                parts, self.roots = detach_outputs_per_edge(output, gives)
+            if num_targets > 1:
+                parts, self.roots = detach_outputs_per_edge(output, num_targets)
             else:
                 part, self.roots = detach_outputs(output)
                 parts = [part]
             parts = mark_shared(parts, shared)
-            self.leaving = [meta_of(part) for part in parts if part is not None]
-            return self.leaving
+            self.outgoing = [meta_of(part) for part in parts if part is not None]
+            return self.outgoing
 
     def backward(self, present: Sequence[Sequence[bool]] | None) -> list[list[bool]]:
-        """Which of the inputs that want a gradient get one, by edge, when the outputs marked ``present`` do.
+        """Per incoming edge: which of the inputs that want a gradient get one, if the outputs marked ``present`` do.
 
-        ``present`` goes by edge as well; None is for the last stage, all of whose outputs get one.
+        ``present`` is per outgoing edge; None is for the last stage, all of whose outputs get one.
         """
-        found = self._backward([there for row in present or () for there in row] or [True] * len(self.roots))
-        ends = list(accumulate(self.shares, initial=0))
-        return [found[a:b] for a, b in pairwise(ends)]
-
-    def _backward(self, present: Sequence[bool]) -> list[bool]:
-        metas = [meta.leaves[i] for meta in self.leaving for i in meta.wants]
-        wanted = [pair for *pair, there in zip(self.roots, metas, present, strict=True) if there]
+        expected = [there for row in present or () for there in row] or [True] * len(self.roots)
+        metas = [meta.leaves[i] for meta in self.outgoing for i in meta.wants]
+        wanted = [pair for *pair, there in zip(self.roots, metas, expected, strict=True) if there]
         inputs, self.inputs, self.roots = self.inputs, [], ()
-        if not wanted or not inputs:
-            return [False] * len(inputs)
-        try:
-            with self.fake.mode:
-                seeds = [torch.empty(meta.shape, dtype=meta.dtype, device=self.fake.device) for _, meta in wanted]
-                grads = torch.autograd.grad([root for root, _ in wanted], inputs, seeds, allow_unused=True)
-        except Exception:  # a backward that fake tensors cannot follow: expect all; what is missing is sent as zeros
-            return [True] * len(inputs)
-        return [grad is not None for grad in grads]
+        found = [False] * len(inputs)
+        if wanted and inputs:
+            try:
+                with self.fake.mode:
+                    seeds = [torch.empty(meta.shape, dtype=meta.dtype, device=self.fake.device) for _, meta in wanted]
+                    grads = torch.autograd.grad([root for root, _ in wanted], inputs, seeds, allow_unused=True)
+                found = [grad is not None for grad in grads]
+            except Exception:  # fake tensors cannot follow this backward: expect all; missing ones are sent as zeros
+                found = [True] * len(inputs)
+        ends = list(accumulate(self.inputs_per_edge, initial=0))
+        return [found[a:b] for a, b in pairwise(ends)]

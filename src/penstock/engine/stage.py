@@ -1,21 +1,22 @@
-"""One stage at work: F, B, I and W on one micro-batch at a time.
+"""One stage: forward (F), backward (B, or its halves I and W) and recompute (R) of one micro-batch at a time.
 
-What a stage keeps between its forward and the end of its backward lives in a slot:
+A slot holds everything that a micro-batch needs between its forward and the end of its backward:
 
-    message ─▶ inputs ──module──▶ output ─▶ message      F  keeps inputs (leaves) and roots (ends of the graph);
-                 │ .grad            │ edge                  the output's data goes with the message
-    grads ◀──────┘ ◀──autograd──── roots ◀── grads       B  the inputs' gradients go with the message back
+    message ─▶ inputs ──module──▶ output ─▶ message      F  keeps inputs (leaves) and roots (gradient edges of the
+                 │ .grad            │ edge                  outputs); the output's data leaves with the message
+    grads ◀──────┘ ◀──autograd──── roots ◀── grads       B  the inputs' gradients leave with the message back
 
 A micro-batch that is recomputed keeps its input alone; R runs the module once more to get inputs and roots.
 
-Where several edges meet, their messages are taken as one, and one output is parted into as many messages as there
-are edges out of the stage. The stage does not know where messages come from or go to: that is the channels' business.
+Messages of several incoming edges are merged into one; an output with several outgoing edges is split into one message
+for each. A stage does not know where messages come from or go to: the channels do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 
 from penstock._torch import run_backward, unsafe_view
-from penstock.engine.forward_context import MicroBatch, forward_state
+from penstock.engine.forward_context import CallerContext, MicroBatch, ReentrantContext, forward_state
 from penstock.engine.loss import LossAndOutputs
 from penstock.engine.message import (
     Message,
@@ -44,35 +45,34 @@ from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder, make
 from penstock.errors import PlanError
 from penstock.schedule.lower import Program
 
-if TYPE_CHECKING:
-    from penstock.engine.parallelized import ParallelizedStage
+if TYPE_CHECKING:  # FSDP takes seconds to import
+    from penstock.engine.replicas.ddp import DdpSettings
+    from penstock.engine.replicas.fsdp import FsdpStage
+    from penstock.engine.shapes import FakeStage
 
-__all__ = ["SavedForward", "Slot", "StageEngine", "forward_contexts", "make_slots"]
-
-
-# What a stage keeps of a forward that will run again: its input, and what it drew.
+__all__ = ["ParallelizedStage", "SavedForward", "Slot", "StageEngine", "begin_run", "make_slots"]
 
 
 class SavedForward:
-    """One forward to be run again. Its output's graph is dropped at once; this is all that stays until then."""
+    """The input of a forward that will be recomputed, its RNG states and changed buffers. Its graph is dropped."""
 
-    __slots__ = ("draws", "keeper", "message", "moment", "seen", "versions")
+    __slots__ = ("buffers", "keeper", "message", "microbatch", "rng_states", "versions")
 
     def __init__(self) -> None:
         self.message: Message | None = None
         self.versions: Sequence[int | None] = ()
-        self.draws: RngStates = []
+        self.rng_states: RngStates = []
         self.keeper = KeptValues()
-        self.seen: SavedBuffers = ()  # buffers that the forward changed, as it found them
-        self.moment: MicroBatch | None = None
+        self.buffers: SavedBuffers = ()  # values, before the forward, of buffers that it changed
+        self.microbatch: MicroBatch | None = None
 
-    def keep(self, message: Message, moment: MicroBatch | None) -> None:
+    def save(self, message: Message, microbatch: MicroBatch | None) -> None:
         self.message = message._replace(leaves=list(message.leaves))
         self.versions = _leaf_versions(message)
-        self.moment = moment
+        self.microbatch = microbatch
 
-    def again(self, stage: int) -> Message:
-        """The input as it was; an error if somebody has changed it since."""
+    def input(self, stage: int) -> Message:
+        """The saved input; an error if it was changed in place since."""
         assert self.message is not None
         if _leaf_versions(self.message) != self.versions:
             raise PlanError(
@@ -82,9 +82,9 @@ class SavedForward:
         return self.message._replace(leaves=list(self.message.leaves))
 
     def clear(self) -> None:
-        self.message = self.moment = None
-        self.seen = ()
-        self.draws.clear()
+        self.message = self.microbatch = None
+        self.buffers = ()
+        self.rng_states.clear()
         self.keeper.clear()
 
 
@@ -92,47 +92,56 @@ def _leaf_versions(message: Message) -> list[int | None]:
     return [leaf._version if isinstance(leaf, Tensor) else None for leaf in message.leaves]
 
 
-# Slots: what a stage keeps of a micro-batch, and how many of them a program needs.
-
-
 class Slot:
-    """What a stage keeps for one micro-batch in flight."""
+    """The state of one micro-batch in flight in one stage."""
 
-    __slots__ = ("away", "bare", "grads", "inputs", "message", "messages", "queue", "replay", "roots", "rows", "shares")
+    __slots__ = (
+        "edge_grads",
+        "grads",
+        "inputs",
+        "inputs_per_edge",
+        "message",
+        "messages",
+        "offload_next",
+        "plain",
+        "queue",
+        "roots",
+        "saved",
+    )
 
-    def __init__(self, queue: WeightGradQueue | None = None, replay: SavedForward | None = None) -> None:
+    def __init__(self, queue: WeightGradQueue | None = None, saved: SavedForward | None = None) -> None:
         self.inputs: Sequence[Tensor] = ()
         self.roots: Sequence[GradientEdge] = ()
         self.message: Message | None = None
         self.grads: Sequence[Tensor | None] = ()
-        # Where several edges leave the stage, a message for each; where several enter it, how many of the inputs came
+        # With several outgoing edges, a message for each; with several incoming edges, the number of inputs that came
         # over each, and their gradients.
         self.messages: list[Message | None] = []
-        self.shares: Sequence[int] = ()
-        self.rows: list[Sequence[Tensor | None]] = []
-        self.queue = queue  # there when the backward is split into I and W
-        self.replay = replay  # there when the forward is to be run again
-        self.away = False  # what the next forward saves goes to the host
-        self.bare = queue is None and replay is None  # nothing need be done around a forward, for all the slot knows
+        self.inputs_per_edge: Sequence[int] = ()
+        self.edge_grads: list[Sequence[Tensor | None]] = []
+        self.queue = queue  # set when the backward is split into I and W
+        self.saved = saved  # set when the forward will be recomputed
+        self.offload_next = False  # whether the next forward's saved tensors are offloaded to the host
+        self.plain = queue is None and saved is None  # whether a forward needs no context, as far as the slot knows
 
     def clear(self) -> None:
-        self.inputs = self.roots = self.grads = self.shares = ()
+        self.inputs = self.roots = self.grads = self.inputs_per_edge = ()
         self.message = None
-        self.messages, self.rows = [], []
+        self.messages, self.edge_grads = [], []
         if self.queue is not None:
             self.queue.clear()
-        if self.replay is not None:
-            self.replay.clear()
+        if self.saved is not None:
+            self.saved.clear()
 
 
 def make_slots(program: Program, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
-    """The slots of a program's (stage, micro-batch) pairs: as few as its numbering says, shared one after the other."""
+    """The slot of each (stage, micro-batch): micro-batches with the same slot number in the program share one."""
     split = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "W"}
-    twice = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "R"}
+    recomputed = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "R"}
     made: dict[tuple[int, int, bool, bool], Slot] = {}
     slots = {}
     for (stage, k), number in program.slots.items():
-        key = (stage, number, (stage, k) in split, (stage, k) in twice)
+        key = (stage, number, (stage, k) in split, (stage, k) in recomputed)
         if key not in made:
             queue = stages[stage].new_queue() if key[2] else None
             made[key] = Slot(queue, SavedForward() if key[3] else None)
@@ -140,53 +149,22 @@ def make_slots(program: Program, stages: Mapping[int, StageEngine]) -> dict[tupl
     return slots
 
 
-# What a stage's forward runs in, beside the caller's grad mode.
+@dataclass(frozen=True)
+class ParallelizedStage:
+    """What the engine must know of a stage that ``Pipeline(…, parallelize=…)`` has wrapped or changed."""
+
+    fake: FakeStage | None  # a copy from before, whose edges carry the same; None where the stage itself can be copied
+    wrapped: Mapping[int, DdpSettings]  # by parameter identity
+    sharded: FsdpStage | None  # the part that FSDP manages
 
 
-def forward_contexts(
-    stage: StageEngine, microbatch: int, slot: Slot, leaves: Sequence[Any], again: bool
-) -> AbstractContextManager[Any]:
-    """The caller's autocast and default device, the stage's own random numbers, and those who look on.
-
-    ``again`` says that the forward has run before. Where the recording of weight gradients is all there is, it is
-    entered without a stack, which would cost more than it does.
-    """
-    plain = stage.around is None and stage.randomness is None and stage.norms is None
-    if plain and slot.replay is None and not slot.away:
-        assert slot.queue is not None
-        return slot.queue.recording()
-    stack = ExitStack()
-    if slot.away:
-        assert stage.offload is not None
-        slot.away, slot.bare = False, slot.queue is None and slot.replay is None  # another micro-batch comes next
-        stack.enter_context(stage.offload.saving(microbatch, leaves))
-    if stage.around is not None:
-        stack.enter_context(stage.around)
-    if stage.randomness is not None:
-        draws = None if slot.replay is None else slot.replay.draws
-        stack.enter_context(stage.randomness.forward(stage.mode, microbatch, draws, again))
-    if again:
-        assert stage.unnoticed is not None
-        assert slot.replay is not None
-        stack.enter_context(stage.unnoticed.batchnorm_freeze if stage.norms is None else stage.norms.ignoring)
-        stack.enter_context(stage.unnoticed.restored(slot.replay.seen))
-    elif stage.norms is not None:
-        stack.enter_context(stage.norms.counting)
-    if slot.queue is not None:
-        stack.enter_context(slot.queue.recording())
-    if slot.replay is not None and slot.replay.keeper.used:
-        stack.enter_context(slot.replay.keeper.forward(recomputing=again))
-    return stack
-
-
-# torch.autograd.backward costs as much again in checks of arguments that are known to be right here.
 _NO_MODE = object()
 
 
 class StageEngine:
-    """A stage's module, with its forward and backward. The last stage has a head: the loss.
+    """A stage's module, with its forward and backward. The last stage also has the loss.
 
-    ``takes`` and ``gives`` count the edges into the stage and out of it.
+    ``num_sources`` and ``num_targets`` count the edges into the stage and out of it.
     """
 
     def __init__(
@@ -194,80 +172,91 @@ class StageEngine:
         index: int,
         module: nn.Module,
         device: torch.device,
-        head: LossAndOutputs | None = None,
+        loss: LossAndOutputs | None = None,
         *,
-        takes: int = 1,
-        gives: int = 1,
+        num_sources: int = 1,
+        num_targets: int = 1,
     ) -> None:
         self.index = index
-        self.module, self.device, self.head = module, device, head
-        self.takes, self.gives = takes, gives
-        self.moments: Sequence[MicroBatch] = ()  # what ``current_microbatch`` answers inside the module
-        self.around: AbstractContextManager[Any] | None = None  # entered for each forward
-        self.parts = list(module.modules())
-        self.mode: object = None  # what the forward may depend on: which modules are in training, autocast
-        self.modes: dict[object, object] = {}  # all that there were
-        self.no_input_mutation_in: object = _NO_MODE  # the mode in which the module was seen to leave its inputs alone
-        self.no_input_mutation_recomputing_in: object = _NO_MODE  # the same, for forwards that are run again
-        self.mutates_sometimes = (
-            False  # it has been seen to change its inputs for some micro-batches, and not for others
-        )
-        self.fast_path_in: object = _NO_MODE  # and in which a forward is a call of the module, with nothing around it
-        self.shared: Sequence[Tensor] = ()  # parameters that other threads add gradients to
-        self.offload: ActivationOffload | None = None  # there on a GPU, when activations go to the host
-        self.weights: HostWeights | None = None  # there on a GPU, when weights live on the host
-        self.randomness: StageRng | None = None  # there when draws are seeded, or must be repeated
-        self.unnoticed: BufferGuard | None = None  # there when forwards are run again
-        self.norms: DeferredStatistics | None = None  # there when statistics are those of the mini-batch
-        self.parallel: ParallelizedStage | None = None  # there when the user has parallelized the stage
+        self.module, self.device, self.loss = module, device, loss
+        self.num_sources, self.num_targets = num_sources, num_targets
+        self.microbatches: Sequence[MicroBatch] = ()  # of the run: ``current_microbatch`` returns one of them
+        self.context: AbstractContextManager[Any] | None = None  # entered for each forward
+        self.submodules = list(module.modules())
+        # A mode is everything that a forward may depend on: training flags of the modules, autocast, default device.
+        # There is one object for each, compared by identity. The attributes below name the mode in which …
+        self.mode: object = None
+        self.modes: dict[object, object] = {}
+        self.no_input_mutation_in: object = _NO_MODE  # … the module was seen not to change its inputs in place,
+        self.no_input_mutation_recomputing_in: object = _NO_MODE  # … the same in forwards that are recomputed,
+        self.fast_path_in: object = _NO_MODE  # … a forward is a call of the module and nothing else,
+        self.fast_path_no_grad_in: object = _NO_MODE  # … the same for inputs that need no gradient.
+        self.mutates_sometimes = False  # the module changes its inputs for some micro-batches and not for others
+        self.shared_parameters: Sequence[Tensor] = ()  # parameters that other threads add gradients to
+        self.offload: ActivationOffload | None = None  # on a GPU, when activations are offloaded
+        self.weights: HostWeights | None = None  # on a GPU, when weights live on the host
+        self.rng: StageRng | None = None  # when random numbers are seeded, or must be repeated
+        self.buffer_guard: BufferGuard | None = None  # when forwards are recomputed
+        self.norms: DeferredStatistics | None = None  # when BatchNorm statistics are those of the mini-batch
+        self.parallel: ParallelizedStage | None = None
         self._recorder: WeightGradRecorder | None = None
 
     def new_queue(self) -> WeightGradQueue:
         """A queue for the weight gradients of one micro-batch in flight, where the backward is split."""
         if self._recorder is None:
             sharded = None if self.parallel is None else self.parallel.sharded
-            if sharded is not None:  # what the forward will use are the gathered parameters
+            if sharded is not None:  # the forward uses the gathered parameters
                 sharded.wait_unshard()
-            self._recorder = make_recorder(
-                self.module, self.shared, defer=sharded is None or not sharded.converts_grads
-            )
+            defer = sharded is None or not sharded.converts_grads
+            self._recorder = make_recorder(self.module, self.shared_parameters, defer=defer)
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
-        """Run the module; the output is left in ``slot.message``, the ends of its graph in the slot."""
+        """Run the module. Its output is left in ``slot.message``, the output's gradient edges in ``slot.roots``."""
         leaves, spec, wants, shared = message
-        if self.mode is not self.fast_path_in or slot.replay is not None or slot.away or spec is not None or shared:
+        if (
+            self.mode is not (self.fast_path_in if wants else self.fast_path_no_grad_in)
+            or slot.saved is not None
+            or slot.offload_next
+            or spec is not None
+            or shared
+        ):
             self._forward(microbatch, message, slot)
             return
-        leaf, moments = leaves[0], self.moments
+        leaf, microbatches, loss = leaves[0], self.microbatches, self.loss
         slot.inputs = (leaf.requires_grad_(),) if wants else ()
-        forward_state.microbatch = moments[microbatch] if moments else None
+        forward_state.microbatch = microbatches[microbatch] if microbatches else None
         try:
             if slot.queue is None:
                 output = self.module(leaf)
+                if loss is not None:
+                    output = loss(microbatch, output)
             else:
                 with slot.queue.recording():
                     output = self.module(leaf)
+                    if loss is not None:
+                        output = loss(microbatch, output)
         except RuntimeError as error:
-            self._explain(error)
+            if wants:
+                self._note_input_mutation(error)
             raise
         finally:
             forward_state.microbatch = None
-        slot.message, slot.roots = detach_outputs(output, stage=self.index)
+        slot.message, slot.roots = detach_outputs(output, stage=self.index if loss is None else None)
 
     def _forward(self, microbatch: int, message: Message, slot: Slot) -> None:
-        """The same, where more has to be done around the call of the module, or may have to be."""
-        replay = slot.replay
-        if replay is None or not torch.is_grad_enabled():
+        """The general forward, of which ``forward`` is the fast path."""
+        saved = slot.saved
+        if saved is None or not torch.is_grad_enabled():
             self._run(microbatch, message, slot)
             return
-        replay.keep(message, self.moments[microbatch] if self.moments else None)
-        forward_state.checkpointing, forward_state.keeper = True, replay.keeper
-        assert self.unnoticed is not None
-        self.unnoticed.before(self.mode)
+        saved.save(message, self.microbatches[microbatch] if self.microbatches else None)
+        forward_state.checkpointing, forward_state.keeper = True, saved.keeper
+        assert self.buffer_guard is not None
+        self.buffer_guard.before(self.mode)
         try:
             self._run(microbatch, message, slot)
-            replay.seen = self.unnoticed.after()
+            saved.buffers = self.buffer_guard.after()
         finally:
             forward_state.checkpointing, forward_state.keeper = False, None
         slot.inputs = slot.roots = ()
@@ -275,19 +264,19 @@ class StageEngine:
             slot.queue.clear()
 
     def recompute(self, microbatch: int, slot: Slot) -> None:
-        """Run the module on the same input once more, for the backward: what it gave is known, and dropped."""
-        replay = slot.replay
-        assert replay is not None
-        forward_state.recomputing, forward_state.keeper = True, replay.keeper
+        """Run the module on its saved input once more, for the graph; the output is dropped."""
+        saved = slot.saved
+        assert saved is not None
+        forward_state.recomputing, forward_state.keeper = True, saved.keeper
         try:
             with torch.enable_grad():
-                self._run(microbatch, replay.again(self.index), slot, again=True)
+                self._run(microbatch, saved.input(self.index), slot, recomputing=True)
         finally:
             forward_state.recomputing, forward_state.keeper = False, None
         slot.message = None
         slot.messages = []
 
-    def _run(self, microbatch: int, message: Message, slot: Slot, *, again: bool = False) -> None:
+    def _run(self, microbatch: int, message: Message, slot: Slot, *, recomputing: bool = False) -> None:
         leaves, spec, wants, shared = message
         inputs: Sequence[Tensor]
         if spec is None:  # one tensor, as most messages are
@@ -295,9 +284,9 @@ class StageEngine:
         else:
             inputs = [leaves[i].requires_grad_() for i in wants]
         slot.inputs = inputs
-        if slot.replay is not None:
+        if slot.saved is not None:
             careful = self.mode is not self.no_input_mutation_recomputing_in
-            if careful:  # what is kept must not be changed
+            if careful:  # the saved input must not change
                 leaves[:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         else:
             careful = self.mode is not self.no_input_mutation_in
@@ -310,66 +299,102 @@ class StageEngine:
         versions = [leaves[i]._version for i in shared] if shared else None
         value = leaves[0] if spec is None else unflatten(leaves, spec)
         try:
-            if slot.bare and self.around is None and self.randomness is None and self.norms is None:
+            if slot.plain and self._needs_no_context():
                 output = self._call(microbatch, value, slot)
             else:
-                with forward_contexts(self, microbatch, slot, leaves, again):
+                with self._forward_contexts(microbatch, slot, leaves, recomputing):
                     output = self._call(microbatch, value, slot)
         except RuntimeError as error:
             if not careful:
-                self._explain(error)
+                self._note_input_mutation(error)
             raise
         if shared and versions != [leaves[i]._version for i in shared]:
             raise PlanError(
                 f"stage {self.index} changes one of its inputs in place, and another stage uses that value as well, or "
                 "another input is a view of it: change a copy instead (x.clone()), or cut elsewhere"
             )
-        if careful and slot.replay is not None:
+        if careful and slot.saved is not None:
             changed = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
             self.no_input_mutation_recomputing_in = _NO_MODE if changed or self.mutates_sometimes else self.mode
         elif careful:
-            self._look_for_changes(leaves, wants, inputs)
-        if self.gives > 1:
-            slot.messages, slot.roots = detach_outputs_per_edge(output, self.gives, self.index)
+            self._learn_input_mutation(leaves, wants, inputs)
+        if self.num_targets > 1:
+            slot.messages, slot.roots = detach_outputs_per_edge(output, self.num_targets, self.index)
         else:
-            slot.message, slot.roots = detach_outputs(output, stage=self.index if self.head is None else None)
-        if shared and self.head is None:
+            slot.message, slot.roots = detach_outputs(output, stage=self.index if self.loss is None else None)
+        if shared and self.loss is None:
             slot.message, *slot.messages = mark_shared((slot.message, *slot.messages), [leaves[i] for i in shared])
 
-    def _explain(self, error: RuntimeError) -> None:
-        """Of an error in a module that was given a leaf."""
+    def _needs_no_context(self) -> bool:
+        return self.context is None and self.rng is None and self.norms is None
+
+    def _forward_contexts(
+        self, microbatch: int, slot: Slot, leaves: Sequence[Any], recomputing: bool
+    ) -> AbstractContextManager[Any]:
+        """Everything that a forward runs in: offload, the caller's context, RNG, buffers, weight-gradient recording."""
+        if self._needs_no_context() and slot.saved is None and not slot.offload_next:
+            assert slot.queue is not None
+            return slot.queue.recording()  # without a stack, which costs more than the recording
+        stack = ExitStack()
+        if slot.offload_next:
+            assert self.offload is not None
+            slot.offload_next, slot.plain = False, slot.queue is None and slot.saved is None
+            stack.enter_context(self.offload.saving(microbatch, leaves))
+        if self.context is not None:
+            stack.enter_context(self.context)
+        if self.rng is not None:
+            states = None if slot.saved is None else slot.saved.rng_states
+            stack.enter_context(self.rng.forward(self.mode, microbatch, states, recomputing))
+        if recomputing:
+            assert self.buffer_guard is not None
+            assert slot.saved is not None
+            stack.enter_context(self.buffer_guard.batchnorm_freeze if self.norms is None else self.norms.ignoring)
+            stack.enter_context(self.buffer_guard.restored(slot.saved.buffers))
+        elif self.norms is not None:
+            stack.enter_context(self.norms.counting)
+        if slot.queue is not None:
+            stack.enter_context(slot.queue.recording())
+        if slot.saved is not None and slot.saved.keeper.used:
+            stack.enter_context(slot.saved.keeper.forward(recomputing=recomputing))
+        return stack
+
+    def _call(self, microbatch: int, value: Any, slot: Slot) -> Any:
+        if slot.saved is not None:
+            forward_state.microbatch = slot.saved.microbatch
+        else:
+            forward_state.microbatch = self.microbatches[microbatch] if self.microbatches else None
+        try:
+            output = self.module(value) if self.num_sources == 1 else self.module(*value)
+            return output if self.loss is None else self.loss(microbatch, output)
+        finally:
+            forward_state.microbatch = None
+
+    def _note_input_mutation(self, error: RuntimeError) -> None:
+        """Explain autograd's error for a module that changes an input that it was thought not to change."""
         if "leaf Variable that requires grad" in str(error):
             self.no_input_mutation_in = self.no_input_mutation_recomputing_in = self.fast_path_in = _NO_MODE
             self.mutates_sometimes = True
             error.add_note("the stage changes its input in place, and did not before: run the step again")
 
-    def _look_for_changes(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
+    def _learn_input_mutation(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """Learn whether the module changes its inputs in place.
 
-        Autograd forbids that for a leaf and for a view of one, so the module was given neither. A module that does
-        not do it is given the leaf itself from now on, while it stays in this mode: one node less each way.
+        Autograd forbids that for a leaf and for a view of one, so the module was given neither. From now on, a module
+        that does not do it is given the leaf itself while it stays in this mode: one node less each way. Inputs that
+        need no gradient are always given as they are.
         """
         changed = [leaf for i, leaf in zip(wants, inputs, strict=True) if leaves[i]._version]
-        for leaf in changed:  # what the stage before saved of its output is no longer that
+        for leaf in changed:  # tells the stage before, if it saved its output for its backward
             increment_version(leaf)
-        if wants and not changed and not self.mutates_sometimes:
-            self.no_input_mutation_in = self.mode
-            around = (self.around, self.randomness, self.norms, self.head)
-            if self.takes == self.gives == 1 and all(one is None for one in around):
-                self.fast_path_in = self.mode
+        simple = self.num_sources == self.num_targets == 1 and self._needs_no_context()
+        if not wants:
+            self.fast_path_no_grad_in = self.mode if simple else _NO_MODE
         elif changed:
             self.no_input_mutation_in = self.fast_path_in = _NO_MODE
-
-    def _call(self, microbatch: int, value: Any, slot: Slot) -> Any:
-        if slot.replay is not None:
-            forward_state.microbatch = slot.replay.moment
-        else:
-            forward_state.microbatch = self.moments[microbatch] if self.moments else None
-        try:
-            output = self.module(value) if self.takes == 1 else self.module(*value)
-            return output if self.head is None else self.head(microbatch, output)
-        finally:
-            forward_state.microbatch = None
+        elif not self.mutates_sometimes:
+            self.no_input_mutation_in = self.mode
+            if simple:
+                self.fast_path_in = self.mode
 
     def backward(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
         """Turn the gradients of the outputs into those of the inputs (``slot.grads``) and of the parameters."""
@@ -381,7 +406,7 @@ class StageEngine:
         if roots and self.norms is None:
             run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         elif roots and self.norms is not None:
-            with self.norms.ignoring:  # a checkpoint of the user's may run a forward in here
+            with self.norms.ignoring:  # the user's own checkpoint may run a forward in here
                 run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         if len(inputs) == 1:
             (leaf,) = inputs
@@ -391,30 +416,25 @@ class StageEngine:
             slot.grads = [leaf.grad for leaf in inputs]
             for leaf in inputs:
                 leaf.grad = None
-        if slot.shares:
-            slot.rows = split_grads(slot.grads, slot.shares)
+        if slot.inputs_per_edge:
+            slot.edge_grads = split_grads(slot.grads, slot.inputs_per_edge)
         slot.inputs = slot.roots = ()
 
     def input_gradient(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
-        """The first half of a backward: what the weight-gradient queue takes up is left for ``weight_gradient``."""
+        """The first half of a backward; weight gradients that the queue defers are left for ``weight_gradient``."""
         assert slot.queue is not None
         with slot.queue.deferring(() if self.device.type == "cpu" else slot.roots):
             self.backward(grads, slot)
 
     def weight_gradient(self, slot: Slot) -> None:
-        """The second half: run the queue."""
+        """The second half: compute the deferred weight gradients."""
         assert slot.queue is not None
         slot.queue.run()
-
-    def close(self) -> None:
-        """Take off the module what was put on it."""
-        if self.randomness is not None:
-            self.randomness.close()
 
     def gradients(
         self, grads: Sequence[Tensor | None], slot: Slot, wanted: Sequence[Tensor], keep: bool
     ) -> Sequence[Tensor | None]:
-        """Like ``backward``, but the gradients of ``wanted`` are returned, and no ``.grad`` is touched."""
+        """Like ``backward``, but the gradients of ``wanted`` are returned, and no ``.grad`` changes."""
         roots, grads = _drop_missing_grads(slot.roots, grads)
         targets = (*slot.inputs, *wanted)
         found: list[Tensor | None]
@@ -424,14 +444,34 @@ class StageEngine:
             with nullcontext() if self.norms is None else self.norms.ignoring:
                 found = list(run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
         slot.grads = found[: len(slot.inputs)]
-        if slot.shares:
-            slot.rows = split_grads(slot.grads, slot.shares)
+        if slot.inputs_per_edge:
+            slot.edge_grads = split_grads(slot.grads, slot.inputs_per_edge)
         return found[len(slot.inputs) :]
+
+    def close(self) -> None:
+        """Remove the hooks from the module."""
+        if self.rng is not None:
+            self.rng.close()
+
+
+def begin_run(
+    stages: Iterable[StageEngine], context: CallerContext, microbatches: int, run_name: str
+) -> Sequence[MicroBatch]:
+    """Prepare the stages for forwards of so many micro-batches in the caller's context."""
+    made = [MicroBatch(k) for k in range(microbatches)]
+    for stage in stages:
+        stage.microbatches = made
+        if stage.rng is not None:
+            stage.rng.run_name = run_name
+        stage.context = ReentrantContext(context) if context else None
+        mode = (context, *[module.training for module in stage.submodules])
+        stage.mode = stage.modes.setdefault(mode, mode)
+    return made
 
 
 def _drop_missing_grads(
     roots: Sequence[GradientEdge], grads: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
-    """Without the outputs that no gradient came for."""
+    """Drop the outputs that have no gradient."""
     pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]

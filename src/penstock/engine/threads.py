@@ -3,58 +3,81 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from penstock._torch import graph_task_keeps_graph
+from penstock.engine.autograd_call import (
+    apply_call,
+    skip_hooks_without_grad,
+    suspended_grad_hooks,
+    with_training_modes,
+)
 from penstock.engine.channel.base import WaitTimer
 from penstock.engine.channel.local import LocalChannel, LockstepChannel
-from penstock.engine.context import CallerContext, RunNames, begin_run, caller_context
+from penstock.engine.executor import Executor
 from penstock.engine.failure.status import HangLimits, ThreadHangDetector
-from penstock.engine.loss import LossAndOutputs, Outputs, StepOutcome, backward_inputs, input_edges
-from penstock.engine.message import BorrowedInputs
-from penstock.engine.microbatch import split_inputs, split_targets
+from penstock.engine.forward_context import CallerContext, caller_context
+from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome, check_joinable
+from penstock.engine.message import (
+    BorrowedInputs,
+    Message,
+    Spec,
+    backward_inputs,
+    input_edges,
+    split_grads,
+    unflatten,
+)
+from penstock.engine.microbatch import join, split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import commit_statistics, deferred_statistics_of
-from penstock.engine.recorder import StepRecorder, recorded_program, recorded_run
+from penstock.engine.recorder import StepRecorder
 from penstock.engine.replicas.ties import LocalTies
-from penstock.engine.runner import Bindings, PipelineIO, Runner, compile_program
-from penstock.engine.stage import Slot, StageEngine, make_slots
-from penstock.engine.workers import WorkerThreads
-from penstock.errors import PlanError
+from penstock.engine.runner import Bindings, LRUCache, PipelineIO, Runner, compile_program
+from penstock.engine.stage import SavedForward, Slot, StageEngine, begin_run, make_slots
+from penstock.engine.workers import RunReport, WorkerThreads
+from penstock.errors import PipelineError, PlanError
 from penstock.schedule.lower import Instruction, lower
 from penstock.schedule.provider import ScheduleProvider
 from penstock.schedule.schedule import Edge, Schedule
 from penstock.split.plan import Plan
 
-__all__ = ["StageBackward", "ThreadExecutor", "ThreadProgram"]
+__all__ = ["ThreadExecutor"]
 
+T = TypeVar("T")
 StageBackward = Callable[[StageEngine, Sequence[Tensor | None], Slot], None]
+
+STREAM_AHEAD = 2
+"""How many mini-batches of a stream may be in flight beside the one whose outputs are consumed."""
 
 
 @dataclass(frozen=True)
 class ThreadProgram:
-    """One compiled program per rank, the channels between them, and the ends that a step fills and reads."""
+    """One compiled program per rank, the channels between them, and what a step feeds in and takes out."""
 
     runners: tuple[Runner, ...]
     channels: tuple[LocalChannel, ...]
-    ends: PipelineIO
+    io: PipelineIO
     microbatches: int
-    waits: tuple[WaitTimer, ...]  # of each rank
+    timers: tuple[WaitTimer, ...]  # of each rank
 
     def cancel(self) -> None:
         for channel in self.channels:
             channel.cancel()
 
 
-class ThreadExecutor:
-    """The stages of a pipeline with their threads."""
+class ThreadExecutor(Executor):
+    """All stages of a pipeline, and a thread for each rank."""
+
+    ties: LocalTies
 
     def __init__(
         self,
@@ -63,152 +86,163 @@ class ThreadExecutor:
         source: ScheduleProvider,
         copies: Sequence[Sequence[nn.Parameter]] = (),
         limits: HangLimits | None = None,
-        lockstep: bool = False,
+        *,
+        fp32_gradients: bool = False,
+        loss_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
-        placement = source.placement
-        self.lockstep = lockstep
-        self.source = source
-        self.stages = {stage.index: stage for stage in stages}
-        self.edges = [(edge.src, edge.dst) for edge in plan.edges]
-        self.placement = placement
+        super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
         self.limits = limits or HangLimits()
         self.ties = LocalTies(copies)
-        self.norms = deferred_statistics_of(self.stages)
-        self.run_names = RunNames()
-        self.streaming = False  # whether a stream of mini-batches is under way
+        self.streaming = False
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
-        self.bubble: float | None = None  # of the last run: the share of its time that the ranks waited, on average
-        self.tape: StepRecorder | None = None  # there while runs are traced
-        self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
-        _set_shared_parameters(stages)
+        uses = Counter(parameter for stage in stages for parameter in stage.module.parameters())
+        for stage in stages:
+            stage.shared_parameters = [parameter for parameter, count in uses.items() if count > 1]
+        placement = self.placement
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
         self.workers = WorkerThreads(devices, max(1, torch.get_num_threads() // on_cpu) if on_cpu else None)
-        self.lock = threading.RLock()  # one run at a time: threads that share the pipeline take turns
-        self._jobs: OrderedDict[int, tuple[Schedule, ThreadProgram]] = OrderedDict()  # by identity: hashing is a walk
+        self.lock = threading.RLock()  # one run at a time, also where user threads share the pipeline
+        self._programs: LRUCache[tuple[bool, int], ThreadProgram] = LRUCache(8)
 
     @property
-    def head(self) -> LossAndOutputs:
-        head = self.stages[len(self.stages) - 1].head
-        assert head is not None
-        return head
+    def _loss(self) -> LossAndOutputs:
+        loss = self.stages[self.last_stage].loss
+        assert loss is not None
+        return loss
 
-    def train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        """Forward and backward of one mini-batch; gradients are added to the parameters' ``.grad``."""
-        with self.lock, recorded_run(self.tape, "step"), commit_statistics(self.norms):
-            return self._train(value, targets, outputs)
+    @property
+    def _devices(self) -> tuple[torch.device, torch.device]:
+        """Those of the first and the last stage."""
+        return self.stages[0].device, self.stages[self.last_stage].device
+
+    # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        sizes, messages = split_inputs(value, self.source.count, self.stages[0].device)
-        if targets is None and self.head.rule.wants_targets:
-            raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
-        parts = split_targets(targets, sizes, self.stages[len(self.stages) - 1].device)
-        job = self.job(self.source.training(len(sizes)))
-        self.head.begin(sizes, parts, outputs, training=True)
-        job.ends.seed = self.head.seed
-        job.ends.grads = [()] * len(sizes)
-        origins = input_edges(messages)
-        with self.ties.reducing(), BorrowedInputs(messages) as job.ends.inputs:
-            self.run(job, grad=True, run_name=self.run_names.next(training=True))
-        loss, factor = self.head.finish()
-        backward_inputs(origins, job.ends.grads, factor)
-        job.ends.inputs, job.ends.grads = [], None
-        return StepOutcome(loss, factor, self.head.take_outputs(), sum(sizes), len(sizes))
+        with ExitStack() as stack:
+            self._enter_run(stack, "step")
+            loss, (first, last) = self._loss, self._devices
+            sizes, messages = split_inputs(value, self.source.count, first)
+            if targets is None and loss.rule.wants_targets:
+                raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
+            parts = split_targets(targets, sizes, last)
+            program = self.program(True, len(sizes))
+            io = program.io
+            loss.begin(sizes, parts, outputs, training=True)
+            io.seed = loss.seed
+            io.grads = [()] * len(sizes)
+            origins = input_edges(messages)
+            with ExitStack() as inner:
+                if self.ties.copies:
+                    inner.enter_context(self.ties.reducing())
+                io.inputs = inner.enter_context(BorrowedInputs(messages))
+                self.run(program, grad=True, run_name=self.run_names.next(training=True))
+            total, factor = loss.finish()
+            backward_inputs(origins, io.grads, factor)
+            io.inputs, io.grads = [], None
+            return StepOutcome(total, factor, loss.take_outputs(), sum(sizes), len(sizes))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
-        """The outputs of one mini-batch, and its loss where there are targets and it is wanted, without a graph."""
-        with self.lock, recorded_run(self.tape, "evaluate"), commit_statistics(self.norms):
-            return self._evaluate(value, targets, outputs, loss)
+        with ExitStack() as stack:
+            self._enter_run(stack, "evaluate")
+            head, (first, last) = self._loss, self._devices
+            sizes, messages = split_inputs(value, self.source.count, first)
+            parts = head.evaluation_targets(targets, sizes, last) if loss else None
+            program = self.program(False, len(sizes))
+            head.begin(sizes, parts, outputs)
+            program.io.inputs = [message.detached()._replace(wants=()) for message in messages]
+            self.run(program, grad=False, run_name=self.run_names.next(training=False))
+            program.io.inputs = []
+            total, _ = head.finish()
+            return StepOutcome(total, None, head.take_outputs(), sum(sizes), len(sizes))
 
-    def _evaluate(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> StepOutcome:
-        sizes, messages = split_inputs(value, self.source.count, self.stages[0].device)
-        device = self.stages[len(self.stages) - 1].device
-        parts = self.head.targets_of(targets, sizes, device) if wants_loss else None
-        job = self.job(self.source.forward_only(len(sizes)))
-        self.head.begin(sizes, parts, outputs)
-        job.ends.inputs = [message.detached()._replace(wants=()) for message in messages]
-        self.run(job, grad=False, run_name=self.run_names.next(training=False))
-        job.ends.inputs = []
-        loss, _ = self.head.finish()
-        return StepOutcome(loss, None, self.head.take_outputs(), sum(sizes), len(sizes))
+    def _enter_run(self, stack: ExitStack, kind: str) -> None:
+        stack.enter_context(self.lock)
+        stack.enter_context(self.recording_run(kind))
+        if self.norms:
+            stack.enter_context(commit_statistics(self.norms))
+
+    def set_lockstep(self, value: bool) -> None:
+        if value and len(set(self.placement)) < len(self.stages):
+            if self.weights is None:
+                super().set_lockstep(value)
+            raise PlanError(
+                "lockstep=True is for threads that have one stage each, but with Offload(weights=True) one thread has "
+                "all stages of a GPU: leave one of them out, or give every stage a GPU of its own"
+            )
+        with self.lock:
+            self.lockstep = value
+            self._programs.clear()
 
     def reschedule(self, source: ScheduleProvider) -> None:
-        """Train in another order from the next step on."""
         with self.lock:
             self.source = source
-            self._jobs.clear()
+            self._programs.clear()
 
-    def job(self, schedule: Schedule) -> ThreadProgram:
-        """The job of a training or evaluation step, compiled once per schedule."""
-        if id(schedule) not in self._jobs:
-            programs = lower(schedule, self.edges)
+    def program(self, training: bool, microbatches: int) -> ThreadProgram:
+        """The compiled programs of a step or an evaluation."""
+        key = (training, microbatches)
+        if key not in self._programs:
+            make = self.source.training if training else self.source.forward_only
+            programs = lower(make(microbatches), self.edges)
             slots = {key: slot for program in programs for key, slot in make_slots(program, self.stages).items()}
             orders = [program.instructions for program in programs]
-            job = self.compile(
-                orders, schedule.num_microbatches, slots, PipelineIO(), lockstep=self.lockstep and not schedule.trains
-            )
-            self._jobs[id(schedule)] = (schedule, job)
-            while len(self._jobs) > 8:  # batches of ever new sizes must not pile up compiled jobs
-                self._jobs.popitem(last=False)
-        self._jobs.move_to_end(id(schedule))
-        return self._jobs[id(schedule)][1]
+            lockstep = self.lockstep and not training
+            self._programs[key] = self.compile(orders, microbatches, slots, PipelineIO(), lockstep=lockstep)
+        return self._programs[key]
 
     def compile(
         self,
         orders: Sequence[Sequence[Instruction]],
         microbatches: int,
         slots: dict[tuple[int, int], Slot],
-        ends: PipelineIO,
-        work: StageBackward = StageEngine.backward,
-        together: bool = False,
+        io: PipelineIO,
+        backward: StageBackward = StageEngine.backward,
+        *,
+        one_thread: bool = False,
         lockstep: bool = False,
     ) -> ThreadProgram:
-        """Bind one order per rank; or, ``together``, one order for the stages of all ranks.
-
-        In ``lockstep`` a stage goes on when what it sent is taken.
-        """
+        """Compile one order per rank; with ``one_thread``, one order for the stages of all ranks."""
         device = {index: stage.device for index, stage in self.stages.items()}
-        waits = tuple(WaitTimer() for _ in orders)
-        timers = {s: waits[0 if together else self.placement[s]] for s in self.stages}
-        forward: dict[Edge, LocalChannel] = {}
+        timers = tuple(WaitTimer() for _ in orders)
+        timer = {s: timers[0 if one_thread else self.placement[s]] for s in self.stages}
+        forwards: dict[Edge, LocalChannel] = {}
         for a, b in self.edges:
-            if lockstep:  # a skip over several stages may wait for as long as the activations beside it take to come
-                forward[a, b] = LockstepChannel(
-                    microbatches, device[a], device[b], timers[b], timers[a], room=b - a - 1
-                )
+            if lockstep:  # a skip connection over several stages may be as far ahead as the activations beside it
+                forwards[a, b] = LockstepChannel(microbatches, device[a], device[b], timer[b], timer[a], room=b - a - 1)
             else:
-                forward[a, b] = LocalChannel(microbatches, device[a], device[b], timers[b])
-        backward = {(b, a): LocalChannel(microbatches, device[b], device[a], timers[a]) for a, b in self.edges}
+                forwards[a, b] = LocalChannel(microbatches, device[a], device[b], timer[b])
+        backwards = {(b, a): LocalChannel(microbatches, device[b], device[a], timer[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
-            own = {s: stage for s, stage in self.stages.items() if together or self.placement[s] == rank}
-            runners.append(compile_program(order, Bindings(own, slots, forward, backward, ends, work=work)))
-        return ThreadProgram(tuple(runners), (*forward.values(), *backward.values()), ends, microbatches, waits)
+            own = {s: stage for s, stage in self.stages.items() if one_thread or self.placement[s] == rank}
+            runners.append(compile_program(order, Bindings(own, slots, forwards, backwards, io, backward_fn=backward)))
+        return ThreadProgram(tuple(runners), (*forwards.values(), *backwards.values()), io, microbatches, timers)
 
-    def run(self, job: ThreadProgram, *, grad: bool, run_name: str, state: CallerContext | None = None) -> bool:
-        """Run all programs to their end, or raise what failed first; after a failure nothing of the job is left.
+    def run(self, program: ThreadProgram, *, grad: bool, run_name: str, context: CallerContext | None = None) -> bool:
+        """Run all programs to their end, or raise the first failure and drop everything that it left behind.
 
-        Forwards run in ``state``, the caller's unless it is given. Returned is whether a layer has asked which
-        micro-batch it works on.
+        Forwards run in ``context``, by default the caller's. Returns whether a layer has called
+        ``current_microbatch``.
         """
-        moments = begin_run(self.stages.values(), state or caller_context(), job.microbatches, run_name)
+        microbatches = begin_run(self.stages.values(), context or caller_context(), program.microbatches, run_name)
         start = perf_counter()
         try:
-            self.workers.run(self.tasks(job, grad=grad), job.cancel, self.hang_detector(job).check)
+            self.workers.run(self.tasks(program, grad=grad), program.cancel, lambda: self.hang_detector(program))
         except BaseException:
-            self.forget()
+            self.discard()
             raise
         finally:
             if self.weights is not None:
-                self.weights.land()
+                self.weights.end_run()
             for stage in self.stages.values():
-                stage.moments = ()
-        seconds = perf_counter() - start
-        self.bubble = None if self.on_gpu else 1 - sum(timer.busy for timer in job.waits) / (seconds * len(job.waits))
-        return any(moment.known for moment in moments)
+                stage.microbatches = ()
+        seconds, timers = perf_counter() - start, program.timers
+        self.bubble = None if self.on_gpu else 1 - sum(timer.busy for timer in timers) / (seconds * len(timers))
+        return any(microbatch.known for microbatch in microbatches)
 
-    def tasks(self, job: ThreadProgram, *, grad: bool) -> list[Callable[[], None]]:
-        """What each worker does for a job: run its program in the caller's streams and grad mode."""
+    def tasks(self, program: ThreadProgram, *, grad: bool) -> list[Callable[[], None]]:
+        """One task per worker: run its program in the caller's CUDA streams and grad mode."""
         devices = {stage.device for stage in self.stages.values() if stage.device.type == "cuda"}
         streams = [torch.cuda.current_stream(device) for device in devices]
         inference = torch.is_inference_mode_enabled()
@@ -220,37 +254,302 @@ class ThreadExecutor:
                     stack.enter_context(torch.cuda.stream(stream))
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
                 try:
-                    timer.run(recorded_program(self.tape, runner))
+                    timer.seconds, start = 0.0, perf_counter()
+                    self.recorded(runner)()
+                    timer.busy = perf_counter() - start - timer.seconds
                 except BaseException as error:
                     at = runner.current
                     if at is not None:
                         error.add_note(f"in stage {at.stage}, micro-batch {at.microbatch}, action {at}")
                     raise
 
-        return [partial(task, runner, timer) for runner, timer in zip(job.runners, job.waits, strict=True)]
+        return [partial(task, runner, timer) for runner, timer in zip(program.runners, program.timers, strict=True)]
 
-    def hang_detector(self, job: ThreadProgram) -> ThreadHangDetector:
-        """The hang detector that the caller polls while it waits for a job."""
-        return ThreadHangDetector(job.runners, self.placement, self.workers.threads, self.limits)
+    def hang_detector(self, program: ThreadProgram) -> Callable[[], None]:
+        """Called from time to time by the thread that waits for a program."""
+        return ThreadHangDetector(program.runners, self.placement, self.workers.threads, self.limits).check
 
-    def forget(self) -> None:
-        """Drop what a failed run left behind: slots and channels hold it."""
-        self._jobs.clear()
-        self.head.clear()
+    def discard(self) -> None:
+        """Drop compiled programs after a failure: their slots and channels hold tensors."""
+        self._programs.clear()
+        self._loss.clear()
+
+    # ── calls and streams ────────────────────────────────────────────────────────────────────────────────────
+
+    def call(self, value: Any) -> Any:
+        sizes, messages = split_inputs(value, self.source.count, self.stages[0].device)
+        call = _ThreadCall(self, self.source.fill_drain(len(sizes)), sizes)
+        if self.weights is not None:
+            self.weights.make_resident(call)
+        return apply_call(call, messages)
+
+    def forward(self, value: Any) -> Any:
+        return self.call(value)
+
+    def stream(self, values: Iterable[Any]) -> Iterator[Any]:
+        """The outputs of many mini-batches, in order, without draining the pipeline between them.
+
+            rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker starts with the next mini-batch when it has done its
+            rank 1      a0 a1 a2 b0 b1 b2 c0 …        part of the one before; the caller takes the outputs in order
+            rank 2         a0 a1 a2 b0 b1 b2 …
+        """
+        if self.weights is not None:  # they are on the device for one mini-batch at a time
+            yield from super().stream(values)
+            return
+        in_flight: deque[_StreamedBatch] = deque()
+        self.streaming = True
+        try:
+            for value in values:
+                in_flight.append(_StreamedBatch(self, value))
+                if len(in_flight) > STREAM_AHEAD:
+                    yield in_flight.popleft().outputs()
+            while in_flight:
+                yield in_flight.popleft().outputs()
+        finally:
+            for batch in in_flight:
+                batch.program.cancel()
+            for batch in in_flight:
+                while not self.closed and len(batch.report.outcomes) < len(batch.program.runners):
+                    batch.report.news.get()
+            for stage in self.stages.values():
+                stage.microbatches = ()
+            self.streaming = False
+
+    # ── the other ranks: all are here ────────────────────────────────────────────────────────────────────────
+
+    @property
+    def sums_over_replicas(self) -> bool:
+        return False
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def reduce(self, value: Tensor, largest: bool) -> Tensor:
+        return value
+
+    def max_over_ranks(self, number: float) -> float:
+        return number
+
+    def gather_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state
+
+    def align_ties(self) -> None:
+        self.ties.align()
+
+    def begin_recording(self, recorder: StepRecorder) -> None:
+        self.recorder = recorder
+
+    def end_recording(
+        self, recorder: StepRecorder, error: BaseException | None, part: Callable[[], T]
+    ) -> tuple[list[T], str | None]:
+        return [part()], None
 
     @property
     def closed(self) -> bool:
         return self.workers.closed
 
+    def check_idle(self) -> None:
+        if self.closed:
+            raise PipelineError("this pipeline was closed: build a new one from its plan")
+        if self.streaming:
+            raise PipelineError("pipe.stream(…) is still under way: take all of its outputs, or close it")
+
     def close(self) -> None:
-        self._jobs.clear()
+        self._programs.clear()
         self.workers.close()
         for stage in self.stages.values():
             stage.close()
 
 
-def _set_shared_parameters(stages: Sequence[StageEngine]) -> None:
-    """Tell stages which of their parameters other stages, and so other threads, add gradients to as well."""
-    uses = Counter(parameter for stage in stages for parameter in stage.module.parameters())
-    for stage in stages:
-        stage.shared = [parameter for parameter, count in uses.items() if count > 1]
+class _StreamedBatch:
+    """One mini-batch of a stream, started when it is made."""
+
+    def __init__(self, executor: ThreadExecutor, value: Any) -> None:
+        self.executor = executor
+        self.model_loss = ModelLoss(())
+        sizes, messages = split_inputs(value, executor.source.count, executor.stages[0].device)
+        programs = lower(executor.source.forward_only(len(sizes)), executor.edges)
+        slots = {(s, k): Slot() for program in programs for s, k in program.slots}
+        inputs = [message.detached()._replace(wants=()) for message in messages]
+        io = PipelineIO(inputs, outputs=[None] * len(sizes))
+        self.program = executor.compile([program.instructions for program in programs], len(sizes), slots, io)
+        context, run_name = caller_context(), executor.run_names.next(training=False)
+
+        def part(rank: int, task: Callable[[], None]) -> None:
+            """A worker prepares its own stages: others may still run the mini-batch before."""
+            own = [stage for s, stage in executor.stages.items() if executor.placement[s] == rank]
+            begin_run(own, context, len(sizes), run_name)
+            if executor.placement[-1] == rank:
+                executor._loss.begin(sizes, None, None)
+                self.model_loss = executor._loss.model_loss
+            with commit_statistics(deferred_statistics_of({stage.index: stage for stage in own})):
+                task()
+
+        tasks = [partial(part, rank, task) for rank, task in enumerate(executor.tasks(self.program, grad=False))]
+        self.report: RunReport = RunReport(SimpleQueue())
+        self.report = executor.workers.start(tasks)
+
+    def outputs(self) -> Any:
+        """Wait for the outputs."""
+        executor, program = self.executor, self.program
+        try:
+            executor.workers.wait(self.report, program.cancel, lambda: executor.hang_detector(program))
+        except BaseException:
+            executor.discard()
+            raise
+        messages = [message for message in program.io.outputs or () if message is not None]
+        return self.model_loss.merge(join([unflatten(message.leaves, message.spec) for message in messages]))
+
+
+class _ThreadCall:
+    """One ``pipe(x)``: its slots live until its backward is over, or nothing refers to its graph any longer."""
+
+    def __init__(self, executor: ThreadExecutor, schedule: Schedule, sizes: Sequence[int]) -> None:
+        self.executor = executor
+        programs = lower(schedule, executor.edges)
+        self.sizes = sizes
+        self.count = schedule.num_microbatches
+        self.model_loss = ModelLoss(())
+        self.halves = [
+            [[i for i in program.instructions if i.kind in kinds] for program in programs]
+            for kinds in (("F", "SEND_F"), ("R", "B", "SEND_B"))
+        ]
+        recomputed = {(i.stage, i.microbatch) for program in programs for i in program.instructions if i.kind == "R"}
+        self.slots = {
+            (s, k): Slot(saved=SavedForward() if (s, k) in recomputed else None)
+            for program in programs
+            for s, k in program.slots
+        }
+        self.parameters = [parameter for parameter in executor.parameters() if parameter.requires_grad]
+        self.stage_parameters = {
+            index: [p for p in stage.module.parameters() if p.requires_grad] for index, stage in executor.stages.items()
+        }
+        self.run_name = executor.run_names.next(training=False)
+        # A backward may recompute forwards: they need the context and the training flags of the first ones.
+        self.context = caller_context()
+        self.modes = [(part, part.training) for stage in executor.stages.values() for part in stage.module.modules()]
+        self.over = False
+        self.retain_graph = False
+        self.recorder: StepRecorder | None = None  # the one that has recorded the forward
+        self.crosses_stages = False  # layers may have passed values to other stages by ``current_microbatch``
+        self.template: tuple[list[Any], Spec] = ([], None)
+        self.borrowed = BorrowedInputs(())
+
+    def forward(self, inputs: list[Message]) -> list[Message]:
+        executor = self.executor
+        recorder = executor.recorder
+        self.borrowed = BorrowedInputs(inputs)
+        with ExitStack() as stack:
+            executor._enter_run(stack, "call")
+            io = PipelineIO(stack.enter_context(self.borrowed), outputs=[None] * self.count)
+            self.recorder = None if recorder is None or recorder.now is None else recorder
+            executor._loss.begin(self.sizes, None, None)
+            program = executor.compile(self.halves[0], self.count, self.slots, io, lockstep=executor.lockstep)
+            self.crosses_stages = executor.run(program, grad=True, run_name=self.run_name)
+            self.model_loss = executor._loss.model_loss
+        outputs = [message for message in io.outputs or () if message is not None]
+        check_joinable([message.leaves for message in outputs], self.sizes)
+        return outputs
+
+    def backward(
+        self, seeds: Sequence[Sequence[Tensor | None]]
+    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+        if self.over:
+            raise RuntimeError(
+                "Trying to backward through the pipeline a second time: call backward with retain_graph=True the "
+                "first time, or call the pipeline again"
+            )
+        self.borrowed.check_unchanged()
+        self.retain_graph = graph_task_keeps_graph()
+        executor = self.executor
+        sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.stage_parameters}
+        crossing = _CrossStageGrads(self.slots, self.parameters) if self.crosses_stages else None
+
+        def backward(stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot) -> None:
+            mine = sums[stage.index]
+            if crossing is None:
+                wanted = self.stage_parameters[stage.index]
+                found = stage.gradients(grads, slot, wanted, self.retain_graph)
+            else:
+                wanted, found = crossing.gradients(stage, grads, slot)
+            for parameter, grad in zip(wanted, found, strict=True):
+                if grad is not None:
+                    if executor.fp32 is not None and grad.dtype.itemsize < 4:
+                        grad = grad.float()
+                    mine[id(parameter)] = grad if id(parameter) not in mine else mine[id(parameter)] + grad
+
+        grads: list[Sequence[Tensor | None]] = [()] * self.count
+        io = PipelineIO(seed=seeds.__getitem__, grads=grads)
+        with ExitStack() as stack:
+            stack.enter_context(executor.lock)
+            if self.recorder is executor.recorder:
+                stack.enter_context(executor.recording_run("backward"))
+            stack.enter_context(suspended_grad_hooks(self.parameters))
+            stack.enter_context(with_training_modes(self.modes))
+            if executor.on_gpu:
+                self._backward_in_this_thread(io, backward)
+            else:
+                program = executor.compile(self.halves[1], self.count, self.slots, io, backward)
+                executor.run(program, grad=False, run_name=self.run_name, context=self.context)
+        if not self.retain_graph:
+            self.over = True
+            self.slots.clear()
+            self.borrowed = BorrowedInputs(())
+        totals: dict[int, Tensor] = {}
+        for of_stage in sums.values():
+            for key, grad in of_stage.items():
+                totals[key] = grad if key not in totals else totals[key] + grad.to(totals[key].device)
+        for copies in executor.ties.copies:
+            total = LocalTies.total([totals.get(id(parameter)) for parameter in copies])
+            if total is not None:
+                totals.update({id(parameter): total.to(parameter.device) for parameter in copies})
+        skip_hooks_without_grad([p for p in self.parameters if p._backward_hooks and id(p) not in totals])
+        return grads, totals
+
+    def _backward_in_this_thread(self, io: PipelineIO, backward: StageBackward) -> None:
+        """The backward half in this thread, which on a GPU is autograd's own thread for that device.
+
+        A backward started in another thread would wait for it. Launching is quick, so one thread keeps all devices
+        busy: micro-batch by micro-batch, up the stages.
+        """
+        executor = self.executor
+        actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
+        actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
+        begin_run(executor.stages.values(), self.context, self.count, self.run_name)
+        program = executor.compile([actions], self.count, self.slots, io, backward, one_thread=True)
+        executor.recorded(program.runners[0])()
+
+
+class _CrossStageGrads:
+    """Gradients of values that layers passed to other stages outside the pipeline, keyed by ``current_microbatch``.
+
+    The graph of a stage then continues into graphs of earlier stages. Gradients found there are added to those of
+    these stages: they come first, because a micro-batch goes back up the stages in order.
+    """
+
+    def __init__(self, slots: Mapping[tuple[int, int], Slot], parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.earlier_slots = {
+            id(slot): [other for (s, j), other in slots.items() if j == k and s < stage]
+            for (stage, k), slot in slots.items()
+        }
+        self.found: dict[int, Tensor] = {}  # by identity of the input
+
+    def gradients(
+        self, stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot
+    ) -> tuple[list[nn.Parameter], Sequence[Tensor | None]]:
+        """All parameters of the pipeline, and their gradients from this stage's backward."""
+        entries = [leaf for other in self.earlier_slots[id(slot)] for leaf in other.inputs]
+        found = stage.gradients(grads, slot, (*self.parameters, *entries), True)
+        for leaf, grad in zip(entries, found[len(self.parameters) :], strict=True):
+            self._add(leaf, grad)
+        for leaf, grad in zip(slot.inputs, slot.grads, strict=True):
+            self._add(leaf, grad)
+        slot.grads = [self.found.pop(id(leaf), None) for leaf in slot.inputs]
+        if slot.inputs_per_edge:
+            slot.edge_grads = split_grads(slot.grads, slot.inputs_per_edge)
+        return self.parameters, found[: len(self.parameters)]
+
+    def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.found[id(leaf)] = grad if id(leaf) not in self.found else self.found[id(leaf)] + grad

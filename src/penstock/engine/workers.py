@@ -20,22 +20,22 @@ Task = Callable[[], None]
 Inbox: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
 _threads_lock = threading.Lock()
 
-POLL_SECONDS = 0.2  # seconds of silence after which the one who waits looks around
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """How the jobs of one run ended, in that order; ``news`` wakes whoever waits for the next one."""
+    """How the tasks of one run ended, in that order; ``news`` wakes the thread that waits for them."""
 
     news: SimpleQueue[None]
     outcomes: list[BaseException | None] = field(default_factory=list)
 
 
 class WorkerThreads:
-    """Runs one job per rank at a time, all at once, and waits for them all."""
+    """Runs one task per rank, all at once."""
 
     def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
-        """One worker per device; ``cpu_threads`` is how many threads an operator may use on the CPU in each of them."""
+        """One worker per device; ``cpu_threads`` limits the threads that an operator uses on the CPU in each."""
         self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
         self._threads = [
             threading.Thread(
@@ -47,30 +47,34 @@ class WorkerThreads:
             thread.start()
         self._end = weakref.finalize(self, _stop, self.inboxes)
 
-    def run(self, jobs: Sequence[Task], cancel: Callable[[], None], look: Callable[[], None]) -> None:
-        """Run ``jobs[r]`` on worker ``r``. The first failure cancels the others and is raised here."""
-        self.wait(self.start(jobs), cancel, look)
+    def run(self, tasks: Sequence[Task], cancel: Callable[[], None], detector: Callable[[], Task]) -> None:
+        """Run ``tasks[r]`` on worker ``r``, and wait for all."""
+        self.wait(self.start(tasks), cancel, detector)
 
-    def start(self, jobs: Sequence[Task]) -> RunReport:
-        """Give ``jobs[r]`` to worker ``r``, which does it when it is done with those it was given before."""
+    def start(self, tasks: Sequence[Task]) -> RunReport:
+        """Queue ``tasks[r]`` on worker ``r``."""
         if self.closed:
             raise PipelineError("this pipeline was closed: build a new one from its plan")
         report = RunReport(SimpleQueue())
-        for inbox, job in zip(self.inboxes, jobs, strict=True):
-            inbox.put((job, report))
+        for inbox, task in zip(self.inboxes, tasks, strict=True):
+            inbox.put((task, report))
         return report
 
-    def wait(self, report: RunReport, cancel: Callable[[], None], look: Callable[[], None]) -> None:
-        """Wait for jobs that were started. The first failure cancels the others and is raised here.
+    def wait(self, report: RunReport, cancel: Callable[[], None], detector: Callable[[], Task]) -> None:
+        """Wait for started tasks. The first failure cancels the others and is raised here.
 
-        Meanwhile ``look`` is called from time to time. If it raises a ``PipelineError``, the waiting is over: the
-        workers are to end, and a job that does not come to its end is left to its thread.
+        ``detector`` makes a hang detector, which is called while nothing happens. If it raises a ``PipelineError``, the
+        workers are told to end, and a task that does not return is left to its thread.
         """
         failure: BaseException | None = None
+        detect: Task | None = None
         while len(report.outcomes) < len(self.inboxes):
             try:
-                if not _wait_for_outcome(report):
-                    look()
+                try:
+                    report.news.get(timeout=POLL_SECONDS)
+                except Empty:
+                    detect = detect or detector()
+                    detect()
                 errors = [error for error in report.outcomes if error is not None]
             except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
                 errors = [interrupt]
@@ -87,7 +91,7 @@ class WorkerThreads:
             raise failure
 
     def close(self) -> None:
-        """End the threads, and wait for them for a moment. Closing twice is harmless."""
+        """End the threads, and wait for them a few seconds. Closing twice is harmless."""
         self._end()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -103,14 +107,6 @@ class WorkerThreads:
         return not self._end.alive
 
 
-def _wait_for_outcome(report: RunReport) -> bool:
-    try:
-        report.news.get(timeout=POLL_SECONDS)
-    except Empty:
-        return False
-    return True
-
-
 def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:
     for inbox in inboxes:
         inbox.put(None)
@@ -119,20 +115,20 @@ def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:
 def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int | None) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # gives this thread the device's context, which cuBLAS complains to be without
+        torch.zeros(1, device=device)  # gives this thread the device's context, without which cuBLAS warns
     elif cpu_threads is not None:
         _limit_threads(cpu_threads)
-    while (task := inbox.get()) is not None:
-        job, report = task
+    while (item := inbox.get()) is not None:
+        task, report = item
         error: BaseException | None = None
         try:
-            job()
+            task()
         except Cancelled:
-            pass  # the rank that failed says why
+            pass  # the rank that failed reports why
         except BaseException as raised:
             error = raised
         # Nothing of the step may stay alive in this frame until the next one comes.
-        del task, job
+        del item, task
         report.outcomes.append(error)
         report.news.put(None)
         del report, error
@@ -141,7 +137,7 @@ def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int | None) ->
 def _limit_threads(count: int) -> None:
     """Let operators called in this thread use ``count`` CPU threads, and leave other threads as they are.
 
-    The number belongs to the thread, but setting it also sets what threads started later begin with.
+    The number belongs to the thread, but setting it also sets the default of threads started later.
     """
     with _threads_lock:
         before = torch.get_num_threads()

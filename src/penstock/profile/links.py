@@ -41,15 +41,14 @@ from torch import Tensor
 
 from penstock.engine.channel.base import Endpoint, WaitTimer
 from penstock.engine.channel.local import LocalChannel
-from penstock.engine.connections import Connections
+from penstock.engine.connections import Connections, Endpoints
 from penstock.engine.failure.rendezvous import Rendezvous
 from penstock.engine.message import TensorMeta
-from penstock.engine.rank_programs import Endpoints
 from penstock.errors import PlanError
 from penstock.profile.costs import Link
 from penstock.train.mesh import Mesh
 
-__all__ = ["Links", "fit_link", "host_time_per_message", "local_link", "measure_links", "process_link"]
+__all__ = ["LinkError", "Links", "fit_link", "host_time_per_message", "local_link", "measure_links", "process_link"]
 
 
 LARGE = 4 << 20  # bytes
@@ -305,7 +304,16 @@ def _cpu_time(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int
 _TIMEOUT = 120.0  # seconds: on a busy machine, importing torch takes most of it
 
 
-def process_link(device: str, ranks: int) -> Link:
+class LinkError(PlanError):
+    """The link between two processes could not be measured, for this ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        remedy = "Give link=, its latency and bandwidth, or costs="
+        super().__init__(f"the link between processes could not be measured: {reason}. {remedy}")
+        self.reason = reason
+
+
+def process_link(device: str, ranks: int, timeout: float = _TIMEOUT) -> Link:
     """Measure the link between two of ``ranks`` processes on this machine; over NCCL for GPUs."""
     # The store is in this process: its port cannot be taken by another program in between.
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -321,22 +329,18 @@ def process_link(device: str, ranks: int) -> Link:
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
             started.append(process)
-        output, errors = started[0].communicate(timeout=_TIMEOUT)
+        output, errors = started[0].communicate(timeout=timeout)
+        if not output:
+            errors = errors.strip() or f"process 0 ended with exit code {started[0].returncode}"
         return Link(**json.loads(output.splitlines()[-1]))
     except subprocess.TimeoutExpired as error:
-        raise _link_error(f"two processes did not finish within {_TIMEOUT:.0f} s") from error
+        raise LinkError(f"no message arrived within {timeout:.0f} s") from error
     except (OSError, ValueError, IndexError) as error:
-        raise _link_error((errors.strip() or str(error)).splitlines()[-1]) from error
+        raise LinkError((errors.strip() or str(error)).splitlines()[-1]) from error
     finally:
         for process in started:
             process.kill()
             process.communicate()
-
-
-def _link_error(why: str) -> PlanError:
-    return PlanError(
-        f"the link between processes could not be measured: {why}. Give link=, its latency and bandwidth, or costs="
-    )
 
 
 def _measure_in_process(rank: int, kind: str, port: int, threads: int) -> None:

@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.context import begin_run, caller_context
+from penstock.engine.forward_context import caller_context
 from penstock.engine.message import Message, flatten, merge_messages
 from penstock.engine.recompute.buffers import BufferGuard, version_of
 from penstock.engine.recompute.rng import StageRng
 from penstock.engine.recorder import deferred_bytes
-from penstock.engine.stage import SavedForward, Slot, StageEngine
+from penstock.engine.stage import SavedForward, Slot, StageEngine, begin_run
 from penstock.split.measure import LayerRun, repeat_runs
 from penstock.split.sample import backward_roots
 
@@ -178,7 +178,7 @@ def time_layer(
         done = timed(engine.forward, numbers, messages, slots, hot=hot)
         return done, [_take_output_grads(slot) for slot in slots]
 
-    saving = StageEngine(layer.index, module, device, takes=takes, gives=gives)
+    saving = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
     full, split = [Slot() for _ in numbers], [Slot(saving.new_queue()) for _ in numbers]
     deferred: list[int] = []
 
@@ -191,9 +191,9 @@ def time_layer(
             deferred.append(deferred_bytes(split[0], saving))
         return [forward, backward, input_gradient, timed(saving.weight_gradient, split)]
 
-    recomputing = StageEngine(layer.index, module, device, takes=takes, gives=gives)
-    recomputing.randomness, recomputing.unnoticed = StageRng(module, device, None), BufferGuard(module)
-    dropped = [Slot(replay=SavedForward()) for _ in numbers]
+    recomputing = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
+    recomputing.rng, recomputing.buffer_guard = StageRng(module, device, None), BufferGuard(module)
+    dropped = [Slot(saved=SavedForward()) for _ in numbers]
 
     def recomputes() -> list[_TimedAction]:
         _, grads = forwards(recomputing, dropped)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from penstock import _registry
 from penstock.errors import ScheduleError
 
 __all__ = [
@@ -124,14 +125,12 @@ class Schedule:
         return to_text(self)
 
     def _repr_html_(self) -> str:
-        from penstock.viz import schedule_html
-
-        return schedule_html(self)
+        html: str = _registry.viz().schedule_html(self)
+        return html
 
     def _repr_svg_(self) -> str | None:
-        from penstock.viz import schedule_svg
-
-        return schedule_svg(self)
+        svg: str | None = _registry.viz().schedule_svg(self)
+        return svg
 
 
 # Placements: which rank holds which stage.

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from penstock import _registry
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule, edges_of, topological_runs
 from penstock.schedule.verify import MemoryReport, verify
@@ -69,14 +70,12 @@ class Simulation:
         return tuple(max(kept for _, kept in curve) for curve in self.memory)
 
     def _repr_html_(self) -> str:
-        from penstock.viz import simulation_html
-
-        return simulation_html(self)
+        html: str = _registry.viz().simulation_html(self)
+        return html
 
     def _repr_svg_(self) -> str | None:
-        from penstock.viz import simulation_svg
-
-        return simulation_svg(self)
+        svg: str | None = _registry.viz().simulation_svg(self)
+        return svg
 
     def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The memory of a rank over time. It changes in the order of the rank's actions."""

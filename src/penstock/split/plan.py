@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from penstock import _registry
 from penstock.errors import PlanError
 from penstock.format import format_table
 
@@ -200,9 +201,8 @@ class Plan:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from penstock.viz import plan_html
-
-        return plan_html(self)
+        html: str = _registry.viz().plan_html(self)
+        return html
 
 
 def _restore(text: str, model: nn.Module | None) -> Plan:

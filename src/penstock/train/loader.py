@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
 from penstock.errors import PipelineError, PlanError
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
-from penstock.train.prefetch import CopiedBatch, DeviceCopier, Prefetcher, map_leaves
+from penstock.train.prefetch import CopiedBatch, BatchCopier, Prefetcher, map_leaves
 from penstock.train.sampler import BatchOrder, ReplicaShare, num_batches, seeded_generator
 
 __all__ = ["DataLoader", "without_samples"]
@@ -78,7 +78,7 @@ class DataLoader(Generic[Sample]):
         if not stream:
             samplers = {"sampler": sampler, "batch_sampler": batch_sampler}
             self._order = BatchOrder(dataset, batch_size, shuffle=self.shuffle, drop_last=drop_last, **samplers)
-        self._copier = DeviceCopier(self._place.inputs, self._place.targets, pin_memory is not False)
+        self._copier = BatchCopier(self._place.inputs, self._place.targets, pin_memory is not False)
         self._depth = prefetch if num_workers == 0 or self._copier.device is not None else 0
         self._lock = threading.Lock()  # one thread at a time reads the dataset
         self._next = _EpochPosition(0, 0)
@@ -215,7 +215,7 @@ class _EpochPosition:
 class _EpochIterator:
     """One epoch, batch by batch, without references to past batches."""
 
-    def __init__(self, source: Iterator[CopiedBatch], copier: DeviceCopier, position: _EpochPosition) -> None:
+    def __init__(self, source: Iterator[CopiedBatch], copier: BatchCopier, position: _EpochPosition) -> None:
         self._source = source
         self._copier = copier
         self._position = position

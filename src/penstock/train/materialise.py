@@ -45,13 +45,13 @@ def materialise(
             _allocate(module, devices[stage], made)
         module.to(devices[stage])
         if weights is not None:
-            weights.settle(stage)
+            weights.offload_stage(stage)
     for row in copies:
         row[:] = [made.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
     for stage, module in modules.items():
         if on_meta[stage] and init is not None:
             try:
-                with torch.no_grad(), nullcontext() if weights is None else weights.filling(stage):
+                with torch.no_grad(), nullcontext() if weights is None else weights.initializing(stage):
                     init(module)
             except Exception as error:
                 error.add_note(f"in init of stage {stage}")

@@ -91,7 +91,7 @@ class OffloadedOptimizer:
         self._move_state_to_host()  # Adagrad creates its state in __init__
 
     def _step_at_once(self, closure: Callable[[], Any] | None) -> Any:
-        with nullcontext() if self.weights is None else self.weights.staying():
+        with nullcontext() if self.weights is None else self.weights.resident_scope():
             try:
                 self._wait_on_device(self._fetch(list(self.optimizer.state)))
                 return self._original_step(self.optimizer, *([] if closure is None else [closure]))
@@ -104,7 +104,7 @@ class OffloadedOptimizer:
             with torch.enable_grad():
                 loss = closure()
         if self.weights is not None:
-            self.weights.gather()
+            self.weights.reclaim()
         buckets = list(self._buckets())
         groups = self.optimizer.param_groups
         params_of = [group["params"] for group in groups]
@@ -159,18 +159,18 @@ class OffloadedOptimizer:
         """Start copying the state of these parameters, and parameters in host memory, to the device."""
         started = []
         for key in keys:
-            lease = None if self.weights is None else self.weights.lend(key)
+            lease = None if self.weights is None else self.weights.lease(key)
             if lease is not None:
                 self._leases[key] = lease
-                started += [_PendingCopy(lease.copies, lease.mark, tensor) for tensor in lease.came]
+                started += [_PendingCopy(lease.copies, lease.event, tensor) for tensor in lease.on_device]
             host_tensors = self._host_tensors.get(key, {})
             for container, at, path, tensor in _tensors(self.optimizer.state.get(key)):
                 host_tensor = host_tensors.get(path)
                 if host_tensor is not None and tensor is host_tensor.host:
                     there = torch.empty_like(tensor, device=host_tensor.device)
-                    host_tensor.mark = host_tensor.copies.back(tensor, there)
+                    host_tensor.event = host_tensor.copies.to_device([(tensor, there)])
                     container[at] = there
-                    started.append(_PendingCopy(host_tensor.copies, host_tensor.mark, there))
+                    started.append(_PendingCopy(host_tensor.copies, host_tensor.event, there))
         return started
 
     def _send(self, keys: Iterable[Any] | None = None) -> list[_PendingCopy]:
@@ -199,10 +199,10 @@ class OffloadedOptimizer:
             if copies is None or tensor.nbytes < max(1, self.smallest) or uses[storage_id(tensor)] > 1:
                 continue
             if host_tensor is None or not host_tensor.fits(tensor):
-                host_tensor = host_tensors[path] = _HostTensor(copies, tensor.device, copies.host(tensor))
-            host_tensor.mark = copies.out(tensor, host_tensor.host, host_tensor.mark)
+                host_tensor = host_tensors[path] = _HostTensor(copies, tensor.device, copies.allocate_host(tensor))
+            host_tensor.event = copies.to_host([(tensor, host_tensor.host)], host_tensor.event)
             container[at] = host_tensor.host
-            started.append(_PendingCopy(copies, host_tensor.mark, tensor))
+            started.append(_PendingCopy(copies, host_tensor.event, tensor))
         return started
 
     def _move_state_to_host(self) -> None:
@@ -229,18 +229,18 @@ class OffloadedOptimizer:
     def _wait_on_device(copies: Iterable[_PendingCopy]) -> None:
         """Let the device wait for copies: their targets can be used and their sources freed afterwards."""
         for copy in copies:
-            copy.streams.wait(copy.mark, copy.on_device)
+            copy.streams.wait(copy.event, copy.on_device)
 
     @staticmethod
     def _wait_on_host(copies: Iterable[_PendingCopy]) -> None:
         """Let the host wait for copies, so that the state can be read after the step."""
         for copy in copies:
-            copy.streams.finish(copy.mark)
+            copy.streams.synchronize(copy.event)
 
 
 class _PendingCopy(NamedTuple):
     streams: CopyStreams
-    mark: CopyEvent
+    event: CopyEvent
     on_device: Tensor
 
 
@@ -251,7 +251,7 @@ class _HostTensor:
     copies: CopyStreams
     device: torch.device
     host: Tensor
-    mark: CopyEvent | None = None  # of the last copy from or to the host tensor
+    event: CopyEvent | None = None  # of the last copy from or to the host tensor
 
     def fits(self, tensor: Tensor) -> bool:
         layouts = [(t.shape, t.dtype, t.stride()) for t in (self.host, tensor)]

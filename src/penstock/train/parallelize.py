@@ -16,16 +16,15 @@ from torch import nn
 
 from penstock._torch import fsdp_state
 from penstock.engine.message import flatten, unflatten
-from penstock.engine.parallelized import ParallelizedStage
 from penstock.engine.replicas import broadcast_from_first
 from penstock.engine.replicas.ddp import unwrap_ddp
 from penstock.engine.replicas.dtensor import is_dtensor, keep_edges_plain
 from penstock.engine.replicas.fsdp import FsdpStage, fsdp_stage
 from penstock.engine.shapes import FakeStage
+from penstock.engine.stage import ParallelizedStage
 from penstock.errors import PlanError
 from penstock.split.plan import Tie
 from penstock.train.mesh import Mesh
-from penstock.train.options import Options
 from penstock.train.state import FqnMap
 
 __all__ = ["parallelize_stages"]
@@ -34,7 +33,7 @@ __all__ = ["parallelize_stages"]
 def parallelize_stages(
     modules: dict[int, nn.Module],
     mesh: Mesh,
-    options: Options,
+    options: Any,
     ties: Sequence[Tie],
     copies: list[list[nn.Parameter]],
     own: FqnMap,
@@ -58,7 +57,7 @@ def parallelize_stages(
         sharded = fsdp_stage(result, stage, mesh.ranks("data"))
         _check_device_meshes(stage, result, sharded, mesh)
         changed = result is not module or sharded is not None or mesh.tensor > 1
-        if changed and not fake.parts and not options.dynamic:
+        if changed and not fake.pairs and not options.dynamic:
             raise PlanError(
                 f"stage {stage} cannot be copied (copy.deepcopy fails), and a copy of the stage as it was before "
                 "parallelize is needed, to infer the shapes on its edges"
@@ -138,7 +137,7 @@ def _check_device_meshes(stage: int, module: nn.Module, sharded: FsdpStage | Non
                 )
 
 
-def _check_options(modules: Mapping[int, nn.Module], options: Options) -> None:
+def _check_options(modules: Mapping[int, nn.Module], options: Any) -> None:
     sharded_names = [name for m in modules.values() for name, p in m.named_parameters() if is_dtensor(p)]
     if sharded_names and options.accumulate is not None:
         raise PlanError(
@@ -155,7 +154,7 @@ def _check_options(modules: Mapping[int, nn.Module], options: Options) -> None:
 
 def _apply_mixed_precision(sharded: FsdpStage, fake: FakeStage) -> None:
     """Give the fake stage the dtypes of FSDP's mixed precision: of parameters, inputs and outputs."""
-    twins = {id(part): twin for part, twin in fake.parts}
+    twins = {id(part): twin for part, twin in fake.pairs}
     for group in sharded.groups:
         dtype = group.mp_policy.param_dtype
         for parameter in group.fsdp_params if dtype is not None else ():

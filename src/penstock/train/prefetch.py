@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock._torch import pytree
 
-__all__ = ["CopiedBatch", "DeviceCopier", "Prefetcher", "copy_batch", "map_leaves"]
+__all__ = ["CopiedBatch", "BatchCopier", "Prefetcher", "copy_batch", "map_leaves"]
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class CopiedBatch(NamedTuple):
     events: dict[torch.device, torch.cuda.Event]
 
 
-class DeviceCopier:
+class BatchCopier:
     """Copies batches to the GPUs of the first and last stage on separate streams; leaves those for the CPU."""
 
     def __init__(self, inputs: torch.device | None, targets: torch.device | None, pin: bool) -> None:

@@ -1,12 +1,11 @@
-"""A new order for a pipeline that runs: made for what its stages were seen to cost, in the memory of the old one."""
+"""A faster order for a running pipeline, for the measured costs of its stages; and predictions of its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.engine.distributed import DistributedExecutor
-from penstock.engine.threads import ThreadExecutor
+from penstock.engine.executor import Executor
 from penstock.schedule.costs import Costs
 from penstock.schedule.provider import ScheduleProvider
 from penstock.schedule.schedule import Edge, Schedule
@@ -16,12 +15,12 @@ from penstock.train.mesh import Mesh
 
 __all__ = ["ReplanResult", "find_faster_order", "predict_from_costs", "predict_step"]
 
-MIN_SAVING = 0.01  # what a new order must save, as a fraction, to be taken
+MIN_SAVING = 0.01  # the fraction of a step that a new order must save
 
 
 @dataclass(frozen=True)
 class ReplanResult:
-    """What ``pipe.replan()`` has found: the times of a step, as simulated, and whether the order is a new one."""
+    """The result of ``pipe.replan()``: simulated times of a step, and whether the order has changed."""
 
     before: float
     after: float
@@ -37,15 +36,15 @@ class ReplanResult:
 def find_faster_order(
     schedule: Schedule, costs: Costs, edges: Sequence[Edge], seconds: float
 ) -> tuple[ReplanResult, Schedule]:
-    """The order for these costs that is to be run: a new one, if it is worth it; without recomputes, which come back.
+    """The fastest order for these costs, or the present one if it saves too little; recomputes are left out.
 
-    The same arguments give the same answer, on every rank.
+    The same arguments give the same result on every rank.
     """
     orders = tuple(tuple(action for action in order if action.kind != "R") for order in schedule.orders)
     again = {action.stage for order in schedule.orders for action in order if action.kind == "R"}
     plain, costs = replace(schedule, orders=orders), _with_recompute(costs, again, schedule.num_stages)
     if not any(costs.of_stages("activation", schedule.num_stages)):
-        costs = replace(costs, activation=1.0)  # of which nothing is known: as many micro-batches as before
+        costs = replace(costs, activation=1.0)  # unknown: keep as many micro-batches in flight as before
     old = simulate(plain, costs, edges)
     found = auto(
         costs, schedule.placement, schedule.num_microbatches, cap=old.peak_memory, edges=edges, seconds=seconds,
@@ -57,7 +56,7 @@ def find_faster_order(
 
 
 def _with_recompute(costs: Costs, stages: set[int], count: int) -> Costs:
-    """Costs in which a recompute is part of the backward that it is for."""
+    """The costs with recomputes of ``stages`` included in their backwards."""
     if not stages:
         return costs
     times = costs.durations(count)
@@ -68,33 +67,30 @@ def _with_recompute(costs: Costs, stages: set[int], count: int) -> Costs:
     return replace(costs, i=more("I"), b=more("B"))
 
 
-# What a pipeline's steps should take, as far as what it was made from tells.
-
-
 def predict_step(
     made_from: Prediction | None,
     source: ScheduleProvider,
-    crew: ThreadExecutor | DistributedExecutor,
+    executor: Executor,
     mesh: Mesh | None,
     samples: int | None,
 ) -> Prediction | None:
-    """The prediction for steps of a full number of micro-batches; ``samples`` are those of the last one, of all."""
+    """The prediction for steps of a full number of micro-batches; ``samples`` are those of the last step."""
     if made_from is None:
-        return None if source.costs is None else predict_from_costs("costs", source.costs, crew)
+        return None if source.costs is None else predict_from_costs("costs", source.costs, executor)
     if made_from.samples is None:
         return made_from
-    if crew.source.ranks != source.ranks:  # some take turns, of which the plan did not know
+    if executor.source.ranks != source.ranks:  # ranks take turns, which the plan did not model
         return None
     share = -(-(samples or 0) // (1 if mesh is None else mesh.data))
     if share and -(-share // source.microbatches) != made_from.samples:
         return None
-    gpus = {crew.placement[s]: stage.device for s, stage in crew.stages.items() if stage.device.type != "cpu"}
-    if len(set(gpus.values())) < len(gpus):  # what is allocated on one is not a rank's own
+    gpus = {executor.placement[s]: stage.device for s, stage in executor.stages.items() if stage.device.type != "cpu"}
+    if len(set(gpus.values())) < len(gpus):  # several ranks allocate on one GPU
         return replace(made_from, memory=None)
     return made_from
 
 
-def predict_from_costs(by: str, costs: Costs, crew: ThreadExecutor | DistributedExecutor) -> Prediction:
-    """What costs of stages come to in the order that is run."""
-    source = crew.source
-    return Prediction.simulated(by, source.training(source.microbatches), costs, crew.edges)
+def predict_from_costs(by: str, costs: Costs, executor: Executor) -> Prediction:
+    """The simulated step of the executor's order with these costs."""
+    source = executor.source
+    return Prediction.simulated(by, source.training(source.microbatches), costs, executor.edges)

@@ -22,7 +22,15 @@ import penstock as ps
 from penstock.compat import unwrap_local_errors
 from penstock.compat.fairscale import model_parallel
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
-from penstock.compat.torchgpipe.gpipe import GPipe, TensorOrTensors, Tensors, check, verify_children
+from penstock.compat.torchgpipe.gpipe import (
+    GPipe,
+    TensorOrTensors,
+    Tensors,
+    check,
+    check_balance,
+    check_options,
+    verify_children,
+)
 
 __all__ = ["AsyncPipe", "InputDevice", "LazyModule", "Pipe", "TensorOrTensors", "Tensors", "verify_children"]
 
@@ -115,12 +123,11 @@ class AsyncPipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        if chunks <= 0:
-            raise ValueError("number of chunks must be positive integer")
-        if checkpoint not in ("always", "except_last", "never"):
-            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        check_options(chunks, checkpoint)
         self.balance = list(balance)
-        _verify(module, self.balance)
+        if len(set(map(id, module))) != len(module):
+            raise ValueError("module with duplicate children is not supported")
+        check_balance(len(module), self.balance)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.lock = threading.Lock()
         self.worker_map, self.input_device = worker_map, input_device
@@ -198,17 +205,6 @@ class AsyncPipe(nn.Module):
 
     def __getitem__(self, index: int) -> nn.Module:
         return list(self)[index]
-
-
-def _verify(module: nn.Sequential | list[Layer], balance: list[int]) -> None:
-    if len(set(map(id, module))) != len(module):
-        raise ValueError("module with duplicate children is not supported")
-    if len(module) != sum(balance):
-        raise ValueError(
-            f"module and sum of balance have different length (module: {len(module)}, sum of balance: {sum(balance)})"
-        )
-    if any(count <= 0 for count in balance):
-        raise ValueError(f"all balance numbers must be positive integer (balance: {balance})")
 
 
 def _partition(module: nn.Sequential | list[Layer], balance: list[int], deferred: int | None) -> nn.Sequential:

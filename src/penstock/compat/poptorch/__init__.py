@@ -7,23 +7,15 @@ says, on the host. docs/migrating.md lists the differences.
 
 import logging
 
-from penstock.compat.poptorch import enums as enums
+from penstock.compat import publish
 from penstock.compat.poptorch import optim as optim
 from penstock.compat.poptorch import options as options
+from penstock.compat.poptorch.base import *  # noqa: F403
+from penstock.compat.poptorch.base import require as _require
 from penstock.compat.poptorch.blocks import *  # noqa: F403
-from penstock.compat.poptorch.enums import *  # noqa: F403
-from penstock.compat.poptorch.errors import Error as Error
-from penstock.compat.poptorch.errors import require as _require
-from penstock.compat.poptorch.executor import PoplarExecutor as PoplarExecutor
-from penstock.compat.poptorch.executor import inferenceModel as inferenceModel
-from penstock.compat.poptorch.executor import load as load
-from penstock.compat.poptorch.executor import trainingModel as trainingModel
-from penstock.compat.poptorch.loader import AsynchronousDataAccessor as AsynchronousDataAccessor
-from penstock.compat.poptorch.loader import DataLoader as DataLoader
-from penstock.compat.poptorch.options import Options as Options
-from penstock.compat.poptorch.options import TensorLocationSettings as TensorLocationSettings
-from penstock.compat.poptorch.training import identity_loss as identity_loss
-from penstock.compat.poptorch.training import recomputationCheckpoint as recomputationCheckpoint
+from penstock.compat.poptorch.executor import *  # noqa: F403
+from penstock.compat.poptorch.loader import *  # noqa: F403
+from penstock.compat.poptorch.options import *  # noqa: F403
 
 _LOG_LEVELS = {"TRACE": 10, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERR": 40, "OFF": 50}
 _LOG_NUMBERS = {0: 10, 1: 10, 2: 20, 3: 30, 4: 40, 6: 50}
@@ -52,3 +44,13 @@ def setLogLevel(level: str | int) -> None:
     logger.setLevel(number)
     if not logger.handlers and not logging.getLogger().handlers:
         logger.addHandler(logging.StreamHandler())
+
+
+publish(
+    __name__,
+    globals(),
+    {
+        "enums": "AnchorMode AutoStage ConnectionType DataLoaderMode HalfFloatCastingBehavior Liveness "
+        "MeanReductionStrategy OutputMode ReductionType SharingStrategy SyncPattern"
+    },
+)

@@ -14,8 +14,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import hooks
-from penstock.compat.poptorch.enums import AutoStage
-from penstock.compat.poptorch.errors import Error, require
+from penstock.compat.poptorch.base import AutoStage, Error, require
 
 __all__ = [
     "BeginBlock",

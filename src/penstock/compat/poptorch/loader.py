@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils import data
 
 from penstock import hooks
-from penstock.compat.poptorch.enums import DataLoaderMode
-from penstock.compat.poptorch.errors import Error, positive, require
+from penstock.compat.poptorch.base import DataLoaderMode, Error, positive, require
 from penstock.compat.poptorch.options import Options
 
 __all__ = ["AsynchronousDataAccessor", "DataLoader"]

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from penstock.compat.poptorch import enums
+from penstock.compat.poptorch import base
+from penstock.compat.poptorch.base import (
+    Error,
+    FrozenOptions,
+    OutputMode,
+    ReductionType,
+    UnmetRequirement,
+    positive,
+    require,
+)
 from penstock.compat.poptorch.blocks import PipelinedExecution, Strategy
-from penstock.compat.poptorch.enums import OutputMode, ReductionType
-from penstock.compat.poptorch.errors import Error, FrozenOptions, UnmetRequirement, positive, require
 
 __all__ = ["Options", "TensorLocationSettings"]
 
@@ -315,13 +323,12 @@ class Options(Group):
 
     def loadFromFile(self, filepath: str) -> Self:
         """Read settings, one per line, written as in a program without ``options.``: ``deviceIterations(4)``."""
-        from penstock.compat import poptorch
-
+        names = {"__builtins__": {}, "options": self, "poptorch": sys.modules[__package__]}
         for number, line in enumerate(Path(filepath).read_text("utf-8").splitlines(), 1):
             text = line.partition("#")[0].strip()
             if text:
                 try:
-                    eval(f"options.{text}", {"__builtins__": {}, "options": self, "poptorch": poptorch})
+                    eval(f"options.{text}", names)
                 except Exception as error:
                     raise Error(f"{filepath}, line {number}: {text!r} cannot be set: {error}") from error
         return self
@@ -358,5 +365,5 @@ def _set_all(group: Any, values: Mapping[str, Any]) -> None:
 def _enum_member(value: Any) -> Any:
     """The enumeration member that a string names, as in ``"OutputMode.All"``; other values as they are."""
     kind, _, member = value.removeprefix("poptorch.").partition(".") if isinstance(value, str) else ("", "", "")
-    members = getattr(getattr(enums, kind, None), "__members__", {})
+    members = getattr(getattr(base, kind, None), "__members__", {})
     return members.get(member, value)

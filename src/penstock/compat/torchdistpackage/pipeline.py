@@ -62,9 +62,10 @@ def forward_backward(
     after: dict[type[nn.Module], Callable[[Any], None]] = {
         NaiveDDP: lambda wrapper: wrapper.after_backwards(num_microbatches)
     }
-    pipeline: FunctionPipeline = tpc.pipeline()
+    if tpc.pipeline is None:
+        tpc.pipeline = FunctionPipeline(tpc.get_ranks_in_group("pipe"), tpc.device, tpc.get_group("pipe"))
     with nullcontext() if forward_only else defer_reduction(after), unwrap_local_errors():
-        return pipeline.run(fwd_fn, bwd_fn, own, num_microbatches, training=not forward_only)
+        return tpc.pipeline.run(fwd_fn, bwd_fn, own, num_microbatches, training=not forward_only)
 
 
 def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -113,6 +114,9 @@ class FunctionPipeline:
             raise
         finally:
             self.stage.begin(None, None, ())
+
+    def close(self) -> None:
+        self.pipeline.close()
 
 
 class FunctionStage(nn.Module):

@@ -41,7 +41,7 @@ class ProcessTopology:
         self._ranks: dict[str, list[list[int]]] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._device: torch.device | None = None
-        self._pipeline: Any = None
+        self.pipeline: Any = None  # of this process's pipe group, created by forward_backward
 
     def setup_process_groups(self, config: Sequence[tuple[str, int]]) -> None:
         """Create the groups of ``[("data", 4), ("pipe", 2), ("tensor", 2)]``, with any dimensions in any order.
@@ -151,17 +151,9 @@ class ProcessTopology:
         self._device = new
 
     def close_pipeline(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.pipeline.close()
-        self._pipeline = None
-
-    def pipeline(self) -> Any:
-        """The pipeline of this process's ``pipe`` group, created on first use and again after a failure."""
-        from penstock.compat.torchdistpackage.pipeline import FunctionPipeline
-
-        if self._pipeline is None:
-            self._pipeline = FunctionPipeline(self.get_ranks_in_group("pipe"), self.device, self.get_group("pipe"))
-        return self._pipeline
+        if self.pipeline is not None:
+            self.pipeline.close()
+        self.pipeline = None
 
 
 _MODES = (("tp", "tensor", "tensor"), ("pp", "pipeline", "pipe"), ("dp", "data", "data"), ("mp", "model", "model"))

@@ -57,17 +57,20 @@ class GPipe(nn.Module):
         self.chunks, self.checkpoint = int(chunks), str(checkpoint)
         if balance is None:
             raise ValueError(self._recommend("balance is required"))
-        if self.chunks <= 0:
-            raise ValueError("number of chunks must be positive integer")
-        if self.checkpoint not in ("always", "except_last", "never"):
-            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        check_options(self.chunks, self.checkpoint)
         self._verify(module)
         verify_skippables(module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self.balance = list(balance)
         self.devices = _default_devices(len(self.balance)) if devices is None else [*map(torch.device, devices)]
-        self._check_balance(len(module))
+        try:
+            check_balance(len(module), self.balance)
+        except ValueError as error:
+            raise ValueError(self._recommend(str(error))) from None
+        if len(self.balance) > len(self.devices):
+            counts = f"devices: {len(self.devices)}, partitions: {len(self.balance)}"
+            raise IndexError(f"too few devices to hold given partitions ({counts})")
         del self.devices[len(self.balance) :]
         layers = iter(module.named_children())
         partitions = (nn.Sequential(OrderedDict(islice(layers, count))) for count in self.balance)
@@ -76,17 +79,6 @@ class GPipe(nn.Module):
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
         self._pipelines: dict[bool, tuple[tuple[int, str], ps.Pipeline]] = {}
-
-    def _check_balance(self, layers: int) -> None:
-        total = sum(self.balance)
-        if layers != total:
-            message = f"module and sum of balance have different length (module: {layers}, sum of balance: {total})"
-            raise ValueError(self._recommend(message))
-        if any(count <= 0 for count in self.balance):
-            raise ValueError(self._recommend(f"all balance numbers must be positive integer (balance: {self.balance})"))
-        if len(self.balance) > len(self.devices):
-            counts = f"devices: {len(self.devices)}, partitions: {len(self.balance)}"
-            raise IndexError(f"too few devices to hold given partitions ({counts})")
 
     def _verify(self, module: nn.Sequential) -> None:
         verify_module(module)
@@ -137,8 +129,8 @@ A balance can be measured, see {self._balance_module}:
                 devices=self.devices,
                 recompute=config[1],
                 batchnorm="deferred" if deferred else "microbatch",
-                lockstep=True,
             )
+            pipeline.lockstep = True
             self._pipelines[training] = (config, pipeline)
         return pipeline
 
@@ -170,6 +162,22 @@ A balance can be measured, see {self._balance_module}:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pipelines": {}}  # a copy starts its own threads
+
+
+def check_options(chunks: int, checkpoint: str) -> None:
+    if chunks <= 0:
+        raise ValueError("number of chunks must be positive integer")
+    if checkpoint not in ("always", "except_last", "never"):
+        raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+
+
+def check_balance(layers: int, balance: list[int]) -> None:
+    total = sum(balance)
+    if layers != total:
+        lengths = f"module: {layers}, sum of balance: {total}"
+        raise ValueError(f"module and sum of balance have different length ({lengths})")
+    if any(count <= 0 for count in balance):
+        raise ValueError(f"all balance numbers must be positive integer (balance: {balance})")
 
 
 def verify_module(module: nn.Sequential) -> None:

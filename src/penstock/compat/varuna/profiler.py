@@ -195,7 +195,10 @@ class AutoConfig:
             pipe,
             data,
             costs.samples,
-            max(ends[-1] + link.all_reduce_seconds(size, data) for ends, size in zip(simulation.ends, gradients, strict=True)),
+            max(
+                ends[-1] + link.all_reduce_seconds(size, data)
+                for ends, size in zip(simulation.ends, gradients, strict=True)
+            ),
             max(held + peak for held, peak in zip(static, simulation.peak_memory, strict=True)),
         )
 

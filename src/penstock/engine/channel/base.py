@@ -72,14 +72,7 @@ class WaitTimer:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.busy = 0.0
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Run a rank's program; ``busy`` is then its duration without the waiting in it."""
-        self.seconds = 0.0
-        start = perf_counter()
-        work()
-        self.busy = perf_counter() - start - self.seconds
+        self.busy = 0.0  # duration of the rank's last program without the waiting in it
 
 
 class ChannelError(Exception):

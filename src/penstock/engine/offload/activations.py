@@ -1,14 +1,15 @@
-"""Activations of waiting micro-batches, kept on the host: out after F, back before B or I.
+"""Activations of micro-batches in flight, kept on the host: copied out after F, and back before B or I.
 
-    F k      pack: each tensor that autograd saves is copied out, its storage once, and its device memory let go
+    F k      pack: each tensor that autograd saves is copied to the host, its storage once, and its device memory freed
     …        other actions of the rank
-    (one action before)   prefetch(k): all of it starts on its way back, last saved first
+    (one action before)   prefetch(k): all copies back start, last saved first
     B k      unpack: the device waits for the copy, autograd gets the tensor with its old shape and strides
 
-What stays on the device: parameters, buffers and their views; the stage's own inputs (their leaves hold them, and they
-may come from another stream); small tensors; tensors of other devices, layouts and classes; what the budget has no
-room for; what autograd does not save itself: inputs of a ``torch.utils.checkpoint`` without reentry, and what a
-weight-gradient queue holds between I and W. Saved memory is taken to be allocated on the stream it is computed on.
+These stay on the device: parameters, buffers and their views; the stage's inputs (the graph's leaves hold them, and
+they may come from another stream); small tensors; tensors of other devices, layouts and classes; tensors beyond the
+host budget; tensors that autograd does not save itself, such as the inputs of a non-reentrant
+``torch.utils.checkpoint`` and those in a weight-gradient queue. Saved memory must be allocated on the stream that
+computes it.
 """
 
 from __future__ import annotations
@@ -23,49 +24,49 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock._torch import storage_id
-from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, HostBufferPool
+from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, HostBuffer, HostBufferPool
 from penstock.errors import PipelineError
 from penstock.schedule.lower import Instruction
 
 __all__ = ["ActivationOffload", "PackHook", "activation_offload", "prefetch_points"]
 
-_ALIGNED = 512  # bytes, as CUDA memory is: a kernel may be chosen by alignment, and another one rounds otherwise
+_ALIGNMENT = 512  # bytes, that of CUDA memory: kernels may be chosen by alignment, and round differently
 _COMPUTE = frozenset("FRBIW")
-_KINDS = (Tensor, nn.Parameter)
+_TENSORS = (Tensor, nn.Parameter)
 
 
 def activation_offload(device: torch.device, pool: HostBufferPool, module: nn.Module) -> ActivationOffload | None:
-    """For a stage on a GPU; None on the CPU, where memory is the host's already."""
+    """The offload of a stage on a GPU; None on the CPU."""
     if device.type != "cuda":
         return None
     return ActivationOffload(device, CudaCopyStreams(device), pool, [*module.parameters(), *module.buffers()])
 
 
 def prefetch_points(instructions: Sequence[Instruction]) -> dict[int, list[tuple[int, int]]]:
-    """Which (stage, micro-batch) pairs start on their way back before which instruction of a rank's program.
+    """Before which instruction of a rank's program the prefetch of which (stage, micro-batch) pairs starts.
 
-    A copy needs an action to hide behind on each way, so a micro-batch goes out only if at least two actions lie
-    between its forward and its backward. All the others stay on the device.
+    A copy in each direction needs an action to overlap with, so a micro-batch is offloaded only if at least two
+    actions lie between its forward and its backward.
     """
-    before: dict[int, list[tuple[int, int]]] = {}
+    points: dict[int, list[tuple[int, int]]] = {}
     actions = [at for at, i in enumerate(instructions) if i.kind in _COMPUTE]
-    begun: dict[tuple[int, int], int] = {}
+    forwards: dict[tuple[int, int], int] = {}
     for number, at in enumerate(actions):
         kind, stage, k, _ = instructions[at]
         if kind == "F":
-            begun[stage, k] = number
-        elif kind == "R":  # its forward saved nothing, and what it saves now is needed next
-            begun.pop((stage, k), None)
-        elif kind in "BI" and number - begun.get((stage, k), number) > 2:
-            before.setdefault(actions[number - 1], []).append((stage, k))
-    return before
+            forwards[stage, k] = number
+        elif kind == "R":  # the forward saved nothing, and the tensors saved now are needed next
+            forwards.pop((stage, k), None)
+        elif kind in "BI" and number - forwards.get((stage, k), number) > 2:
+            points.setdefault(actions[number - 1], []).append((stage, k))
+    return points
 
 
 class ActivationOffload:
-    """What one stage keeps on the host between its forwards and its backwards.
+    """The activations that one stage keeps on the host between its forwards and its backwards.
 
-    ``smallest`` is the size in bytes under which a copy is not worth its launch; ``window`` limits how much device
-    memory copies under way hold: beyond it the stage's next work waits for the oldest of them.
+    Tensors under ``smallest`` bytes are not worth a copy. ``window`` limits the device memory held by copies under
+    way: beyond it, the stage's next work waits for the oldest of them.
     """
 
     def __init__(
@@ -84,131 +85,133 @@ class ActivationOffload:
         self.resident = list(resident)
         self.smallest = smallest
         self.window = window
-        self._gone: dict[Hashable, list[weakref.ref[_HostBytes]]] = {}
-        self._leaving: deque[tuple[CopyEvent, Tensor]] = deque()
-        self._leaving_bytes = 0
+        self._offloaded: dict[Hashable, list[weakref.ref[_HostBytes]]] = {}
+        self._copying: deque[tuple[CopyEvent, Tensor]] = deque()
+        self._copying_bytes = 0
 
     def saving(self, key: Hashable, inputs: Iterable[Any] = ()) -> saved_tensors_hooks:
-        """Around a stage's forward on ``inputs``: what it saves is packed under ``key``."""
-        gone = self._gone[key] = []
-        held = {storage_id(t) for t in (*self.resident, *inputs) if type(t) in _KINDS and t.layout is torch.strided}
-        return saved_tensors_hooks(PackHook(self, gone, held), _unpack)
+        """Around a stage's forward on ``inputs``: the tensors that it saves are offloaded under ``key``."""
+        offloaded = self._offloaded[key] = []
+        resident = [t for t in (*self.resident, *inputs) if type(t) in _TENSORS and t.layout is torch.strided]
+        return saved_tensors_hooks(PackHook(self, offloaded, set(map(storage_id, resident))), _unpack)
 
     def prefetch(self, key: Hashable) -> None:
-        """Start all that was packed under ``key`` and still lives on its way back."""
-        self._settle(0)
-        for reference in reversed(self._gone.pop(key, ())):
-            stowed = reference()
-            if stowed is not None:
-                stowed.fetch()
+        """Start to copy back all that was offloaded under ``key`` and is still needed."""
+        self._free_copied(0)
+        for reference in reversed(self._offloaded.pop(key, ())):
+            host_bytes = reference()
+            if host_bytes is not None:
+                host_bytes.fetch()
 
-    def _stow(self, content: Tensor) -> _HostBytes | None:
+    def copy_to_host(self, content: Tensor) -> _HostBytes | None:
+        """Start to copy bytes to the host; None where the budget has no room for them."""
         size = content.nbytes
-        buffer = self.pool.take(size, self._make)
+        buffer = self.pool.acquire(
+            size, lambda n: self.copies.allocate_host(torch.empty(n, dtype=torch.uint8, device="meta"))
+        )
         if buffer is None:
             return None
-        self._settle(max(0, self.window - size))
-        buffer.last = self.copies.out(content, buffer.tensor[:size], buffer.last)
-        self._leaving.append((buffer.last, content))
-        self._leaving_bytes += size
+        self._free_copied(max(0, self.window - size))
+        buffer.last_copy = self.copies.to_host([(content, buffer.tensor[:size])], buffer.last_copy)
+        self._copying.append((buffer.last_copy, content))
+        self._copying_bytes += size
         return _HostBytes(self, buffer, size)
 
-    def _settle(self, most: int) -> None:
-        """Let go of device memory that is copied out, but for ``most`` bytes, once its copies are done."""
-        while self._leaving and self._leaving_bytes > most:
-            mark, content = self._leaving.popleft()
-            self._leaving_bytes -= content.nbytes
-            self.copies.wait(mark)
-
-    def _make(self, size: int) -> Tensor:
-        return self.copies.host(torch.empty(size, dtype=torch.uint8, device="meta"))
+    def _free_copied(self, limit: int) -> None:
+        """Free device memory once it is copied out, until copies hold at most ``limit`` bytes."""
+        while self._copying and self._copying_bytes > limit:
+            event, content = self._copying.popleft()
+            self._copying_bytes -= content.nbytes
+            self.copies.wait(event)
 
 
 class _HostBytes:
-    """Bytes of one storage, on the host, and again on the device from the first time they are asked for.
+    """Bytes of one storage on the host, and on the device once they are needed there.
 
-    It lives as long as autograd holds what was packed; then its buffer is free for others.
+    It lives as long as autograd holds a tensor packed in it; then its buffer is free for others.
     """
 
-    __slots__ = ("__weakref__", "_here", "_mark", "_waited", "buffer", "owner", "size")
+    __slots__ = ("__weakref__", "_event", "_fetched", "_waited", "buffer", "offload", "size")
 
-    def __init__(self, owner: ActivationOffload, buffer: Any, size: int) -> None:
-        self.owner = owner
+    def __init__(self, offload: ActivationOffload, buffer: HostBuffer, size: int) -> None:
+        self.offload = offload
         self.buffer = buffer
         self.size = size
-        self._here: Tensor | None = None
-        self._mark: CopyEvent | None = None
+        self._fetched: Tensor | None = None
+        self._event: CopyEvent | None = None
         self._waited = False
 
     def fetch(self) -> Tensor:
-        if self._here is None:
-            here = torch.empty(self.size, dtype=torch.uint8, device=self.owner.device)
-            copies, buffer = self.owner.copies, self.buffer
-            self._mark = buffer.last = copies.back(buffer.tensor[: self.size], here, buffer.last)
-            self._here = here
-        return self._here
+        if self._fetched is None:
+            target = torch.empty(self.size, dtype=torch.uint8, device=self.offload.device)
+            buffer, pairs = self.buffer, [(self.buffer.tensor[: self.size], target)]
+            self._event = buffer.last_copy = self.offload.copies.to_device(pairs, buffer.last_copy)
+            self._fetched = target
+        return self._fetched
 
     def get(self) -> Tensor:
-        here = self.fetch()
-        self.owner.copies.wait(self._mark, here)
+        fetched = self.fetch()
+        self.offload.copies.wait(self._event, fetched)
         self._waited = True
-        return here
+        return fetched
 
     def __del__(self) -> None:
-        if self._here is not None and not self._waited:
-            self.owner.copies.abandon(self._here)
-        self.owner.pool.give_back(self.buffer)
+        if self._fetched is not None and not self._waited:
+            self.offload.copies.discard(self._fetched)
+        self.offload.pool.release(self.buffer)
 
 
 class PackHook:
-    """The pack hook of one forward: a tensor becomes a ``_Packed`` on the host, or a ``_Kept`` on the device."""
+    """The pack hook of one forward: a tensor becomes an ``_OffloadedTensor`` or a ``_ResidentTensor``."""
 
-    def __init__(self, owner: ActivationOffload, gone: list[weakref.ref[_HostBytes]], held: set[int]) -> None:
-        self.owner = owner
-        self.gone = gone
-        self.held = held
-        # Weak: every node of the graph holds this hook, and must not hold the others' bytes with it.
+    def __init__(
+        self, offload: ActivationOffload, offloaded: list[weakref.ref[_HostBytes]], resident: set[int]
+    ) -> None:
+        self.offload = offload
+        self.offloaded = offloaded
+        self.resident = resident  # identities of storages
+        # Weak references: every node of the graph holds this hook, and must not hold the bytes of other nodes.
         self.known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], weakref.ref[_HostBytes]]] = {}
 
     def __call__(self, tensor: Tensor) -> _OffloadedTensor | _ResidentTensor:
-        if not self._may_go(tensor):
+        if not self._may_offload(tensor):
             return _ResidentTensor(tensor)
         storage = tensor.untyped_storage()
         width = tensor.itemsize
         start = int(tensor.storage_offset()) * width
         length = width + width * sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         begin, end = 0, storage.nbytes()
-        if end > 4 * length:  # a small part of something big; else siblings share one copy of it all
-            begin, end = start - start % _ALIGNED, start + length
-        # Tensors share a version counter if they have one root, not if they have one storage: two parts of a storage
-        # may have counters of their own, and be at the same version with one of them not yet written.
-        root = tensor if tensor._base is None else tensor._base
-        key = id(root), tensor._version, storage.data_ptr(), begin, end
+        if end > 4 * length:  # a small part of a large storage; otherwise all views share one copy of the storage
+            begin, end = start - start % _ALIGNMENT, start + length
+        # Tensors share a version counter if they have one base, not if they have one storage: two parts of a storage
+        # may have their own counters, and be at the same version with one of them not yet written.
+        base = tensor if tensor._base is None else tensor._base
+        key = id(base), tensor._version, storage.data_ptr(), begin, end
         known = self.known.get(key)
-        stowed = known[1]() if known is not None and known[0]() is root else None
-        if stowed is None:
+        host_bytes = known[1]() if known is not None and known[0]() is base else None
+        if host_bytes is None:
             content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            stowed = self.owner._stow(content.set_(storage, begin, (end - begin,), (1,)))
-            if stowed is None:
+            host_bytes = self.offload.copy_to_host(content.set_(storage, begin, (end - begin,), (1,)))
+            if host_bytes is None:
                 return _ResidentTensor(tensor)
-            self.known[key] = weakref.ref(root), weakref.ref(stowed)
-            self.gone.append(weakref.ref(stowed))
-        return _OffloadedTensor(tensor, stowed, (start - begin) // width)
+            self.known[key] = weakref.ref(base), weakref.ref(host_bytes)
+            self.offloaded.append(weakref.ref(host_bytes))
+        return _OffloadedTensor(tensor, host_bytes, (start - begin) // width)
 
-    def _may_go(self, tensor: Tensor) -> bool:
+    def _may_offload(self, tensor: Tensor) -> bool:
         return (
-            type(tensor) in _KINDS
+            type(tensor) in _TENSORS
             and tensor.layout is torch.strided
-            and tensor.device == self.owner.device
-            and tensor.nbytes >= max(1, self.owner.smallest)
+            and tensor.device == self.offload.device
+            and tensor.nbytes >= max(1, self.offload.smallest)
             and not tensor.is_conj()
             and not tensor.is_neg()
-            and storage_id(tensor) not in self.held
+            and storage_id(tensor) not in self.resident
         )
 
 
 class _ResidentTensor:
-    """A tensor that stays, apart from its graph: a node that held its own output would never be freed."""
+    """A saved tensor that stays on the device, detached: a node that held its own output would never be freed."""
 
     __slots__ = ("tensor", "version")
 
@@ -222,12 +225,12 @@ class _ResidentTensor:
 
 
 class _OffloadedTensor:
-    """A tensor as a piece of stowed bytes. ``stamp`` has the tensor's version counter and no memory."""
+    """A saved tensor as a view of bytes on the host. ``stamp`` has the tensor's version counter, and no memory."""
 
-    __slots__ = ("dtype", "offset", "shape", "stamp", "stowed", "stride", "version")
+    __slots__ = ("dtype", "host_bytes", "offset", "shape", "stamp", "stride", "version")
 
-    def __init__(self, tensor: Tensor, stowed: _HostBytes, offset: int) -> None:
-        self.stowed = stowed
+    def __init__(self, tensor: Tensor, host_bytes: _HostBytes, offset: int) -> None:
+        self.host_bytes = host_bytes
         self.dtype = tensor.dtype
         self.offset = offset
         self.shape = tuple(tensor.shape)
@@ -238,7 +241,7 @@ class _OffloadedTensor:
 
     def get(self) -> Tensor:
         _check_version(self.stamp, self.version, self.shape)
-        storage = self.stowed.get().untyped_storage()
+        storage = self.host_bytes.get().untyped_storage()
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
             storage, self.offset, self.shape, self.stride
         )
@@ -249,7 +252,7 @@ def _unpack(packed: _OffloadedTensor | _ResidentTensor) -> Tensor:
 
 
 def _check_version(stamp: Tensor, version: int, shape: tuple[int, ...]) -> None:
-    """Autograd checks versions of what it holds itself; of what hooks hold, they must."""
+    """Autograd checks the versions of tensors that it holds itself, not of those that hooks hold."""
     if stamp._version != version:
         raise PipelineError(
             f"a {stamp.dtype} tensor of shape {shape} that the backward needs was modified by an inplace operation "

@@ -1,12 +1,12 @@
-"""Copies between a device and pinned memory of the host, beside the device's work, and the buffers they use.
+"""Copies between a device and pinned host memory, beside the device's computation, and the memory they use.
 
-    compute ──▶ op ─▶ op ──────────────▶ op ─▶ wait ─▶ op        the stream that the stages compute on
-                    └▶ copy out ─┐                  ▲
-    out     ─────────────────────┴─ mark            │            device to host
-    in      ─────────────────────────── copy in ─ mark           host to device
+    compute    ──▶ op ─▶ op ──────────────▶ op ─▶ wait ─▶ op      the stream that the stages compute on
+                       └▶ copy ─┐                  ▲
+    to host    ─────────────────┴─ event           │
+    to device  ────────────────────────── copy ─ event
 
-A copy starts after all that was given to the compute stream before it. Nobody waits on the host: what must come after
-a copy waits for its mark, on the device.
+A copy starts after all work given to the compute stream before it. The host does not wait: work that must come after a
+copy waits for its event, on the device.
 """
 
 from __future__ import annotations
@@ -38,86 +38,69 @@ __all__ = [
     "set_data_and_grad",
 ]
 
-CopyEvent = Any  # the end of a copy: an event, on CUDA
+CopyEvent = Any  # the end of a copy; on CUDA a torch.cuda.Event
+Pairs = Iterable[tuple[Tensor, Tensor]]  # sources and targets
 
 
 class CopyStreams(Protocol):
-    """How bytes leave a device and come back. Tests have one that puts every copy off as long as it may."""
+    """Copies from a device to the host and back. Tests have one that delays every copy as long as possible."""
 
-    bytes_out: int
-    bytes_back: int
+    bytes_to_host: int
+    bytes_to_device: int
 
-    def host(self, like: Tensor) -> Tensor:
-        """Host memory for a copy of ``like``, or of its kind."""
+    def allocate_host(self, like: Tensor) -> Tensor:
+        """Host memory for a copy of ``like``."""
         ...
 
-    def out(self, source: Tensor, target: Tensor, after: CopyEvent | None = None) -> CopyEvent:
-        """Start a copy to the host. ``source`` must live until its mark was waited for."""
+    def to_host(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
+        """Start copies to the host. Sources must live until their event was waited for."""
         ...
 
-    def back(self, source: Tensor, target: Tensor, after: CopyEvent | None = None) -> CopyEvent:
-        """Start a copy to the device. ``target`` must live until its mark was waited for, or be ``abandon``ed."""
+    def to_device(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
+        """Start copies to the device. Targets must live until their event was waited for, or be ``discard``ed."""
         ...
 
-    def out_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyEvent:
-        """Like ``out`` for many pairs of source and target, with one mark."""
+    def wait(self, event: CopyEvent, target: Tensor | None = None) -> None:
+        """Make later work of the current stream, which uses ``target``, wait for ``event``."""
         ...
 
-    def back_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyEvent:
-        """Like ``back`` for many pairs of source and target, with one mark."""
+    def synchronize(self, event: CopyEvent) -> None:
+        """Wait on the host."""
         ...
 
-    def wait(self, mark: CopyEvent, target: Tensor | None = None) -> None:
-        """Let the device do what it is given from now on, and uses ``target``, after ``mark``."""
-        ...
-
-    def finish(self, mark: CopyEvent) -> None:
-        """Wait here, on the host."""
-        ...
-
-    def abandon(self, target: Tensor) -> None:
-        """Let go of the target of a copy that nobody waited for."""
+    def discard(self, target: Tensor) -> None:
+        """Free the target of a copy whose event nobody has waited for."""
         ...
 
 
 class CudaCopyStreams:
-    """Two streams of one GPU. Device memory is taken from the compute stream's pool, so it is free for the compute
-    stream's next allocation as soon as that stream waits for the copy: no host waits, and peaks are the same each time.
+    """Two CUDA streams, one in each direction.
+
+    Device memory comes from the compute stream's pool: it is free for that stream's next allocation as soon as the
+    stream waits for the copy. So the host never waits, and peaks are the same in each step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.bytes_out = self.bytes_back = 0
-        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.bytes_to_host = self.bytes_to_device = 0
+        self._to_host = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._to_device = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def host(self, like: Tensor) -> Tensor:
-        layout = torch.empty_like(like, device="meta")  # dense, in the order of ``like``
+    def allocate_host(self, like: Tensor) -> Tensor:
+        layout = torch.empty_like(like, device="meta")  # dense, with the dimension order of ``like``
         return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device="cpu", pin_memory=True)
 
-    def out(self, source: Tensor, target: Tensor, after: CopyEvent | None = None) -> CopyEvent:
-        mark, size = self._copy(self._out, [(source, target)], after)
-        self.bytes_out += size
-        return mark
+    def to_host(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
+        event, size = self._copy(self._to_host, pairs, after)
+        self.bytes_to_host += size
+        return event
 
-    def back(self, source: Tensor, target: Tensor, after: CopyEvent | None = None) -> CopyEvent:
-        mark, size = self._copy(self._in, [(source, target)], after)
-        self.bytes_back += size
-        return mark
+    def to_device(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
+        event, size = self._copy(self._to_device, pairs, after)
+        self.bytes_to_device += size
+        return event
 
-    def out_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyEvent:
-        mark, size = self._copy(self._out, pairs, None)
-        self.bytes_out += size
-        return mark
-
-    def back_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> CopyEvent:
-        mark, size = self._copy(self._in, pairs, None)
-        self.bytes_back += size
-        return mark
-
-    def _copy(
-        self, stream: torch.cuda.Stream, pairs: Iterable[tuple[Tensor, Tensor]], after: CopyEvent | None
-    ) -> tuple[CopyEvent, int]:
+    def _copy(self, stream: torch.cuda.Stream, pairs: Pairs, after: CopyEvent | None) -> tuple[CopyEvent, int]:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if after is not None:
             stream.wait_event(after)
@@ -128,142 +111,140 @@ class CudaCopyStreams:
                 size += source.nbytes
         return stream.record_event(), size
 
-    def wait(self, mark: CopyEvent, target: Tensor | None = None) -> None:
+    def wait(self, event: CopyEvent, target: Tensor | None = None) -> None:
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(mark)
-        if target is not None:  # a stream other than the one it was allocated on, in a user's own hands
+        current.wait_event(event)
+        if target is not None:  # the user may be on another stream than the one it was allocated on
             target.record_stream(current)
 
-    def finish(self, mark: CopyEvent) -> None:
-        mark.synchronize()
+    def synchronize(self, event: CopyEvent) -> None:
+        event.synchronize()
 
-    def abandon(self, target: Tensor) -> None:
-        target.record_stream(self._in)
+    def discard(self, target: Tensor) -> None:
+        target.record_stream(self._to_device)
 
 
 class HostBuffer:
-    """Host memory, and the mark of the last copy that uses it."""
+    """Host memory, and the event of the last copy that uses it."""
 
-    __slots__ = ("last", "tensor")
+    __slots__ = ("last_copy", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.last: CopyEvent | None = None
+        self.last_copy: CopyEvent | None = None
 
 
 class HostBufferPool:
-    """Buffers of powers of two bytes, as pinned memory comes, used again; all together at most ``budget`` bytes."""
+    """Reusable host buffers with sizes in powers of two, as pinned memory has; at most ``budget`` bytes in total."""
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget = budget
         self.bytes = 0
         self._idle: defaultdict[int, list[HostBuffer]] = defaultdict(list)
-        self._returned: deque[HostBuffer] = deque()
+        self._released: deque[HostBuffer] = deque()
         self._lock = threading.Lock()
 
-    def take(self, size: int, make: Callable[[int], Tensor]) -> HostBuffer | None:
-        """A buffer for ``size`` bytes, or None where the budget has no room for it."""
+    def acquire(self, size: int, allocate: Callable[[int], Tensor]) -> HostBuffer | None:
+        """A buffer of at least ``size`` bytes, or None where the budget has no room for it."""
         size = 1 << (size - 1).bit_length()
         with self._lock:
-            while self._returned:
-                buffer = self._returned.popleft()
+            while self._released:
+                buffer = self._released.popleft()
                 self._idle[buffer.tensor.nbytes].append(buffer)
             if self._idle[size]:
                 return self._idle[size].pop()
-            if self.budget is not None and not self._make_room(size, self.budget):
+            if self.budget is not None and not self._evict_idle(size, self.budget):
                 return None
             self.bytes += size
         try:
-            return HostBuffer(make(size))
+            return HostBuffer(allocate(size))
         except BaseException:
             with self._lock:
                 self.bytes -= size
             raise
 
-    def give_back(self, buffer: HostBuffer) -> None:
-        """For any thread, and for a finalizer that interrupts ``take``: no lock."""
-        self._returned.append(buffer)
+    def release(self, buffer: HostBuffer) -> None:
+        """May be called from any thread, and from a finalizer that interrupts ``acquire``: takes no lock."""
+        self._released.append(buffer)
 
-    def _make_room(self, size: int, budget: int) -> bool:
-        """Let go of idle buffers of other sizes, if that is enough."""
+    def _evict_idle(self, size: int, budget: int) -> bool:
+        """Free idle buffers of other sizes until ``size`` bytes fit; False if they cannot."""
         idle = sum(length * len(buffers) for length, buffers in self._idle.items())
         if self.bytes - idle + size > budget:
             return False
         for length in sorted(self._idle, reverse=True):
             while self._idle[length] and self.bytes + size > budget:
-                # Pinned memory under a running copy is torch's to keep: its allocator has the copy's event.
+                # torch's allocator keeps pinned memory until copies that use it are done.
                 self._idle[length].pop()
                 self.bytes -= length
         return True
 
 
-# Where a parameter lives on the host, and what it is on the device.
-
-
 class HostedParameter(NamedTuple):
-    """A parameter, what it is on the host, and what it is on the device."""
+    """A parameter, and its data on the host and on the device."""
 
     parameter: nn.Parameter
     host: Tensor
-    there: Tensor
+    on_device: Tensor
 
 
 class HostStorage:
-    """One storage with parameters: its bytes on the host, and those on the device, whose memory comes and goes."""
+    """One storage of parameters: its bytes on the host, and its bytes on the device, which are allocated and freed."""
 
-    __slots__ = ("host", "members", "there")
+    __slots__ = ("device_bytes", "host_bytes", "hosted")
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device, copies: CopyStreams) -> None:
         storage = parameters[0].untyped_storage()
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-        self.host = copies.host(torch.empty_like(source, device="meta"))
-        self.host.copy_(source)
-        self.there = torch.empty_like(source, device=device)
-        self.members = [HostedParameter(p, _same_view(p, self.host), _same_view(p, self.there)) for p in parameters]
-        self.empty()
+        self.host_bytes = copies.allocate_host(torch.empty_like(source, device="meta"))
+        self.host_bytes.copy_(source)
+        self.device_bytes = torch.empty_like(source, device=device)
+        self.hosted = [
+            HostedParameter(p, _same_view(p, self.host_bytes), _same_view(p, self.device_bytes)) for p in parameters
+        ]
+        self.free()
 
-    def fill(self) -> None:
-        self.there.untyped_storage().resize_(self.host.nbytes)
+    def allocate(self) -> None:
+        self.device_bytes.untyped_storage().resize_(self.host_bytes.nbytes)
 
-    def empty(self) -> None:
-        self.there.untyped_storage().resize_(0)
+    def free(self) -> None:
+        self.device_bytes.untyped_storage().resize_(0)
 
 
 class UpdateLease:
-    """A parameter at home, and its gradient, on the device for an update. They start to come when it is made."""
+    """A hosted parameter and its gradient on the device, for an update. Making the lease starts the copies."""
 
-    def __init__(self, member: HostedParameter, device: torch.device, copies: CopyStreams) -> None:
+    def __init__(self, hosted: HostedParameter, device: torch.device, copies: CopyStreams) -> None:
         self.copies = copies
-        self.parameter, self.host, _ = member
-        self.grad_host = self.parameter.grad
-        self.came = [torch.empty_like(self.host, device=device)]
-        pairs = [(self.host, self.came[0])]
-        if self.grad_host is not None:
-            if is_plain_tensor(self.grad_host):
-                self.came.append(torch.empty_like(self.grad_host, device=device))
-                pairs.append((self.grad_host, self.came[1]))
+        self.parameter, self.host, _ = hosted
+        self.host_grad = self.parameter.grad
+        self.on_device = [torch.empty_like(self.host, device=device)]  # data, and gradient if there is one
+        pairs = [(self.host, self.on_device[0])]
+        if self.host_grad is not None:
+            if is_plain_tensor(self.host_grad):
+                self.on_device.append(torch.empty_like(self.host_grad, device=device))
+                pairs.append((self.host_grad, self.on_device[1]))
             else:
-                self.came.append(self.grad_host.to(device))
-        self.mark = copies.back_all(pairs)
-        set_data_and_grad(self.parameter, *self.came)
+                self.on_device.append(self.host_grad.to(device))
+        self.event = copies.to_device(pairs)
+        set_data_and_grad(self.parameter, *self.on_device)
 
     def end(self, grad_changed: bool = False) -> list[tuple[CopyEvent, Tensor]]:
-        """The parameter is at home, and what has changed is on its way there: marks, and what must live on."""
-        here, grad, host = self.parameter.data, self.parameter.grad, self.grad_host
-        leaving = [(self.copies.out(here, self.host, self.mark), here)]
-        if grad_changed and grad is not None and host is not None:
-            leaving.append((self.copies.out(grad, host, self.mark), grad))
-        set_data_and_grad(self.parameter, self.host, host)
-        return leaving
+        """Start to copy the changes to the host; return events, each with the tensor that must live until then."""
+        data, grad, host_grad = self.parameter.data, self.parameter.grad, self.host_grad
+        copying = [(self.copies.to_host([(data, self.host)], self.event), data)]
+        if grad_changed and grad is not None and host_grad is not None:
+            copying.append((self.copies.to_host([(grad, host_grad)], self.event), grad))
+        set_data_and_grad(self.parameter, self.host, host_grad)
+        return copying
 
 
 def grad_to_host(grad: Tensor, copies: CopyStreams) -> Tensor:
-    """A gradient, on the host."""
-    return copies.host(grad).copy_(grad) if is_plain_tensor(grad) else grad.cpu()
+    return copies.allocate_host(grad).copy_(grad) if is_plain_tensor(grad) else grad.cpu()
 
 
 def set_data_and_grad(parameter: nn.Parameter, data: Tensor, grad: Tensor | None = None) -> None:
-    """Torch wants a gradient to be on its parameter's device when it is given, so it is taken off before."""
+    """torch wants a gradient on its parameter's device when it is assigned, so it is removed first."""
     parameter.grad = None
     parameter.data = data
     if grad is not None:
@@ -274,9 +255,9 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
-def is_stored_at(parameter: Tensor, home: Tensor) -> bool:
-    same = storage_id(parameter) == storage_id(home) and parameter.storage_offset() == home.storage_offset()
-    return same and same_layout(parameter, home)
+def is_stored_at(parameter: Tensor, host: Tensor) -> bool:
+    same = storage_id(parameter) == storage_id(host) and parameter.storage_offset() == host.storage_offset()
+    return same and same_layout(parameter, host)
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
@@ -284,7 +265,6 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def _same_view(parameter: Tensor, memory: Tensor) -> Tensor:
-    """What the parameter is of its memory, of other memory."""
-    piece = torch.empty(0, dtype=parameter.dtype, device=memory.device)
-    storage = memory.untyped_storage()
-    return piece.set_(storage, int(parameter.storage_offset()), parameter.shape, parameter.stride())
+    """The view of ``memory`` that ``parameter`` is of its own storage."""
+    view = torch.empty(0, dtype=parameter.dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), int(parameter.storage_offset()), parameter.shape, parameter.stride())

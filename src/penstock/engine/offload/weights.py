@@ -1,14 +1,27 @@
-"""When weights come to a device and go, as plain data.
+"""Weights that live on the host, and are on the device while a stage that uses them computes.
 
-A visit is what a rank does for one stage in a row. While it lasts, the weights of the next visit come:
+    between calls   a parameter is a host tensor in pinned memory, and so is its gradient
+    during a run    it is a device tensor, whose storage has memory while its stages compute
+    for an update   an offloaded optimizer leases it with its gradient and its state, bucket by bucket
+
+Code that reads, saves, loads or changes a parameter between calls finds an ordinary tensor. The device holds the
+weights of two stages at a time. Forwards, backwards and updates run the same kernels as without offload. A parameter
+is a device tensor for the whole run, with memory or without, because a parameter that changes its device loses the
+node that accumulates its gradient, and the hooks on it. Inside a stage the parameters of other stages must not be
+read: they may have no memory.
+
+``prefetch_plan`` decides when weights are copied. While a rank computes for one stage, the weights of the next come:
 
     program          0F0 0F1 │ 1F0 1F1 │ 2F0 2F1 │ 2B0 …
     stage 0          ███████ │         │         │            █ in use
-    stage 1          ▒▒▒▒▒▒▒ │ ███████ │         │            ▒ on its way
+    stage 1          ▒▒▒▒▒▒▒ │ ███████ │         │            ▒ copy under way
     stage 2                  │ ▒▒▒▒▒▒▒ │ ███████ │ ███
 
-So those of two stages are there at a time, and what the next visit needs as well does not go. Gradients are there for
-B, I and W alone.
+``pipe(x)`` with gradients brings all weights to the device: its graph needs them until its backward, whenever that is.
+They return to the host with the first run during which no such graph is alive.
+
+These stay on the device: buffers, parameters that are not plain tensors (DTensor) or share memory, and all of a stage
+with a DistributedDataParallel, which keeps references to the nodes that accumulate gradients.
 """
 
 from __future__ import annotations
@@ -47,100 +60,101 @@ from penstock.schedule.schedule import COMPUTE
 __all__ = ["HostWeights", "OffloadedParams", "ParamsKey", "PrefetchStep", "Transfer", "host_weights", "prefetch_plan"]
 
 ParamsKey = tuple[int, ...]
-"""The stages that use a cargo: parameters that come and go together."""
+"""The stages that use some parameters, which are copied together."""
 
 
 class Transfer(NamedTuple):
-    """The weights of a cargo, or their gradients."""
+    """The weights of an ``OffloadedParams``, or their gradients."""
 
-    cargo: ParamsKey
+    params: ParamsKey
     grads: bool = False
 
 
 class PrefetchStep(NamedTuple):
-    """Before instruction ``at``: what goes, then what starts to come; and what is in use from then on."""
+    """Before instruction ``at``: evict, then start to prefetch, then wait for the transfers that are used next."""
 
     at: int
-    go: tuple[Transfer, ...]
-    come: tuple[Transfer, ...]
+    evict: tuple[Transfer, ...]
+    prefetch: tuple[Transfer, ...]
     use: tuple[Transfer, ...]
 
 
 def prefetch_plan(
-    instructions: Iterable[Instruction], cargo_of: Mapping[int, Sequence[ParamsKey]]
+    instructions: Iterable[Instruction], params_of: Mapping[int, Sequence[ParamsKey]]
 ) -> list[PrefetchStep]:
-    """The stops of a rank's program, of which the last is at its end. ``cargo_of`` has the stages that need any."""
-    visits: list[tuple[int, dict[Transfer, None]]] = []  # where each begins, and what it needs; a dict has an order
+    """The steps of a rank's program, the last one at its end. ``params_of`` has the stages with offloaded parameters.
+
+    Each span of consecutive actions of one stage has a step. Gradients are on the device for B, I and W only.
+    """
+    spans: list[tuple[int, dict[Transfer, None]]] = []  # the start of each, and its transfers in order
     stage, end = -1, 0
     for at, instruction in enumerate(instructions):
         end = at + 1
-        if instruction.kind not in COMPUTE or not cargo_of.get(instruction.stage):
+        if instruction.kind not in COMPUTE or not params_of.get(instruction.stage):
             continue
         if instruction.stage != stage:
             stage = instruction.stage
-            visits.append((at, dict.fromkeys(Transfer(cargo) for cargo in cargo_of[stage])))
+            spans.append((at, dict.fromkeys(Transfer(key) for key in params_of[stage])))
         if instruction.kind in "BIW":
-            visits[-1][1].update(dict.fromkeys(Transfer(cargo, True) for cargo in cargo_of[stage]))
-    found: list[PrefetchStep] = []
-    here: dict[Transfer, None] = {}
-    for number, (at, use) in enumerate(visits):
-        soon = visits[number + 1][1] if number + 1 < len(visits) else {}
-        wanted = {**use, **soon}
-        go = tuple(part for part in here if part not in wanted)
-        found.append(PrefetchStep(at, go, tuple(part for part in wanted if part not in here), tuple(use)))
-        here = wanted
-    return [*found, PrefetchStep(end, tuple(here), (), ())] if found else []
-
-
-# Parameters that come to a device and go together: their memory there and on the host, and the copies between.
-#
-# Autograd saves references to a weight's storage (a linear saves a view of the weight). So it is the storage that loses
-# its memory and gets other memory later; the tensors stay what they are:
-#
-#     parameter.data ──▶ a tensor of the device ──┐
-#     saved for B    ──▶ a view of it ────────────┴──▶ storage ──▶ memory during visits, none in between
-#
-# Weights go without a copy, because the host has them, unless a forward has changed them (an embedding with a largest
-# norm). ``.data`` leaves no trace of that, so the first visit in each mode looks for it. Gradients are copied out, and
-# have memory on the device until that is done.
+            spans[-1][1].update(dict.fromkeys(Transfer(key, True) for key in params_of[stage]))
+    steps: list[PrefetchStep] = []
+    present: dict[Transfer, None] = {}
+    for number, (at, use) in enumerate(spans):
+        following = spans[number + 1][1] if number + 1 < len(spans) else {}
+        wanted = {**use, **following}
+        evict = tuple(transfer for transfer in present if transfer not in wanted)
+        steps.append(PrefetchStep(at, evict, tuple(t for t in wanted if t not in present), tuple(use)))
+        present = wanted
+    return [*steps, PrefetchStep(end, tuple(present), (), ())] if steps else []
 
 
 class OffloadedParams:
-    """Parameters that the same stages use. They are at home, or the device's (``board``) for the time of a run."""
+    """Parameters that the same stages use, on the host between runs and on the device during a run.
+
+    Autograd saves references to a weight's storage (a linear saves a view of the weight). So the storage gets and loses
+    its memory, and the tensors stay the same:
+
+        parameter.data ──▶ a device tensor ──┐
+        saved for B    ──▶ a view of it ─────┴──▶ storage ──▶ memory while its stages compute
+
+    Weights are evicted without a copy, because the host has them, unless a forward has changed them (an embedding with
+    ``max_norm``). A write through ``.data`` does not raise the version, so the first eviction in each mode compares.
+    Gradients are copied out, and keep their device memory until that is done.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, copies: CopyStreams) -> None:
         self.parameters = list(parameters)
         self.device = device
         self.copies = copies
-        self.changes = False  # forwards have been seen to change them without a trace
-        self._here = False
-        self._looked_in: set[Hashable] = set()  # modes
+        self.hidden_writes = False  # a forward has changed weights without raising their version
+        self._present = False
+        self._compared_in: set[Hashable] = set()  # modes
         self._versions: list[int] = []
-        self._coming: list[tuple[CopyEvent, object]] = []  # and what must live until then
-        self._leaving: list[tuple[CopyEvent, Sequence[Tensor]]] = []  # gradients; without any, the weights
-        self._last: dict[str, CopyEvent] = {}
-        self._grads: dict[nn.Parameter, Tensor] = {}  # during a run: what the host has of them
-        self._homes: list[HostStorage] = []
-        self.members: dict[nn.Parameter, HostedParameter] = {}
+        self._fetching: list[tuple[CopyEvent, object]] = []  # with the tensors that must live until then
+        self._evicting: list[tuple[CopyEvent, Sequence[Tensor]]] = []  # gradients; empty for the weights
+        self._last_copy: dict[str, CopyEvent] = {}
+        self._grads: dict[nn.Parameter, Tensor] = {}  # host gradients, during a run
+        self._storages: list[HostStorage] = []
+        self.hosted: dict[nn.Parameter, HostedParameter] = {}
         self._allocate_host()
 
-    # ── a run ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── during a run ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def board(self) -> None:
-        """The parameters are the device's from now on, without memory."""
-        for parameter, _, there in self.members.values():
-            parameter.data = there
+    def begin_run(self) -> None:
+        """Make the parameters device tensors, without memory."""
+        for parameter, _, on_device in self.hosted.values():
+            parameter.data = on_device
 
-    def come(self) -> None:
-        """Start the weights on their way to the device."""
-        for home in self._homes:
-            home.fill()
-        self._start_back([(home.host, home.there) for home in self._homes])
+    def prefetch(self) -> None:
+        """Start to copy the weights to the device."""
+        for storage in self._storages:
+            storage.allocate()
+        self._start_to_device([(storage.host_bytes, storage.device_bytes) for storage in self._storages])
         self._versions = [parameter._version for parameter in self.parameters]
-        self._here = True
+        self._present = True
 
     def prefetch_grads(self) -> None:
-        """Start the gradients that there are on their way to the device."""
+        """Start to copy the gradients that exist to the device."""
         pairs = []
         for parameter in self.parameters:
             host = self._grads.pop(parameter, parameter.grad)
@@ -148,41 +162,42 @@ class OffloadedParams:
             if host is None:
                 continue
             if is_plain_tensor(host):
-                there = torch.empty_like(host, device=self.device)
-                pairs.append((host, there))
+                on_device = torch.empty_like(host, device=self.device)
+                pairs.append((host, on_device))
             else:
-                there = host.to(self.device)
-            set_grad(parameter, there)
+                on_device = host.to(self.device)
+            set_grad(parameter, on_device)
             self._grads[parameter] = host
-        self._start_back(pairs)
+        self._start_to_device(pairs)
 
-    def arrive(self) -> None:
-        """What the device does from now on may use what has come."""
-        for mark, _ in self._coming:
-            self.copies.wait(mark)
-        self._coming.clear()
+    def wait_prefetch(self) -> None:
+        """Make later work of the device wait for the copies to it."""
+        for event, _ in self._fetching:
+            self.copies.wait(event)
+        self._fetching.clear()
 
-    def go(self, mode: Hashable = None, *, changed: bool = False) -> None:
-        """Let the weights' memory go; after a copy, if forwards (in ``mode``) change them."""
-        self.arrive()
-        self._here = False
-        if any(storage_id(parameter) != storage_id(there) for parameter, _, there in self.members.values()):
+    def evict(self, mode: Hashable = None, *, changed: bool = False) -> None:
+        """Free the weights' memory, after a copy to the host if a forward (in ``mode``) changes them."""
+        self.wait_prefetch()
+        self._present = False
+        if any(storage_id(parameter) != storage_id(on_device) for parameter, _, on_device in self.hosted.values()):
             raise PlanError(
                 "a forward gave one of its parameters other memory (parameter.data = …), which Offload(weights=True) "
-                "cannot follow: change it in place (parameter.data.copy_(…)), or leave the weights on the device"
+                "does not support: change it in place (parameter.data.copy_(…)), or leave the weights on the device"
             )
-        changed = changed or self.changes or self._versions != [parameter._version for parameter in self.parameters]
-        if mode is not None and mode not in self._looked_in:
-            self._looked_in.add(mode)
-            if not changed and self._differ():
-                changed = self.changes = True
+        versions = [parameter._version for parameter in self.parameters]
+        changed = changed or self.hidden_writes or self._versions != versions
+        if mode is not None and mode not in self._compared_in:
+            self._compared_in.add(mode)
+            if not changed and self._differ_from_host():
+                changed = self.hidden_writes = True
         if changed:
-            self._start_out([(home.there, home.host) for home in self._homes], ())
+            self._start_to_host([(storage.device_bytes, storage.host_bytes) for storage in self._storages], ())
         else:
-            self._empty()
+            self._free()
 
     def evict_grads(self) -> None:
-        """Start the gradients on their way to the host."""
+        """Start to copy the gradients to the host."""
         pairs = []
         for parameter in self.parameters:
             grad, host = parameter.grad, self._grads.pop(parameter, None)
@@ -192,73 +207,67 @@ class OffloadedParams:
                 host = grad.cpu()
             else:
                 if host is None or (host.shape, host.dtype) != (grad.shape, grad.dtype):
-                    host = self.copies.host(grad)
+                    host = self.copies.allocate_host(grad)
                 pairs.append((grad, host))
             parameter.grad = None
             self._grads[parameter] = host
         if pairs:
-            self._start_out(pairs, [grad for grad, _ in pairs])
+            self._start_to_host(pairs, [grad for grad, _ in pairs])
 
-    def release(self) -> None:
-        """Let go of what has been copied out: the device goes on after the copies."""
-        for mark, grads in self._leaving:
-            self.copies.wait(mark)
+    def free_evicted(self) -> None:
+        """Free the memory of evicted tensors; later work of the device waits for the copies."""
+        for event, grads in self._evicting:
+            self.copies.wait(event)
             if not grads:
-                self._empty()
-        self._leaving.clear()
+                self._free()
+        self._evicting.clear()
 
-    def land(self) -> None:
-        """The end of a run: the parameters are the host's, and their gradients, all copied.
+    def end_run(self) -> None:
+        """Make parameters and gradients host tensors again, when all copies are done.
 
-        A run that failed has not let all of it go. Its gradients are no sums of anything: what the host has stays.
+        After a run that failed some are not evicted yet. Its gradients are incomplete: the host's stay.
         """
         try:
-            if self._here:
-                self.go()
-            self.release()
-            for mark in self._last.values():  # what is on the host may be read and changed from now on
-                self.copies.finish(mark)
+            if self._present:
+                self.evict()
+            self.free_evicted()
+            for event in self._last_copy.values():  # from now on the host may read and change them
+                self.copies.synchronize(event)
         finally:
-            for parameter, host, _ in self.members.values():
+            for parameter, host, _ in self.hosted.values():
                 grad = self._grads.pop(parameter, parameter.grad)
                 if grad is not None and grad.device != host.device:
                     grad = grad_to_host(grad, self.copies)
                 set_data_and_grad(parameter, host, grad)
-            self._here = False
-            self._coming, self._leaving, self._last = [], [], {}
+            self._present = False
+            self._fetching, self._evicting, self._last_copy = [], [], {}
 
-    # ── outside of runs ──────────────────────────────────────────────────────────────────────────────────────
+    # ── between runs ─────────────────────────────────────────────────────────────────────────────────────────
 
     def make_resident(self) -> None:
-        """All of it is on the device, as if there were no host, until ``move_to_host``."""
-        self.board()
-        self.come()
+        """Keep weights and gradients on the device until ``move_to_host``."""
+        self.begin_run()
+        self.prefetch()
         self.prefetch_grads()
-        self.arrive()
+        self.wait_prefetch()
         self._grads.clear()
-        self._here = False
+        self._present = False
 
     def move_to_host(self) -> None:
-        """Wherever parameters are, and whatever they have become: they and their gradients are on the host."""
-        abroad = [
-            (parameter, host) for parameter, host, _ in self.members.values() if not is_stored_at(parameter, host)
-        ]
-        if any(
-            storage_id(parameter) == storage_id(host) or not same_layout(parameter, host) for parameter, host in abroad
-        ):
-            self._allocate_host()  # somebody has given them another type, shape or layout
+        """Move parameters and gradients to the host, wherever they are."""
+        elsewhere = [(p, host) for p, host, _ in self.hosted.values() if not is_stored_at(p, host)]
+        if any(storage_id(p) == storage_id(host) or not same_layout(p, host) for p, host in elsewhere):
+            self._allocate_host()  # their dtype, shape or layout was changed
             return
-        for parameter, host in abroad:
+        for parameter, host in elsewhere:
             host.copy_(parameter.data)
-            set_data_and_grad(
-                parameter, host, None if parameter.grad is None else grad_to_host(parameter.grad, self.copies)
-            )
-        if abroad:
-            self._empty()
+            grad = None if parameter.grad is None else grad_to_host(parameter.grad, self.copies)
+            set_data_and_grad(parameter, host, grad)
+        if elsewhere:
+            self._free()
 
-    def lend(self, parameter: nn.Parameter) -> UpdateLease:
-        """A parameter that is at home, for an update on the device."""
-        return UpdateLease(self.members[parameter], self.device, self.copies)
+    def lease(self, parameter: nn.Parameter) -> UpdateLease:
+        return UpdateLease(self.hosted[parameter], self.device, self.copies)
 
     def _allocate_host(self) -> None:
         by_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
@@ -266,68 +275,47 @@ class OffloadedParams:
             by_storage[storage_id(parameter)].append(parameter)
         for storage, parameters in list(by_storage.items()):
             if parameters[0].untyped_storage().nbytes() > 2 * sum(p.nbytes for p in parameters):
-                for parameter in parameters:  # small parts of something big that is not theirs
+                for parameter in parameters:  # small parts of a large storage: copy them out of it
                     parameter.data = parameter.data.clone()
                     by_storage[storage_id(parameter)] = [parameter]
                 del by_storage[storage]
-        self._homes = [HostStorage(parameters, self.device, self.copies) for parameters in by_storage.values()]
-        self.members = {member.parameter: member for home in self._homes for member in home.members}
-        for parameter, host, _ in self.members.values():
-            set_data_and_grad(
-                parameter, host, None if parameter.grad is None else grad_to_host(parameter.grad, self.copies)
-            )
+        self._storages = [HostStorage(parameters, self.device, self.copies) for parameters in by_storage.values()]
+        self.hosted = {one.parameter: one for storage in self._storages for one in storage.hosted}
+        for parameter, host, _ in self.hosted.values():
+            grad = None if parameter.grad is None else grad_to_host(parameter.grad, self.copies)
+            set_data_and_grad(parameter, host, grad)
 
-    def _differ(self) -> bool:
-        """Whether weights on the device are not what they were when they came."""
-        for home in self._homes:
+    def _differ_from_host(self) -> bool:
+        for storage in self._storages:
             with torch.inference_mode(False):
-                before = torch.empty_like(home.there)
-            self.copies.wait(self.copies.back(home.host, before), before)
-            if not torch.equal(before, home.there):
+                before = torch.empty_like(storage.device_bytes)
+            self.copies.wait(self.copies.to_device([(storage.host_bytes, before)]), before)
+            if not torch.equal(before, storage.device_bytes):
                 return True
         return False
 
-    def _empty(self) -> None:
-        for home in self._homes:
-            home.empty()
+    def _free(self) -> None:
+        for storage in self._storages:
+            storage.free()
 
-    def _start_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _start_to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         if pairs:
-            self._last["back"] = self.copies.back_all(pairs)
-            self._coming.append((self._last["back"], pairs))
+            self._last_copy["to device"] = self.copies.to_device(pairs)
+            self._fetching.append((self._last_copy["to device"], pairs))
 
-    def _start_out(self, pairs: Sequence[tuple[Tensor, Tensor]], grads: Sequence[Tensor]) -> None:
-        self._last["out"] = self.copies.out_all(pairs)
-        self._leaving.append((self._last["out"], grads))
-
-
-# Weights that live on the host, and are on the device while a stage that uses them works.
-#
-#     between calls   a parameter is a tensor of the host, in pinned memory, and so is its gradient
-#     during a run    it is a tensor of the device, whose storage has memory during its stages' visits (``visits.py``)
-#     for an update   an offloaded optimizer brings it there with its gradient and its state, bucket by bucket
-#
-# So whoever reads, saves, loads or changes a parameter between calls finds a tensor as any other; the device holds two
-# stages' weights at a time; and forwards, backwards and updates are done by the kernels that do them without it. For
-# the length of a run the parameter is the device's, with memory or without it,
-# because a parameter that changes its device loses the node that adds to its gradient, and the hooks on it. Inside a
-# stage, parameters of other stages are not to be looked at: they may have no memory.
-#
-# ``pipe(x)`` with gradients brings all weights to the device: its graph needs them, and nobody knows for how long. They
-# go home with the first run for which no such graph is alive.
-#
-# What stays on the device: buffers, parameters that are no plain tensors (DTensor) or share their memory, and all of a
-# stage with a DistributedDataParallel, which holds on to the nodes that add to gradients.
+    def _start_to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], grads: Sequence[Tensor]) -> None:
+        self._last_copy["to host"] = self.copies.to_host(pairs)
+        self._evicting.append((self._last_copy["to host"], grads))
 
 
 class OpenCall(Protocol):
-    """A call whose backward may still come."""
+    """A call of the pipeline whose backward may still come."""
 
     over: bool
 
 
 def host_weights(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> HostWeights | None:
-    """For stages on GPUs; None where there are none: on the CPU weights are on the host already."""
+    """The host weights of stages on GPUs; None without any such stage."""
 
     def copies_for(device: torch.device) -> CopyStreams | None:
         return CudaCopyStreams(device) if device.type == "cuda" else None
@@ -337,7 +325,7 @@ def host_weights(modules: Mapping[int, nn.Module], devices: Sequence[torch.devic
 
 
 class HostWeights:
-    """The weights of this process's stages. ``resident``: they are all on their devices, and runs move nothing.
+    """The weights of this process's stages. ``resident``: all are on their devices, and runs copy nothing.
 
     All stages of a device must be run by one thread.
     """
@@ -348,168 +336,170 @@ class HostWeights:
         devices: Sequence[torch.device],
         copies_for: Callable[[torch.device], CopyStreams | None],
     ) -> None:
-        found = {device: copies_for(device) for device in dict.fromkeys(devices[stage] for stage in modules)}
-        self.copies = {device: copies for device, copies in found.items() if copies is not None}
+        all_copies = {device: copies_for(device) for device in dict.fromkeys(devices[stage] for stage in modules)}
+        self.copies = {device: copies for device, copies in all_copies.items() if copies is not None}
         self.modules = {stage: module for stage, module in modules.items() if devices[stage] in self.copies}
         self.devices = devices
         self.resident = False
-        self._boarded = False
-        self._held = 0
-        self._flights: WeakSet[Any] = WeakSet()
-        self._turns = threading.RLock()  # threads that share a pipeline take turns
-        self._cargo: dict[ParamsKey, OffloadedParams] = {}
-        self._of: dict[nn.Parameter, OffloadedParams] = {}
+        self._running = False
+        self._resident_scopes = 0
+        self._open_calls: WeakSet[Any] = WeakSet()
+        self._lock = threading.RLock()  # threads that share a pipeline take turns
+        self._params: dict[ParamsKey, OffloadedParams] = {}
+        self._params_of: dict[nn.Parameter, OffloadedParams] = {}
         users: dict[int, list[int]] = defaultdict(list)
         for stage, module in self.modules.items():
             for parameter in module.parameters():
                 users[id(parameter)].append(stage)
-        # By name, because a parameter that is only described yet will be another one.
+        # By name: a parameter on the meta device will be replaced.
         self._keys: dict[tuple[int, str], ParamsKey] = {
             (stage, name): tuple(users[id(parameter)])
             for stage, module in self.modules.items()
             for name, parameter in module.named_parameters()
         }
 
-    # ── building ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── construction ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def settle(self, stage: int) -> None:
-        """Let a stage's parameters, which are on its device, live on the host from now on."""
+    def offload_stage(self, stage: int) -> None:
+        """Move a stage's parameters from its device to the host."""
         module, device = self.modules.get(stage), self.devices[stage]
         if module is None or any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
             return
-        memory: dict[int, list[tuple[nn.Parameter, ParamsKey]]] = defaultdict(list)
+        by_storage: dict[int, list[tuple[nn.Parameter, ParamsKey]]] = defaultdict(list)
         for name, parameter in module.named_parameters():
             key = self._keys[stage, name]
-            if parameter in self._of:  # an earlier stage's, too: it was at home, and has been moved with this one
-                self._of[parameter].move_to_host()
+            if parameter in self._params_of:  # offloaded with an earlier stage, and moved to the device with this one
+                self._params_of[parameter].move_to_host()
             elif key[0] == stage and type(parameter) is nn.Parameter and _is_on(parameter, device):
-                memory[storage_id(parameter)].append((parameter, key))
-        taken = {storage_id(buffer) for buffer in module.buffers() if _is_on(buffer, device)}
-        going: dict[ParamsKey, list[nn.Parameter]] = defaultdict(list)
-        for storage, pairs in memory.items():
+                by_storage[storage_id(parameter)].append((parameter, key))
+        buffers = {storage_id(buffer) for buffer in module.buffers() if _is_on(buffer, device)}
+        by_key: dict[ParamsKey, list[nn.Parameter]] = defaultdict(list)
+        for storage, pairs in by_storage.items():
             parameters, keys = [parameter for parameter, _ in pairs], {key for _, key in pairs}
-            if storage not in taken and len(keys) == 1 and not _overlap(parameters):
-                going[keys.pop()] += parameters
+            if storage not in buffers and len(keys) == 1 and not _overlap(parameters):
+                by_key[keys.pop()] += parameters
         with torch.inference_mode(False), torch.no_grad():
-            for key, parameters in going.items():
-                self._cargo[key] = OffloadedParams(parameters, device, self.copies[device])
-                self._of.update(dict.fromkeys(parameters, self._cargo[key]))
+            for key, parameters in by_key.items():
+                self._params[key] = OffloadedParams(parameters, device, self.copies[device])
+                self._params_of.update(dict.fromkeys(parameters, self._params[key]))
 
     @contextmanager
-    def filling(self, stage: int) -> Iterator[None]:
-        """While a stage's parameters are given their first values, on its device."""
-        cargo = [self._cargo[key] for key in self._cargo if stage in key]
-        with self.at_work():
-            for each in cargo:
-                each.come()
-                each.arrive()
+    def initializing(self, stage: int) -> Iterator[None]:
+        """While a stage's parameters get their first values, on its device."""
+        own = [self._params[key] for key in self._params if stage in key]
+        with self.run():
+            for params in own:
+                params.prefetch()
+                params.wait_prefetch()
             yield
-            for each in cargo:
-                each.go(changed=True)
+            for params in own:
+                params.evict(changed=True)
 
     # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Around all that has to do with a run: the parameters are their devices' until it has ended (``land``)."""
-        with self._turns:
-            if not self._stays():
+    def run(self) -> Iterator[None]:
+        """Around a run: the parameters are device tensors until ``end_run``."""
+        with self._lock:
+            if not self._must_stay():
                 self._move_to_host()
-                self._boarded = True
-                for cargo in self._cargo.values():
-                    cargo.board()
+                self._running = True
+                for params in self._params.values():
+                    params.begin_run()
             try:
                 yield
             finally:
-                self.land()
+                self.end_run()
 
-    def calls(self, instructions: Sequence[Instruction], stages: Iterable[int]) -> dict[int, Callable[[], None]]:
-        """What to call before which instruction of the program of these stages, and at its end."""
-        cargo_of = {stage: [key for key in self._cargo if stage in key] for stage in stages}
-        own = [self._cargo[key] for key in dict.fromkeys(chain.from_iterable(cargo_of.values()))]
-        return {stop.at: partial(self._stop, own, stop) for stop in prefetch_plan(instructions, cargo_of)}
+    def transfer_calls(
+        self, instructions: Sequence[Instruction], stages: Iterable[int]
+    ) -> dict[int, Callable[[], None]]:
+        """Functions to call before instructions of the program of these stages, and at its end."""
+        params_of = {stage: [key for key in self._params if stage in key] for stage in stages}
+        own = [self._params[key] for key in dict.fromkeys(chain.from_iterable(params_of.values()))]
+        return {step.at: partial(self._transfer, own, step) for step in prefetch_plan(instructions, params_of)}
 
-    def _stop(self, own: Sequence[OffloadedParams], stop: PrefetchStep) -> None:
+    def _transfer(self, own: Sequence[OffloadedParams], step: PrefetchStep) -> None:
         if self.resident:
             return
-        for cargo in own:
-            cargo.release()
-        for key, grads in stop.go:
+        for params in own:
+            params.free_evicted()
+        for key, grads in step.evict:
             if grads:
-                self._cargo[key].evict_grads()
+                self._params[key].evict_grads()
             else:
-                self._cargo[key].go((torch.is_grad_enabled(), *(self.modules[stage].training for stage in key)))
-        for key, grads in stop.come:
+                self._params[key].evict((torch.is_grad_enabled(), *(self.modules[stage].training for stage in key)))
+        for key, grads in step.prefetch:
             if grads:
-                self._cargo[key].prefetch_grads()
+                self._params[key].prefetch_grads()
             else:
-                self._cargo[key].come()
-        for key, _ in stop.use:
-            self._cargo[key].arrive()
+                self._params[key].prefetch()
+        for key, _ in step.use:
+            self._params[key].wait_prefetch()
 
-    def land(self) -> None:
-        """A run has ended, well or not: the parameters and their gradients are the host's again."""
-        if self._boarded:
-            self._boarded = False
-            with ExitStack() as stack:  # all of them, whatever happens to one
-                for cargo in self._cargo.values():
-                    stack.callback(cargo.land)
+    def end_run(self) -> None:
+        """After a run, successful or not: the parameters and their gradients are host tensors again."""
+        if self._running:
+            self._running = False
+            with ExitStack() as stack:  # all of them, even if one raises
+                for params in self._params.values():
+                    stack.callback(params.end_run)
 
-    # ── outside of runs ──────────────────────────────────────────────────────────────────────────────────────
+    # ── between runs ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def stay(self, flight: OpenCall | None = None) -> None:
-        """Bring all weights and gradients to their devices, to stay there while the flight is not over."""
-        with self._turns:
-            if flight is not None:
-                self._flights.add(flight)
+    def make_resident(self, call: OpenCall | None = None) -> None:
+        """Bring all weights and gradients to their devices, to stay there until the call is over."""
+        with self._lock:
+            if call is not None:
+                self._open_calls.add(call)
             if not self.resident:
                 self._move_to_host()
                 self.resident = True
-                for cargo in self._cargo.values():
-                    cargo.make_resident()
+                for params in self._params.values():
+                    params.make_resident()
 
     @contextmanager
-    def staying(self) -> Iterator[None]:
-        """All weights are on their devices; at home afterwards, if no flight keeps them."""
-        self.stay()
-        self._held += 1
+    def resident_scope(self) -> Iterator[None]:
+        """All weights are on their devices; afterwards on the host, unless an open call needs them."""
+        self.make_resident()
+        self._resident_scopes += 1
         try:
             yield
         finally:
-            self._held -= 1
-            if not self._stays():
+            self._resident_scopes -= 1
+            if not self._must_stay():
                 self._move_to_host()
 
-    def lend(self, parameter: Tensor) -> UpdateLease | None:
-        """Start a parameter that is at home, and its gradient, on their way to its device, for an update."""
-        cargo = self._at_home(parameter)
-        return None if cargo is None else cargo.lend(parameter)  # type: ignore[arg-type]
+    def lease(self, parameter: Tensor) -> UpdateLease | None:
+        """Start to copy a parameter on the host, and its gradient, to its device for an update."""
+        params = self._on_host(parameter)
+        return None if params is None else params.lease(parameter)  # type: ignore[arg-type]
 
     def device_of(self, parameter: Tensor) -> torch.device | None:
-        """Where a parameter is used, if it is at home now."""
-        cargo = self._at_home(parameter)
-        return None if cargo is None else cargo.device
+        """The device that uses a parameter, if it is on the host now."""
+        params = self._on_host(parameter)
+        return None if params is None else params.device
 
-    def at_home(self) -> list[Tensor]:
+    def host_tensors(self) -> list[Tensor]:
         """The parameters that are on the host now, and their gradients."""
-        found = [parameter for parameter in self._of if self._at_home(parameter) is not None]
-        return [*found, *(parameter.grad for parameter in found if parameter.grad is not None)]
+        hosted = [parameter for parameter in self._params_of if self._on_host(parameter) is not None]
+        return [*hosted, *(parameter.grad for parameter in hosted if parameter.grad is not None)]
 
-    def gather(self) -> None:
-        """Fetch parameters home that somebody has put elsewhere since the last run."""
-        if not self.resident and not self._boarded:
+    def reclaim(self) -> None:
+        """Move parameters to the host that the user has moved elsewhere since the last run."""
+        if not self.resident and not self._running:
             self._move_to_host()
 
-    def _at_home(self, parameter: Tensor) -> OffloadedParams | None:
-        return None if self.resident or self._boarded else self._of.get(parameter)  # type: ignore[call-overload]
+    def _on_host(self, parameter: Tensor) -> OffloadedParams | None:
+        return None if self.resident or self._running else self._params_of.get(parameter)  # type: ignore[call-overload]
 
-    def _stays(self) -> bool:
-        return self.resident and (self._held > 0 or any(not flight.over for flight in self._flights))
+    def _must_stay(self) -> bool:
+        return self.resident and (self._resident_scopes > 0 or any(not call.over for call in self._open_calls))
 
     def _move_to_host(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            for cargo in self._cargo.values():
-                cargo.move_to_host()
+            for params in self._params.values():
+                params.move_to_host()
         self.resident = False
 
 
@@ -518,11 +508,11 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:
-    """Whether some of these parts of one storage have bytes in common."""
-    parts = []
+    """Whether some of these views of one storage have bytes in common."""
+    ranges = []
     for tensor in tensors:
         if tensor.numel():
             begin = int(tensor.storage_offset()) * tensor.itemsize
             last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            parts.append((begin, begin + (last + 1) * tensor.itemsize))
-    return any(end > begin for (_, end), (begin, _) in pairwise(sorted(parts)))
+            ranges.append((begin, begin + (last + 1) * tensor.itemsize))
+    return any(end > begin for (_, end), (begin, _) in pairwise(sorted(ranges)))

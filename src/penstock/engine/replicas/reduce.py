@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.parallelized import ParallelizedStage
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.engine.replicas.ddp import DdpSettings, HookBucket
 from penstock.engine.replicas.dtensor import align_grad_layout, set_local_grad, to_local
 from penstock.engine.replicas.fp32_accumulate import fp32_sums, set_grad
+from penstock.engine.stage import ParallelizedStage
 
 __all__ = ["GradReducer"]
 

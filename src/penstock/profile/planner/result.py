@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from penstock import _registry
 from penstock.errors import PenstockError, PlanError
 from penstock.format import format_size, format_table, format_time
 from penstock.profile.planner.candidates import Candidate, Configuration, Rejection
@@ -120,9 +121,8 @@ class PlanResult:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from penstock.viz import plan_result_html
-
-        return plan_result_html(self)
+        html: str = _registry.viz().plan_result_html(self)
+        return html
 
     def _ranks(self) -> list[tuple[str, ...]]:
         groups, placement = self.groups, self.schedule.placement

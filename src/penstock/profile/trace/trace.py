@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import _registry
 from penstock.errors import PlanError
 from penstock.profile.trace import analysis
 from penstock.profile.trace.analysis import (
@@ -414,9 +415,8 @@ class Trace:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from penstock.viz import trace_html
-
-        return trace_html(self)
+        html: str = _registry.viz().trace_html(self)
+        return html
 
     def __repr__(self) -> str:
         text = f"Trace({len(self.steps)} steps of {len(self.tracks)} ranks, schedule {self.schedule.name!r})"

@@ -72,7 +72,7 @@ def test_modes_are_those_that_the_model_had_when_it_was_wrapped() -> None:
     quiet.destroy()
 
 
-def test_what_the_model_has_can_be_asked_of_the_executor() -> None:
+def test_attributes_of_the_model() -> None:
     model = made(Net)
     with poptorch.trainingModel(model, options(STAGES, accumulation=7)) as training:
         assert training.layers is model.layers
@@ -88,7 +88,7 @@ def test_what_the_model_has_can_be_asked_of_the_executor() -> None:
         assert "trainingModel" in repr(training)
 
 
-def test_compile_makes_the_pipeline_and_runs_nothing() -> None:
+def test_compile_builds_the_pipeline_without_running_it() -> None:
     ours, plain = twins()
     with poptorch.trainingModel(ours, options(STAGES, accumulation=7)) as training:
         assert not training.isCompiled()
@@ -139,7 +139,7 @@ def test_threads_end_with_the_model() -> None:
 # ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_another_optimizer_of_the_same_kind_goes_on_with_the_state() -> None:
+def test_a_new_optimizer_of_the_same_class_keeps_the_state() -> None:
     ours, plain = twins(Plain)
     expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     with poptorch.trainingModel(ours, None, poptorch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)) as model:
@@ -161,7 +161,7 @@ def test_another_optimizer_of_the_same_kind_goes_on_with_the_state() -> None:
         poptorch.inferenceModel(ours).setOptimizer(expected)
 
 
-def test_an_optimizer_may_serve_one_model_after_another() -> None:
+def test_one_optimizer_for_several_models() -> None:
     ours, plain = twins(Plain)
     opts = options()
     opts.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))
@@ -197,7 +197,7 @@ def test_constants_of_an_optimizer_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("norm", [None, 0.05], ids=["as they are", "clipped"])
 @pytest.mark.parametrize("scaling", ["loss_scaling", "automatic"])
-def test_the_loss_scale_does_not_show_and_gradients_are_clipped(scaling: str, norm: float | None) -> None:
+def test_loss_scale_and_clipping(scaling: str, norm: float | None) -> None:
     ours, plain = twins(Plain)
     opts = options(accumulation=2)
     extra: dict[str, Any] = {"loss_scaling": 128.0} if scaling == "loss_scaling" else {}
@@ -235,7 +235,7 @@ def test_automatic_loss_scaling_leaves_out_updates_that_are_not_finite() -> None
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_model_is_saved_with_all_that_it_needs_to_go_on(tmp_path: Path, training: bool) -> None:
+def test_save_and_load(tmp_path: Path, training: bool) -> None:
     file = str(tmp_path / "model.poptorch")
     ours = made(Net)
     x, labels = data(14)
@@ -295,7 +295,7 @@ def test_logging(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("samples", [41, 10, 0])
-def test_samples_that_do_not_divide_over_a_call(samples: int) -> None:
+def test_invalid_batch_dimensions(samples: int) -> None:
     opts = options(STAGES, accumulation=7, iterations=3, replicas=2)
     message = (
         rf"Invalid batch dimension: In the input torch.Size\(\[{samples}, 4\]\), the batch dimension \({samples}\) "
@@ -333,12 +333,12 @@ def test_inference_has_no_gradient_accumulation() -> None:
         (lambda: poptorch.inferenceModel(made(Plain)).save("x", export_model=False), "IPU's program alone"),
     ],
 )
-def test_wrong_use_is_one_clear_error(make: Any, message: str) -> None:
+def test_invalid_use(make: Any, message: str) -> None:
     with pytest.raises(poptorch.Error, match=message):
         make()
 
 
-def test_gradients_that_are_there_already_are_no_part_of_a_call() -> None:
+def test_existing_gradients_are_discarded() -> None:
     ours, plain = twins(Plain)
     for parameter in ours.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -348,7 +348,7 @@ def test_gradients_that_are_there_already_are_no_part_of_a_call() -> None:
     assert_same_state(ours, plain)
 
 
-def test_a_failure_in_the_model_leaves_it_able_to_go_on() -> None:
+def test_calls_after_a_failure_in_the_model() -> None:
     class Fails(Plain):
         fails = False
 

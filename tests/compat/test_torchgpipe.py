@@ -59,7 +59,7 @@ def test_devices_that_are_not_needed_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
-def test_it_is_a_sequence_of_layers(balance: list[int]) -> None:
+def test_sequence_of_layers(balance: list[int]) -> None:
     module = linears(3)
     layers = list(module)
     model = on_cpu(module, balance)
@@ -97,7 +97,7 @@ def test_an_empty_module_is_the_identity() -> None:
         model(42)
 
 
-def test_without_a_gpu_everything_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert GPipe(linears(3), [1, 1, 1]).devices == [torch.device("cpu")] * 3
 
@@ -134,14 +134,14 @@ def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], text: s
         GPipe(linears(), **{"balance": [1, 1], "devices": ["cpu", "cpu"], **options})
 
 
-def test_a_module_that_is_no_sequential_is_refused_in_the_words_of_both_versions() -> None:
+def test_error_of_a_module_that_is_not_sequential() -> None:
     with pytest.raises(TypeError, match=r"module must be nn\.Sequential to be partitioned"):
         GPipe(nn.Linear(1, 1), [1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="non-sequential module cannot be partitioned"):
         verify_module(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def test_what_stands_twice_is_refused() -> None:
+def test_duplicate_children_and_parameters_are_refused() -> None:
     layer = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="module with duplicate children is not supported"):
         GPipe(nn.Sequential(layer, layer), [1, 1])
@@ -166,12 +166,12 @@ def test_what_stands_twice_is_refused() -> None:
         lambda model: model.to(tensor=torch.rand(1)),
     ],
 )
-def test_it_cannot_be_moved(move: Callable[[GPipe], Any]) -> None:
+def test_moving_is_denied(move: Callable[[GPipe], Any]) -> None:
     with pytest.raises(TypeError, match="denied to move parameters and buffers, because GPipe should manage device"):
         move(on_cpu(linears()))
 
 
-def test_it_can_be_cast_and_runs_as_it_then_is() -> None:
+def test_casts() -> None:
     model = on_cpu(mlp(2))
     for cast in (lambda: model.double(), lambda: model.to(torch.bfloat16), lambda: model.to(dtype=torch.float64)):
         cast()
@@ -191,7 +191,7 @@ def test_outputs_are_tensors_or_tuples_of_them(make: Callable[[Tensor], Any]) ->
         on_cpu(nn.Sequential(nn.Linear(1, 1), Fn(make)))(torch.ones(1, 1))
 
 
-def test_there_is_one_input() -> None:
+def test_several_inputs_are_refused() -> None:
     with pytest.raises(TypeError, match="positional argument"):
         on_cpu(linears())(torch.ones(1, 1), torch.ones(1, 1))
 
@@ -318,7 +318,9 @@ FIRST, AGAIN, ONCE = (True, False), (False, True), (False, False)
         ("except_last", 8, [FIRST] * 2 + [ONCE] + [AGAIN] * 2),  # of three samples; in torchgpipe all would run again
     ],
 )
-def test_forwards_run_again_as_the_mode_says(checkpoint: str, chunks: int, expected: list[tuple[bool, bool]]) -> None:
+def test_recomputed_forwards_by_checkpoint_mode(
+    checkpoint: str, chunks: int, expected: list[tuple[bool, bool]]
+) -> None:
     def model(module: nn.Sequential) -> GPipe:
         return on_cpu(module, chunks=chunks, checkpoint=checkpoint)
 
@@ -349,7 +351,7 @@ def nodes(node: Any, seen: set[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("checkpoint", "count"), [("always", 2), ("except_last", 1), ("never", 0)])
-def test_the_graph_shows_which_micro_batches_run_again(checkpoint: str, count: int) -> None:
+def test_checkpoint_nodes_in_the_autograd_graph(checkpoint: str, count: int) -> None:
     model = on_cpu(linears(), chunks=2, checkpoint=checkpoint)
     found = nodes(model(torch.rand(2, 1)).grad_fn, set())
     assert (found.count("CheckpointBackward"), found.count("RecomputeBackward")) == (count, count)
@@ -377,7 +379,7 @@ def test_hooks_on_partitions_and_layers_run() -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_it_can_be_copied_and_pickled(again: Callable[[GPipe], GPipe], after: bool) -> None:
+def test_copy_and_pickle(again: Callable[[GPipe], GPipe], after: bool) -> None:
     torch.manual_seed(0)
     model = on_cpu(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), chunks=2, checkpoint="always")
     if after:
@@ -390,7 +392,7 @@ def test_it_can_be_copied_and_pickled(again: Callable[[GPipe], GPipe], after: bo
     assert all(p.grad is not None for p in twin.parameters())
 
 
-def test_its_threads_end_with_it() -> None:
+def test_threads_end_with_the_module() -> None:
     before = penstock_threads()
     model = on_cpu(linears())
     model(torch.rand(2, 1)).sum().backward()
@@ -400,7 +402,7 @@ def test_its_threads_end_with_it() -> None:
     assert threads_end(mine)
 
 
-def test_any_number_of_samples_is_legal() -> None:
+def test_any_number_of_samples() -> None:
     model = on_cpu(mlp(2), [2, 1], chunks=4)
     plain = nn.Sequential(*model)
     with warnings.catch_warnings():
@@ -411,7 +413,7 @@ def test_any_number_of_samples_is_legal() -> None:
     assert_same(model[0].weight.grad, torch.zeros(4, 4))
 
 
-def test_tuples_may_stand_in_tuples() -> None:
+def test_nested_tuples() -> None:
     """torchgpipe lets them in, and fails."""
     swaps = nn.Sequential(*(Fn(lambda pair: ((pair[1],), pair[0][0])) for _ in range(2)))
     model = on_cpu(swaps, chunks=3, checkpoint="always")
@@ -452,7 +454,7 @@ def test_the_current_micro_batch_is_a_tensor_for_all_layers_and_none_outside() -
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_in_a_forward_that_runs_again_it_is_refused(checkpoint: str) -> None:
+def test_current_microbatch_is_refused_under_recomputation(checkpoint: str) -> None:
     model = on_cpu(nn.Sequential(Fn(lambda x: (current_microbatch(), x)[1])), chunks=2, checkpoint=checkpoint)
     with pytest.raises(RuntimeError, match=r"checkpoint='never'.*skippable"):
         model(torch.rand(2))

@@ -42,7 +42,7 @@ class Fn(nn.Module):
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_all_ways_to_call_it() -> None:
+def test_both_argument_orders() -> None:
     model, x = delays(), torch.rand(1)
     assert old_balance_by_time is balance_by_time
     assert balance_by_time(2, model, x, timeout=0.0, device="cpu") == [4, 2]
@@ -51,7 +51,7 @@ def test_all_ways_to_call_it() -> None:
     assert balance_by_time(model, x, timeout=0.0) == [6]
 
 
-def test_sizes_are_even_on_the_cpu_too() -> None:
+def test_balance_by_size_on_the_cpu() -> None:
     """torchgpipe: size profiler supports only CUDA device."""
 
     def layer(n: int) -> nn.Module:
@@ -62,7 +62,7 @@ def test_sizes_are_even_on_the_cpu_too() -> None:
     assert balance_by_size(wide, x, partitions=2) == [4, 2]
 
 
-def test_parameters_and_micro_batches_weigh_as_they_are_told_to() -> None:
+def test_param_scale_and_chunks() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), Fn(torch.exp), Fn(torch.exp), Fn(torch.exp))
     x = torch.rand(64, 64, requires_grad=True)
     assert balance_by_size(2, model, x, param_scale=0.1) == [2, 2]
@@ -87,7 +87,7 @@ def test_wrong_arguments(call: Any, kind: type[Exception], text: str) -> None:
         call(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), torch.rand(1, 1))
 
 
-def test_gradients_that_are_there_are_refused() -> None:
+def test_existing_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     model(torch.rand(1, 1)).backward()
     with pytest.raises(ValueError, match="some parameter already has gradient"):
@@ -141,7 +141,7 @@ def test_the_sandbox_has_copies_in_training_mode() -> None:
 # ── partitions of costs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_costs_in_parts() -> None:
+def test_partitions_of_costs() -> None:
     assert blockpartition.solve([1, 2, 3, 4, 5, 6], partitions=2) == [[1, 2, 3, 4], [5, 6]]
     assert blockpartition.solve([0, 0], partitions=2) == [[0], [0]]
     assert balance_cost([1, 1, 4, 1, 1], 3) == [2, 1, 2]

@@ -193,7 +193,7 @@ def test_backward_may_run_twice() -> None:
         assert_same(gradients(model), {name: 2 * grad for name, grad in once.items() if grad is not None})
 
 
-def test_what_a_layer_does_to_its_input_in_place_counts_once() -> None:
+def test_inputs_modified_in_place() -> None:
     """In torchgpipe twice, where a forward runs again: the gradient is 3 instead of 2, silently."""
 
     def change(pair: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""torchgpipe's skips: the decorator, its errors, namespaces. With GPipe: test_gpipe_training."""
+"""torchgpipe's skips: the decorator, its errors, namespaces. With GPipe: test_torchgpipe_training."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Hello(nn.Module):
 # ── the decorated class ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_layer_is_inside_what_the_decorator_makes() -> None:
+def test_skippable_wraps_the_layer() -> None:
     layer = Hello(width=3)
     assert isinstance(layer, (Hello, Skippable))
     assert Hello.__doc__ == "A layer."
@@ -96,7 +96,7 @@ def test_a_copy_of_a_layer_works_with_the_original() -> None:
 # ── use ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_works_without_a_pipeline_and_passes_gradients() -> None:
+def test_skips_without_a_pipeline() -> None:
     x = torch.ones(3, requires_grad=True)
     nn.Sequential(stashes("a"), nn.Identity(), pops("a"))(x).sum().backward()
     assert x.grad is not None
@@ -143,7 +143,7 @@ def test_wrong_use_in_a_gpipe_is_the_same_error() -> None:
         model(torch.ones(1))
 
 
-def test_a_string_is_no_list_of_names() -> None:
+def test_a_string_instead_of_a_list_of_names_is_refused() -> None:
     with pytest.raises(ValueError, match="must be a list of names"):
         skippable(stash="foo")
 
@@ -177,7 +177,7 @@ FAULTS: list[tuple[list[Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("layers", "faults"), FAULTS)
-def test_everything_that_does_not_match_is_told_at_once(layers: list[Any], faults: list[str]) -> None:
+def test_one_error_lists_all_unmatched_skips(layers: list[Any], faults: list[str]) -> None:
     for check in (verify_skippables, lambda module: GPipe(module, [len(module)], devices=["cpu"])):
         with pytest.raises(TypeError) as raised:
             check(nn.Sequential(*layers))
@@ -186,7 +186,7 @@ def test_everything_that_does_not_match_is_told_at_once(layers: list[Any], fault
         assert sorted(told[0].split("\n")) == sorted(f"* {fault}" for fault in faults)
 
 
-def test_what_matches_passes() -> None:
+def test_matching_skips() -> None:
     ns = Namespace()
     verify_skippables(nn.Sequential(stashes("foo"), stashes("bar"), pops("foo"), pops("bar")))
     verify_skippables(nn.Sequential(stashes("foo"), stashes("foo").isolate(ns), pops("foo").isolate(ns), pops("foo")))

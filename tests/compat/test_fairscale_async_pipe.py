@@ -77,7 +77,7 @@ def trains(rank: int, checkpoint: str, lazy: bool, balance: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("checkpoint", "lazy"), [("except_last", True), ("always", False), ("never", True)])
-def test_it_trains_as_the_plain_model_does(three: Ranks, checkpoint: str, lazy: bool) -> None:
+def test_training_equals_the_plain_model(three: Ranks, checkpoint: str, lazy: bool) -> None:
     three.check(trains, checkpoint, lazy, [2, 3, 2])
 
 
@@ -112,7 +112,7 @@ def groups(rank: int) -> None:
         AsyncPipe(mlp(), [3, 4])
 
 
-def test_groups_and_ranks_without_work(three: Ranks) -> None:
+def test_groups_and_unused_ranks(three: Ranks) -> None:
     three.check(groups)
 
 

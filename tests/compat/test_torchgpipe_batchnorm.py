@@ -54,7 +54,7 @@ def test_micro_batches_are_normalised_by_their_own_statistics() -> None:
     assert not deferred.sum.requires_grad
 
 
-def test_conversion_keeps_what_a_layer_is() -> None:
+def test_conversion_keeps_parameters_buffers_and_modes() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.BatchNorm1d(3)))
     model[1][0].eval()
     before = copy.deepcopy(model.state_dict())
@@ -80,7 +80,7 @@ def test_checkpoints_have_torchgpipes_keys() -> None:
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_a_copy_in_the_middle_of_a_mini_batch_goes_on_by_itself(again: bool) -> None:
+def test_copies_made_within_a_mini_batch_are_independent(again: bool) -> None:
     deferred = convert(nn.BatchNorm2d(3), chunks=2)
     bn = nn.BatchNorm2d(3)
     x = tilted()

@@ -1,1 +1,0 @@
-"""What ``penstock doctor`` does: ``look`` gathers facts, ``exchange`` tries messages, ``judge`` makes lines of it."""
