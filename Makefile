@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: demo test browser bench docs lint clean
+.PHONY: demo test test-torch browser bench docs lint clean
 
 # What builds the package comes first: without isolation, pip builds it with what is in the environment.
 $(READY): pyproject.toml constraints.txt
@@ -24,6 +24,18 @@ lint: $(READY)
 # is built by a test, too. Much of the time tests wait for processes: two at a time.
 test: lint browser $(VENV)/.docs
 	$(PY) -m pytest -n 2 --dist loadfile
+
+# The fast tests with another torch, in an environment of its own: make test-torch VERSION=2.12.0. PyPI's wheel of torch
+# does not import without the CUDA packages that it depends on: about 3 GB are downloaded the first time.
+TORCH_PY = .venv-torch-$(VERSION)/bin/python
+TORCH_PIP = $(TORCH_PY) -m pip install --quiet -c .venv-torch-$(VERSION)/constraints.txt
+test-torch:
+	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.12.0"; exit 2; }
+	test -x $(TORCH_PY) || python3 -m venv .venv-torch-$(VERSION)
+	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
+	$(TORCH_PIP) torch==$(VERSION) 'setuptools>=77' wheel
+	$(TORCH_PIP) --no-build-isolation -e '.[dev]'
+	$(TORCH_PY) -m pytest -n 2 --dist loadfile -m 'not processes and not slow and not cuda'
 
 # What a machine has not, Debian's packages bring, where they can be installed.
 APT := test "$$(id -u)" = 0 && command -v apt-get >/dev/null && timeout 300 sh -c \
@@ -45,4 +57,4 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -61,7 +61,7 @@ def planned_and_run(dim: int, sequences: int, tokens: int, seconds: float, round
             optimizer.zero_grad(set_to_none=False)
     measured = statistics.median(times[3:])
     return {
-        "plan": str(found.way),
+        "plan": str(found.configuration),
         "predicted ms": found.seconds * 1e3,
         "measured ms": measured * 1e3,
         "measured/predicted": measured / found.seconds,

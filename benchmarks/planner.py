@@ -143,7 +143,7 @@ def transformer(seconds: float, rounds: int) -> dict[str, Any]:
         times = [together(lambda: pipe.step(x, y)) for _ in range(rounds + 3)][3:]
         memory = _memory(pipe, list(model), lambda: pipe.step(x, y))
     return {
-        "plan": str(found.way),
+        "plan": str(found.configuration),
         "predicted": found.seconds,
         "measured": times,
         "predicted MiB": found.memory[dist.get_rank()] / 2**20,
@@ -168,15 +168,15 @@ def run(quick: bool = False) -> dict[str, Any]:
     rows, targets = [], []
     for what, halves in (("layers", False), ("half layers", True)):
         paper = planned(like_8b(halves, 1.0, 0.05), "loop", 2, search)
-        rows.append({"case": "8B-like on paper", "plan": what, "predicted": paper.found.makespan})
-        rows[-1] |= {"floor": paper.found.lower_bound, "memory": max(paper.memory)}
-        targets.append(check(f"8B-like on paper, {what}, units", paper.found.makespan, most=PAPER[what]))
+        rows.append({"case": "8B-like on paper", "plan": what, "predicted": paper.result.makespan})
+        rows[-1] |= {"floor": paper.result.lower_bound, "memory": max(paper.memory)}
+        targets.append(check(f"8B-like on paper, {what}, units", paper.result.makespan, most=PAPER[what]))
     plans: Plans = {}
     predicted: dict[str, float] = {}
 
     def add(name: str, found: JointResult) -> None:
         chunks = found.costs.of_stages("f", len(found.cuts))
-        plans[name], predicted[name] = (chunks, found.found.schedule), found.found.makespan
+        plans[name], predicted[name] = (chunks, found.result.schedule), found.result.makespan
 
     even = like_8b(False, UNIT, HOP)
     ranks = Ranks((1.0,) * RANKS, (8.0,) * RANKS, (1.0,) * RANKS)

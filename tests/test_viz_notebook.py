@@ -175,7 +175,7 @@ def test_planned_that_was_saved(tmp_path: Path) -> None:
     with pytest.raises(ps.PlanError, match="plan it again"):
         old.simulation()
     for wrong in ({"g": 1.0}, {"bytes": [[0, 1]]}, []):
-        with pytest.raises(ps.PlanError, match="not what a planner saved"):
+        with pytest.raises(ps.PlanError, match="not a saved PlanResult"):
             ps.PlanResult.from_json(json.dumps({**data, "costs": wrong}))
 
 

@@ -10,6 +10,8 @@ Training scripts do not need them. Like the names of ``penstock`` itself they ar
 - ``bind_arguments``: a call's arguments by name;
 - ``Prefetcher``: an iterator that runs ahead in a thread;
 - ``HookBucket``: the argument of a communication hook of ``DistributedDataParallel``;
+- ``grad_norm``, ``clip_grad_norm``: the norm of gradients with a reduction over ranks of the caller's;
+- ``DeferredStatistics``: BatchNorm statistics of several forwards, committed together;
 - ``is_offloaded``: whether an optimizer keeps its state in host memory.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from penstock.engine.message import flatten as tree_flatten
 from penstock.engine.message import unflatten as tree_unflatten
+from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.replicas.ddp import HookBucket
 from penstock.format import parse_bytes
 from penstock.split import chain_of
@@ -27,10 +30,12 @@ from penstock.split.trace.errors import mentions_marks
 from penstock.split.trace.line import marked_chain
 from penstock.split.trace.state import recorder
 from penstock.split.trunk.line import trunk_chain
+from penstock.train.clip import clip_grad_norm, grad_norm
 from penstock.train.optimizer_offload import is_offloaded
 from penstock.train.prefetch import Prefetcher
 
 __all__ = [
+    "DeferredStatistics",
     "HookBucket",
     "LayerChain",
     "Prefetcher",
@@ -39,7 +44,9 @@ __all__ = [
     "bind_arguments",
     "build_plan",
     "chain_of",
+    "clip_grad_norm",
     "cut_points",
+    "grad_norm",
     "is_offloaded",
     "marked_chain",
     "mentions_marks",

@@ -45,7 +45,7 @@ def findings(status: str, found: Facts) -> list[Finding]:
 # Findings ----------------------------------------------------------------------------------------
 
 
-def test_all_is_well() -> None:
+def test_all_is_ok() -> None:
     found = list(diagnose(GOOD))
     assert {finding.status for finding in found} == {"ok"}
     text = {finding.what: finding.text for finding in found}
@@ -57,7 +57,7 @@ def test_all_is_well() -> None:
     assert text["locked memory"] == "no limit"
 
 
-def test_gpus_that_are_well() -> None:
+def test_gpus_that_are_ok() -> None:
     found = facts(
         gpus=(GPU, GPU), peers=((0, 1), (1, 0)), versions={"cuda": "13.0", "nccl": "2.28.9"},
         exchanges=(*GOOD.exchanges, Exchange("nccl", None, 10e-6, 150e9)),
@@ -95,7 +95,7 @@ def test_gpus_that_are_well() -> None:
         (launched(gpus=(GPU,)), "launcher", "communicate by gloo"),
     ],
 )  # fmt: skip
-def test_what_may_go_wrong(found: Facts, what: str, words: str) -> None:
+def test_warnings(found: Facts, what: str, words: str) -> None:
     (finding,) = findings("warn", found)
     assert finding.what == what
     assert words in finding.remedy
@@ -126,13 +126,13 @@ def test_what_may_go_wrong(found: Facts, what: str, words: str) -> None:
         (replace(launched(), addresses=("127.0.0.1",)), "host name", "/etc/hosts"),
     ],
 )
-def test_what_would_fail(found: Facts, what: str, words: str) -> None:
+def test_failures(found: Facts, what: str, words: str) -> None:
     (finding,) = findings("fail", found)
     assert finding.what == what
     assert words in finding.remedy
 
 
-def test_launchers_that_are_well() -> None:
+def test_launchers_that_are_ok() -> None:
     for more in ({}, {"SLURM_PROCID": "0"}, {"GLOO_SOCKET_IFNAME": "eth0"}, {"PENSTOCK_PIPE": "4"}):
         assert {finding.status for finding in diagnose(launched(**more))} == {"ok"}
     (finding,) = [finding for finding in diagnose(launched()) if finding.what == "launcher"]
@@ -220,16 +220,16 @@ def found_by_ranks(rank: int) -> tuple[tuple[Exchange, ...], list[Finding]]:
 
 
 def test_between_the_ranks_of_a_launcher() -> None:
-    """Each pair is measured once, and rank 0 has it all to tell, with what is not well on others."""
+    """Each pair is measured once, and rank 0 has all findings, with the warnings of the others."""
     outcomes = run_ranks(found_by_ranks, 3)
     for mine, _ in outcomes:
         assert mine == outcomes[0][0]
-    told = [(finding.what, re.sub(r".* between", "between", finding.text)) for finding in outcomes[0][1]]
+    shown = [(finding.what, re.sub(r".* between", "between", finding.text)) for finding in outcomes[0][1]]
     pairs = [("gloo", f"between ranks {a} and {b}") for a, b in ((0, 1), (1, 2), (2, 0))]
-    assert told == [*pairs, ("cores", "of 0"), ("cores", "rank 2: of 2")]
+    assert shown == [*pairs, ("cores", "of 0"), ("cores", "rank 2: of 2")]
 
 
-def test_a_launcher_whose_other_processes_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_whose_other_processes_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_JOIN_TIMEOUT", 1.0)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
@@ -238,7 +238,7 @@ def test_a_launcher_whose_other_processes_are_not_there(monkeypatch: pytest.Monk
     assert "could not join the others" in outcome.error
 
 
-def test_a_rank_that_does_not_reach_rank_0_speaks_for_itself(
+def test_a_rank_that_does_not_reach_rank_0_prints_its_own_findings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")

@@ -1,4 +1,4 @@
-"""``penstock run``: what it starts, what it shows, how it fails, and that it leaves nothing behind."""
+"""``penstock run``: processes, output, failures, and that no process or file is left."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def left(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "tmp").glob("penstock*"))
 
 
-# What is shown ----------------------------------------------------------------------------------------------
+# Output -----------------------------------------------------------------------------------------------------
 
 
 def test_output_of_rank_0_and_files_for_the_others(tmp_path: Path) -> None:
@@ -110,29 +110,29 @@ def test_all_ranks_of_a_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbered", [True, False])
 def test_two_machines(script: Path, tmp_path: Path, numbered: bool) -> None:
-    """Two agents on this one. One of them has rank 0, and only that is shown."""
+    """Two agents on this machine. One of them has rank 0, and only that is shown."""
     where = f"127.0.0.1:{free_port()}"
     ways = [["--master", where, "--node-rank", k] for k in (0, 1)] if numbered else [["--rdzv-endpoint", where]] * 2
     machines = [["run", "--stages", 4, "--nnodes", 2, *way, script, "go"] for way in ways]
     first, second = commands(machines, temporary(tmp_path), tmp_path)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    if not numbered and not first.stdout:  # who came first is rank 0
+    if not numbered and not first.stdout:  # the first to connect has rank 0
         first, second = second, first
     assert (first.stdout, first.stderr) == ("out 0 []\n", "err 0\n")
     assert (second.stdout, second.stderr) == ("", "")
     assert left(tmp_path) == []
 
 
-# How it fails -----------------------------------------------------------------------------------------------
+# Failures ---------------------------------------------------------------------------------------------------
 
 
-def test_the_error_of_the_rank_that_failed_first_and_no_other(script: Path, tmp_path: Path) -> None:
+def test_only_the_error_of_the_first_failed_rank_is_shown(script: Path, tmp_path: Path) -> None:
     (done,) = commands([["run", "--stages", 2, script, "raise"]], temporary(tmp_path), tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
-    beginning, _, told = done.stderr.partition("\npenstock: rank 1 failed, with exit code 1:\n\n")
+    beginning, _, shown = done.stderr.partition("\npenstock: rank 1 failed, with exit code 1:\n\n")
     assert beginning == "err 0\n"
-    traceback, _, more = told.partition("\n\npenstock: ")
+    traceback, _, more = shown.partition("\n\npenstock: ")
     first, *_, last = traceback.splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "ValueError: all is lost")
     assert f'File "{script}", line ' in traceback.splitlines()[1]  # and not how the script was started
@@ -154,7 +154,7 @@ def test_exit_codes(script: Path, tmp_path: Path, what: str, code: int, message:
 
 
 def test_a_failure_in_a_stage_is_the_pipelines_own_error(tmp_path: Path) -> None:
-    """It is the same on both ranks, and tells where it was: nobody has to look for the rank."""
+    """It is the same on both ranks, and names the place of the failure."""
     file = tmp_path / "train.py"
     file.write_text(
         "import torch, penstock as ps\n"
@@ -202,7 +202,7 @@ def test_which_failure_the_others_followed_from(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# How it ends ------------------------------------------------------------------------------------------------
+# The end ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -277,7 +277,7 @@ def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_p
         (["--stages", "2", "--log-dir", "SCRIPT", "SCRIPT"], "cannot write to --log-dir"),
     ],
 )
-def test_what_is_refused_before_anything_starts(
+def test_usage_errors(
     capsys: pytest.CaptureFixture[str], script: Path, argv: list[str], message: str
 ) -> None:
     assert main(["run", *(str(script) if word == "SCRIPT" else word for word in argv)]) == 2

@@ -83,7 +83,7 @@ def test_attributes_of_the_model() -> None:
             training.options.deviceIterations(2)
         with pytest.raises(AttributeError):
             _ = training.nothing
-        with pytest.raises(poptorch.Error, match="cycleCount is about an IPU"):
+        with pytest.raises(poptorch.Error, match="cycleCount needs an IPU"):
             training.cycleCount()
         assert "trainingModel" in repr(training)
 
@@ -104,7 +104,7 @@ def test_compile_builds_the_pipeline_without_running_it() -> None:
         with pytest.raises(poptorch.Error, match="not attached"):
             training.detachFromDevice()
         training.attachToDevice()
-        with pytest.raises(poptorch.Error, match="there was none"):
+        with pytest.raises(poptorch.Error, match="needs a previous call"):
             training.getLatency()
         training(*data(14))
         least, most, mean = training.getLatency()
@@ -157,7 +157,7 @@ def test_a_new_optimizer_of_the_same_class_keeps_the_state() -> None:
         assert_same_state(ours, plain)
         with pytest.raises(poptorch.Error, match="an optimizer is"):
             model.setOptimizer("SGD")  # type: ignore[arg-type]
-    with pytest.raises(poptorch.Error, match="setOptimizer is for a model"):
+    with pytest.raises(poptorch.Error, match="setOptimizer needs a model made by"):
         poptorch.inferenceModel(ours).setOptimizer(expected)
 
 
@@ -330,7 +330,7 @@ def test_inference_has_no_gradient_accumulation() -> None:
             lambda: poptorch.inferenceModel(made(Plain), options().outputMode(poptorch.OutputMode.EveryN, 2)),
             "every 2th micro-batch, but a call has 1",
         ),
-        (lambda: poptorch.inferenceModel(made(Plain)).save("x", export_model=False), "IPU's program alone"),
+        (lambda: poptorch.inferenceModel(made(Plain)).save("x", export_model=False), "there is no IPU executable"),
     ],
 )
 def test_invalid_use(make: Any, message: str) -> None:

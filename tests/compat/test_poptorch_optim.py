@@ -132,12 +132,12 @@ def test_settings_are_copied(name: str) -> None:
         (lambda p: poptorch.optim.Adam(p, accum_type=torch.int8), "accum_type must be torch.float32 or torch.float16"),
         (lambda p: poptorch.optim.RMSprop(p, 0.1, use_tf_variant=True), "use_tf_variant"),
         (lambda p: poptorch.optim.AdamW(p, bias_correction=False, amsgrad=True), "without amsgrad"),
-        (lambda p: poptorch.optim.AdamW(p, 0.1, (0.9, 0.9), 1e-8, 0.0, False, 1.0, False), "is written by name"),
+        (lambda p: poptorch.optim.AdamW(p, 0.1, (0.9, 0.9), 1e-8, 0.0, False, 1.0, False), "by name"),
         (
             lambda p: poptorch.optim.Adam(
                 [q.half().detach().requires_grad_() for q in p], second_order_momentum_accum_type=torch.float32
             ),
-            "not there for parameters of half precision",
+            "not supported for half-precision parameters",
         ),
     ],
 )

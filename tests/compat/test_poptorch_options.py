@@ -165,14 +165,14 @@ def test_settings_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("refuse", "message"),
     [
-        (lambda o: o.anchorTensor("a", "b"), "anchorTensor is not there: return the value"),
-        (lambda o: o.enableSyntheticData(True), "enableSyntheticData is not there"),
-        (lambda o: o.useOfflineIpuTarget(), "useOfflineIpuTarget is not there"),
+        (lambda o: o.anchorTensor("a", "b"), "anchorTensor is not supported: return the value"),
+        (lambda o: o.enableSyntheticData(True), "enableSyntheticData is not supported"),
+        (lambda o: o.useOfflineIpuTarget(), "useOfflineIpuTarget is not supported"),
         (lambda o: o.Precision.enableFloatingPointExceptions(True), "set_detect_anomaly"),
         (lambda o: o.Distributed.configureProcessId(1, 2), r"penstock\.Mesh\(data=…\)"),
         (
             lambda o: o.TensorLocations.setAccumulatorLocation(OFF_CHIP),
-            "gradients cannot be kept in the host's memory",
+            "gradients cannot be stored in host memory",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_settings_that_would_change_results_are_refused(refuse: Any, message: st
         (lambda o: o.TensorLocations.setOptimizerLocation(False), "a location is a poptorch.TensorLocationSettings"),
         (
             lambda o: o.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.NoReduction),
-            "Mean or their Sum",
+            "must be Mean or Sum",
         ),
     ],
 )

@@ -94,11 +94,11 @@ def differs(rank: int) -> None:
         return forward_backward(None, lambda v: v[0] if isinstance(v, list) else v, None, own, m, forward_only=True)
 
     cases = [
-        (own_inputs(batch(8), batch(6)), 4, r"into 4 micro-batches alike: rank 0 has 8 samples; rank 2 has 6 samples"),
+        (own_inputs(batch(8), batch(6)), 4, r"into 4 equal micro-batches: rank 0 has 8 samples; rank 2 has 6 samples"),
         (own_inputs(batch(8), batch(3)), 4, r"rank 0 has 8 samples; rank 2 has 3 samples"),
         (own_inputs(batch(8), batch(8)), 4 + at, r"microbatches is 4 on rank 0, 5 on rank 1, 6 on rank 2"),
         (own_inputs(batch(0), batch(8)), 4, r"rank 0: input 0 is empty"),
-        (own_inputs((batch(2), batch(3)), batch(8)), 4, r"rank 0: the tensors of the input 0 disagree on"),
+        (own_inputs((batch(2), batch(3)), batch(8)), 4, r"rank 0: the tensors of input 0 disagree on"),
         (own_inputs(batch(8), batch(8)), 0, r"micro-batches must be a whole number from 1, got 0"),
     ]
     for own, m, message in cases:

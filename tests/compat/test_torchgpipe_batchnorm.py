@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import penstock as ps
 from penstock.compat.torchgpipe import GPipe
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from tests.support.models import assert_same, gradients
@@ -118,3 +119,15 @@ def test_a_large_mean_does_not_hide_the_variance() -> None:
     model(x)
     bn(x)
     assert_same(statistics(model[0]), statistics(bn), rtol=1e-3)
+
+
+def test_recomputed_forwards_do_not_count() -> None:
+    """With batchnorm="microbatch" the layer itself defers, and ignores recomputed forwards."""
+    bn, x = nn.BatchNorm2d(3), tilted()
+    deferred = convert(copy.deepcopy(bn), chunks=4)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), deferred)
+    plan = ps.split(model, balance=[1, 1])
+    with ps.Pipeline(plan, lambda output: output.square().mean(), microbatches=4, recompute="always") as pipe:
+        pipe.step(x)
+    bn(model[0](x).detach())
+    assert_same(statistics(deferred), statistics(bn))

@@ -93,7 +93,7 @@ WELL = {"gpus_per_node": "4", "nstages": "2", "batch_size": "8", "chunk_size": "
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"no_morphing": None}, "comes later: say --no_morphing"),
+        ({"no_morphing": None}, "is not supported: pass --no_morphing"),
         ({"nstages": None}, "give --nstages and --chunk_size, or, for them to be chosen, --profile_folder"),
         ({"chunk_size": None}, "give --nstages and --chunk_size, or"),
         ({"chunk_size": None, "profile_folder": "nowhere"}, "there is no profile in 'nowhere'"),

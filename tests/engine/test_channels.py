@@ -1,4 +1,4 @@
-"""Lanes between processes: what is sent is what is taken, or an error says why not."""
+"""Channels between processes: messages arrive as they were sent, or an error says why not."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """A send or receive: what is left to do is done when it is waited for."""
+    """A send or receive that completes in ``wait``."""
 
-    def __init__(self, rest: Callable[[], object]) -> None:
-        self.wait = rest
+    def __init__(self, complete: Callable[[], object]) -> None:
+        self.wait = complete
 
 
-class Ends:
-    """Both ends of a group of two; tensors' memory travels as it is."""
+class FakeGroup:
+    """Both group of a group of two, which copies the memory of tensors."""
 
     def __init__(self) -> None:
         self.memory: deque[Tensor] = deque()
@@ -45,7 +45,7 @@ class Ends:
         (tensor,) = tensors
         assert tensor.is_contiguous()
         self._check()
-        memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # bits alone, whatever they mean
+        memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())  # the bits only
         self.memory.append(memory[tensor.storage_offset() :][: tensor.numel()].clone())
         return Work(self._check)
 
@@ -63,7 +63,7 @@ class Ends:
             raise RuntimeError("connection closed by peer")
 
 
-def carry(channel: ProcessChannel, payload: Any, k: int = 0) -> Any:
+def transfer(channel: ProcessChannel, payload: Any, k: int = 0) -> Any:
     ops = channel.ops(k)
     assert ops.post_recv is not None
     assert ops.wait_send is not None
@@ -74,17 +74,17 @@ def carry(channel: ProcessChannel, payload: Any, k: int = 0) -> Any:
     return ops.get()
 
 
-def forward(*messages: Message) -> tuple[ForwardChannel, Ends]:
-    ends = Ends()
-    return ForwardChannel(Endpoint(ends, 1, CPU), "stage 0", [meta_of(message) for message in messages]), ends
+def forward(*messages: Message) -> tuple[ForwardChannel, FakeGroup]:
+    group = FakeGroup()
+    return ForwardChannel(Endpoint(group, 1, CPU), "stage 0", [meta_of(message) for message in messages]), group
 
 
 def backward(meta: MessageMeta, present: Sequence[bool]) -> BackwardChannel:
-    return BackwardChannel(Endpoint(Ends(), 1, CPU), "stage 1", [meta], [present])
+    return BackwardChannel(Endpoint(FakeGroup(), 1, CPU), "stage 1", [meta], [present])
 
 
-def short(ops: ChannelOps) -> bool:
-    return hasattr(ops.wait_recv, "__self__")  # a berth's own method: nothing in between
+def is_short_path(ops: ChannelOps) -> bool:
+    return hasattr(ops.wait_recv, "__self__")  # bound method of the in-flight message: the short path
 
 
 X = torch.arange(12.0).reshape(3, 4)
@@ -96,16 +96,16 @@ Z = torch.complex(X, X + 1)
     [X, X.t(), X[:, ::2], X[1:], torch.tensor(3.0), Z, Z.conj(), Z.conj().imag, Z[:1, :1].conj().imag, X[:0]],
     ids=["plain", "turned", "strided", "part", "number", "complex", "conj", "neg", "one neg", "empty"],
 )
-def test_a_tensor_arrives_as_its_values_say(tensor: Tensor) -> None:
+def test_tensors_arrive_with_their_values(tensor: Tensor) -> None:
     message, _ = detach_outputs(tensor)
     channel, _ = forward(message)
-    assert short(channel.ops(0)) == (bool(tensor.numel()) and memory_order(tensor) is None)
-    found = carry(channel, message)
+    assert is_short_path(channel.ops(0)) == (bool(tensor.numel()) and memory_order(tensor) is None)
+    found = transfer(channel, message)
     assert memory_order(found.leaves[0]) == memory_order(tensor)
     assert (found.spec, found.wants, found.shared) == (None, (), ())
     assert torch.equal(found.leaves[0], tensor)
     assert not found.leaves[0].is_neg()
-    (gradient,) = carry(backward(_wanted(tensor), [True]), [tensor])
+    (gradient,) = transfer(backward(_wanted(tensor), [True]), [tensor])
     assert torch.equal(gradient, tensor)
 
 
@@ -115,32 +115,32 @@ def _wanted(*tensors: Tensor) -> MessageMeta:
 
 
 @pytest.mark.parametrize("value", [(X,), {"x": X, "n": 3}, (X, Z)], ids=["tuple", "number beside it", "two"])
-def test_structures_arrive_whole(value: Any) -> None:
+def test_structures_arrive_complete(value: Any) -> None:
     message, _ = detach_outputs(value)
     channel, _ = forward(message)
-    assert not short(channel.ops(0))
-    found = carry(channel, message)
+    assert not is_short_path(channel.ops(0))
+    found = transfer(channel, message)
     assert found.spec == message.spec
     for a, b in zip(found.leaves, message.leaves, strict=True):
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 @pytest.mark.parametrize("other", [X[:2], X.double(), (X,), X.clone().requires_grad_()])
-def test_another_output_than_was_inferred_is_refused(other: Any) -> None:
-    channel, ends = forward(detach_outputs(X)[0])
+def test_output_of_another_format_raises(other: Any) -> None:
+    channel, group = forward(detach_outputs(X)[0])
     with pytest.raises(PlanError, match=r"stage 0 gave .* inferred"):
         channel.ops(0).send(detach_outputs(other)[0])
-    assert not ends.memory
+    assert not group.memory
 
 
-def test_a_gradient_that_there_is_not_is_zero() -> None:
-    assert torch.equal(carry(backward(_wanted(X), [True]), [None])[0], torch.zeros(3, 4))
+def test_a_missing_gradient_is_sent_as_zeros() -> None:
+    assert torch.equal(transfer(backward(_wanted(X), [True]), [None])[0], torch.zeros(3, 4))
 
 
-def test_gradients_go_to_those_that_get_one() -> None:
+def test_only_present_gradients_are_sent() -> None:
     channel = backward(_wanted(X, Z), [False, True])
-    assert not short(channel.ops(0))
-    nothing, gradient = carry(channel, [None, Z])
+    assert not is_short_path(channel.ops(0))
+    nothing, gradient = transfer(channel, [None, Z])
     assert nothing is None
     assert torch.equal(gradient, Z)
 
@@ -169,13 +169,13 @@ def test_microbatches_of_one_shape_share_a_format_and_have_a_slot_each() -> None
 @pytest.mark.parametrize("when", ["send", "wait_send", "post_recv", "wait_recv"])
 def test_a_broken_channel_is_named_and_nothing_of_it_is_held(when: str) -> None:
     message, _ = detach_outputs(X)
-    channel, ends = forward(message)
+    channel, group = forward(message)
     ops = channel.ops(0)
     before = {"wait_send": partial(ops.send, message), "wait_recv": ops.post_recv}.get(when)
     if before is not None:
         before()
     work = None if before is None else weakref.ref(channel.in_flight[0].work)
-    ends.broken = True
+    group.broken = True
     call = partial(ops.send, message) if when == "send" else getattr(ops, when)
     with pytest.raises(ChannelError, match="the channel with rank 1 broke: connection closed by peer") as caught:
         call()
@@ -184,7 +184,7 @@ def test_a_broken_channel_is_named_and_nothing_of_it_is_held(when: str) -> None:
     assert caught.value.peer == 1
 
 
-def test_a_closed_lane_holds_nothing() -> None:
+def test_a_closed_channel_holds_nothing() -> None:
     message, _ = detach_outputs(X)
     channel, _ = forward(message)
     channel.ops(0).send(message)

@@ -1,4 +1,4 @@
-"""Who waits for whom, in words.
+"""Chains of waiting ranks, hang reports, rank status and heartbeats.
 
 rank 0   in 0F1
 rank 1   waits for rank 0          "rank 2 waits for 2RECV_F1 from rank 1, which waits for 1RECV_F1 from rank 0,
@@ -60,7 +60,7 @@ def test_a_chain_is_followed_to_its_end() -> None:
     )
 
 
-def test_a_circle_is_named_and_left() -> None:
+def test_a_cycle_is_named() -> None:
     snapshots = {0: waits(2), 1: waits(0), 2: waits(1)}
     assert chain_of(snapshots, 2).text == (
         "rank 2 waits for the loss from rank 1, which waits for the loss from rank 0, "
@@ -68,19 +68,19 @@ def test_a_circle_is_named_and_left() -> None:
     )
 
 
-def test_a_circle_further_on_is_left_too() -> None:
+def test_a_cycle_further_on_is_named() -> None:
     snapshots = {0: waits(1), 1: waits(0), 2: waits(1)}
     assert chain_of(snapshots, 2).text.endswith("which waits for the loss from rank 1: they wait for each other")
 
 
-def test_of_several_the_one_is_named_that_does_not_wait() -> None:
+def test_of_several_ranks_the_one_that_does_not_wait_is_named() -> None:
     snapshots = {0: waits(1, 2, 3), 1: waits(0, 2, 3), 2: replace(WORKS, what="in 2B0"), 3: waits(0, 1, 2)}
     text, end, _ = chain_of(snapshots, 0)
     assert text == "rank 0 waits for the loss from ranks 1, 2, 3, of which rank 2 has been in 2B0 for 31 s"
     assert end == 2
 
 
-def test_of_several_that_all_wait_one_is_followed_that_waits_for_others() -> None:
+def test_of_several_waiting_ranks_one_that_waits_for_others_is_followed() -> None:
     snapshots = {0: waits(1, 2), 1: waits(0, 2), 2: waits(5), 5: WORKS}
     text, end, _ = chain_of(snapshots, 0)
     assert text == (
@@ -104,17 +104,17 @@ def test_of_several_that_all_wait_one_is_followed_that_waits_for_others() -> Non
         ),
     ],
 )
-def test_what_the_last_one_does(snapshot: Snapshot | None, expected: str) -> None:
+def test_status_of_the_last_rank(snapshot: Snapshot | None, expected: str) -> None:
     text, end, found = wait_chain(1, waits(0), lambda rank: snapshot)
     assert text == f"rank 1 waits for the loss from rank 0, which {expected}"
     assert (end, found) == (0, snapshot)
 
 
-# ── when it is said ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── reports ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def said(detector: HangDetector, ages: list[float], caplog: pytest.LogCaptureFixture) -> list[float]:
-    """At which of these ages something was logged."""
+def reports(detector: HangDetector, ages: list[float], caplog: pytest.LogCaptureFixture) -> list[float]:
+    """The ages at which a report was logged."""
     found = []
     for age in ages:
         caplog.clear()
@@ -125,17 +125,17 @@ def said(detector: HangDetector, ages: list[float], caplog: pytest.LogCaptureFix
     return found
 
 
-def test_reports_come_after_the_time_and_then_twice_as_late_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_after_the_limit_and_then_at_double_the_age(caplog: pytest.LogCaptureFixture) -> None:
     detector = HangDetector(HangLimits(10.0, None))
     ages = [float(age) for age in range(100)]
-    assert said(detector, ages, caplog) == [10, 20, 40, 80]
-    assert said(detector, ages, caplog) == []
+    assert reports(detector, ages, caplog) == [10, 20, 40, 80]
+    assert reports(detector, ages, caplog) == []
     detector.reset()
-    assert said(detector, [100.0], caplog) == [100]
+    assert reports(detector, [100.0], caplog) == [100]
 
 
-def test_without_a_limit_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert said(HangDetector(HangLimits(None, None)), [1.0, 1e6], caplog) == []
+def test_without_a_limit_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    assert reports(HangDetector(HangLimits(None, None)), [1.0, 1e6], caplog) == []
 
 
 def test_a_rank_that_works_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,7 +158,7 @@ def test_a_timeout_is_a_cause_that_names_the_last_rank_of_the_chain() -> None:
     assert "On rank 0:\nthe stack" in str(error)
 
 
-# ── what a main thread is seen to do ─────────────────────────────────────────────────────────────────────────────
+# ── rank status ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def runner_at(instruction: Instruction) -> Runner:
@@ -177,7 +177,7 @@ def runner_at(instruction: Instruction) -> Runner:
         (Instruction("SEND_F", 1, 3, 2), "has been in 1SEND_F3 for 0 s"),
     ],
 )
-def test_a_program_shows_what_its_rank_does(instruction: Instruction, expected: str) -> None:
+def test_status_in_a_program(instruction: Instruction, expected: str) -> None:
     status = RankStatus()
     status.stage_ranks = [10, 11, 12]
     status.enter_call()
@@ -185,7 +185,7 @@ def test_a_program_shows_what_its_rank_does(instruction: Instruction, expected: 
     assert str(status.snapshot()[1]) == expected
 
 
-def test_the_parts_of_a_call_outside_of_its_program() -> None:
+def test_status_in_the_phases_of_a_call() -> None:
     status = RankStatus()
     assert str(status.snapshot()[1]) == "has been building its pipeline for 0 s"
     status.phase = NEXT_BATCH
@@ -202,7 +202,7 @@ def test_the_parts_of_a_call_outside_of_its_program() -> None:
     assert str(status.snapshot()[1]).startswith("is not in a step: its last one ended")
 
 
-def test_the_same_place_in_another_step_is_another_place() -> None:
+def test_the_same_instruction_of_another_step_is_another_key() -> None:
     status = RankStatus()
     status.runner = runner_at(Instruction("F", 0, 0))
     keys = []
@@ -214,7 +214,7 @@ def test_the_same_place_in_another_step_is_another_place() -> None:
     assert keys[2] == keys[3] != keys[0]
 
 
-def test_two_waits_for_the_same_are_two() -> None:
+def test_two_waits_have_two_keys() -> None:
     status = RankStatus()
     keys = []
     for _ in range(2):
@@ -223,8 +223,8 @@ def test_two_waits_for_the_same_are_two() -> None:
     assert keys[0] != keys[1]
 
 
-def test_a_line_of_python_is_the_users_own() -> None:
-    """What waits in a queue is in Python's own files; the line is the one that called them."""
+def test_line_of_python_is_outside_of_libraries() -> None:
+    """A wait for an event is in the standard library; the line is the one that called it."""
     inside, leave = threading.Event(), threading.Event()
     status = RankStatus()
 
@@ -249,7 +249,7 @@ def test_a_line_of_python_is_the_users_own() -> None:
         thread.join()
 
 
-# ── what is told over the store ──────────────────────────────────────────────────────────────────────────────────
+# ── heartbeats ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def heartbeats() -> Callable[[int], Heartbeat]:
     return lambda rank: Heartbeat(store, rank, limits)
 
 
-def test_what_is_told_is_heard(heartbeats: Callable[[int], Heartbeat]) -> None:
+def test_a_snapshot_is_read_as_it_was_sent(heartbeats: Callable[[int], Heartbeat]) -> None:
     sender, reader = heartbeats(0), heartbeats(1)
     assert reader.read(0, 0.0) is None
     sender.send(RankStatus(), replace(WORKS, ranks=(3, 4)), 2.0, 0.0)
@@ -268,7 +268,7 @@ def test_what_is_told_is_heard(heartbeats: Callable[[int], Heartbeat]) -> None:
     assert snapshot == replace(WORKS, ranks=(3, 4), age=2.0, beat=1)
 
 
-def test_where_python_is_is_told_of_what_has_not_moved_for_long(heartbeats: Callable[[int], Heartbeat]) -> None:
+def test_the_stack_is_sent_once_a_rank_has_not_moved_for_long(heartbeats: Callable[[int], Heartbeat]) -> None:
     sender, reader = heartbeats(0), heartbeats(1)
     for age, wanted in ((3.0, False), (5.0, True)):
         sender.send(RankStatus(), WORKS, age, age)
@@ -277,7 +277,7 @@ def test_where_python_is_is_told_of_what_has_not_moved_for_long(heartbeats: Call
         assert bool(snapshot.line) == bool(snapshot.stack) == wanted
 
 
-def test_a_rank_that_says_nothing_new_is_silent_after_a_while(heartbeats: Callable[[int], Heartbeat]) -> None:
+def test_a_rank_without_new_heartbeats_is_silent(heartbeats: Callable[[int], Heartbeat]) -> None:
     sender, reader = heartbeats(0), heartbeats(1)
     silences = []
     for now in range(12):
@@ -286,4 +286,4 @@ def test_a_rank_that_says_nothing_new_is_silent_after_a_while(heartbeats: Callab
         snapshot = reader.read(0, float(now))
         assert snapshot is not None
         silences.append(snapshot.silent)
-    assert silences == [0] * 9 + [5, 6, 7]  # last heard of at 4
+    assert silences == [0] * 9 + [5, 6, 7]  # last heartbeat at 4

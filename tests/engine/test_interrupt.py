@@ -1,4 +1,4 @@
-"""A main thread that computes for a failed pipeline is interrupted in the call, and never after it."""
+"""A main thread that computes while its pipeline has failed is interrupted in the call, and never after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAUSE = Cause(3, "Boom", "on purpose")
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """Interrupts, as in the foreground, wherever these tests run."""
+    """SIGINT raises KeyboardInterrupt, as in the foreground."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -28,8 +28,8 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture
 def watch() -> Iterator[Watch]:
-    """One whose thread has ended: what it would do is done here."""
-    watch = Watch(dist.HashStore(), "corner", (0,), 0)
+    """A watch without its thread: the tests do its work."""
+    watch = Watch(dist.HashStore(), "prefix", (0,), 0)
     watch._stopping.set()
     watch._thread.join()
     yield watch
@@ -47,7 +47,7 @@ def interrupt(watch: Watch, after: float) -> threading.Thread:
     return thread
 
 
-def test_a_sleep_in_a_call_ends(watch: Watch) -> None:
+def test_interrupt_ends_a_sleep_in_a_call(watch: Watch) -> None:
     thread = interrupt(watch, 0.1)
     start = time.monotonic()
     with pytest.raises(PipelineStopped) as caught, watch:
@@ -57,22 +57,22 @@ def test_a_sleep_in_a_call_ends(watch: Watch) -> None:
     assert time.monotonic() - start < 30
 
 
-def test_a_sleep_ends_in_the_background_too_where_ctrl_c_is_ignored(watch: Watch) -> None:
+def test_interrupt_ends_a_sleep_where_sigint_is_ignored(watch: Watch) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with watch, watch:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    test_a_sleep_in_a_call_ends(watch)
+    test_interrupt_ends_a_sleep_in_a_call(watch)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_who_has_a_handler_of_his_own_is_not_interrupted(watch: Watch) -> None:
+def test_a_program_with_its_own_handler_is_not_interrupted(watch: Watch) -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
     signal.signal(signal.SIGINT, lambda *args: seen.append(args))
     try:
         thread = interrupt(watch, 0.0)
-        with pytest.raises(PipelineStopped), watch:  # by the cause that is known by now
+        with pytest.raises(PipelineStopped), watch:  # at the end of the call
             time.sleep(0.3)
         thread.join()
     finally:
@@ -87,13 +87,13 @@ def test_a_call_that_begins_after_the_failure_ends_at_once(watch: Watch) -> None
         raise AssertionError("not reached")
 
 
-def test_ctrl_c_of_the_user_is_the_users(watch: Watch) -> None:
+def test_ctrl_c_of_the_user_is_raised(watch: Watch) -> None:
     with pytest.raises(KeyboardInterrupt), watch:
         raise KeyboardInterrupt
 
 
-def test_an_interrupt_never_comes_after_the_call(watch: Watch) -> None:
-    """Calls of some milliseconds, each interrupted some milliseconds after its begin, before or behind its end."""
+def test_no_interrupt_after_the_call(watch: Watch) -> None:
+    """Calls of some milliseconds, each interrupted some milliseconds after its start, before or after its end."""
     chance = random.Random(0)
     stopped = 0
     for _ in range(300):
@@ -106,10 +106,10 @@ def test_an_interrupt_never_comes_after_the_call(watch: Watch) -> None:
                     time.sleep(0)
         except PipelineStopped:
             stopped += 1
-        except KeyboardInterrupt:  # as it may come when the call is being left
+        except KeyboardInterrupt:  # may arrive while the call is left
             assert watch.interrupt.sent
             watch.status.call_depth = 0
             stopped += 1
         thread.join()
-        time.sleep(0.0005)  # where a late one would come
+        time.sleep(0.0005)  # for a late one to arrive
     assert 0 < stopped < 300

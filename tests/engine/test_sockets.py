@@ -1,6 +1,6 @@
-"""A pipeline's connections can be cut from another thread: what waits for them fails, and nothing else does.
+"""The connections of a pipeline can be shut down from another thread: only waits for them fail.
 
-The two ends of every connection are in this process here, in two threads.
+Both ends of every connection are in this process, in two threads.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ def make(store: Any) -> Iterator[Callable[[], PipelineSockets]]:
     made: list[PipelineSockets] = []
 
     def one() -> PipelineSockets:
-        made.append(PipelineSockets(store, "corner"))
+        made.append(PipelineSockets(store, "prefix"))
         return made[-1]
 
     yield one
-    for lines in made:
-        lines.close()
+    for own in made:
+        own.close()
 
 
 def pair(make: Callable[[], PipelineSockets], name: str) -> tuple[list[PipelineSockets], list[Any]]:
-    """The lines of two ranks that know each other, and a group on each."""
-    lines = [make(), make()]
-    for mine, other in (lines, lines[::-1]):
+    """The sockets of two ranks that know each other's addresses, and a group on each."""
+    ranks = [make(), make()]
+    for own, other in (ranks, ranks[::-1]):
         assert other.address is not None
-        mine.peer_addresses.add(other.address)
-        mine.timeout = timedelta(seconds=60)
+        own.peer_addresses.add(other.address)
+        own.timeout = timedelta(seconds=60)
     with ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(lambda rank: open_group(lines[rank], name, (0, 1), rank, CPU), (0, 1)))
-    return lines, groups
+        groups = list(pool.map(lambda rank: open_group(ranks[rank], name, (0, 1), rank, CPU), (0, 1)))
+    return ranks, groups
 
 
 def exchange(groups: list[Any]) -> float:
@@ -65,7 +65,7 @@ def exchange(groups: list[Any]) -> float:
     return float(received)
 
 
-LARGE = torch.zeros(4 << 20)  # more than the system takes for a peer that does not receive
+LARGE = torch.zeros(4 << 20)  # more than the system buffers for a peer that does not receive
 WAITS: dict[str, Callable[[Any], Any]] = {
     "receive": lambda group: group.recv([torch.zeros(1)], 1, 0),
     "send": lambda group: group.send([LARGE], 1, 0),
@@ -75,36 +75,36 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", WAITS)
-def test_a_wait_of_gloo_fails_when_its_connections_are_cut(make: Callable[[], PipelineSockets], what: str) -> None:
-    lines, groups = pair(make, "cut")
+def test_shutdown_ends_a_wait_in_gloo(make: Callable[[], PipelineSockets], what: str) -> None:
+    ranks, groups = pair(make, "shut down")
     _, others = pair(make, "other")
     work = WAITS[what](groups[0])
-    threading.Timer(0.2, lines[0].shut_down).start()
-    with pytest.raises(RuntimeError, match="Connection closed"):  # and not that the time is up
+    threading.Timer(0.2, ranks[0].shut_down).start()
+    with pytest.raises(RuntimeError, match="Connection closed"):  # not a timeout
         work.wait()
     assert exchange(others) == 1
 
 
-@pytest.mark.parametrize("cutter", [0, 1])
-def test_either_end_may_cut(make: Callable[[], PipelineSockets], cutter: int) -> None:
-    lines, groups = pair(make, "cut")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_either_end_may_shut_down(make: Callable[[], PipelineSockets], rank: int) -> None:
+    ranks, groups = pair(make, "shut down")
     work = groups[0].recv([torch.zeros(1)], 1, 0)
-    threading.Timer(0.2, lines[cutter].shut_down).start()
+    threading.Timer(0.2, ranks[rank].shut_down).start()
     with pytest.raises(RuntimeError, match="Connection closed"):
         work.wait()
 
 
-def test_a_wait_for_the_store_fails_too(store: Any, make: Callable[[], PipelineSockets]) -> None:
-    """As for a peer that does not come to open its end of a group."""
-    lines = make()
-    threading.Timer(0.2, lines.shut_down).start()
+def test_shutdown_ends_a_wait_for_the_store(store: Any, make: Callable[[], PipelineSockets]) -> None:
+    """As for a peer that does not open its end of a group."""
+    own = make()
+    threading.Timer(0.2, own.shut_down).start()
     with pytest.raises(RuntimeError, match="Connection was likely closed"):
-        open_group(lines, "alone", (0, 1), 0, CPU)
+        open_group(own, "alone", (0, 1), 0, CPU)
     store.set("still", "here")
     assert store.get("still") == b"here"
 
 
-def test_sockets_of_others_are_left_alone(make: Callable[[], PipelineSockets]) -> None:
+def test_shutdown_leaves_other_sockets_alone(make: Callable[[], PipelineSockets]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         theirs, _ = server.accept()
         make().shut_down()
@@ -119,13 +119,13 @@ def connection() -> tuple[socket.socket, socket.socket]:
         return mine, server.accept()[0]
 
 
-def test_what_torch_has_to_ranks_that_have_stopped_is_cut(store: Any, make: Callable[[], PipelineSockets]) -> None:
-    """And neither what the pipelines have, nor the store, nor what leads elsewhere."""
-    _, groups = pair(make, "a pipeline that goes on")
+def test_foreign_connections_to_stopped_ranks_are_shut_down(store: Any, make: Callable[[], PipelineSockets]) -> None:
+    """Those of pipelines, of the store, and to other ranks stay."""
+    _, groups = pair(make, "a pipeline that continues")
     near, far = connection()
     sockets.publish_foreign_connections(store, 1)
     later, too_late = connection()
-    sockets.abort_foreign_groups(store, [0])  # who has not shown anything
+    sockets.abort_foreign_groups(store, [0])  # has published nothing
     near.sendall(b"x")
     assert far.recv(1) == b"x"
     sockets.abort_foreign_groups(store, [0, 1])
@@ -138,7 +138,7 @@ def test_what_torch_has_to_ranks_that_have_stopped_is_cut(store: Any, make: Call
         end.close()
 
 
-def test_lines_that_are_closed_leave_no_socket(make: Callable[[], PipelineSockets]) -> None:
+def test_close_leaves_no_socket(make: Callable[[], PipelineSockets]) -> None:
     def sockets() -> int:
         links = []
         for name in os.listdir("/proc/self/fd"):
@@ -149,30 +149,30 @@ def test_lines_that_are_closed_leave_no_socket(make: Callable[[], PipelineSocket
         return sum(link.startswith("socket:") for link in links)
 
     before = sockets()
-    lines, groups = pair(make, "leak")
+    ranks, groups = pair(make, "leak")
     assert sockets() > before
     groups.clear()
-    for line in lines:
-        line.close()
+    for own in ranks:
+        own.close()
     end = time.monotonic() + 10
     while sockets() > before and time.monotonic() < end:
         time.sleep(0.02)
     assert sockets() == before
 
 
-def test_a_store_that_is_gone_is_noticed_without_asking_it() -> None:
+def test_a_lost_store_is_noticed_without_a_request() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    line = StoreClient(dist.PrefixStore("a", dist.PrefixStore("b", server)), "corner")
-    line.store.set("key", "value")
-    assert not line.gone
-    line.shut_down()
-    assert line.gone
-    line.close()
+    client = StoreClient(dist.PrefixStore("a", dist.PrefixStore("b", server)), "prefix")
+    client.store.set("key", "value")
+    assert not client.gone
+    client.shut_down()
+    assert client.gone
+    client.close()
 
 
-def test_a_line_that_ended_well_serves_again_and_one_that_was_cut_does_not(store: Any) -> None:
+def test_store_connections_are_reused_unless_they_were_shut_down(store: Any) -> None:
     first, second = StoreClient(store, "first"), StoreClient(store, "second")
-    connections = [line._connection for line in (first, second)]
+    connections = [client._connection for client in (first, second)]
     assert connections[0] is not connections[1]
     first.store.set("key", "of the first")
     second.shut_down()
@@ -181,60 +181,60 @@ def test_a_line_that_ended_well_serves_again_and_one_that_was_cut_does_not(store
     third, fourth = StoreClient(store, "third"), StoreClient(store, "fourth")
     assert third._connection is connections[0]
     assert fourth._connection is not connections[1]
-    assert not third.store.check(["key"])  # which has another name before it
+    assert not third.store.check(["key"])  # another prefix
     fourth.store.set("key", "of the fourth")
     third.close()
     assert StoreClient(store, "fifth")._connection not in connections
     fourth.close()
 
 
-def test_lines_to_another_store_are_not_taken(store: Any) -> None:
+def test_connections_to_another_store_are_not_reused(store: Any) -> None:
     StoreClient(store, "here").close(keep=True)
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    line = StoreClient(other, "here")
-    line.store.set("key", "value")
+    client = StoreClient(other, "here")
+    client.store.set("key", "value")
     assert other.check(["here/key"])
     assert not store.check(["here/key"])
-    line.close()
+    client.close()
 
 
-# ── beacons ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── liveness ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def ends(line: LivenessConnection) -> bool:
+def breaks(connection: LivenessConnection) -> bool:
     end = time.monotonic() + 10
-    while not line.broken and time.monotonic() < end:
+    while not connection.broken and time.monotonic() < end:
         time.sleep(0.01)
-    return line.broken
+    return connection.broken
 
 
-def test_a_lifeline_holds_as_long_as_the_beacon_burns() -> None:
-    beacon = LivenessListener("127.0.0.1")
-    line = LivenessConnection(beacon.address)
+def test_a_liveness_connection_breaks_when_its_listener_closes() -> None:
+    listener = LivenessListener("127.0.0.1")
+    connection = LivenessConnection(listener.address)
     time.sleep(0.1)
-    assert not line.broken
-    beacon.close()
-    assert ends(line)
-    line.close()
+    assert not connection.broken
+    listener.close()
+    assert breaks(connection)
+    connection.close()
     with pytest.raises(ConnectionRefusedError):
-        LivenessConnection(beacon.address)
+        LivenessConnection(listener.address)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_child_does_not_keep_the_beacon_burning() -> None:
-    """The workers of a data loader are forks that may outlive the process that was killed."""
-    beacon = LivenessListener("127.0.0.1")
-    line = LivenessConnection(beacon.address)
+def test_a_forked_child_does_not_keep_the_listener_open() -> None:
+    """Data loader workers are forks that may outlive a killed process."""
+    listener = LivenessListener("127.0.0.1")
+    connection = LivenessConnection(listener.address)
     child = os.fork()
     if child == 0:
         time.sleep(60)
         os._exit(0)
     try:
         time.sleep(0.1)
-        assert not line.broken
-        beacon.close()
-        assert ends(line)
+        assert not connection.broken
+        listener.close()
+        assert breaks(connection)
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
-        line.close()
+        connection.close()

@@ -303,7 +303,7 @@ def failed(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
             pipe.step(X, Y)
         hook.remove()
         found += [p.clone() for p in pipe.parameters()]
-        found += [p.grad.clone() for p in pipe.parameters() if p.grad is not None and pipe._counted]
+        found += [p.grad.clone() for p in pipe.parameters() if p.grad is not None and pipe._executor._rescales]
         found.append(pipe.step(X, Y).loss)
     optimizer.zero_grad()
     return found + accumulated(pipe, optimizer)

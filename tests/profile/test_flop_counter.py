@@ -69,5 +69,5 @@ def test_a_plan_for_it_has_its_memory_and_its_links_and_runs_here() -> None:
     assert planned.best.costs is not None
     pipe = planned.pipeline(F.mse_loss)
     torch.testing.assert_close(pipe.step(x, y).loss, F.mse_loss(model(x), y).detach())
-    with pytest.raises(ps.PlanError, match=r"nothing keeps the memory of 1.00 KiB"):
+    with pytest.raises(ps.PlanError, match=r"nothing fits the memory of 1.00 KiB"):
         ps.plan(model, x, devices=3, batch=8, hardware="h100", memory="1KiB", seconds=0.2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.profile.report.advice import LEAST, Advice, advise, better_cut, moves, recut
+from penstock.profile.report.advice import MIN_SAVING, Advice, advise, better_cut, moves, recut
 from penstock.profile.report.findings import analyze, simulated_trace
 from penstock.profile.trace.records import StepRecord, Track
 from penstock.schedule import Costs, auto, build, simulate
@@ -145,11 +145,11 @@ def test_ranks_that_share_a_gpu_are_not_slow_by_themselves() -> None:
     trace = traced("1f1b", 3, 6, costs, plan=plan(["a"], ["b"], ["c"]))
     for gpus, shares in ((["x", "x", "y"], [[0, 1]]), (["x", "y", "z"], []), (["", "", ""], [])):
         tracks = tuple(replace(track, gpu=gpu) for track, gpu in zip(trace.tracks, gpus, strict=True))
-        on_gpus = replace(trace, tracks=tracks)
-        assert on_gpus.sharing == shares
+        on_gpus = ps.Trace(**{**vars(trace), "tracks": tracks})
+        assert on_gpus.shared_gpus == shares
         assert bool(found(on_gpus, "slow rank")) == (not shares)
         assert ("ranks 0, 1 share a GPU" in str(on_gpus)) == bool(shares)
-        assert ps.Trace.from_data(on_gpus.to_data()).sharing == shares
+        assert ps.Trace.from_data(on_gpus.to_data()).shared_gpus == shares
 
 
 def test_edges_and_hosts_are_bounds() -> None:
@@ -167,7 +167,7 @@ def test_edges_and_hosts_are_bounds() -> None:
 def test_nothing_to_say() -> None:
     trace = traced("1f1b", 1, 4, Costs())
     assert advise(trace) == []
-    assert analyze(trace).best == f"no change was found that saves {LEAST:.0%} or more"
+    assert analyze(trace).best == f"no change was found that saves {MIN_SAVING:.0%} or more"
 
 
 def test_a_forward_has_no_schedule_to_change() -> None:

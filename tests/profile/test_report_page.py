@@ -16,7 +16,7 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.profile.report.findings import analyze
-from penstock.profile.report.page import MOST_ACTIONS, page, steps_shown
+from penstock.profile.report.page import MAX_ACTIONS, page, steps_shown
 from penstock.profile.trace.records import ActionRecord, RankRecord, Span, StepRecord, Track
 from penstock.schedule import Costs
 from tests.profile.test_report import plan, traced
@@ -158,7 +158,7 @@ def test_of_many_steps_some_have_timelines() -> None:
     found = analyze(replace(trace, steps=tuple(steps)))
     shown = steps_shown(found)
     size = sum(len(part.actions) for part in step.parts)
-    assert len(shown) == MOST_ACTIONS // size == 208
+    assert len(shown) == MAX_ACTIONS // size == 208
     assert {step.number for step in shown} >= {20, 333, 777, found.step.number, 0, 1024, 512, 256, 1280}
     assert [step.number for step in shown] == sorted(step.number for step in shown)
     gaps = [b.number - a.number for a, b in pairwise(shown)]
@@ -296,7 +296,7 @@ def test_another_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([str(saved), "-o", str(saved.parent / "no" / "x.html")], "No such file or directory"),
         ([str(saved.parent)], "Is a directory"),
         ([str(saved.parent / "none.json")], "No such file or directory"),
-        ([], "required: TRACE"),
+        ([], "Missing argument 'TRACE'"),
     ):
         assert main(["report", *wrong]) == 2
         assert words in capsys.readouterr().err

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 from penstock.engine import recorder, runner
 from penstock.profile.trace import recording
-from penstock.profile.trace.analysis import bubble
+from penstock.profile.trace.analysis import _bubble as bubble
 from penstock.schedule import build, simulate
 from penstock.schedule.registry import SCHEDULES
 from tests.support.models import batch, gradients, labels, mlp

@@ -197,7 +197,7 @@ def test_threads_on_a_gpu(schedule: str) -> None:
             found.append(gradients(pipe.named_parameters()))
             if trace is not None:
                 check_device(trace)
-                assert trace.sharing == [[0, 1]]
+                assert trace.shared_gpus == [[0, 1]]
                 assert tuple(map(tuple, orders(trace.steps[1]))) == pipe.schedule.orders
                 with pipe.trace() as calls:
                     pipe(batch(32, 64)).sum().backward()
@@ -222,5 +222,5 @@ def test_processes_on_a_gpu() -> None:
     for trace in traces:
         assert isinstance(trace, ps.Trace), trace
         check_device(trace)
-        assert trace.sharing == [[0, 1]]
+        assert trace.shared_gpus == [[0, 1]]
     assert traces[0] == traces[1]

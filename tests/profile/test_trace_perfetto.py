@@ -61,9 +61,9 @@ def arrows(trace: ps.Trace) -> Counter[tuple[object, ...]]:
     found: Counter[tuple[object, ...]] = Counter()
     for step in trace.steps:
         for one in traced_messages(trace, step):
-            made, taken = (1 + len(trace.replicas) + track for track in (one.made_on, one.taken_on))
-            ends = str(one.maker.action), made, str(one.taker.action), taken
-            found[1 + trace.tracks[one.made_on].replica, *ends, 1] += 1
+            made, taken = (1 + len(trace.replicas) + track for track in (one.source_track, one.target_track))
+            ends = str(one.source.action), made, str(one.target.action), taken
+            found[1 + trace.tracks[one.source_track].replica, *ends, 1] += 1
     return found
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.engine.recorder import AlignedClock, ClockOffset
 from penstock.profile.trace import recording
-from penstock.profile.trace.analysis import bubble, traced_messages
+from penstock.profile.trace.analysis import _bubble as bubble
+from penstock.profile.trace.analysis import traced_messages
 from tests.profile.test_trace import check_consistent, orders
 from tests.profile.test_trace_files import check_chrome, events_of
 from tests.support.models import batch, gradients, labels, mlp
@@ -122,7 +123,7 @@ def check_causal(trace: ps.Trace) -> None:
     found = [crossing for step in trace.steps for crossing in traced_messages(trace, step)]
     assert found
     for crossing in found:
-        assert crossing.taker.start >= crossing.maker.end - error
+        assert crossing.target.start >= crossing.source.end - error
     for crossing in found:
         assert crossing.seconds is None or crossing.seconds < 1.0
 

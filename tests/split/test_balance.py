@@ -267,18 +267,23 @@ def test_a_list_of_layers_must_keep_the_limit_too() -> None:
         sizes(model, balance=[1, 2], memory=LAYER)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("16GiB", 2**34), ("500MB", 5 * 10**8), ("1.5 kib", 1536), ("7", 7), ("2tb ", 2 * 10**12), (5.9, 5), (12, 12)],
-)
-def test_sizes_as_people_write_them(text: Any, size: int) -> None:
-    assert parse_bytes(text) == size
+def test_sizes_as_people_write_them() -> None:
+    for text, size in [
+        ("16GiB", 2**34),
+        ("500MB", 5 * 10**8),
+        ("1.5 kib", 1536),
+        ("7", 7),
+        ("2tb ", 2 * 10**12),
+        (5.9, 5),
+        (12, 12),
+    ]:
+        assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("size", ["", "GiB", "16 gigs", "-1GB", "1e3", 0, -5, True, None, float("nan"), float("inf")])
-def test_what_is_no_size_is_refused(size: Any) -> None:
-    with pytest.raises(ps.PlanError, match="is not a size"):
-        parse_bytes(size)
+def test_what_is_no_size_is_refused() -> None:
+    for size in ["", "GiB", "16 gigs", "-1GB", "1e3", 0, -5, True, None, float("nan"), float("inf")]:
+        with pytest.raises(ps.PlanError, match="is not a size"):
+            parse_bytes(size)
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -286,9 +286,8 @@ def test_a_value_that_would_flow_back_is_named() -> None:
         groups_by_name(line_of(Loose()), ["two", "one"])
 
 
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
+def test_wrong_stages_are_refused() -> None:
+    for stages, message in [
         (["B1", "B2", "B3", "B5"], r"unknown block 'B5': did you mean.*The model has 'B1', 'B2', 'B3', 'B4'"),
         ([["B1", "B2"], ["B2", "B3", "B4"]], "block 'B2' is in more than one stage.*0 and 1"),
         ([["B1", "B1"], ["B2", "B3", "B4"]], "block 'B1' is in more than one stage"),
@@ -298,11 +297,9 @@ def test_a_value_that_would_flow_back_is_named() -> None:
         ([["B1", "B2", "B3", "B4"], []], "stage 1 has no blocks"),
         ("B1", "are a list"),
         (Stage("B1"), "are a list"),
-    ],
-)
-def test_wrong_stages_are_refused(stages: Any, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        groups_by_name(line_of(ScopedDigits()), stages)
+    ]:
+        with pytest.raises(PlanError, match=message):
+            groups_by_name(line_of(ScopedDigits()), stages)
 
 
 def test_a_stage_says_where_it_goes() -> None:

@@ -238,17 +238,17 @@ def test_a_popped_value_is_freed() -> None:
     assert alive == [[True], [False], [False]]
 
 
-@pytest.mark.parametrize("sizes", balances(5), ids=str)
-def test_in_a_plan_nothing_but_the_edge_holds_a_skip(sizes: list[int]) -> None:
-    model, alive = _watched()
-    plan = ps.split(model, balance=sizes)
-    with torch.no_grad():
-        run_stages(plan, (torch.ones(2),), {})
-    made, used, watched = (next(s for s, group in enumerate(plan.groups) if name in group) for name in "024")
-    inside = made == used  # else its stage's caller holds it, as every argument, until the stage is through
-    assert alive[0] == [True]
-    assert alive[2] == [not inside and used == watched]
-    assert not held()
+def test_in_a_plan_nothing_but_the_edge_holds_a_skip() -> None:
+    for sizes in balances(5):
+        model, alive = _watched()
+        plan = ps.split(model, balance=sizes)
+        with torch.no_grad():
+            run_stages(plan, (torch.ones(2),), {})
+        made, used, watched = (next(s for s, group in enumerate(plan.groups) if name in group) for name in "024")
+        inside = made == used  # else its stage's caller holds it, as every argument, until the stage is through
+        assert alive[0] == [True]
+        assert alive[2] == [not inside and used == watched]
+        assert not held()
 
 
 def held() -> dict[Any, Any]:
@@ -299,58 +299,58 @@ def test_threads_do_not_see_each_others_values() -> None:
 # ── in a plan ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("sizes", balances(7), ids=str)
-def test_a_unet_equals_itself_over_every_balance(sizes: list[int]) -> None:
-    model = unet()
-    expected = plain_step(model, picture(), picture(2), nn.functional.mse_loss)
-    before = snapshot(model)
-    plan = ps.split(model, balance=sizes)
-    modules = [plan.stage_module(s) for s in range(plan.num_stages)]
-    assert_same(snapshot(model), before)
-    output = run_stages(plan, (picture(),), {}, modules)
-    nn.functional.mse_loss(output, picture(2)).backward()
-    assert_same(output, expected.output)
-    assert_same(gradients(model), expected.gradients)
-    assert_same(model.state_dict(), expected.state)
-    named = [name for module in modules for name, _ in module.named_parameters()]
-    assert sorted(named) == sorted(dict(model.named_parameters()))
-    assert {name for module in modules for name in module.state_dict()} == set(model.state_dict())
+def test_a_unet_equals_itself_over_every_balance() -> None:
+    for sizes in balances(7):
+        model = unet()
+        expected = plain_step(model, picture(), picture(2), nn.functional.mse_loss)
+        before = snapshot(model)
+        plan = ps.split(model, balance=sizes)
+        modules = [plan.stage_module(s) for s in range(plan.num_stages)]
+        assert_same(snapshot(model), before)
+        output = run_stages(plan, (picture(),), {}, modules)
+        nn.functional.mse_loss(output, picture(2)).backward()
+        assert_same(output, expected.output)
+        assert_same(gradients(model), expected.gradients)
+        assert_same(model.state_dict(), expected.state)
+        named = [name for module in modules for name, _ in module.named_parameters()]
+        assert sorted(named) == sorted(dict(model.named_parameters()))
+        assert {name for module in modules for name in module.state_dict()} == set(model.state_dict())
 
 
-@pytest.mark.parametrize("sizes", balances(7), ids=str)
-def test_every_value_travels_once(sizes: list[int]) -> None:
+def test_every_value_travels_once() -> None:
     """Of the activation one value crosses each cut; of a skip one, however many cuts it passes."""
-    model = unet()
-    plan = ps.split(model, balance=sizes)
-    sent: list[int] = []
-    under_way: dict[tuple[int, int], Any] = {}
-    for s in range(plan.num_stages):
-        taken = [under_way.pop((edge.src, s)) for edge in sorted(plan.edges, key=lambda e: e.src) if edge.dst == s]
-        output = plan.stage_module(s)(*(taken or [picture()]))
-        out = sorted((edge for edge in plan.edges if edge.src == s), key=lambda e: e.dst)
-        for edge, value in zip(out, output if len(out) > 1 else [output], strict=False):
-            values = value if isinstance(value, tuple) else (value,)
-            assert len(values) == max(1, len(edge.values))
-            under_way[edge.src, edge.dst] = value
-            sent += [tensor.nbytes for tensor in values]
-    full = picture().nbytes  # halved on the way down: half the height and width, twice the channels
-    after = [full // 2, full // 4, full // 8, full // 8, full // 4, full // 2]  # each layer but the last
-    stage_of = {layer: s for s, group in enumerate(plan.groups) for layer in group}
-    cuts = [after[i] for i in range(6) if stage_of[str(i)] != stage_of[str(i + 1)]]
-    skips = [full // 2**i for i in range(3) if stage_of[str(i)] != stage_of[str(6 - i)]]
-    assert sorted(sent) == sorted(cuts + skips)
+    for sizes in balances(7):
+        model = unet()
+        plan = ps.split(model, balance=sizes)
+        sent: list[int] = []
+        under_way: dict[tuple[int, int], Any] = {}
+        for s in range(plan.num_stages):
+            taken = [under_way.pop((edge.src, s)) for edge in sorted(plan.edges, key=lambda e: e.src) if edge.dst == s]
+            output = plan.stage_module(s)(*(taken or [picture()]))
+            out = sorted((edge for edge in plan.edges if edge.src == s), key=lambda e: e.dst)
+            for edge, value in zip(out, output if len(out) > 1 else [output], strict=False):
+                values = value if isinstance(value, tuple) else (value,)
+                assert len(values) == max(1, len(edge.values))
+                under_way[edge.src, edge.dst] = value
+                sent += [tensor.nbytes for tensor in values]
+        full = picture().nbytes  # halved on the way down: half the height and width, twice the channels
+        after = [full // 2, full // 4, full // 8, full // 8, full // 4, full // 2]  # each layer but the last
+        stage_of = {layer: s for s, group in enumerate(plan.groups) for layer in group}
+        cuts = [after[i] for i in range(6) if stage_of[str(i)] != stage_of[str(i + 1)]]
+        skips = [full // 2**i for i in range(3) if stage_of[str(i)] != stage_of[str(6 - i)]]
+        assert sorted(sent) == sorted(cuts + skips)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("sizes", balances(7), ids=str)
-def test_a_unet_is_trained_as_the_plain_one(sizes: list[int], schedule: str) -> None:
+def test_a_unet_is_trained_as_the_plain_one() -> None:
     model = unet().eval()  # BatchNorm looks across the batch
     expected = plain_step(model, picture(), picture(2), nn.functional.mse_loss)
-    with ps.Pipeline(ps.split(model, balance=sizes), nn.MSELoss(), microbatches=3, schedule=schedule) as pipe:
-        result = pipe.step(picture(), picture(2))
-        assert_same(result.loss, expected.loss)
-        assert_same(result.outputs, expected.output)
-        assert_same(gradients(pipe.named_parameters()), expected.gradients)
+    for number, sizes in enumerate(balances(7)):
+        model, schedule = unet().eval(), ("gpipe", "1f1b")[number % 2]
+        with ps.Pipeline(ps.split(model, balance=sizes), nn.MSELoss(), microbatches=3, schedule=schedule) as pipe:
+            result = pipe.step(picture(), picture(2))
+            assert_same(result.loss, expected.loss)
+            assert_same(result.outputs, expected.output)
+            assert_same(gradients(pipe.named_parameters()), expected.gradients)
 
 
 def processes(rank: int) -> None:
@@ -624,9 +624,8 @@ def _yields_its_output(self: Any, x: Any) -> Any:
     yield x
 
 
-@pytest.mark.parametrize(
-    ("forward", "declared", "text"),
-    [
+def test_a_forward_must_do_what_it_declares() -> None:
+    for forward, declared, text in [
         (_stash_undeclared, {"stash": ["a"]}, r"Odd does not declare to stash 'b': say @skippable\(stash=\['b', …\]\)"),
         (_pop_undeclared, {"stash": ["b"]}, r"Odd does not declare to pop 'b'"),
         (_nothing, {"stash": ["a", "b"]}, "Odd declares to stash 'a', 'b', but its forward ended without"),
@@ -637,13 +636,11 @@ def _yields_its_output(self: Any, x: Any) -> Any:
         (_pop_twice, {"pop": ["a"]}, "Odd has popped 'a' already"),
         (_pop_twice, {"pop": ["a", "z"]}, "Odd has popped 'a' already"),
         (_yields_its_output, {"stash": ["a"]}, "the forward of Odd yields a Tensor.* must return its output"),
-    ],
-)
-def test_a_forward_must_do_what_it_declares(forward: Any, declared: dict[str, list[str]], text: str) -> None:
-    before = [_stashed("a")] if "a" in declared.get("pop", []) else []
-    with pytest.raises(SkipUseError, match=text) as raised:
-        nn.Sequential(*before, _layer(forward, **declared))(torch.ones(2))
-    assert isinstance(raised.value, RuntimeError)
+    ]:
+        before = [_stashed("a")] if "a" in declared.get("pop", []) else []
+        with pytest.raises(SkipUseError, match=text) as raised:
+            nn.Sequential(*before, _layer(forward, **declared))(torch.ones(2))
+        assert isinstance(raised.value, RuntimeError)
 
 
 def test_the_traceback_has_the_line_that_yields() -> None:

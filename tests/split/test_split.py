@@ -77,10 +77,10 @@ def test_balance_with_a_wrong_sum_names_both_numbers(balance: list[int]) -> None
         ps.split(four(), balance=balance)
 
 
-@pytest.mark.parametrize("balance", [[], [0, 4], [-1, 5], [2.0, 2], [True, 3], ["2", "2"], [None, 4]], ids=str)
-def test_balance_takes_whole_numbers_from_one_up(balance: list[object]) -> None:
-    with pytest.raises(ps.PlanError, match="balance="):
-        ps.split(four(), balance=balance)  # type: ignore[arg-type]
+def test_balance_takes_whole_numbers_from_one_up() -> None:
+    for balance in [[], [0, 4], [-1, 5], [2.0, 2], [True, 3], ["2", "2"], [None, 4]]:
+        with pytest.raises(ps.PlanError, match="balance="):
+            ps.split(four(), balance=balance)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("balance", [4, "22", 2.0], ids=repr)

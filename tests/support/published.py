@@ -1,4 +1,4 @@
-"""Step times that others have published, to compare plans on paper with.
+"""Published step times, to compare analytic costs with.
 
 A row has what the source says, and nothing that it does not say. How much of the peak matrix products reach is an
 assumption of ``hardware``, one number for each device; what a row tests is what comes on top of it: the bubble, the
@@ -13,7 +13,7 @@ from penstock.errors import PlanError
 from penstock.profile.analytic import HARDWARE, MODELS, analytic_costs
 from penstock.profile.costs import ModelCosts
 
-__all__ = ["LEFT_OPEN", "PUBLISHED", "Published", "step_on_paper"]
+__all__ = ["LEFT_OPEN", "PUBLISHED", "Published", "step_seconds"]
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Published:
         stages = interleaved or self.interleaved
         if stages is None:
             raise PlanError(f"{self.source} does not say how many stages a rank has: estimate(interleaved=…)")
-        step = step_on_paper(costs, self.pipe, count, interleaved=stages, recompute=self.recompute)
+        step = step_seconds(costs, self.pipe, count, interleaved=stages, recompute=self.recompute)
         return step + HARDWARE[self.hardware].move(moved)
 
 
-def step_on_paper(
+def step_seconds(
     costs: ModelCosts, pipe: int, microbatches: int, *, interleaved: int = 1, recompute: bool = False
 ) -> float:
     """The seconds of a step of 1F1B, by its formula: each rank has as many layers, the ends go with the first and last.

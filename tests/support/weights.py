@@ -54,8 +54,8 @@ def weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
 
     def init(self: ps.Pipeline, *args: Any, **options: Any) -> None:
         before(self, *args, **{**options, "offload": ps.Offload(activations=False, weights=True)})
-        assert self._watch is not None
-        self._watch.remove()
+        assert self._offload_check is not None
+        self._offload_check.remove()
 
     monkeypatch.setattr(ps.Pipeline, "__init__", init)
     return late_weights(monkeypatch)

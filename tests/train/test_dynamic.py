@@ -23,7 +23,7 @@ from penstock.engine.channel import dynamic
 from penstock.engine.channel.base import Endpoint
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import Gone, Ranks, run_ranks
-from tests.train.test_distributed_failures import DEAD, HOLD, SOON, Fault, Told, failing_step, faulty
+from tests.train.test_distributed_failures import DEAD, HOLD, SOON, Fault, RaisedError, failing_step, faulty
 
 
 def pipeline(model: nn.Sequential, loss_fn: Any = F.mse_loss, stages: int | None = None, **options: Any) -> ps.Pipeline:
@@ -215,7 +215,7 @@ class First(nn.Module):
         return out
 
 
-def unsendable(rank: int, kind: str, known: bool) -> Told:
+def unsendable(rank: int, kind: str, known: bool) -> RaisedError:
     return failing_step(pipeline(nn.Sequential(Bad(kind), First()), dynamic=not known))
 
 
@@ -229,11 +229,11 @@ def unsendable(rank: int, kind: str, known: bool) -> Told:
     ],
 )
 def test_what_cannot_be_sent_is_named_on_every_rank(two: Ranks, kind: str, known: bool, says: str) -> None:
-    for told in two.check(unsendable, kind, known, timeout=15):
-        assert told.kind == "PipelineError"
-        assert "stage 0" in told.text
-        assert says in told.text
-        assert told.seconds < SOON
+    for error in two.check(unsendable, kind, known):
+        assert error.kind == "PipelineError"
+        assert "stage 0" in error.text
+        assert says in error.text
+        assert error.seconds < SOON
 
 
 class Turned(nn.Module):
@@ -480,18 +480,18 @@ def test_the_first_step_of_a_number_of_micro_batches_may_go_over_channels_of_its
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def raises(rank: int, where: str, at: int) -> Told:
+def raises(rank: int, where: str, at: int) -> RaisedError:
     return failing_step(pipeline(faulty(at, Fault(where))))
 
 
 @pytest.mark.parametrize(("where", "at"), [(where, at) for where in ("forward", "backward") for at in (0, 1, 2)])
 def test_an_exception_in_user_code_reaches_every_rank(three: Ranks, where: str, at: int) -> None:
     action = f"{at}B1" if where == "backward" else f"{at}F1"
-    for told in three.check(raises, where, at, timeout=15):
-        assert told.kind == "PipelineError"
-        assert told.seconds < SOON
-        assert (told.rank, told.stage, told.microbatch, told.action) == (at, at, 1, action)
-        assert f"Boom: on purpose, in {where}" in told.text
+    for error in three.check(raises, where, at):
+        assert error.kind == "PipelineError"
+        assert error.seconds < SOON
+        assert (error.rank, error.stage, error.microbatch, error.action) == (at, at, 1, action)
+        assert f"Boom: on purpose, in {where}" in error.text
 
 
 def held(rank: int, schedule: str) -> tuple[float, str]:
@@ -511,24 +511,24 @@ def held(rank: int, schedule: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_the_others_are_told_even_while_the_failed_rank_still_holds_its_error(three: Ranks, schedule: str) -> None:
-    for seconds, text in three.check(held, schedule, timeout=15):
+    for seconds, text in three.check(held, schedule):
         assert seconds < HOLD - 1
         assert "on purpose" in text
 
 
-def dies(rank: int, where: str) -> Told:
+def dies(rank: int, where: str) -> RaisedError:
     return failing_step(pipeline(faulty(1, Fault(where, "kill"))))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_killed_process_is_named_by_all_others(where: str) -> None:
-    told = run_ranks(dies, 3, where, timeout=DEAD + 10)
-    assert isinstance(told.pop(1), Gone)
-    for mine in told:
-        assert isinstance(mine, Told), mine
-        assert mine.seconds < DEAD
-        assert mine.rank == 1
-        assert "gone" in mine.text
+    errors = run_ranks(dies, 3, where)
+    assert isinstance(errors.pop(1), Gone)
+    for error in errors:
+        assert isinstance(error, RaisedError), error
+        assert error.seconds < DEAD
+        assert error.rank == 1
+        assert "gone" in error.text
 
 
 # ── the option ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -543,7 +543,7 @@ def different(rank: int) -> str:
 
 
 def test_all_ranks_must_be_dynamic_or_none(two: Ranks) -> None:
-    for text in two.check(different, timeout=15):
+    for text in two.check(different):
         assert "dynamic is True on rank 0, but False on rank 1" in text
 
 

@@ -85,7 +85,7 @@ def test_a_program_that_exits_is_named(tmp_path: Any) -> None:
         assert "PipelineError: rank 1: it has closed its pipeline, or ended, while others still use it" in other.text
 
 
-def test_programs_that_end_without_closing_their_pipelines_end_in_peace() -> None:
+def test_programs_that_end_without_closing_their_pipelines_succeed() -> None:
     """The first one ends first, and the store with it; the others have nothing to say to that."""
     assert run("end", -1, "") == [Ended(0, "done\n")] * 3
 
@@ -116,7 +116,7 @@ def as_spawned() -> None:
 
 
 @pytest.mark.parametrize("how", ["raise", "spawn", "return"])
-def test_children_say_how_they_end(how: str) -> None:
+def test_exit_hooks_of_multiprocessing_children(how: str) -> None:
     ended = run_processes(trains, 3, how)
     own = ended.pop(1)
     assert own.code == (0 if how == "return" else 1)
@@ -157,7 +157,7 @@ def hooked_on_top(rank: int) -> None:
         watch._previous_excepthook = None
 
 
-def test_the_hook_comes_and_goes_with_the_pipelines(two: Ranks) -> None:
+def test_excepthook_is_installed_while_there_are_pipelines(two: Ranks) -> None:
     two.check(hooks)
     two.check(hooked_on_top)
 
@@ -175,5 +175,5 @@ def test_the_hook_comes_and_goes_with_the_pipelines(two: Ranks) -> None:
         (GeneratorExit(), False),
     ],
 )
-def test_what_counts_as_a_failure(error: BaseException | None, failed: bool) -> None:
+def test_failed_exits(error: BaseException | None, failed: bool) -> None:
     assert watch.is_failed_exit(error) is failed

@@ -98,7 +98,7 @@ def notes(error: BaseException) -> str:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_failed_step_says_where_and_the_next_one_is_right(stage: int, where: str, schedule: str) -> None:
+def test_error_names_the_place_and_the_next_step_is_right(stage: int, where: str, schedule: str) -> None:
     fault = Fault(where)
     model = faulty(stage, fault)
     expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
@@ -144,7 +144,7 @@ def test_the_traceback_leads_to_the_users_line() -> None:
     assert "hit" in [entry.name for entry in caught.traceback]
 
 
-def test_a_shape_that_does_not_fit_is_torchs_own_error_with_the_stage() -> None:
+def test_shape_mismatch_is_torchs_error_with_the_stage() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 4), nn.Linear(4, 4))
     with pipeline(model) as pipe:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
@@ -154,7 +154,7 @@ def test_a_shape_that_does_not_fit_is_torchs_own_error_with_the_stage() -> None:
 
 @pytest.mark.parametrize("kind", [Rude, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_even_what_is_no_exception_comes_out_and_leaves_a_pipeline_that_works(
+def test_base_exception_is_raised_and_the_pipeline_works_afterwards(
     where: str, kind: type[BaseException]
 ) -> None:
     fault = Fault(where, kind=kind)
@@ -225,7 +225,7 @@ def test_a_failed_step_leaves_no_gradients_where_there_were_none(where: str) -> 
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_failed_call_says_where_and_the_next_one_is_right(grad: bool) -> None:
+def test_error_of_a_call_names_the_place_and_the_next_call_is_right(grad: bool) -> None:
     fault = Fault("forward")
     model = faulty(1, fault)
     with pipeline(model) as pipe, torch.set_grad_enabled(grad):
@@ -236,7 +236,7 @@ def test_a_failed_call_says_where_and_the_next_one_is_right(grad: bool) -> None:
         assert_same(pipe(batch()), model(batch()))
 
 
-def test_a_failed_backward_of_a_call_says_where_and_the_next_one_is_right() -> None:
+def test_error_of_a_backward_names_the_place_and_the_next_call_is_right() -> None:
     fault = Fault("backward")
     model = faulty(1, fault)
     expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)
@@ -323,7 +323,7 @@ def test_close_ends_the_threads_and_may_be_called_twice() -> None:
 
 
 @pytest.mark.parametrize("use", ["step", "call", "no_grad", "clip"])
-def test_a_closed_pipeline_says_that_it_is_closed(use: str) -> None:
+def test_a_closed_pipeline_raises(use: str) -> None:
     pipe = pipeline(mlp(2))
     pipe.close()
     with torch.set_grad_enabled(use != "no_grad"), pytest.raises(ps.PipelineError, match="closed"):
@@ -333,7 +333,7 @@ def test_a_closed_pipeline_says_that_it_is_closed(use: str) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_backward_after_close_says_that_it_is_closed() -> None:
+def test_backward_after_close_raises() -> None:
     pipe = pipeline(mlp(2))
     output = pipe(batch())
     pipe.close()
@@ -358,7 +358,7 @@ def test_the_with_block_closes_even_when_it_fails() -> None:
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_a_pipeline_that_nobody_holds_ends_its_threads(used: bool) -> None:
+def test_threads_end_with_the_last_reference(used: bool) -> None:
     before = penstock_threads()
     pipe = pipeline(mlp(2))
     mine = penstock_threads() - before
@@ -369,7 +369,7 @@ def test_a_pipeline_that_nobody_holds_ends_its_threads(used: bool) -> None:
     assert threads_end(mine)
 
 
-def test_a_pipeline_that_failed_and_that_nobody_holds_ends_its_threads() -> None:
+def test_threads_of_a_failed_pipeline_end_with_the_last_reference() -> None:
     before = penstock_threads()
     fault = Fault("forward")
     pipe = pipeline(faulty(1, fault))

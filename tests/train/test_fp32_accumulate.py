@@ -1,4 +1,4 @@
-"""``Wide``: half-precision gradients summed in float32 and rounded once."""
+"""``Fp32GradAccumulator``: half-precision gradients summed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -233,11 +233,11 @@ def test_a_parameter_that_several_threads_share() -> None:
 
 def test_steps_of_several_threads_take_turns() -> None:
     parameter = weight()
-    wide = Fp32GradAccumulator([parameter])
+    accumulator = Fp32GradAccumulator([parameter])
 
     def step() -> None:
         for _ in range(20):
-            with wide:
+            with accumulator:
                 bring(parameter, 2.0**-7)
 
     threads = [threading.Thread(target=step) for _ in range(3)]
@@ -250,7 +250,7 @@ def test_steps_of_several_threads_take_turns() -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_code_that_adds_by_itself_asks_first(sparse: bool) -> None:
-    """As ``W`` does: ``sums`` says whether the parameter is summed wide, and gets it ready."""
+    """As ``W`` does: ``fp32_sums`` tells whether the parameter is summed in float32, and prepares the sum."""
     parameter = weight()
     value = torch.ones_like(parameter).detach()
     if sparse:

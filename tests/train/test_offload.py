@@ -86,18 +86,18 @@ MADE: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("bucket", [1, 3 * 1200, 1 << 30], ids=["one by one", "some", "all"])
 @pytest.mark.parametrize("name", MADE)
-def test_the_update_is_the_plain_one(name: str, bucket: int) -> None:
-    ours, plain = model(), model()
-    optimizer, copies = offloaded(MADE[name](list(ours.parameters())), bucket)
-    expected = MADE[name](list(plain.parameters()))
-    for step in range(STEPS):
-        for module, each in ((ours, optimizer), (plain, expected)):
-            backward(module, step)
-            each.step()
-    check_same(ours, plain, optimizer, expected)
-    assert copies.bytes_to_host > copies.bytes_to_device > 0  # the first step has nothing to bring
+def test_the_update_is_the_plain_one(name: str) -> None:
+    for bucket in [1, 3 * 1200, 1 << 30]:
+        ours, plain = model(), model()
+        optimizer, copies = offloaded(MADE[name](list(ours.parameters())), bucket)
+        expected = MADE[name](list(plain.parameters()))
+        for step in range(STEPS):
+            for module, each in ((ours, optimizer), (plain, expected)):
+                backward(module, step)
+                each.step()
+        check_same(ours, plain, optimizer, expected)
+        assert copies.bytes_to_host > copies.bytes_to_device > 0  # the first step has nothing to bring
 
 
 def test_a_subclass_that_adds_settings_is_divided_too() -> None:
@@ -447,46 +447,48 @@ def test_an_offloaded_optimizer_can_be_let_go() -> None:
 # ── with weights that live on the host ───────────────────────────────────────────────────────────────────────────
 
 
-def at_home(module: nn.Module) -> LateWeights:
+def host_weights(module: nn.Module) -> LateWeights:
     weights = LateWeights({0: module}, [torch.device("cpu")])
     weights.offload_stage(0)
     return weights
 
 
-def homed(optimizer: Optimizer, weights: LateWeights, bucket: int = 3 * 600, state: bool = True) -> Optimizer:
+def offload_with_weights(
+    optimizer: Optimizer, weights: LateWeights, bucket: int = 3 * 600, state: bool = True
+) -> Optimizer:
     copies = LateCopies()
     OffloadedOptimizer(optimizer, bucket, lambda t: copies if state and t.dim() else None, smallest=1, weights=weights)
     return optimizer
 
 
-@pytest.mark.parametrize("bucket", [1, 3 * 2400, 1 << 30], ids=["one by one", "some", "all"])
-@pytest.mark.parametrize("state", [True, False], ids=["state too", "weights alone"])
 @pytest.mark.parametrize("name", MADE)
-def test_weights_come_for_the_update(name: str, state: bool, bucket: int) -> None:
-    ours, plain = model(), model()
-    weights = at_home(ours)
-    optimizer = homed(MADE[name](list(ours.parameters())), weights, bucket, state)
-    expected = MADE[name](list(plain.parameters()))
-    for step in range(STEPS):
-        for module, each in ((ours, optimizer), (plain, expected)):
-            backward(module, step)
-            each.step()
-        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-            assert mine.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(mine.grad, theirs.grad)
-    check_same(ours, plain, optimizer, expected)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    size = STEPS * sum(p.nbytes for p in trained)
-    assert weights.late.bytes_to_device == 2 * size
-    assert weights.late.bytes_to_host == size  # updates leave gradients as they are
+def test_weights_come_for_the_update(name: str) -> None:
+    for bucket in [1, 3 * 2400, 1 << 30]:
+        for state in [True, False]:
+            ours, plain = model(), model()
+            weights = host_weights(ours)
+            optimizer = offload_with_weights(MADE[name](list(ours.parameters())), weights, bucket, state)
+            expected = MADE[name](list(plain.parameters()))
+            for step in range(STEPS):
+                for module, each in ((ours, optimizer), (plain, expected)):
+                    backward(module, step)
+                    each.step()
+                for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(mine, theirs)
+                    assert mine.grad is not None
+                    assert theirs.grad is not None
+                    assert torch.equal(mine.grad, theirs.grad)
+            check_same(ours, plain, optimizer, expected)
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            size = STEPS * sum(p.nbytes for p in trained)
+            assert weights.late.bytes_to_device == 2 * size
+            assert weights.late.bytes_to_host == size  # updates leave gradients as they are
 
 
 def test_three_buckets_of_weights_gradients_and_state_at_a_time() -> None:
     module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(12)))  # 1024 bytes each, and Adam has 2048
-    weights = at_home(module)
-    optimizer = homed(torch.optim.Adam(module.parameters()), weights, bucket=3 * 2 * 4096, state=False)
+    weights = host_weights(module)
+    optimizer = offload_with_weights(torch.optim.Adam(module.parameters()), weights, bucket=3 * 2 * 4096, state=False)
     for step in range(3):
         module.zero_grad()
         module(torch.randn(2, 16, generator=torch.Generator().manual_seed(step))).sum().backward()
@@ -498,8 +500,8 @@ def test_three_buckets_of_weights_gradients_and_state_at_a_time() -> None:
 def test_an_optimizer_that_takes_all_weights_together(search: str | None) -> None:
     """Its closure runs the pipeline while the weights are on the device."""
     ours, plain = model(), model()
-    weights = at_home(ours)
-    optimizer = homed(torch.optim.LBFGS(ours.parameters(), max_iter=4, line_search_fn=search), weights)
+    weights = host_weights(ours)
+    optimizer = offload_with_weights(torch.optim.LBFGS(ours.parameters(), max_iter=4, line_search_fn=search), weights)
     expected = torch.optim.LBFGS(plain.parameters(), max_iter=4, line_search_fn=search)
     for step in range(3):
         for module, each in ((ours, optimizer), (plain, expected)):
@@ -517,8 +519,8 @@ def test_an_optimizer_that_takes_all_weights_together(search: str | None) -> Non
 
 def test_a_closure_may_run_the_pipeline() -> None:
     ours, plain = model(), model()
-    weights = at_home(ours)
-    optimizer = homed(torch.optim.AdamW(ours.parameters(), lr=0.1), weights, bucket=1)
+    weights = host_weights(ours)
+    optimizer = offload_with_weights(torch.optim.AdamW(ours.parameters(), lr=0.1), weights, bucket=1)
     expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(STEPS):
         for module, each in ((ours, optimizer), (plain, expected)):
@@ -537,8 +539,8 @@ def test_weights_and_a_state_that_is_loaded(options: dict[str, Any]) -> None:
     expected = torch.optim.AdamW(plain.parameters(), lr=0.1, **options)
     backward(plain, 0)
     expected.step()
-    weights = at_home(ours)
-    optimizer = homed(torch.optim.AdamW(ours.parameters(), lr=0.7, **options), weights)
+    weights = host_weights(ours)
+    optimizer = offload_with_weights(torch.optim.AdamW(ours.parameters(), lr=0.7, **options), weights)
     ours.load_state_dict(plain.state_dict())
     optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
     for step in range(1, STEPS):
@@ -550,7 +552,9 @@ def test_weights_and_a_state_that_is_loaded(options: dict[str, Any]) -> None:
 
 def test_an_update_of_weights_that_somebody_put_elsewhere() -> None:
     ours, plain = model(), model()
-    optimizer = homed(torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), at_home(ours), bucket=1)
+    optimizer = offload_with_weights(
+        torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), host_weights(ours), bucket=1
+    )
     expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         for module, each in ((ours, optimizer), (plain, expected)):
@@ -568,7 +572,7 @@ def test_gradients_that_the_update_changes() -> None:
         module = model()
         optimizer: Optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
         if offloading:
-            optimizer = homed(optimizer, at_home(module), bucket=1)
+            optimizer = offload_with_weights(optimizer, host_weights(module), bucket=1)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         grads = []
         for step in range(STEPS):
@@ -590,7 +594,7 @@ def test_sparse_gradients_of_weights_on_the_host() -> None:
         table = nn.Embedding(10, 4, sparse=True)
         optimizer: Optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
         if offloading:
-            optimizer = homed(optimizer, at_home(table))
+            optimizer = offload_with_weights(optimizer, host_weights(table))
         for step in range(STEPS):
             table.zero_grad()
             table(torch.tensor([step, 2, 2])).square().sum().backward()
@@ -601,7 +605,7 @@ def test_sparse_gradients_of_weights_on_the_host() -> None:
 
 def test_an_update_that_fails_leaves_the_weights_on_the_host() -> None:
     module = model()
-    weights = at_home(module)
+    weights = host_weights(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     host = OffloadedOptimizer(optimizer, 1, lambda tensor: None, weights=weights)
     backward(module, 0)
@@ -656,9 +660,8 @@ def test_a_forgotten_optimizer_is_refused() -> None:
     forgotten.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_makes_no_sense_is_refused() -> None:
+    for options, message in [
         ({"budget": "lots"}, r"Offload\(budget='lots'\) is not a size"),
         ({"budget": -1}, r"budget=-1"),
         ({"budget": 0}, r"budget=0"),
@@ -670,11 +673,9 @@ def test_a_forgotten_optimizer_is_refused() -> None:
         ({"activations": False, "budget": "2GiB"}, "activations=False"),
         ({"optimizer": 1}, "say True or False"),
         ({"activations": None}, "say True or False"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        Offload(**options)
+    ]:
+        with pytest.raises(PlanError, match=message):
+            Offload(**options)
 
 
 def test_sizes() -> None:

@@ -48,7 +48,7 @@ def few_remembered(rank: int, dynamic: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_ranks_remember_few_kinds_and_the_same_ones(three: Ranks, dynamic: bool) -> None:
+def test_ranks_cache_the_same_few_kinds(three: Ranks, dynamic: bool) -> None:
     first, *others = three.check(few_remembered, dynamic)
     assert all(other == first for other in others)
     assert [len(heard) for heard, _ in first] == [1, 2, *[3] * 11]
@@ -103,7 +103,7 @@ def default_device(rank: int, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_default_device_leaves_the_ranks_talk_alone(two: Ranks, dynamic: bool) -> None:
+def test_default_device_does_not_affect_messages(two: Ranks, dynamic: bool) -> None:
     two.check(default_device, dynamic)
 
 
@@ -150,7 +150,7 @@ def other_than_inferred(rank: int, case: str) -> str:
         ("wants", "gradients wanted for leaves [1], but [0] was inferred"),
     ],
 )
-def test_a_value_that_differs_in_kind_or_wants_another_gradient_is_refused(two: Ranks, case: str, says: str) -> None:
+def test_output_of_another_kind_raises(two: Ranks, case: str, says: str) -> None:
     for text in two.check(other_than_inferred, case, timeout=15):
         assert says in text
         assert "dynamic=True" in text

@@ -331,9 +331,8 @@ def test_a_scaler_that_was_replaced_says_so() -> None:
         first.unscale_(sgd(parameter(1.0)))
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
+def test_numbers_that_cannot_be() -> None:
+    for options, complaint in [
         ({"init_scale": 0.0}, "positive number"),
         ({"init_scale": 1e39}, "positive number"),
         ({"min_scale": 0.0}, "min_scale must be a positive number"),
@@ -341,11 +340,9 @@ def test_a_scaler_that_was_replaced_says_so() -> None:
         ({"growth_factor": 1.0}, "growth_factor must be more than 1, got 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must be more than 0 and less than 1, got 1"),
         ({"growth_interval": 0}, "growth_interval must be 1 at least, got 0"),
-    ],
-)
-def test_numbers_that_cannot_be(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(PlanError, match=complaint):
-        GradScaler(Alone(), **options)
+    ]:
+        with pytest.raises(PlanError, match=complaint):
+            GradScaler(Alone(), **options)
 
 
 def test_a_state_of_a_scaler_that_was_switched_off() -> None:

@@ -20,7 +20,7 @@ from typer.main import get_command
 from penstock.errors import PenstockError
 from penstock.version import __version__
 
-__all__ = ["UsageError", "app", "complete_schedule", "integer", "main", "unwritable"]
+__all__ = ["UsageError", "app", "complete_schedule", "count", "flag", "main", "unwritable", "value"]
 
 _COMMANDS = {
     "schedule": "Draw, write or verify a pipeline schedule.",
@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit.code if isinstance(exit.code, int) else 1
 
 
-def integer(minimum: int) -> Callable[[str], int]:
-    """A parser of whole numbers from ``minimum``."""
+def count(help: str, *names: str, minimum: int = 1, metavar: str = "N") -> Any:
+    """An option that is a whole number from ``minimum``."""
 
     def parse(text: str) -> int:
         try:
@@ -106,7 +106,17 @@ def integer(minimum: int) -> Callable[[str], int]:
             raise typer.BadParameter(f"{text!r} is not a whole number from {minimum}")
         return number
 
-    return parse
+    return typer.Option(*names, parser=parse, metavar=metavar, help=help)
+
+
+def flag(name: str, help: str) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=help)
+
+
+def value(metavar: str, help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
+    """An option with a text as its value, or the result of its ``parser``."""
+    return typer.Option(*names, metavar=metavar, help=help, parser=parser)
 
 
 def unwritable(path: str | Path) -> str | None:

@@ -33,7 +33,7 @@ from torch import Tensor, multiprocessing, nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 import penstock as ps
-from penstock.cli import UsageError, complete_schedule, integer, unwritable
+from penstock.cli import UsageError, complete_schedule, count, flag, unwritable, value
 from penstock.data.mnist import Digits, load
 from penstock.errors import PenstockError, ScheduleError
 from penstock.progress_ui import ProgressUI, progress_ui
@@ -80,19 +80,12 @@ app = typer.Typer(add_completion=False)
 
 @app.command(epilog=_EXAMPLES)
 def demo(
-    epochs: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Passes over the data.")] = 10,
-    batch_size: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Samples of a step.")] = 80,
-    microbatches: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Micro-batches of a step.")] = 8,
-    device_iterations: Annotated[
-        int,
-        typer.Option(parser=integer(1), metavar="N", help="Steps of a call: their results arrive together."),
-    ] = 1,
-    test_batch_size: Annotated[
-        int, typer.Option(parser=integer(1), metavar="N", help="Samples at a time in the test.")
-    ] = 100,
-    learning_rate: Annotated[
-        float, typer.Option(parser=_learning_rate, metavar="X", help="Of AdamW, at most 1.")
-    ] = 1e-3,
+    epochs: Annotated[int, count("Passes over the data.")] = 10,
+    batch_size: Annotated[int, count("Samples of a step.")] = 80,
+    microbatches: Annotated[int, count("Micro-batches of a step.")] = 8,
+    device_iterations: Annotated[int, count("Steps of a call: their results arrive together.")] = 1,
+    test_batch_size: Annotated[int, count("Samples at a time in the test.")] = 100,
+    learning_rate: Annotated[float, value("X", "Of AdamW, at most 1.", parser=_learning_rate)] = 1e-3,
     stages: Annotated[Literal[1, 2, 3, 4], typer.Option(help="Stages of the network.")] = 4,
     strategy: Annotated[
         Literal["pipelined", "sharded"],
@@ -100,29 +93,17 @@ def demo(
     ] = "pipelined",
     schedule: Annotated[
         str | None,
-        typer.Option(
-            metavar="SCHEDULE",
-            autocompletion=complete_schedule,
-            help="The order of work (default: 1f1b; see 'penstock schedule --list').",
-        ),
+        typer.Option(help="By default 1f1b; see 'penstock schedule --list'.", autocompletion=complete_schedule),
     ] = None,
-    processes: Annotated[bool, typer.Option("--processes", help="A process for each rank, not a thread.")] = False,
+    processes: Annotated[bool, flag("--processes", "A process for each rank, not a thread.")] = False,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the stages are.")] = "cpu",
-    offload_optimiser: Annotated[
-        bool, typer.Option("--offload-optimiser", help="Keep the optimiser's state on the host: for --device cuda.")
-    ] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Record some steps, and explain their time.")] = False,
-    report: Annotated[str, typer.Option(metavar="FILE", help="The page to write.")] = "penstock-demo.html",
-    profile_dir: Annotated[str, typer.Option(metavar="DIR", help=f"For {_TRACE} and {_PERFETTO}.")] = "profile",
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show shapes and orders before, and progress after each call.")
-    ] = False,
-    data: Annotated[
-        str | None, typer.Option(metavar="DIR", help="MNIST's four files (default: the extract in the package).")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(parser=integer(0), metavar="N", help="Of the weights and the order of the data.")
-    ] = 0,
+    offload_optimiser: Annotated[bool, flag("--offload-optimiser", "Keep the optimiser's state on the host.")] = False,
+    profile: Annotated[bool, flag("--profile", "Record some steps, and explain their time.")] = False,
+    report: Annotated[str, value("FILE", "The page to write.")] = "penstock-demo.html",
+    profile_dir: Annotated[str, value("DIR", f"For {_TRACE} and {_PERFETTO}.")] = "profile",
+    debug: Annotated[bool, flag("--debug", "Show shapes and orders before, and progress after each call.")] = False,
+    data: Annotated[str | None, value("DIR", "MNIST's four files (default: the extract in the package).")] = None,
+    seed: Annotated[int, count("Of the weights and the order of the data.", minimum=0)] = 0,
 ) -> None:
     """Train the MNIST network as a pipeline of stages, beside the plain model on the same data."""
     if strategy == "sharded" and schedule is not None:

@@ -40,14 +40,14 @@ from penstock.viz import print_text
 __all__ = ["app"]
 
 _DETAILS = """\
-Checks versions, cores, memory, devices, limits, host names and launchers, starts two processes and lets them exchange
-messages (over gloo, and over NCCL where there are two GPUs). Each line is ok, warn or fail, with a remedy. The exit
+Checks versions, cores, memory, devices, limits, host names and launchers, starts two processes and lets them exchange \
+messages (over gloo, and over NCCL where there are two GPUs). Each line is ok, warn or fail, with a remedy. The exit \
 code is 1 if something would fail, else 0.
 
-examples:
-  penstock doctor                                this machine
-  penstock doctor --json                         the same for programs, with all facts
-  penstock run --stages 4 -m penstock doctor     between the processes of a launcher: torchrun and srun work as well
+Examples, the last between the processes of a launcher (or torchrun, srun):
+  penstock doctor
+  penstock doctor --json
+  penstock run --stages 4 -m penstock doctor
 """
 
 _OLDEST = {"python": (3, 11), "torch": (2, 10)}

@@ -1,4 +1,4 @@
-"""``penstock plan``: how to train a model on so many devices: where to cut it, in which order to work, how fast."""
+"""``penstock plan``: stages, micro-batches and a schedule for a model and a number of devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli import UsageError, integer, unwritable
+from penstock.cli import UsageError, count, flag, unwritable, value
 from penstock.errors import PenstockError, PlanError
 
 if TYPE_CHECKING:
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 _EXAMPLES = """\
-examples:
-  penstock plan train:build --devices 4 --batch 64       build() gives the model, and a sample to measure it on
-  penstock plan models.py:Net --sample models.py:batch --devices 2 --memory 16GiB
-  penstock plan train:build --hardware h100 --devices 8  the same for devices that are not here
+Examples; build() returns the model and a sample to measure it on:
+  penstock plan train:build --devices 4 --batch 64
+  penstock plan models.py:Net --sample models.py:batch --devices 2
+  penstock plan train:build --hardware h100 --devices 8
   penstock plan --costs costs.json --devices 8 --batch 256 --save plan.json
   penstock plan --layers gpt:175b --hardware h100 --devices 4096
-                                                         a model described by numbers, for devices that are not here
 """
-_TOKENS = 4 << 20  # of a mini-batch, where none is said
+_MODEL_HELP = "A model, or a function that returns one, or (model, sample)."
+_LAYERS_HELP = "A transformer by numbers: gpt:175b, llama:70b or layers=24,hidden=1024,…"
+_DEFAULT_TOKENS = 4 << 20  # of a mini-batch of --layers
 
 
 def _above_0(text: str) -> float:
@@ -54,69 +55,40 @@ app = typer.Typer(add_completion=False)
 
 @app.command(epilog=_EXAMPLES)
 def plan(
-    devices: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Number of devices.")],
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODULE:NAME", help="A model, or a function that returns one, or (model, sample)."),
-    ] = None,
-    sample: Annotated[
-        str | None, typer.Option(metavar="MODULE:NAME", help="The model's input, or a function that returns it.")
-    ] = None,
-    costs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Costs that were measured before, or written by hand.")
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="A transformer by numbers: gpt:175b, llama:70b or layers=24,hidden=1024,…"),
-    ] = None,
-    hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Devices that are not here: h100, a100, …")
-    ] = None,
-    tensor: Annotated[
-        int | None,
-        typer.Option(
-            parser=integer(1), metavar="N", help="Devices that share each layer of --layers (default: searched)."
-        ),
-    ] = None,
-    half_layers: Annotated[
-        bool, typer.Option("--half-layers", help="Let --layers be cut between attention and MLP, too.")
-    ] = False,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of each device, as 16GiB (default: measured, if known).")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(parser=integer(1), metavar="N", help="Samples of a mini-batch.")] = None,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(parser=integer(1), metavar="N", help="Micro-batches of a replica's share (default: searched)."),
-    ] = None,
+    devices: Annotated[int, count("Number of devices.")],
+    model: Annotated[str | None, typer.Argument(metavar="MODULE:NAME", help=_MODEL_HELP)] = None,
+    sample: Annotated[str | None, value("MODULE:NAME", "The model's input, or a function that returns it.")] = None,
+    costs: Annotated[str | None, value("FILE", "Costs that were measured before, or written by hand.")] = None,
+    layers: Annotated[str | None, value("MODEL", _LAYERS_HELP)] = None,
+    hardware: Annotated[str | None, value("NAME", "Devices that are not here: h100, a100, …")] = None,
+    tensor: Annotated[int | None, count("Devices that share each layer of --layers (default: searched).")] = None,
+    half_layers: Annotated[bool, flag("--half-layers", "Cut --layers between attention and MLP, too.")] = False,
+    memory: Annotated[str | None, value("SIZE", "Memory of each device, as 16GiB (default: its own).")] = None,
+    batch: Annotated[int | None, count("Samples of a mini-batch.")] = None,
+    microbatches: Annotated[int | None, count("Micro-batches of a replica's share (default: searched).")] = None,
     recompute: Annotated[
         Literal["yes", "no"] | None, typer.Option(help="Whether to recompute (default: where memory asks for it).")
     ] = None,
-    threads: Annotated[
-        bool, typer.Option("--threads", help="A pipeline of threads, without replicas, on up to so many devices.")
-    ] = False,
-    seconds: Annotated[float, typer.Option(parser=_above_0, metavar="S", help="How long to search.")] = 10.0,
-    measure: Annotated[
-        float | None, typer.Option(parser=_from_0, metavar="S", help="How long to measure (default: 5).")
-    ] = None,
+    threads: Annotated[bool, flag("--threads", "A pipeline of threads, without replicas.")] = False,
+    seconds: Annotated[float, value("S", "How long to search.", parser=_above_0)] = 10.0,
+    measure: Annotated[float | None, value("S", "How long to measure (default: 5).", parser=_from_0)] = None,
     save: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write the plan as JSON: ps.PlanResult.load(FILE, model) reads it."),
+        str | None, value("FILE", "Write the plan as JSON: ps.PlanResult.load(FILE, model) reads it.")
     ] = None,
 ) -> None:
-    """Plan the training of a model on so many devices: where to cut it, in which order to work, how fast it will be."""
+    """Pick stages, micro-batches and a schedule for a model, and predict the time and memory of a step."""
     if not (model or costs or layers) or (layers and (model or costs)):
-        raise UsageError("what is to be planned? Give one of MODULE:NAME, --costs FILE and --layers MODEL")
+        raise UsageError("no model to plan: give one of MODULE:NAME, --costs FILE and --layers MODEL")
     useless = (
         (layers and not hardware, "--layers describes a model for devices that are not here: say which by --hardware"),
         (tensor and not layers, "--tensor is for a model that is described by --layers"),
         (half_layers and not layers, "--half-layers is for a model that is described by --layers"),
         (layers and threads, "--threads is for devices that are here, and those of --layers are not"),
         (sample and not model, "--sample is for a model that is to be measured: MODULE:NAME"),
-        (costs and hardware, "--hardware has no say where --costs are given: they are of some hardware already"),
+        (costs and hardware, "--hardware has no effect where --costs are given: they are of some hardware already"),
         (
             measure is not None and (costs or layers or hardware),
-            "--measure has no say where nothing is timed: costs are given, or counted",
+            "--measure has no effect where nothing is timed: costs are given, or counted",
         ),
         (costs and not model and not batch, "say --batch, how many samples a mini-batch has"),
     )
@@ -154,7 +126,7 @@ def _plan_analytic(layers: str, hardware_name: str, devices: int, batch: int | N
     from penstock.profile.planner.plan import plan_analytic
 
     model, hardware = parse_transformer(layers), get_hardware(hardware_name)
-    batch = batch or max(1, _TOKENS // model.seq)
+    batch = batch or max(1, _DEFAULT_TOKENS // model.seq)
     result = plan_analytic(model, hardware, devices, batch, **options)
     share = model.flops(batch) / (result.seconds * devices * hardware.flops)
     print(
@@ -182,20 +154,20 @@ def _plan_model(name: str, sample_name: str | None, options: dict[str, Any]) -> 
 
     from penstock.profile.planner.plan import plan
 
-    found = _called(name)
+    found = _load(name)
     model, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise PlanError(f"{name} is, or returns, a {kind}: expected an nn.Module, or (model, sample)")
     if sample_name:
-        sample = _called(sample_name)
+        sample = _load(sample_name)
     if sample is None and not options["costs"]:
         raise PlanError(f"{name} gives a model and no sample to measure it on: give --sample, or --costs")
     return plan(model, sample, **options)
 
 
 def _find(text: str) -> Any:
-    """What ``module:name`` or ``file.py:name`` names."""
+    """The object that ``module:name`` or ``file.py:name`` names."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise PlanError(f"{text!r} must be MODULE:NAME, as in train:build_model or models.py:Net")
@@ -220,8 +192,8 @@ def _find(text: str) -> Any:
     return getattr(module, name)
 
 
-def _called(text: str) -> Any:
-    """The result of the function or class that ``text`` names; anything else is what it is."""
+def _load(text: str) -> Any:
+    """The object that ``text`` names; a function or a class is called."""
     found = _find(text)
     if not (inspect.isclass(found) or inspect.isroutine(found)):
         return found
@@ -232,5 +204,5 @@ def _called(text: str) -> Any:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # without this call
         where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
-        raise PlanError(f"{text} failed when it was called without arguments: {said}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+        raise PlanError(f"{text} failed when it was called without arguments: {reason}") from error

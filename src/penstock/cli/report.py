@@ -1,4 +1,4 @@
-"""``penstock report``: a page of what a run measured, from the trace that it saved."""
+"""``penstock report``: an HTML page from a saved trace."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import UsageError
+from penstock.cli import UsageError, value
 
 __all__ = ["app"]
 
 _EXAMPLES = """\
-examples:
-  penstock report run.json                  write run.html, to open in a browser
+Examples, after trace.save("run.json") of `with pipe.trace() as trace:`:
+  penstock report run.json                write run.html, to open in a browser
   penstock report run.json -o page.html
-
-run.json is what trace.save("run.json") wrote, after `with pipe.trace() as trace:`.
 """
 
 
@@ -27,11 +25,10 @@ app = typer.Typer(add_completion=False)
 def report(
     trace_file: Annotated[str, typer.Argument(metavar="TRACE", help="A saved trace.")],
     output: Annotated[
-        str | None,
-        typer.Option("-o", "--output", metavar="FILE", help="The page to write (default: TRACE with .html)."),
+        str | None, value("FILE", "The page to write (default: TRACE with .html).", "-o", "--output")
     ] = None,
 ) -> None:
-    """Make a page of what a run measured, from the trace that it saved."""
+    """Make an HTML page of a saved trace: timeline, idle time by cause, memory, advice."""
     from penstock.profile.trace import Trace
 
     source = Path(trace_file)

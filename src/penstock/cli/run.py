@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.cli import UsageError, integer
+from penstock.cli import UsageError, count, flag, value
 from penstock.errors import PenstockError
 from penstock.train.launch import usable_cores
 
@@ -41,21 +41,21 @@ _WORKER = str(Path(__file__).with_name("run_worker.py"))
 _LAST_LINES = 30  # shown of the stderr of a rank that recorded no error
 
 _DETAILS = """\
-The processes are those of ps.Mesh(): --data replicas of a pipeline of --stages, with --tensor processes per rank.
+The processes are those of ps.Mesh(): --data replicas of a pipeline of --stages, with --tensor processes per rank. \
 Arguments after the script are the script's own.
 
-The output of rank 0 is shown. That of the others goes to files (--log-dir); --all-ranks shows it too, with the rank
-before each line. When a rank fails, all are ended, the error of the first that failed is shown, and its exit code is
+The output of rank 0 is shown. That of the others goes to files (--log-dir); --all-ranks shows it too, with the rank \
+before each line. When a rank fails, all are ended, the error of the first that failed is shown, and its exit code is \
 this command's. Ctrl-C ends all of them.
 
-examples:
-  penstock run --stages 4 train.py --epochs 3      four processes on this machine
-  penstock run --stages 4 --data 2 train.py        two replicas of that: eight processes
-  penstock run --stages 4 -m package.train         a module
-  penstock run --stages 8 --nnodes 2 --node-rank 0 --master host0:29500 train.py
-                                                   on the first of two machines; on the second, --node-rank 1
+Examples:
+  penstock run --stages 4 train.py --epochs 3   four processes on this machine
+  penstock run --stages 4 --data 2 train.py     two replicas: eight processes
+  penstock run --stages 4 -m package.train      a module
+
+On two machines, with the same line on both, or with --node-rank 1 on the second:
   penstock run --stages 8 --nnodes 2 --rdzv-endpoint host0:29500 train.py
-                                                   the same line on both
+  penstock run --stages 8 --nnodes 2 --node-rank 0 --master host0:29500 train.py
 """
 
 
@@ -76,36 +76,20 @@ app = typer.Typer(add_completion=False)
 )
 def run(
     script: Annotated[str, typer.Argument(metavar="train.py", help="The script, or with -m the module.")],
-    stages: Annotated[
-        int, typer.Option(parser=integer(1), metavar="N", help="Processes in a pipeline: the mesh's 'pipe'.")
-    ],
+    stages: Annotated[int, count("Processes in a pipeline: the mesh's 'pipe'.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's arguments.")] = None,
-    data: Annotated[int, typer.Option(parser=integer(1), metavar="N", help="Replicas of the pipeline.")] = 1,
-    tensor: Annotated[
-        int, typer.Option(parser=integer(1), metavar="N", help="Processes that share a rank's layers.")
-    ] = 1,
-    nnodes: Annotated[
-        int, typer.Option(parser=integer(1), metavar="N", help="Machines, with as many processes each.")
-    ] = 1,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(parser=integer(0), metavar="K", help="The number of this machine, from 0 on; with --master."),
-    ] = None,
-    master: Annotated[
-        str | None,
-        typer.Option(parser=_endpoint, metavar="HOST:PORT", help="The address of machine 0, with a free port."),
-    ] = None,
+    data: Annotated[int, count("Replicas of the pipeline.")] = 1,
+    tensor: Annotated[int, count("Processes that share a rank's layers.")] = 1,
+    nnodes: Annotated[int, count("Machines, with as many processes each.")] = 1,
+    node_rank: Annotated[int | None, count("This machine's number; with --master.", minimum=0, metavar="K")] = None,
+    master: Annotated[str | None, value("HOST:PORT", "Address of machine 0, a free port.", parser=_endpoint)] = None,
     rdzv_endpoint: Annotated[
-        str | None,
-        typer.Option(parser=_endpoint, metavar="HOST:PORT", help="The same, if machines have no --node-rank."),
+        str | None, value("HOST:PORT", "The same, if machines have no --node-rank.", parser=_endpoint)
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Use no GPUs.")] = False,
-    all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Show the output of every rank.")] = False,
-    log_dir: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Keep the output of ranks 1, 2, … as DIR/rank1.out and DIR/rank1.err, …"),
-    ] = None,
-    module: Annotated[bool, typer.Option("-m", help="The script is a module, as for 'python -m'.")] = False,
+    cpu: Annotated[bool, flag("--cpu", "Use no GPUs.")] = False,
+    all_ranks: Annotated[bool, flag("--all-ranks", "Show the output of every rank.")] = False,
+    log_dir: Annotated[str | None, value("DIR", "Keep the output of ranks 1, 2, … as DIR/rank1.out, …")] = None,
+    module: Annotated[bool, flag("-m", "The script is a module, as for 'python -m'.")] = False,
 ) -> int:
     """Train a script as a pipeline."""
     total, endpoint = stages * data * tensor, master or rdzv_endpoint

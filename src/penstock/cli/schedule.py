@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from penstock.cli import UsageError, complete_schedule, integer
+from penstock.cli import UsageError, complete_schedule, count, flag, value
 from penstock.errors import ScheduleError
 from penstock.schedule.registry import SCHEDULES, build
 from penstock.schedule.schedule import Schedule, loop, vee
@@ -26,24 +26,21 @@ from penstock.viz import align_columns, describe_schedule, memory_rows, print_sc
 __all__ = ["app"]
 
 _EXAMPLES = """\
-examples:
-  penstock schedule zbv -p 4 -m 8                    draw it: who works on what, when
-  penstock schedule 1f1b -p 4 -m 8 --costs comm=0.1  the same, with hops that take time
-  penstock schedule interleaved -p 4 -m 8 -v 3 --csv order.csv
-                                                     write it, for torch.distributed.pipelining too
-  penstock schedule auto -p 4 -m 8 -v 2 --memory 3 --costs comm=0.1
-                                                     search an order for these costs and memory
-  penstock schedule auto -p 4 -m 8 -v 2 --memory 2 --recompute
-                                                     the same, with forwards that run again where that helps
-  penstock schedule --verify order.csv               check a file: complete, in order, no deadlock
-  penstock schedule --list                           all schedules
+Examples:
+  penstock schedule zbv -p 4 -m 8                    draw it
+  penstock schedule 1f1b -p 4 -m 8 --costs comm=0.1  with communication
+  penstock schedule interleaved -v 3 --csv order.csv write it, also for torch
+  penstock schedule auto --memory 3 --costs comm=0.1 search an order
+  penstock schedule auto --memory 2 --recompute      search, with recompute
+  penstock schedule --verify order.csv               check a file
+  penstock schedule --list                           list all schedules
 """
 
-_MOST = 1_000_000
-"""Micro-batches times stages: beyond it, a second or two of thinking become minutes."""
+_MAX_CELLS = 1_000_000
+"""Limit of micro-batches times stages: beyond it, building takes minutes."""
 
 _AUTO = "auto"
-"""Not one of the fixed schedules: its order is a matter of costs and memory, too."""
+"""The searched schedule, which is not in the registry."""
 
 _COST_NAMES = {
     "f": "forward",
@@ -53,6 +50,8 @@ _COST_NAMES = {
     "r": "recompute (f)",
     "comm": "a hop between ranks",
 }
+_COSTS_HELP = "Times of a rank's share of a micro-batch: " + ", ".join(f"{k} {v}" for k, v in _COST_NAMES.items())
+_MEMORY_HELP = "With auto: memory of a rank, in its shares of a micro-batch (default: that of 1f1b, p)."
 
 
 def _memory(text: str) -> float:
@@ -106,45 +105,22 @@ def schedule(
     name: Annotated[
         str | None, typer.Argument(metavar="SCHEDULE", help="Its name: see --list.", autocompletion=complete_schedule)
     ] = None,
-    p: Annotated[int, typer.Option("-p", parser=integer(1), metavar="RANKS", help="Ranks.")] = 4,
-    m: Annotated[int, typer.Option("-m", parser=integer(1), metavar="MICROBATCHES", help="Micro-batches.")] = 8,
-    v: Annotated[
-        int | None,
-        typer.Option("-v", parser=integer(1), metavar="STAGES", help="Stages per rank, where one can choose."),
-    ] = None,
-    costs: Annotated[
-        Any,
-        typer.Option(
-            parser=_costs,
-            metavar="f=1,i=1,w=1,comm=0",
-            help="Times of a rank's share of a micro-batch: "
-            + ", ".join(f"{name} {meaning}" for name, meaning in _COST_NAMES.items()),
-        ),
-    ] = None,
-    memory: Annotated[
-        float | None,
-        typer.Option(
-            parser=_memory,
-            metavar="SHARES",
-            help="With auto: memory of a rank, in its shares of a micro-batch (default: that of 1f1b, p).",
-        ),
-    ] = None,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="With auto: recompute forwards where that saves time in this memory.")
-    ] = False,
+    p: Annotated[int, count("Ranks.", "-p", metavar="RANKS")] = 4,
+    m: Annotated[int, count("Micro-batches.", "-m", metavar="MICROBATCHES")] = 8,
+    v: Annotated[int | None, count("Stages per rank, where one can choose.", "-v", metavar="STAGES")] = None,
+    costs: Annotated[Any, value("f=1,i=1,w=1,comm=0", _COSTS_HELP, parser=_costs)] = None,
+    memory: Annotated[float | None, value("SHARES", _MEMORY_HELP, parser=_memory)] = None,
+    recompute: Annotated[bool, flag("--recompute", "With auto: recompute forwards where that saves time.")] = False,
     shape: Annotated[
         Literal["loop", "v"] | None,
         typer.Option(help="With auto: stages go round the ranks, or there and back (default loop)."),
     ] = None,
-    csv_file: Annotated[
-        str | None, typer.Option("--csv", metavar="[FILE]", help="Write it as CSV, one row per rank.")
-    ] = None,
-    text_file: Annotated[str | None, typer.Option("--text", metavar="[FILE]", help="Write it as text.")] = None,
+    csv_file: Annotated[str | None, value("[FILE]", "Write it as CSV, one row per rank.", "--csv")] = None,
+    text_file: Annotated[str | None, value("[FILE]", "Write it as text.", "--text")] = None,
     verify_file: Annotated[
-        str | None,
-        typer.Option("--verify", metavar="FILE", help="Check a schedule in a file, text or CSV (- is stdin)."),
+        str | None, value("FILE", "Check a schedule in a file, text or CSV (- is stdin).", "--verify")
     ] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="List all schedules.")] = False,
+    list_all: Annotated[bool, flag("--list", "List all schedules.")] = False,
 ) -> None:
     """Draw a schedule with its bubble and memory, write it, or verify one from a file."""
     given = {"--csv": csv_file, "--text": text_file, "--verify": verify_file, "--list": list_all or None}
@@ -159,8 +135,8 @@ def schedule(
         return _verify(verify_file)
     if name is None:
         raise UsageError("which schedule? Give its name before the options; --list lists all")
-    if p * m * (v or 1) > _MOST:
-        raise UsageError(f"-p {p} -m {m} is too much: at most {_MOST:,} micro-batches times stages")
+    if p * m * (v or 1) > _MAX_CELLS:
+        raise UsageError(f"-p {p} -m {m} is too much: at most {_MAX_CELLS:,} micro-batches times stages")
     note = ""
     try:
         if name.strip().lower() == _AUTO:
@@ -235,7 +211,7 @@ def _parse(source: str, data: bytes) -> Schedule:
         raise ScheduleError(f"{source!r} is empty: expected a schedule as text or CSV")
     rows = [line.partition("#")[0] for line in text.splitlines()]
     if any(re.search(r"[1-9][0-9]{6}", row) for row in rows):
-        raise ScheduleError(f"{source!r} has a stage or a micro-batch from {_MOST:,} on: that is too many")
+        raise ScheduleError(f"{source!r} has a stage or a micro-batch from {_MAX_CELLS:,} on: that is too many")
     if not any("," in row for row in rows):
         return from_text(text)
     try:

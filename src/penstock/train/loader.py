@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe
 from penstock.errors import PipelineError, PlanError
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
-from penstock.train.prefetch import CopiedBatch, BatchCopier, Prefetcher, map_leaves
+from penstock.train.prefetch import BatchCopier, CopiedBatch, Prefetcher, map_leaves
 from penstock.train.sampler import BatchOrder, ReplicaShare, num_batches, seeded_generator
 
 __all__ = ["DataLoader", "without_samples"]

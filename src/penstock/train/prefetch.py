@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock._torch import pytree
 
-__all__ = ["CopiedBatch", "BatchCopier", "Prefetcher", "copy_batch", "map_leaves"]
+__all__ = ["BatchCopier", "CopiedBatch", "Prefetcher", "copy_batch", "map_leaves"]
 
 T = TypeVar("T")
 

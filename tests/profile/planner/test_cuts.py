@@ -93,7 +93,7 @@ def test_annealing_is_close_to_brute_force(shape: str, v: int, monkeypatch: pyte
     for number in range(12):
         p = 3 if v == 2 else 2
         segments = random_segments(draw, 13)
-        static, kept = segments.static(0, 13), segments.activation(0, 13)
+        static, kept = segments.static_bytes(0, 13), segments.activation_bytes(0, 13)
         limit = inf if number % 2 else draw.uniform(1.3, 1.8) * (static + 2 * kept) / p
         ranks, placement = Ranks((1.0,) * p, (limit,) * p, (2.0,) * p, None), placement_of(shape, p, v)
         best, optimum = brute_force(segments, ranks, placement, None, inf)
@@ -129,14 +129,14 @@ def test_what_is_recomputed_is_the_least_that_keeps_the_memory(problem: tuple[Se
     for rank in range(len(ranks)):
         found = choose_recompute(segments, ranks, rank, runs)
         fit = [
-            (sum(segments.again(*runs[number]) for number in again), again)
+            (sum(segments.recompute_work(*runs[number]) for number in again), again)
             for size in range(v + 1)
             for again in combinations(range(v), size)
             if (ranks.recompute is None or size == v * ranks.recompute)
             and _peak(segments, runs, again, 2) <= ranks.memory[rank]
         ]
         assert (found is None) == (not fit)
-        assert found is None or sum(segments.again(*runs[number]) for number in found) == min(fit)[0]
+        assert found is None or sum(segments.recompute_work(*runs[number]) for number in found) == min(fit)[0]
 
 
 def _peak(segments: Segments, runs: list[tuple[int, int]], again: tuple[int, ...], in_flight: int) -> float:
@@ -145,10 +145,10 @@ def _peak(segments: Segments, runs: list[tuple[int, int]], again: tuple[int, ...
     for here in range(len(runs)):
         kept = 0.0
         for number, run in enumerate(runs):
-            there = segments.activation(*run)
-            waiting = min(there, segments.inputs(*run)) if number in again else there
+            there = segments.activation_bytes(*run)
+            waiting = min(there, segments.input_bytes(*run)) if number in again else there
             there = there if number == here else waiting
-            kept += segments.static(*run) + (in_flight - 1) * waiting + there
+            kept += segments.static_bytes(*run) + (in_flight - 1) * waiting + there
         peaks.append(kept)
     return max(peaks)
 
@@ -156,17 +156,17 @@ def _peak(segments: Segments, runs: list[tuple[int, int]], again: tuple[int, ...
 def test_what_two_layers_share_counts_once_in_a_stage() -> None:
     layers = tuple(layer(i, 1.0, 0.0, 8.0) for i in range(4))
     segments = Segments(ModelCosts(layers, model([1.0] * 4).crossings, shared=(SharedParameters((0, 1, 3), 8.0),)))
-    assert segments.static(0, 1) == 8
-    assert segments.static(0, 2) == 8
-    assert segments.static(0, 4) == 16  # 8 of the tie, 8 of layer 2
-    assert segments.static(2, 4) == 16
+    assert segments.static_bytes(0, 1) == 8
+    assert segments.static_bytes(0, 2) == 8
+    assert segments.static_bytes(0, 4) == 16  # 8 of the tie, 8 of layer 2
+    assert segments.static_bytes(2, 4) == 16
 
 
 def test_activations_that_two_layers_keep_count_once_in_a_stage() -> None:
     base = model([1.0] * 3)
     layers = tuple(layer(i, 1.0, 10.0) for i in range(3))
     segments = Segments(ModelCosts(layers, base.crossings, kept_together=((0, 1, 4.0), (1, 2, 4.0))))
-    assert [segments.activation(0, 2), segments.activation(0, 3), segments.activation(1, 2)] == [16.0, 22.0, 10.0]
+    assert [segments.activation_bytes(*run) for run in ((0, 2), (0, 3), (1, 2))] == [16.0, 22.0, 10.0]
 
 
 def test_a_stage_that_recomputes_keeps_what_came_to_it() -> None:
@@ -174,8 +174,8 @@ def test_a_stage_that_recomputes_keeps_what_came_to_it() -> None:
     layers = tuple(layer(i, 3.0, 10.0, 2.0) for i in range(3))
     skip = Crossing(0, 2, 5.0)
     segments = Segments(ModelCosts(layers, (base.crossings[0], skip, base.crossings[1])))
-    assert [segments.inputs(0, 3), segments.inputs(1, 2), segments.inputs(1, 3), segments.inputs(2, 3)] == [0, 1, 6, 6]
-    assert segments.again(1, 3) == pytest.approx(2.0)
+    assert [segments.input_bytes(*run) for run in ((0, 3), (1, 2), (1, 3), (2, 3))] == [0, 1, 6, 6]
+    assert segments.recompute_work(1, 3) == pytest.approx(2.0)
     assert (
         rank_bytes(segments, [(1, 3)], (0,), 4) == 4 + 3 * 6 + 20
     )  # three inputs, and one micro-batch that is there again
@@ -188,7 +188,7 @@ def test_a_stage_that_recomputes_keeps_what_came_to_it() -> None:
 def test_a_value_for_several_layers_crosses_a_cut_once() -> None:
     crossings = (Crossing(0, 1, 4.0, ((7, 4.0),)), Crossing(0, 2, 4.0, ((7, 4.0),)), Crossing(1, 2, 2.0))
     segments = Segments(ModelCosts(tuple(layer(i, 1.0) for i in range(3)), crossings))
-    assert segments.crossing == [0.0, 4.0, 6.0, 0.0]
+    assert segments.cut_bytes == [0.0, 4.0, 6.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -210,11 +210,11 @@ def test_loops_of_equal_layers_between_two_others(p: int, v: int, recompute: boo
     works = [0.1, *[1.0] * 198, 2.4]
     layers = tuple(layer(i, work, 1.0, 1.0) for i, work in enumerate(works))
     segments = Segments(ModelCosts(layers, model(works).crossings))
-    memory = 1.3 * (segments.static(0, 200) + p * segments.activation(0, 200)) / p
+    memory = 1.3 * (segments.static_bytes(0, 200) + p * segments.activation_bytes(0, 200)) / p
     found = best_partition(segments, Ranks((1.0,) * p, (memory,) * p, (float(p),) * p, recompute), "loop", v)
     assert found is not None
     again = 4 / 3 if recompute else 1.0
-    assert found.bottleneck < again * (sum(segments.works) / p + 1)
+    assert found.bottleneck < again * (sum(segments.layer_work) / p + 1)
 
 
 @pytest.mark.parametrize("v", [3, 4])
@@ -224,7 +224,7 @@ def test_memory_for_micro_batches_in_flight_on_the_first_ranks(v: int) -> None:
     layers = tuple(LayerCosts(f"l{i}", *[draw.uniform(0.5, 1.5)] * 6, 0.0, 0.0) for i in range(100))  # type: ignore[arg-type]
     segments = Segments(ModelCosts(layers, tuple(Crossing(i, i + 1, 0.1) for i in range(99))))
     in_flight = tuple(8.0 - rank for rank in range(8))
-    limit = 1.3 * (segments.static(0, 100) + 4.5 * segments.activation(0, 100)) / 8
+    limit = 1.3 * (segments.static_bytes(0, 100) + 4.5 * segments.activation_bytes(0, 100)) / 8
     ranks = Ranks((1.0,) * 8, (limit,) * 8, in_flight)
     start = balanced(segments, ranks, placement_of("loop", 8, v))
     assert start is not None
@@ -238,7 +238,7 @@ def test_slow_cuts_are_avoided() -> None:
     found = best_partition(segments, alike(4), "loop", 4)
     assert found is not None
     assert found.bottleneck == pytest.approx(27)  # of 33 times three layers a rank has nine
-    assert all(segments.transfer[at] <= 1 for at in found.cuts[:-1])
+    assert all(segments.cut_seconds[at] <= 1 for at in found.cuts[:-1])
 
 
 def test_there_are_no_cuts_where_there_are_more_stages_than_layers() -> None:

@@ -51,7 +51,7 @@ def test_a_model_is_measured_planned_and_trained(recompute: bool) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert planned.microbatches == 3
-    assert planned.way.pipe <= 2
+    assert planned.configuration.pipe <= 2
     assert planned.seconds > 0
     with planned.pipeline(F.mse_loss) as pipe:
         check(pipe, model, x, y)
@@ -68,10 +68,10 @@ def test_it_is_saved_and_read_again(tmp_path: Path) -> None:
     with again.pipeline(F.mse_loss) as pipe:
         check(pipe, model, x, y)
     alone = ps.PlanResult.load(tmp_path / "plan.json")
-    with pytest.raises(ps.PlanError, match="this was read without its model"):
+    with pytest.raises(ps.PlanError, match="this plan was loaded without its model"):
         alone.pipeline(F.mse_loss)
     (tmp_path / "other.json").write_text('{"plan": 1}')
-    with pytest.raises(ps.PlanError, match="is not what a planner saved"):
+    with pytest.raises(ps.PlanError, match="is not a saved PlanResult"):
         ps.PlanResult.load(tmp_path / "other.json")
 
 
@@ -80,7 +80,7 @@ def test_costs_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
     profile = measure_costs(model, x, seconds=0.05)
     profile.save(tmp_path / "costs.json")
     planned = ps.plan(model, costs=tmp_path / "costs.json", devices=2, batch=24, **QUICK)
-    assert planned.way.samples * planned.microbatches >= 24
+    assert planned.configuration.samples * planned.microbatches >= 24
     other = ModelCosts(tuple(LayerCosts(f"x{i}", 1, 1, 1, 1, 0, 0, 0, 0) for i in range(2)), ())
     with pytest.raises(ps.PlanError, match="those of another model"):
         ps.plan(model, costs=other, devices=2, batch=4)
@@ -93,7 +93,7 @@ def test_costs_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
         ({"devices": []}, "devices has none"),
         ({"sample": None, "devices": 2}, "give sample=, what the model is called with"),
         ({"devices": 2, "memory": "16 bananas"}, "is not a size"),
-        ({"devices": 2, "memory": 40}, "nothing keeps the memory of 40 bytes"),
+        ({"devices": 2, "memory": 40}, "nothing fits the memory of 40 bytes"),
     ],
 )
 def test_wrong_use_says_what_is_wrong(how: dict[str, Any], message: str) -> None:
@@ -108,7 +108,7 @@ def plan_together(rank: int) -> tuple[str, float]:
     planned = ps.plan(model, x, mesh=mesh, microbatches=3, **QUICK)
     with planned.pipeline(F.mse_loss, mesh=mesh) as pipe:
         loss = float(pipe.step(x, y).loss)
-    with pytest.raises(ps.PlanError, match="nothing keeps the memory"):
+    with pytest.raises(ps.PlanError, match="nothing fits the memory"):
         ps.plan(model, x, mesh=mesh, memory=40, **QUICK)
     return str(planned.schedule), loss
 

@@ -93,7 +93,7 @@ def test_a_sample_may_come_with_targets() -> None:
         return F.mse_loss(output, target)
 
     how: dict[str, Any] = {"costs": None, "sample": (X, X), "batch": None, "measure_seconds": 0}
-    assert planned(**how).way.samples <= 4
+    assert planned(**how).configuration.samples <= 4
     planned(**how, loss_fn=loss)
     assert X.shape in asked
 
@@ -103,10 +103,10 @@ def test_a_sample_may_come_with_targets() -> None:
 def test_of_devices_that_differ_the_fastest_are_taken() -> None:
     slow = Link(latency=10.0)  # so that one rank is best
     answer = planned(devices=["cpu", "cpu"], speeds=[1.0, 4.0], costs=costs(link=slow), microbatches=1)
-    assert answer.way.pipe == 1
+    assert answer.configuration.pipe == 1
     assert answer.seconds == pytest.approx(8 * LAYERS * 3 / 4)
     cluster = Cluster((1.0, 4.0, 4.0, 2.0), (9.0, 1.0, 2.0, 9.0))
-    assert [cluster.chosen(count) for count in (1, 2, 3, 4)] == [[2], [1, 2], [1, 2, 3], [0, 1, 2, 3]]
+    assert [cluster.fastest(count) for count in (1, 2, 3, 4)] == [[2], [1, 2], [1, 2, 3], [0, 1, 2, 3]]
 
 
 # ── costs that cannot be ─────────────────────────────────────────────────────────────────────────────────────────
@@ -141,7 +141,7 @@ def test_a_tie_weighs_what_its_own_layers_do() -> None:
     frozen, trained = LayerCosts("e", 1, 1, 1, 1, 0, 100, 0, 0), LayerCosts("l", 1, 1, 1, 1, 0, 100, 100, 200)
     layers = (frozen, trained, LayerCosts("h", 1, 1, 1, 1, 0, 100, 0, 0))
     segments = Segments(ModelCosts(layers, (), shared=(SharedParameters((0, 2), 100),)))
-    assert segments.static(0, 3) == 100 + 400
+    assert segments.static_bytes(0, 3) == 100 + 400
 
 
 # ── memory that is too small ─────────────────────────────────────────────────────────────────────────────────────
@@ -165,12 +165,12 @@ def test_the_least_memory_is_that_of_the_smallest_micro_batches() -> None:
 def test_what_was_planned_is_not_said_again(tmp_path: Path) -> None:
     answer = planned()
     for option in ("microbatches", "microbatch_size", "schedule"):
-        with pytest.raises(ps.PlanError, match=f"{option} is a part of what was planned"):
+        with pytest.raises(ps.PlanError, match=f"{option} is part of the plan"):
             answer.pipeline(F.mse_loss, **{option: 1})
-    with pytest.raises(ps.PlanError, match=r"nowhere.json cannot be read as what a planner saved"):
+    with pytest.raises(ps.PlanError, match=r"nowhere.json cannot be read as a plan"):
         ps.PlanResult.load(tmp_path / "nowhere.json")
     without = json.loads(answer.to_json())
-    with pytest.raises(ps.PlanError, match=r"read it with it, ps.PlanResult.load"):
+    with pytest.raises(ps.PlanError, match=r"use ps.PlanResult.load"):
         ps.PlanResult.from_json(json.dumps(without)).pipeline(F.mse_loss)
 
 
@@ -181,5 +181,5 @@ def test_what_was_planned_is_not_said_again(tmp_path: Path) -> None:
 def test_what_was_saved_and_changed_is_not_read(what: str, value: object) -> None:
     data = json.loads(planned(microbatches=8).to_json())
     assert len(data["memory"]) == 2
-    with pytest.raises(ps.PlanError, match="the text is not what a planner saved"):
+    with pytest.raises(ps.PlanError, match="the text is not a saved PlanResult"):
         ps.PlanResult.from_json(json.dumps({**data, what: value}))

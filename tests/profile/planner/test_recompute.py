@@ -24,7 +24,7 @@ from penstock.profile.planner.cuts import placement_of
 from penstock.profile.planner.joint import _Budget, _Search, joint_search
 from penstock.profile.planner.plan import plan_costs
 from penstock.profile.planner.schedule_cache import StageProblem, find_order
-from penstock.profile.planner.segments import Ranks, Segments, stage_costs, static_bytes
+from penstock.profile.planner.segments import Ranks, Segments, rank_static_bytes, stage_costs
 from penstock.schedule import Costs, Schedule, simulate
 
 
@@ -60,9 +60,9 @@ def test_nothing_is_recomputed_where_there_is_room() -> None:
 def test_what_need_not_be_recomputed_is_kept_again() -> None:
     ranks = Ranks((1.0,) * 2, (1000.0,) * 2, (1.0,) * 2, None)
     search = _Search(Segments(chain([10.0] * 4, [1.0] * 4)), ranks, 4, placement_of("loop", 2, 2), 0)
-    search.try_(((1, 2, 3, 4), frozenset(range(4))), 0.01)
+    search.try_point(((1, 2, 3, 4), frozenset(range(4))), 0.01)
     search.descend(0.01, _Budget(10.0, counted=True), 0.0)
-    assert search.best.again == frozenset()
+    assert search.best.recomputed == frozenset()
 
 
 def all_points(n: int, stages: int) -> list[tuple[tuple[int, ...], frozenset[int]]]:
@@ -87,7 +87,7 @@ def test_no_cuts_and_recomputes_of_all_are_much_better(shape: str, p: int, v: in
     placement, m = placement_of(shape, p, v), 4
     best = inf
     for cuts, again in all_points(n, len(placement)):
-        static = static_bytes(segments, placement, cuts, p)
+        static = rank_static_bytes(segments, placement, cuts, p)
         room = tuple(memory - held for held in static)
         if min(room) >= 0:
             costs = stage_costs(segments, ranks, placement, cuts)
@@ -97,8 +97,8 @@ def test_no_cuts_and_recomputes_of_all_are_much_better(shape: str, p: int, v: in
     answer = joint_search(segments, ranks, m, shape=shape, v=v, seconds=1.0)
     assert answer is not None
     assert max(answer.memory) <= memory * (1 + 1e-9)
-    assert answer.found.makespan <= best * 1.01
-    assert answer.found.lower_bound <= answer.found.makespan
+    assert answer.result.makespan <= best * 1.01
+    assert answer.result.lower_bound <= answer.result.makespan
 
 
 def kept_at_most(schedule: Schedule, sizes: list[float], inputs: list[float]) -> list[float]:
@@ -242,16 +242,16 @@ def test_a_plan_that_recomputes_some_stages_trains_in_the_memory_that_it_says(
         most = sorted(ledger.most.values())
     for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
-    segments, placement, p = Segments(costs), planned.schedule.placement, planned.way.pipe
+    segments, placement, p = Segments(costs), planned.schedule.placement, planned.configuration.pipe
     of_stages = stage_costs(segments, Ranks((1.0,) * p, (inf,) * p, (1.0,) * p), placement, planned.best.cuts)
     saved = simulate(planned.schedule, replace(of_stages, checkpoint=0.0)).peak_memory  # autograd has no inputs
     assert all(size <= said for size, said in zip(most, sorted(saved), strict=True))
     assert sum(most) > 0.85 * sum(saved)  # what waits for a weight gradient is out of autograd's hands
-    static = static_bytes(segments, placement, planned.best.cuts, p)
+    static = rank_static_bytes(segments, placement, planned.best.cuts, p)
     exact = simulate(planned.schedule, of_stages).peak_memory
     assert planned.memory == pytest.approx([a + b for a, b in zip(static, exact, strict=True)])
     runs = list(pairwise((0, *planned.best.cuts)))
     for stage in planned.best.recomputed:
-        assert of_stages.of_stages("checkpoint", len(runs))[stage] * segments.activation(*runs[stage]) == (
+        assert of_stages.of_stages("checkpoint", len(runs))[stage] * segments.activation_bytes(*runs[stage]) == (
             pytest.approx(8 * 16 * 4 if stage else 0)  # what comes to a stage: a micro-batch of 8 samples
         )

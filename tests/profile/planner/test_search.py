@@ -41,10 +41,10 @@ def test_cuts_and_order_together_beat_every_fixed_schedule_on_an_even_cut(halves
     found = joint_search(segments, Ranks((1.0,) * P, (8.0,) * P, (1.0,) * P), M, shape="loop", v=2, seconds=2.0)
     assert found is not None
     assert max(found.memory) <= 8.0
-    assert found.found.makespan < most
-    again = simulate(found.found.schedule, found.costs, tuple(edges_between(segments, found.cuts)))
-    assert again.makespan == found.found.makespan
-    assert found.found.lower_bound <= again.makespan
+    assert found.result.makespan < most
+    again = simulate(found.result.schedule, found.costs, tuple(edges_between(segments, found.cuts)))
+    assert again.makespan == found.result.makespan
+    assert found.result.lower_bound <= again.makespan
 
 
 def uniform(layers: int = 8, seconds: float = 0.03, held: float = 10.0, kept: float = 1.0) -> ModelCosts:
@@ -56,8 +56,8 @@ def uniform(layers: int = 8, seconds: float = 0.03, held: float = 10.0, kept: fl
 
 def test_the_answer_is_no_slower_than_what_fixed_schedules_do_with_its_cuts() -> None:
     planned = plan_costs(Profile((uniform(),)), batch=32, grids=[(1, 4)], microbatches=8, seconds=1.0)
-    assert planned.way == Configuration(1, 4, planned.way.shape, planned.way.v, 4, 8)
-    assert planned.seconds >= planned.best.floor
+    assert planned.configuration == Configuration(1, 4, planned.configuration.shape, planned.configuration.v, 4, 8)
+    assert planned.seconds >= planned.best.lower_bound
     segments = Segments(uniform())
     cuts = (2, 4, 6, 8)
     costs = stage_costs(segments, Ranks((1.0,) * 4, (inf,) * 4, (1.0,) * 4), range(4), cuts)
@@ -87,7 +87,7 @@ def test_what_waits_for_weight_gradients_is_part_of_the_memory() -> None:
         found = joint_search(Segments(waiting), Ranks((1.0,), (memory,), (1.0,)), 8, shape="straight", v=1, seconds=0.5)
         assert found is not None
         assert max(found.memory) <= memory
-        assert ("W" in str(found.found.schedule)) <= (memory == 16.0)
+        assert ("W" in str(found.result.schedule)) <= (memory == 16.0)
 
 
 def test_messages_between_ranks_take_the_time_of_both_ends() -> None:
@@ -105,18 +105,18 @@ def test_few_messages_are_sent_where_they_are_dear() -> None:
         plan_costs(Profile((replace(uniform(), link=link),)), batch=32, grids=[(1, 2)], microbatches=8, seconds=1.0)
         for link in (Link(), Link(host=0.02))
     )
-    assert free.way.v > 1
-    assert dear.way.v == 1
+    assert free.configuration.v > 1
+    assert dear.configuration.v == 1
     assert dear.seconds > free.seconds + 8 * 2 * 0.02 * 0.9
 
 
 def test_replicas_are_used_where_they_are_faster_and_cost_their_sums() -> None:
     one = uniform()
     free = plan_costs(Profile((one,)), batch=32, devices=4, seconds=1.0)
-    assert (free.way.data, free.way.pipe) == (4, 1)  # no bubble
+    assert (free.configuration.data, free.configuration.pipe) == (4, 1)  # no bubble
     assert free.seconds == pytest.approx(2 * one.layers[0].work * 8)
     dear = plan_costs(Profile((one,)), batch=32, devices=4, link=Link(0.0, 10.0), seconds=1.0)
-    assert dear.way.data == 1  # 40 bytes of gradients at 10 bytes a second
+    assert dear.configuration.data == 1  # 40 bytes of gradients at 10 bytes a second
 
 
 def test_memory_is_kept_by_more_ranks_and_by_recomputing() -> None:
@@ -186,7 +186,7 @@ def test_the_same_arguments_give_the_same_answer() -> None:
     [
         ({"memory": 5.0}, "layer l0 alone needs 10 bytes.*divide it into smaller layers"),
         ({"memory": 12.0}, r"memory of 12 bytes.*the least that was found is 4\d bytes, 3\.\d+ times.*would help"),
-        ({"memory": [12.0, 30.0]}, "nothing keeps the memory of 30 bytes"),
+        ({"memory": [12.0, 30.0]}, "nothing fits the memory of 30 bytes"),
         ({"memory": float("nan")}, "memory must be numbers above 0"),
         ({"memory": [100.0, -1.0]}, "memory must be numbers above 0"),
         ({"devices": 0}, "devices=0 must be a whole number, from 1 up"),
@@ -211,7 +211,7 @@ def test_a_way_is_not_ruled_out_by_a_backward_that_nobody_would_run() -> None:
         rows = tuple(LayerCosts(f"l{i}", 0.01, 0.01, 0.01, 0.01, 1.0, 1.0, 0.0, 0.0, backward=whole) for i in range(4))
         costs = ModelCosts(rows, tuple(Crossing(i, i + 1, 1.0) for i in range(3)), samples=4)
         planned = plan_costs(Profile((costs,)), batch=16, grids=[(1, 2)], microbatches=4, seconds=0.3)
-        assert planned.best.floor <= planned.seconds * (1 + 1e-9)
+        assert planned.best.lower_bound <= planned.seconds * (1 + 1e-9)
         at_least = [lost.seconds for lost in planned.others if lost.reason.startswith("at least")]
         assert all(seconds is not None and seconds >= planned.seconds for seconds in at_least)
         assert planned.seconds < 4 * 2 * (0.01 + min(whole, 0.02)) * 1.6
@@ -233,9 +233,9 @@ def test_nothing_is_refined_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> 
 # Estimates do not know what memory costs: of many ways that looked better than they were, ways behind them that still
 # looked better than the answer were called less promising.
 def test_what_is_called_less_promising_has_an_estimate_above_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.profile.planner.search.LOOKED_AT", 2)
+    monkeypatch.setattr("penstock.profile.planner.search.EVALUATED", 2)
     how: dict[str, Any] = {"batch": 64, "grids": [(1, 2), (1, 4)], "recompute": None, "seconds": 0.2}
     planned = plan_costs(Profile((uniform(kept=30.0),)), memory=40.0, **how)
     left = {lost.reason: lost.seconds for lost in planned.others if not lost.reason.endswith("slower")}
-    assert left["not looked at"] < planned.seconds
+    assert left["not evaluated"] < planned.seconds
     assert left.get("less promising", inf) >= planned.seconds

@@ -44,7 +44,7 @@ def _block(user_id: object, ipu_id: object) -> tuple[str | None, str | None]:
     valid_id = user_id is None or (isinstance(user_id, str) and user_id)
     require(valid_id, f"Block IDs are supposed to be strings but got {user_id!r}")
     valid_ipu = ipu_id is None or (isinstance(ipu_id, int) and ipu_id >= 0)
-    require(valid_ipu, f"an IPU is a number from 0 on, got {ipu_id!r}")
+    require(valid_ipu, f"an IPU number must be an integer from 0, got {ipu_id!r}")
     return None if user_id is None else str(user_id), None if ipu_id is None else f"ipu:{ipu_id}"
 
 
@@ -105,7 +105,7 @@ class Stage:
 
     def ipu(self, ipu: int) -> Stage:
         """Place the stage on an IPU."""
-        require(isinstance(ipu, int) and ipu >= 0, f"an IPU is a number from 0 on, got {ipu!r}")
+        require(isinstance(ipu, int) and ipu >= 0, f"an IPU number must be an integer from 0, got {ipu!r}")
         self._ipu = ipu
         return self
 
@@ -122,7 +122,7 @@ class Strategy:
         self.auto: AutoStage | None = AutoStage.SameAsIpu if not args else None
         self.stages: list[Stage] = []
         if args and isinstance(args[0], AutoStage):
-            require(len(args) == 1, f"AutoStage finds all stages: it cannot stand among others, as in {args}")
+            require(len(args) == 1, f"AutoStage must be the only argument, got {args}")
             self.auto = args[0]
         else:
             for arg in args:
@@ -165,7 +165,7 @@ class PhasedExecution:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise Error(
-            f"poptorch.{type(self).__name__}: phased execution is not there yet, it comes later. PipelinedExecution "
+            f"poptorch.{type(self).__name__}: phased execution is not supported. PipelinedExecution "
             "and ShardedExecution run the same stages to the same result, with all of them in the devices' memory"
         )
 

@@ -152,7 +152,7 @@ class PoplarExecutor:
 
     def _check_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._destroyed:
-            raise Error("this model was destroyed: wrap the model again")
+            raise Error("this model was destroyed: wrap it again")
         options = self._options
         counts = options.device_iterations, options.replication_factor, options.Training.gradient_accumulation
         parts = counts[0] * counts[1] * counts[2]
@@ -215,7 +215,7 @@ class PoplarExecutor:
             option = "Training.gradientAccumulation" if self._training else "deviceIterations"
             warnings.warn(
                 f"For pipelining, depth ({kind}) must equal at least the number of pipeline stages ({needed}) on IPUs. "
-                f"Here {depth} runs too, with stages that wait: options.{option}({needed}) keeps them busy",
+                f"Here {depth} works, but stages are idle: options.{option}({needed}) keeps them busy",
                 stacklevel=5,
             )
 
@@ -230,7 +230,7 @@ class PoplarExecutor:
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Continue with another optimizer, or with changed settings. One of the same class keeps the state."""
         if self._updater is None:
-            raise Error("setOptimizer is for a model that poptorch.trainingModel made")
+            raise Error("setOptimizer needs a model made by poptorch.trainingModel")
         self._updater.use(optimizer)
 
     # ── modes, weights, devices ──────────────────────────────────────────────────────────────────────────────
@@ -315,7 +315,7 @@ class PoplarExecutor:
     def save(self, filename: str, export_model: bool = True) -> None:
         """Write the model, its options and its optimizer to a file, for ``poptorch.load``."""
         if not export_model:
-            raise Error("save(export_model=False) would write an IPU's program alone, and there is none")
+            raise Error("save(export_model=False) is not supported: there is no IPU executable to write")
         self.copyWeightsToHost()
         content = {"format": _FORMAT, "model": self._model, "modes": self._modes, "options": self._options}
         optimizer = None if self._updater is None else self._updater.optimizer
@@ -329,7 +329,7 @@ class PoplarExecutor:
     def getLatency(self) -> tuple[float, float, float]:
         """The minimum, maximum and mean seconds of an iteration of the last call."""
         if not self._seconds:
-            raise Error("getLatency is of the last call, and there was none")
+            raise Error("getLatency needs a previous call")
         return min(self._seconds), max(self._seconds), sum(self._seconds) / len(self._seconds)
 
     getComputeLatency = getLatency
@@ -338,7 +338,7 @@ class PoplarExecutor:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in _IPU_ONLY:
-            raise Error(f"{name} is about an IPU, and there is none here")
+            raise Error(f"{name} needs an IPU, and there is none")
         return getattr(self._model, name)
 
     def __repr__(self) -> str:
@@ -514,7 +514,7 @@ class Updater:
             self._scaler = ps.GradScaler(pipeline)
         if hooks.is_offloaded(self.optimizer):
             if self.weights_off_chip:
-                raise Error("this optimizer brings the weights of another model to its devices: make a new one")
+                raise Error("this optimizer offloads the weights of another model: create a new one")
             return
         for parameter, state in self.optimizer.state.items():  # created or loaded on another device
             if isinstance(parameter, nn.Parameter):

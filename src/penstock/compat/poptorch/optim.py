@@ -49,7 +49,7 @@ class Optimizer:
                 valid = value in (None, torch.float16, torch.float32)
                 require(valid, f"{name} must be torch.float32 or torch.float16, got {value!r}")
                 if name != "accum_type" and value is torch.float32 and half:
-                    raise Error(f"{name}=torch.float32 is not there for parameters of half precision: use float32")
+                    raise Error(f"{name}=torch.float32 is not supported for half-precision parameters: use float32")
         self.variable_attrs = VariableAttributes(self)
 
     @property
@@ -108,7 +108,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
         if self._extras["use_tf_variant"]:
-            raise Error("RMSprop(use_tf_variant=True) is not there: torch adds eps outside the square root")
+            raise Error("RMSprop(use_tf_variant=True) is not supported: torch adds eps outside the square root")
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
@@ -125,7 +125,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         groups: list[dict[str, Any]] = self.param_groups
         uncorrected = isinstance(self, _UncorrectedAdamW)
         if self._extras["bias_correction"] is False and (groups[0]["amsgrad"] or not uncorrected):
-            raise Error("AdamW(…, bias_correction=False) is written by name, and without amsgrad")
+            raise Error("pass AdamW(…, bias_correction=False) by name, and without amsgrad")
 
 
 class _UncorrectedAdamW(AdamW):

@@ -73,7 +73,7 @@ class Group:
         values = [*args, *kwargs.values()]
         full = f"{self._title}.{name}".removeprefix("Options.")
         if name in self._refused and values not in ([False], [None]):  # switching it off is no error
-            raise Error(f"poptorch.Options: {full} is not there: {self._refused[name]}")
+            raise Error(f"poptorch.Options: {full} is not supported: {self._refused[name]}")
         if name not in self._refused and full not in _warned:
             _warned.add(full)
             warnings.warn(f"poptorch.Options: {full} has no effect here", stacklevel=2)
@@ -134,7 +134,7 @@ class TensorLocations(Group):
         if not isinstance(location, TensorLocationSettings):
             raise UnmetRequirement(f"a location is a poptorch.TensorLocationSettings, got {type(location).__name__}")
         if kind == "Accumulator" and location.off_chip:
-            raise Error("gradients cannot be kept in the host's memory here: leave out setAccumulatorLocation")
+            raise Error("gradients cannot be stored in host memory: leave out setAccumulatorLocation")
         return self._set(**{f"location_{kind.lower()}": location})
 
     def off_chip(self, kind: str) -> bool:
@@ -162,7 +162,7 @@ class Training(Group):
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
         """Average (the default) or sum the gradients of micro-batches and replicas."""
         kinds = (ReductionType.Mean, ReductionType.Sum)
-        require(reduction_type in kinds, f"gradients become their Mean or their Sum, not {reduction_type!r}")
+        require(reduction_type in kinds, f"the reduction type must be Mean or Sum, not {reduction_type!r}")
         return self._set(accumulation_and_replication_reduction_type=ReductionType(reduction_type))
 
     accumulationReductionType = accumulationAndReplicationReductionType
@@ -202,7 +202,7 @@ class Distributed(Group):
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
         if (process_id, num_processes) != (0, 1):
             raise Error(
-                f"poptorch.Options.Distributed for {num_processes} processes is not there: replicas in several "
+                f"poptorch.Options.Distributed for {num_processes} processes is not supported: replicas in several "
                 "processes are penstock.Mesh(data=…), see docs/migrating.md"
             )
         return self._set()

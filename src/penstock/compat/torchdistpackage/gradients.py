@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,45 +204,24 @@ def clip_grad_norm_(
     counts once; of other parameters, each tensor rank is taken to have a part.
     """
     own: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm_type = float(norm_type)
     shared = _shared_over_tensor_ranks(own) if _size("tensor") > 1 else set()
-    if shared and tpc.is_first_in_group("tensor"):
-        shared = set()  # the first tensor rank counts them
-    plain = [p.grad for p in own if p.grad is not None and not isinstance(p.grad, DTensor)]
-    counted = [p.grad for p in own if p.grad is not None and id(p) not in shared and not isinstance(p.grad, DTensor)]
-    sharded = [p.grad for p in own if isinstance(p.grad, DTensor)]
-    largest = math.isinf(norm_type)
-    device = plain[0].device if plain else torch.device("cpu")
-    total = _all_reduce(_power_sum(counted, norm_type, device), "tensor", largest)
-    whole = _power_sum(sharded, norm_type, device)
-    total = _all_reduce(torch.maximum(total, whole) if largest else total + whole, "pipe", largest)
-    total = total if largest else total.pow(1 / norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped. Pass "
-            "error_if_nonfinite=False to scale them by it anyway"
-        )
-    scale = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
-    for grad in (*plain, *(grad.to_local() for grad in sharded)):
-        grad.mul_(scale.to(grad.device, grad.dtype))
+    first = _size("tensor") == 1 or tpc.is_first_in_group("tensor")
+    total = hooks.grad_norm(
+        own,
+        norm_type,
+        counted_here=lambda parameter: first or id(parameter) not in shared,
+        reduce=partial(_all_reduce, "pipe"),
+        reduce_plain=partial(_all_reduce, "tensor"),
+    )
+    hooks.clip_grad_norm(own, total, float(max_norm), norm_type, error_if_nonfinite)
     return total
-
-
-def _power_sum(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The sum of |gradient|^norm_type, or the largest |gradient|, in single precision at least."""
-    norms = []
-    for grad in grads:
-        norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32 if grad.dtype.itemsize < 4 else None)
-        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).to(device))
-    stacked = torch.stack(norms) if norms else torch.zeros(1, device=device)
-    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
 def _size(mode: str) -> int:
     return tpc.get_group_size(mode) if tpc.is_mode_inited(mode) else 1
 
 
-def _all_reduce(total: Tensor, mode: str, largest: bool) -> Tensor:
+def _all_reduce(mode: str, total: Tensor, largest: bool) -> Tensor:
     if _size(mode) == 1:
         return total
     wide = total.to(tpc.device, torch.float64, copy=True)

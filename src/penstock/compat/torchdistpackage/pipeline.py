@@ -258,7 +258,7 @@ def _split_inputs(own: Sequence[Any], microbatches: int, training: bool) -> tupl
         if 0 in lengths:
             problem = problem or f"input {number} is empty: its tensors have no entries along dimension 0"
         elif len(set(lengths)) > 1:
-            problem = problem or f"the tensors of the input {number} disagree on the batch size: {lengths}"
+            problem = problem or f"the tensors of input {number} disagree on the batch size: {lengths}"
         samples += lengths[:1]
     if problem is not None:
         return _Share(training, 0, (), problem), []
@@ -293,7 +293,7 @@ def _count(ranks: Sequence[int], shares: Sequence[_Share]) -> int:
             if share.samples
         )
         raise ps.PlanError(
-            f"the inputs cannot be cut into {microbatches} micro-batches alike: {listed}. Give all ranks the same "
+            f"the inputs cannot be split into {microbatches} equal micro-batches: {listed}. Give all ranks the same "
             "number of samples, or multiples of the number of micro-batches"
         )
     return counts.pop() if counts else microbatches

@@ -51,7 +51,7 @@ class ProcessTopology:
         sizes = dict(config)
         world, product = dist.get_world_size(), math.prod(sizes.values())
         if len(sizes) < len(config) or {"model", "global"} & set(sizes):
-            raise ps.PlanError(f"{config}: give every dimension once; 'model' and 'global' are made by themselves")
+            raise ps.PlanError(f"{config}: name every dimension once; 'model' and 'global' are created automatically")
         if product != world or any(size < 1 for size in sizes.values()):
             grid_text = " × ".join(f"{name} {size}" for name, size in sizes.items())
             raise ps.PlanError(f"{grid_text} needs {product} processes, but the world has {world}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock import hooks
 from penstock._torch import BatchNorm
 
 __all__ = ["DeferredBatchNorm"]
@@ -34,7 +34,7 @@ class DeferredBatchNorm(BatchNorm):
         self.register_buffer("sum_squares", torch.zeros(num_features))
         self.chunks = chunks
         self.tracked = 0
-        self._statistics: list[tuple[int, Tensor, Tensor]] = []  # count, mean, biased variance per micro-batch
+        self._statistics: hooks.DeferredStatistics | None = None  # of the mini-batch that has begun
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -44,32 +44,16 @@ class DeferredBatchNorm(BatchNorm):
         # A pipeline that defers the update itself, or traces shapes, replaces the buffers by tensor subclasses.
         if not self.training or type(self.running_mean) is not Tensor:
             return super().forward(input)
-        self._check_input_dim(input)
-        if not ps.is_recomputing():
-            self._track(input.detach())
-        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-
-    @torch.no_grad()
-    def _track(self, input: Tensor) -> None:
-        wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        var, mean = torch.var_mean(wide, [d for d in range(input.dim()) if d != 1], correction=0)
-        self._statistics.append((input.numel() // input.shape[1], mean, var))
-        self.tracked += 1
+        if self._statistics is None:
+            self._statistics = hooks.DeferredStatistics(self)
+        recomputing = ps.is_recomputing()
+        with self._statistics.ignoring if recomputing else self._statistics.counting:
+            output = super().forward(input)
+        self.tracked += not recomputing
         if self.tracked == self.chunks:
-            self._commit()
-
-    def _commit(self) -> None:
-        parts, self._statistics, self.tracked = self._statistics, [], 0
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        total = sum(n for n, _, _ in parts)
-        mean = sum((mean * (n / total) for n, mean, _ in parts), start=torch.zeros_like(parts[0][1]))
-        squares = sum((n * (var + (m - mean).square()) for n, m, var in parts), start=torch.zeros_like(mean))
-        self.num_batches_tracked.add_(1)
-        factor = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-        for running, new in ((self.running_mean, mean), (self.running_var, squares / (total - 1))):
-            running.lerp_(new.to(running.dtype), factor)
+            self._statistics.commit()
+            self._statistics, self.tracked = None, 0
+        return output
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:

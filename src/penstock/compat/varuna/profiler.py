@@ -23,7 +23,7 @@ from penstock.profile.costs import Link, ModelCosts, Profile
 from penstock.profile.links import Links, measure_links
 from penstock.profile.measure import measure_costs
 from penstock.profile.planner.candidates import device_grids
-from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, stage_costs, static_bytes
+from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, rank_static_bytes, stage_costs
 from penstock.schedule import build, recompute_modes, simulate, with_recompute
 
 __all__ = ["AutoConfig", "Configuration", "Profiler", "load_links"]
@@ -172,8 +172,8 @@ class AutoConfig:
         if not fitting:
             least = min(choice.memory for choice in every)
             raise ps.PlanError(
-                f"nothing keeps the memory of {format_size_exact(self.memory)}: the least that it takes is "
-                f"{format_size_exact(least)}; take more GPUs, or measure smaller micro-batches"
+                f"no configuration fits into {format_size_exact(self.memory)}: the smallest needs "
+                f"{format_size_exact(least)}; use more GPUs, or profile smaller micro-batches"
             )
         return fitting
 
@@ -190,7 +190,7 @@ class AutoConfig:
         edges = tuple(edges_between(segments, cuts))
         simulation = simulate(schedule, stage_costs(segments, ranks, range(pipe), cuts), edges)
         gradients = [segments.total("gradients", i, j) for i, j in pairwise((0, *cuts))]
-        static = static_bytes(segments, range(pipe), cuts, pipe)
+        static = rank_static_bytes(segments, range(pipe), cuts, pipe)
         return Configuration(
             pipe,
             data,

@@ -103,14 +103,18 @@ def _choose(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     except PlanError as error:
         parser.error(str(error))
     if not fitting:
-        parser.error(f"--profile_folder {args.profile_folder} has no way with what was given that keeps the memory")
+        parser.error(
+            f"--profile_folder {args.profile_folder} has no configuration with these options that fits the memory"
+        )
     best = min(fitting, key=lambda choice: choice.seconds)
     args.nstages, args.chunk_size = best.stages, best.chunk_size
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if not args.no_morphing:
-        parser.error("morphing, which changes the number of stages while a job runs, comes later: say --no_morphing")
+        parser.error(
+            "morphing, which changes the number of stages while a job runs, is not supported: pass --no_morphing"
+        )
     for name in ("gpus_per_node", "nstages", "batch_size", "chunk_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be 1 at least, got {getattr(args, name)}")

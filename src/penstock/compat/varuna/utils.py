@@ -33,7 +33,7 @@ def parse_stage_to_rank_map(stage_to_rank_map: StageToRankMap) -> dict[int, list
         ) from None
     counts, ranks = [len(row) for row in rows], [rank for row in rows for rank in row]
     if not ranks or len(set(counts)) > 1:
-        raise ps.PlanError(f"every stage must have as many ranks as the others, but {given!r} gives them {counts}")
+        raise ps.PlanError(f"every stage must have equally many ranks, but {given!r} has {counts}")
     if len(set(ranks)) < len(ranks) or min(ranks) < 0:
         raise ps.PlanError(f"every rank has one stage, and is a number from 0 on: {given!r}")
     return dict(enumerate(rows))

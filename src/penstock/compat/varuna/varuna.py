@@ -74,8 +74,8 @@ class Varuna(nn.Module):
             kind = type(model).__name__
             raise ps.PlanError(f"{kind} has no CutPoint: it cannot be cut into {self.partitions} stages")
         if (get_batch_fn is None) == (dry_run_input is None):
-            ways = "by dry_run_input, a dict, or by get_batch_fn(size, device)"
-            raise ps.PlanError(f"say how the model is called: {ways}")
+            ways = "dry_run_input, a dict, or get_batch_fn(size, device)"
+            raise ps.PlanError(f"pass one of two arguments that say how the model is called: {ways}")
         call = dry_run_input if get_batch_fn is None else get_batch_fn
         sample = call(1, device="cpu") if callable(call) else call
         plan = ps.split(model, stages=self.partitions, balance="uniform", sample=sample, shared_weights=shared_weights)
@@ -282,7 +282,7 @@ class Varuna(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Load this rank's part of the state of the whole model, or of this stage."""
         if assign:
-            raise ps.PlanError("assign=True would part the optimizer's parameters from the model's: leave it out")
+            raise ps.PlanError("assign=True would replace the parameters that the optimizer updates: leave it out")
         self.pipeline.load_state_dict(state_dict, strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -9,6 +9,7 @@ replica 1   stage 0 ── stage 1 ── stage 2        losses are weighted by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -40,13 +41,12 @@ class ReplicaGroup:
     def start_sum(self, numbers: Sequence[float]) -> PendingSum:
         """Start to sum each of ``numbers`` over the replicas."""
         total = torch.tensor(numbers, dtype=torch.float64)
-        work = self.start_allreduce(total)
+        # No closure: the frames of an error would hold it, and with it the connection.
+        return partial(self._wait_sum, self.start_allreduce(total), total)
 
-        def result() -> list[float]:
-            self.wait(work)
-            return total.tolist()
-
-        return result
+    def _wait_sum(self, work: Any, total: Tensor) -> list[float]:
+        self.wait(work)
+        return total.tolist()
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         return self.start_sum(numbers)()

@@ -1,1 +1,1 @@
-"""From costs to a plan: where to cut, in which order to work, on how many devices."""
+"""The planner: from costs to cuts, a schedule and the number of devices."""

@@ -1,52 +1,54 @@
-"""The ways in which a mini-batch can be trained on so many devices, and what each takes. Plain data."""
+"""The configurations to choose from: how a mini-batch can be trained on a number of devices. Plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
+from penstock.errors import PlanError
 from penstock.profile.costs import Link
 from penstock.profile.planner.segments import Cuts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Candidate", "Cluster", "Configuration", "Rejection", "configurations", "device_grids"]
+__all__ = ["Candidate", "Cluster", "Configuration", "Rejection", "check_options", "configurations", "device_grids"]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices, in the order in which ranks take them: replica by replica."""
+    """Relative speed and memory of the devices, in the order in which ranks use them: replica by replica."""
 
     speed: tuple[float, ...]
     memory: tuple[float, ...]
     link: Link | None = None  # between replicas; None: as between the ranks of a pipeline
 
     @classmethod
-    def alike(cls, devices: int, memory: float = inf, link: Link | None = None) -> Cluster:
+    def uniform(cls, devices: int, memory: float = inf, link: Link | None = None) -> Cluster:
         return cls((1.0,) * devices, (memory,) * devices, link)
 
     def __len__(self) -> int:
         return len(self.speed)
 
-    def chosen(self, count: int) -> list[int]:
-        """The devices that so many ranks take, in their order: the fastest, and of those alike the ones with most."""
-        best = sorted(range(len(self)), key=lambda one: (-self.speed[one], -self.memory[one], one))
+    def fastest(self, count: int) -> list[int]:
+        """The devices that ``count`` ranks use, in order: the fastest, and among equal ones those with most memory."""
+        best = sorted(range(len(self)), key=lambda device: (-self.speed[device], -self.memory[device], device))
         return sorted(best[:count])
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How many replicas, ranks and stages a rank there are, and how the mini-batch is cut."""
+    """The number of replicas, ranks and stages per rank, and the division of the mini-batch."""
 
     data: int
     pipe: int
     shape: str  # "straight", "loop" or "v"
-    v: int
+    v: int  # stages per rank
     samples: int  # of a micro-batch
     microbatches: int  # of each replica
-    recompute: bool | None = False  # all stages, none, or (None) those that need it for the memory
-    tensor: int = 1  # devices that share each layer: a rank is a group of so many
+    recompute: bool | None = False  # all stages, none, or (None) as few as the memory requires
+    tensor: int = 1  # devices that share each layer: a rank is a group of them
 
     def __str__(self) -> str:
         stages = {"straight": "", "loop": f" × {self.v} looped", "v": " × 2 on a V"}[self.shape]
@@ -59,34 +61,34 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way, thought through: its cuts, its order, and what it will take."""
+    """A configuration with its cuts, its schedule, and the predicted time and memory of a step."""
 
-    way: Configuration
+    configuration: Configuration
     cuts: Cuts
     schedule: Schedule
     seconds: float  # of a step
-    floor: float  # no order of these stages takes less
-    memory: tuple[float, ...]  # of each rank at its peak
+    lower_bound: float  # no order of these stages is faster
+    memory: tuple[float, ...]  # peak bytes of each rank
     bubble: float
     costs: Costs | None = None  # of its stages and edges
-    saved: tuple[float, ...] | None = None  # what is saved by forwards; None where activations are recomputed
+    saved: tuple[float, ...] | None = None  # peak bytes saved for backwards; None where activations are recomputed
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """The stages whose forwards are run again."""
+        """The stages with recomputed forwards."""
         return tuple(sorted({a.stage for order in self.schedule.orders for a in order if a.kind == "R"}))
 
     @property
     def gap(self) -> float:
-        """How far above the floor."""
-        return self.seconds / self.floor - 1 if self.floor else 0.0
+        """Relative distance from the lower bound."""
+        return self.seconds / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A way that was not chosen, and why."""
+    """A configuration that was not chosen, and the reason."""
 
-    way: Configuration
+    configuration: Configuration
     reason: str
     seconds: float | None = None
     memory: float | None = None
@@ -102,13 +104,13 @@ def configurations(
     recompute: bool | None = False,
     tensor: int = 1,
 ) -> list[Configuration]:
-    """All ways worth a look. ``grids``: numbers of replicas and of ranks; ``largest``: samples of a micro-batch."""
+    """All candidates for these ``grids`` (replicas, ranks); ``largest`` is the largest micro-batch in samples."""
     found = []
     for data, pipe in grids:
         if pipe > layers or data > batch:
             continue
         share = -(-batch // data)
-        for count in _counts(share, microbatches, largest):
+        for count in _microbatch_counts(share, microbatches, largest):
             for shape, v in (("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)):
                 if pipe * v <= layers and (pipe > 1 or v == 1):
                     found.append(Configuration(data, pipe, shape, v, -(-share // count), count, recompute, tensor))
@@ -116,12 +118,12 @@ def configurations(
 
 
 def device_grids(devices: int) -> list[tuple[int, int]]:
-    """All numbers of replicas and ranks that use all devices."""
+    """All pairs (replicas, ranks) that use all devices."""
     return [(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
 
 
-def _counts(share: int, microbatches: int | None, largest: int | None) -> list[int]:
-    """Numbers of micro-batches, from few to many: of a whole share, its half, a quarter, and so on."""
+def _microbatch_counts(share: int, microbatches: int | None, largest: int | None) -> list[int]:
+    """Numbers of micro-batches, ascending: micro-batches of the whole share, half of it, a quarter, and so on."""
     if microbatches is not None:
         return [min(share, microbatches)]
     sizes, size = [share], share
@@ -129,3 +131,16 @@ def _counts(share: int, microbatches: int | None, largest: int | None) -> list[i
         size = -(-size // 2)
         sizes.append(size)
     return [-(-share // size) for size in sizes if largest is None or size <= largest] or [share]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the numbers among the options of the planner; None means that an option was not given."""
+    for name in ("batch", "devices", "microbatches"):
+        number = options.get(name)
+        if number is not None and (type(number) is not int or number < 1):
+            raise PlanError(f"{name}={number!r} must be a whole number, from 1 up")
+    seconds, seed = options["seconds"], options["seed"]
+    if not isinstance(seconds, (int, float)) or not 0 < seconds < inf:
+        raise PlanError(f"seconds={seconds!r}: expected how long to search, above 0")
+    if type(seed) is not int:
+        raise PlanError(f"seed={seed!r} must be a whole number")

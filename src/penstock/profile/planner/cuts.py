@@ -104,9 +104,9 @@ def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
 
 def _work_bound(segments: Segments, ranks: Ranks) -> float:
     """Lower bound on the bottleneck: an equal share of all work, or the largest layer on the fastest rank."""
-    works = segments.works
+    works = segments.layer_work
     if ranks.recompute:
-        works = [work + segments.again(i, i + 1) for i, work in enumerate(works)]
+        works = [work + segments.recompute_work(i, i + 1) for i, work in enumerate(works)]
     return max(sum(works) / sum(ranks.speed), max(works) / max(ranks.speed))
 
 
@@ -123,7 +123,7 @@ def brute_force(
     times: dict[tuple[int, ...], float] = {}  # by rank, and where its stages begin and end
     for inner in combinations(range(1, n), stages - 1):
         at = (0, *inner, n)
-        slowest = max([0.0, *(segments.transfer[at[s]] for s in channels)])
+        slowest = max([0.0, *(segments.cut_seconds[at[s]] for s in channels)])
         for rank, mine in enumerate(own):
             if slowest >= value:
                 break
@@ -183,7 +183,7 @@ def _straight_below(segments: Segments, ranks: Ranks, limit: float) -> Cuts | No
             # A rank that begins later reaches as far or further, unless recompute keeps a larger input there.
             end = max(end, begin + 1) if ranks.recompute is False else begin + 1
             while end <= last and fits(segments, ranks, rank, limit, ((begin, end),)):
-                if (segments.transfer[end] < limit or end == n) and segments.work(end, n) <= capacity[rank]:
+                if (segments.cut_seconds[end] < limit or end == n) and segments.work(end, n) <= capacity[rank]:
                     fresh[end] = begin
                 end += 1
         came_from.append(fresh)
@@ -222,8 +222,8 @@ def balanced(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts
 def _memory_shares(segments: Segments, ranks: Ranks) -> tuple[float, ...]:
     """The share of the work that each rank can do in the same time within its memory, if all layers were equal."""
     whole = 0, segments.n
-    work, again = segments.work(*whole), segments.again(*whole)
-    static, kept = segments.static(*whole), segments.activation(*whole)
+    work, again = segments.work(*whole), segments.recompute_work(*whole)
+    static, kept = segments.static_bytes(*whole), segments.activation_bytes(*whole)
     parts = (1.0,) if ranks.recompute else (0.0,) if ranks.recompute is False else tuple(k / 8 for k in range(9))
 
     def share(rank: int, time: float) -> float:
@@ -246,16 +246,16 @@ def _even_cuts(segments: Segments, ranks: Ranks, placement: Sequence[int], share
     Dynamic programming over stages minimises the squared distance of each cut from its ideal place.
     """
     n, stages = segments.n, len(placement)
-    extra, done = n - stages, segments.done
+    extra, before = n - stages, segments.work_before
     weights = [share[rank] for rank in placement]
-    time = done[-1] / sum(weights)
-    penalty = done[-1] ** 2 * stages  # above any sum of distances
+    time = before[-1] / sum(weights)
+    penalty = before[-1] ** 2 * stages  # above any sum of distances
     reached, ideal = [[0.0] * (extra + 1)], time * weights[0]
     for s in range(1, stages):
-        costs = [(done[s + o] - ideal) ** 2 for o in range(extra + 1)]
+        costs = [(before[s + o] - ideal) ** 2 for o in range(extra + 1)]
         if avoid and placement[s - 1] != placement[s]:
             slow = time * stages / len(ranks)
-            costs = [cost + penalty * (segments.transfer[s + o] > slow) for o, cost in enumerate(costs)]
+            costs = [cost + penalty * (segments.cut_seconds[s + o] > slow) for o, cost in enumerate(costs)]
         reached.append(list(accumulate(map(add, reached[-1], costs), min)))
         ideal += time * weights[s]
     cuts, o = [n], extra
@@ -317,8 +317,8 @@ class _LocalSearch:
         return time
 
     def _value(self) -> tuple[float, float, float]:
-        transfer = self.segments.transfer
-        times = [time for time in self.times if time < inf] + [transfer[self.cuts[s - 1]] for s in self.channels]
+        channels = [self.segments.cut_seconds[self.cuts[s - 1]] for s in self.channels]
+        times = [time for time in self.times if time < inf] + channels
         top = max(times, default=0.0)
         return sum(self.missing), top, sum((time / top) ** 8 for time in times) if top else 0.0
 
@@ -346,7 +346,7 @@ def anneal(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cut
         return min(_INFEASIBLE, time / value) ** _POWER
 
     def channel_energy(s: int) -> float:
-        time = segments.transfer[at[s]] / value
+        time = segments.cut_seconds[at[s]] / value
         return 0.0 if time <= 1 or s not in channels else min(_INFEASIBLE, time) ** _POWER
 
     energies = [rank_energy(rank) for rank in range(p)]

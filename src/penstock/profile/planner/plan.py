@@ -1,4 +1,4 @@
-"""``ps.plan``: measure a model, search, and answer with a plan to run."""
+"""``ps.plan``: measure a model and search the fastest configuration that fits; also from costs or numbers alone."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from penstock.profile.analytic import Hardware, Transformer, analytic_costs, get
 from penstock.profile.costs import Link, ModelCosts, Profile
 from penstock.profile.links import local_link, measure_links, process_link
 from penstock.profile.measure import OptimizerLike, measure_costs
-from penstock.profile.planner.candidates import Cluster, configurations, device_grids
-from penstock.profile.planner.devices import check_numbers, device_memory, device_names, one_for_each
+from penstock.profile.planner.candidates import Cluster, check_options, configurations, device_grids
 from penstock.profile.planner.result import PlanResult
 from penstock.profile.planner.search import search
 from penstock.split import chain_of
 from penstock.split.chain import LayerChain, build_plan
 from penstock.split.sample import sample_inputs
+from penstock.train.devices import assign_devices
 from penstock.train.mesh import Mesh
 
 __all__ = ["plan", "plan_analytic", "plan_costs"]
 
-_PATIENCE = timedelta(minutes=30)
-_times: Counter[tuple[int, ...]] = Counter()  # how often this process has planned for the same ranks
+_STORE_TIMEOUT = timedelta(minutes=30)
+_num_plans: Counter[tuple[int, ...]] = Counter()  # plans of this process, by the ranks of the mesh
 
 
 def plan(
@@ -64,27 +64,26 @@ def plan(
     seconds: float = 10.0,
     seed: int = 0,
 ) -> PlanResult:
-    """The fastest way to train ``model`` that fits: where it is cut, in which order its stages work, and the rest.
+    """Profile ``model`` and pick stages, micro-batches and a schedule that fit the memory.
 
-    ``sample`` is what the model is called with, of as many samples as the largest micro-batch may have; its layers are
-    measured on it, unless ``costs`` are given. It may be ``(inputs, targets)`` where the model takes one argument.
-    ``batch`` is the mini-batch, by default as large as the sample.
+    ``sample`` is the input of the model, with as many samples as the largest micro-batch may have. Layers are measured
+    on it, unless ``costs`` are given. It may be ``(inputs, targets)`` if the model takes one argument. ``batch`` is the
+    size of the mini-batch, by default that of the sample.
 
-    ``devices`` are those of this process, of which a pipeline of threads takes some or all. With ``replicas`` they are
-    as many processes of a run to come, and how many replicas of the pipeline they make is searched too; the ``link``
-    between two is measured, if it is not given. Under ``mesh`` there is a process for each rank already: the first one
-    measures and plans, and all get its answer.
+    ``devices`` are devices of this process, for a pipeline of threads that uses some or all of them. With ``replicas``
+    they are processes of a later run, the number of replicas is searched too, and the ``link`` between two processes is
+    measured if it is not given. Under ``mesh`` all ranks call this; the first one plans, and all get its result.
 
-    ``memory`` is what a device has (a number of bytes, ``"16GiB"``, or one for each); by default what a GPU has, and no
-    limit on a CPU, where a rank then keeps no more activations than the fullest rank of 1F1B. ``speeds`` tells how fast
-    devices are that are not alike. With ``hardware="h100"`` the devices are as many of these, which need not be here:
-    layers run once, their operations and bytes are counted, and memory and link are those of the hardware.
+    ``memory`` is the limit of each device (bytes, ``"16GiB"``, or a list). The default is the memory of a GPU, and none
+    on a CPU, where a rank then stores no more activations than the fullest rank of 1F1B. ``speeds`` are the relative
+    speeds of devices. ``hardware="h100"`` plans for ``devices`` of that kind, which need not be present: FLOPs and
+    bytes of the layers are counted.
 
-    Where memory is limited, as many stages are recomputed as it takes; with ``recompute`` all or none are. ``cuts`` and
-    ``blocks`` say where the model may be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the loss is measured
-    too, and ``optimizer`` says what its states take; costs that are given have all that.
+    With ``recompute=None`` as few stages are recomputed as the memory requires; with True or False all or none.
+    ``cuts`` and ``blocks`` say where the model may be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the
+    loss is measured too; ``optimizer`` determines the bytes of its state.
 
-    The search takes about ``seconds`` of a core, measuring about ``measure_seconds``.
+    The search takes about ``seconds`` of CPU time, the measurement about ``measure_seconds``.
     """
     if mesh is not None and (devices is not None or hardware is not None):
         what = "hardware" if devices is None else "devices"
@@ -92,9 +91,11 @@ def plan(
     if mesh is not None and not isinstance(mesh, Mesh):
         raise PlanError(f"mesh must be ps.Mesh(pipe=…), got {type(mesh).__name__}")
     if link is not None and not isinstance(link, Link):
-        raise PlanError(f"link must be a Link(latency, bandwidth) of penstock.profile.costs, got {link!r}")
+        raise PlanError(f"link must be a Link(latency, bandwidth) of penstock.profile, got {link!r}")
     if recompute not in (None, True, False):
-        raise PlanError(f"recompute={recompute!r} must be True (all stages), False (none) or None (where it must be)")
+        raise PlanError(
+            f"recompute={recompute!r} must be True (all stages), False (none) or None (where memory requires it)"
+        )
     if not isinstance(measure_seconds, (int, float)) or not 0 <= measure_seconds < inf:
         raise PlanError(f"measure_seconds={measure_seconds!r} must be how long to measure, a number from 0 up")
     if sample is None and costs is None:
@@ -102,58 +103,57 @@ def plan(
     inputs = sample_inputs(model, sample) if isinstance(model, nn.Module) else sample
     if inputs is not sample:  # (inputs, targets)
         sample, targets = inputs, sample[1] if targets is None and loss_fn is not None else targets
-    line = chain_of(model, cuts=cuts, blocks=blocks, sample=sample)
-    elsewhere = None if hardware is None else _elsewhere(hardware, devices, costs)
-    places = [str(mesh.device)] * (mesh.pipe * mesh.data) if mesh is not None else device_names(devices)
-    limits = device_memory(elsewhere.memory if memory is None and elsewhere is not None else memory, places)
+    chain = chain_of(model, cuts=cuts, blocks=blocks, sample=sample)
+    target = None if hardware is None else _target_hardware(hardware, devices, costs)
+    names = [str(mesh.device)] * (mesh.pipe * mesh.data) if mesh is not None else _device_names(devices)
+    limits = _device_memory(target.memory if memory is None and target is not None else memory, names)
     samples = None if sample is None else batch_size(sample, "sample")
-    whole = samples if batch is None else batch
-    if whole is None:
+    batch = samples if batch is None else batch
+    if batch is None:
         raise PlanError("say batch=, how many samples a mini-batch has")
-    asked: dict[str, Any] = {
-        "batch": whole, "microbatches": microbatches, "recompute": recompute, "seconds": seconds, "seed": seed,
-        "memory": one_for_each("memory", limits, len(places)),
-        "speeds": None if speeds is None else one_for_each("speeds", speeds, len(places)),
-        "grids": _grids(len(places), mesh, replicas), "largest": samples if costs is None else None,
+    options: dict[str, Any] = {
+        "batch": batch, "microbatches": microbatches, "recompute": recompute, "seconds": seconds, "seed": seed,
+        "memory": _per_device("memory", limits, len(names)),
+        "speeds": None if speeds is None else _per_device("speeds", speeds, len(names)),
+        "grids": _grids(len(names), mesh, replicas), "largest": samples if costs is None else None,
     }  # fmt: skip
-    check_numbers(asked)  # before minutes are spent on measuring
+    check_options(options)  # before the measurement, which takes long
     if mesh is not None and link is None:
         link = measure_links(mesh).worst
 
     def measured() -> Profile:
         if costs is not None:
-            return _given(costs, line)
-        on_cpu = torch.device(places[0]).type == "cpu"
+            return _check_costs(costs, chain)
+        on_cpu = torch.device(names[0]).type == "cpu"
         return measure_costs(
-            line, sample, device=None if elsewhere is not None else places[0], seconds=measure_seconds,
-            optimizer=optimizer, loss_fn=loss_fn, targets=targets, hardware=elsewhere,
-            threads=max(1, (os.cpu_count() or 1) // len(places)) if on_cpu and elsewhere is None else None,
+            chain, sample, device=None if target is not None else names[0], seconds=measure_seconds,
+            optimizer=optimizer, loss_fn=loss_fn, targets=targets, hardware=target,
+            threads=max(1, (os.cpu_count() or 1) // len(names)) if on_cpu and target is None else None,
         )  # fmt: skip
 
     def work() -> PlanResult:
         profile, between = measured(), link
-        if between is None and costs is None and len(places) > 1:
-            if elsewhere is not None:
-                between = elsewhere.link(len(places))
+        if between is None and costs is None and len(names) > 1:
+            if target is not None:
+                between = target.link(len(names))
             else:
-                between = process_link(places[0], len(places)) if replicas else local_link(places[0], places[1])
-        answer = plan_costs(profile if between is None else profile.with_link(between), **asked)
+                between = process_link(names[0], len(names)) if replicas else local_link(names[0], names[1])
+        result = plan_costs(profile if between is None else profile.with_link(between), **options)
         where = None
-        if mesh is None and elsewhere is None:
-            cluster = Cluster(asked["speeds"] or (1.0,) * len(places), asked["memory"])
-            chosen = cluster.chosen(answer.way.data * answer.way.pipe)
-            where = tuple(places[i] for i in (*chosen, *(i for i in range(len(places)) if i not in chosen)))
-        return replace(answer, layers=line.layers, plan=build_plan(line, answer.groups), devices=where)
+        if mesh is None and target is None:
+            cluster = Cluster(options["speeds"] or (1.0,) * len(names), options["memory"])
+            used = cluster.fastest(result.configuration.data * result.configuration.pipe)
+            where = tuple(names[i] for i in (*used, *(i for i in range(len(names)) if i not in used)))
+        return replace(result, layers=chain.layers, plan=build_plan(chain, result.groups), devices=where)
 
     if mesh is None:
         return work()
     if mesh.rank != mesh.world_ranks[0] and costs is None:
-        measured()  # for the company: in a step, too, processes share caches and memory with each other
-    return _together(mesh, work, model)
+        measured()  # as load: in a step, too, processes share caches and memory bandwidth
+    return _plan_on_first_rank(mesh, work, model)
 
 
-def _elsewhere(hardware: str | Hardware, devices: Any, costs: object) -> Hardware:
-    """Hardware that the devices are; there is no more to be said of them than how many."""
+def _target_hardware(hardware: str | Hardware, devices: Any, costs: object) -> Hardware:
     if costs is not None:
         raise PlanError("costs are of the hardware that they were made for: give costs= or hardware=, not both")
     if type(devices) is not int:
@@ -162,10 +162,55 @@ def _elsewhere(hardware: str | Hardware, devices: Any, costs: object) -> Hardwar
 
 
 def _grids(devices: int, mesh: Mesh | None, replicas: bool) -> list[tuple[int, int]]:
-    """Numbers of replicas and ranks."""
+    """The pairs (replicas, ranks) to consider."""
     if mesh is not None:
         return [(mesh.data, mesh.pipe)]
     return device_grids(devices) if replicas else [(1, ranks) for ranks in range(1, devices + 1)]
+
+
+def _device_names(devices: Any) -> list[str]:
+    """The named devices, or that many GPUs, or the CPU that many times."""
+    gpus = torch.cuda.device_count()
+    if devices is None:
+        if gpus == 0:
+            raise PlanError("say devices=, how many ranks there may be, or which devices: there is no GPU here")
+        return [f"cuda:{i}" for i in range(gpus)]
+    if type(devices) is int:
+        if devices < 1:
+            raise PlanError(f"devices={devices} must be at least 1")
+        return [f"cuda:{i}" for i in range(devices)] if gpus >= devices else ["cpu"] * devices
+    if not isinstance(devices, (list, tuple)):
+        raise PlanError(
+            f"devices={devices!r} must be how many ranks there may be, or a list of devices: "
+            "one that is to have several ranks is named several times"
+        )
+    if not devices:
+        raise PlanError("devices has none: say how many ranks there may be, or which devices")
+    return [str(device) for device in assign_devices(devices, len(devices))]
+
+
+def _device_memory(memory: Any, names: Sequence[str]) -> list[float]:
+    """Bytes of each device: as given, or the memory of a GPU; unlimited on a CPU."""
+    if memory is not None:
+        each = memory if isinstance(memory, (list, tuple)) else [memory] * len(names)
+        return [float(parse_bytes(size)) for size in each]
+    kinds = [torch.device(name) for name in names]
+    return [float(torch.cuda.get_device_properties(d).total_memory) if d.type == "cuda" else inf for d in kinds]
+
+
+def _per_device(option: str, given: Any, devices: int) -> tuple[float, ...]:
+    """An option with a number above 0 for each device."""
+    numbers = (given,) * devices if isinstance(given, (int, float)) and option == "memory" else given
+    if not isinstance(numbers, (list, tuple)):
+        raise PlanError(f"{option}={given!r} must be a list of numbers, one for each device")
+    if len(numbers) != devices:
+        raise PlanError(f"{option} has {len(numbers)} numbers, but there are {devices} devices: give one for each")
+    for number in numbers:
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not number > 0:
+            raise PlanError(f"{option} must be numbers above 0, got {list(numbers)}")
+        if option == "speeds" and number == inf:
+            raise PlanError(f"{option} must be numbers above 0, got {list(numbers)}: no device is as fast as that")
+    return tuple(map(float, numbers))
 
 
 def plan_costs(
@@ -184,12 +229,12 @@ def plan_costs(
     seed: int = 0,
     report: Callable[[str], None] = lambda text: None,
 ) -> PlanResult:
-    """The same from costs alone, without a model; ``link`` is the one between replicas."""
-    check_numbers({"batch": batch, "devices": devices, "microbatches": microbatches, "seconds": seconds, "seed": seed})
+    """Plan from costs alone, without a model; ``link`` is the one between replicas."""
+    check_options({"batch": batch, "devices": devices, "microbatches": microbatches, "seconds": seconds, "seed": seed})
     grids = grids if grids is not None else device_grids(devices or 1)
     most = max(data * pipe for data, pipe in grids)
-    limits = one_for_each("memory", memory, most)
-    speed = (1.0,) * most if speeds is None else one_for_each("speeds", speeds, most)
+    limits = _per_device("memory", memory, most)
+    speed = (1.0,) * most if speeds is None else _per_device("speeds", speeds, most)
     layers = [layer.name for layer in profile.sizes[0].layers]
     fits = [(data, pipe) for data, pipe in grids if pipe <= len(layers)]
     if not fits:
@@ -198,20 +243,22 @@ def plan_costs(
             f"{fewest} devices asked for, but the model has only {len(layers)} layers to divide among them: take fewer "
             "ranks and more replicas, or cut it finer (cuts=)"
         )
-    again = False if recompute is None and min(limits) == inf else recompute
-    found = configurations(batch, fits, len(layers), microbatches=microbatches, largest=largest, recompute=again)
+    recompute = False if recompute is None and min(limits) == inf else recompute
+    found = configurations(batch, fits, len(layers), microbatches=microbatches, largest=largest, recompute=recompute)
     if not found:
         raise PlanError(
             f"a mini-batch of {batch} samples cannot be divided among {min(d for d, _ in fits)} replicas, and the "
             f"model has only {len(layers)} layers for ranks: take fewer devices, or a larger batch="
         )
     cluster = Cluster(speed, limits, link)
-    answer = search(lambda way: profile.at(way.samples), found, cluster, seconds=seconds, seed=seed, report=report)
-    return PlanResult(answer.best, answer.others, tuple(layers))
+    best, others = search(
+        lambda one: profile.at(one.samples), found, cluster, seconds=seconds, seed=seed, report=report
+    )
+    return PlanResult(best, others, tuple(layers))
 
 
-def _given(costs: Profile | ModelCosts | str | Path, line: LayerChain) -> Profile:
-    """Costs that were given, if they are those of the model."""
+def _check_costs(costs: Profile | ModelCosts | str | Path, chain: LayerChain) -> Profile:
+    """The given costs as a profile; an error if they are those of another model."""
     if isinstance(costs, (str, Path)):
         costs = Profile.load(costs)
     if isinstance(costs, ModelCosts):
@@ -219,37 +266,34 @@ def _given(costs: Profile | ModelCosts | str | Path, line: LayerChain) -> Profil
     if not isinstance(costs, Profile):
         raise PlanError(f"costs must be a Profile, ModelCosts or the name of their file, got {type(costs).__name__}")
     names = [layer.name for layer in costs.sizes[0].layers]
-    for i, (cost, layer) in enumerate(zip_longest(names, line.layers)):
+    for i, (cost, layer) in enumerate(zip_longest(names, chain.layers)):
         if cost != layer:
             raise PlanError(
                 f"the costs are of {len(names)} layers ({names[0]} … {names[-1]}), but the model has "
-                f"{len(line.layers)} ({line.layers[0]} … {line.layers[-1]}), and number {i} is {cost!r} here and "
+                f"{len(chain.layers)} ({chain.layers[0]} … {chain.layers[-1]}), and number {i} is {cost!r} here and "
                 f"{layer!r} there: they are those of another model"
             )
     return costs
 
 
-def _together(mesh: Mesh, work: Callable[[], PlanResult], model: nn.Module) -> PlanResult:
-    """The first process of a mesh plans; the others get its answer, or its error."""
-    _times[mesh.world_ranks] += 1
-    key = f"penstock/plan/{mesh.world_ranks}/{_times[mesh.world_ranks]}"
+def _plan_on_first_rank(mesh: Mesh, work: Callable[[], PlanResult], model: nn.Module) -> PlanResult:
+    """The first rank of the mesh plans; the others get its result, or its error."""
+    _num_plans[mesh.world_ranks] += 1
+    key = f"penstock/plan/{mesh.world_ranks}/{_num_plans[mesh.world_ranks]}"
     store = default_store()
     if mesh.rank != mesh.world_ranks[0]:
-        store.wait([key], _PATIENCE)
-        told = json.loads(store.get(key))
-        if "error" in told:
-            raise PlanError(f"rank {mesh.world_ranks[0]}, which plans for all, failed: {told['error']}")
-        return PlanResult.from_json(told["planned"], model)
+        store.wait([key], _STORE_TIMEOUT)
+        message = json.loads(store.get(key))
+        if "error" in message:
+            raise PlanError(f"rank {mesh.world_ranks[0]}, which plans for all, failed: {message['error']}")
+        return PlanResult.from_json(message["result"], model)
     try:
-        planned = work()
+        result = work()
     except Exception as error:
         store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
         raise
-    store.set(key, json.dumps({"planned": planned.to_json()}))
-    return planned
-
-
-# Plans for devices that are not here, of models that are numbers.
+    store.set(key, json.dumps({"result": result.to_json()}))
+    return result
 
 
 def plan_analytic(
@@ -268,10 +312,10 @@ def plan_analytic(
     seed: int = 0,
     **costs: Any,
 ) -> PlanResult:
-    """How many devices should share each layer, and how these groups should train a mini-batch of ``batch`` sequences.
+    """Plan for a transformer given by numbers, on hardware that need not be present.
 
-    Where ``tensor`` is not said, one device and all powers of two up to a machine are looked at. What a group shares is
-    also divided in its sequences, if ``sequence_parallel`` does not say otherwise. ``costs`` are further options of
+    ``tensor`` is the number of devices that share each layer; by default all powers of two up to a node are tried.
+    Groups of devices use sequence parallelism, unless ``sequence_parallel`` is False. ``costs`` are further options of
     ``analytic_costs``.
     """
     model, hardware = parse_transformer(model) if isinstance(model, str) else model, get_hardware(hardware)
@@ -285,9 +329,9 @@ def plan_analytic(
         )
     layers = model.layers * (2 if half_layers else 1) + 2
     found = [
-        way
+        configuration
         for t in fit
-        for way in configurations(
+        for configuration in configurations(
             batch,
             device_grids(devices // t),
             layers,
@@ -299,38 +343,15 @@ def plan_analytic(
     ]
     if not found:
         raise PlanError(f"{devices} devices are too many for {layers} layers and {batch} sequences")
-    costs_at = {t: _costs_at(model, hardware, t, devices, half_layers, sequence_parallel, costs) for t in fit}
-    answer = search(
-        lambda way: costs_at[way.tensor](way.samples),
-        found,
-        Cluster.alike(devices, limit, hardware.link(devices)),
-        seconds=seconds,
-        seed=seed,
-    )
-    names = tuple(layer.name for layer in costs_at[answer.best.way.tensor](1).layers)
-    return PlanResult(answer.best, answer.others, names)
 
-
-def _costs_at(
-    model: Transformer,
-    hardware: Hardware,
-    tensor: int,
-    devices: int,
-    half_layers: bool,
-    sequence_parallel: bool | None,
-    options: dict[str, Any],
-) -> Callable[[int], ModelCosts]:
     @cache
-    def costs_at(samples: int) -> ModelCosts:
+    def costs_at(tensor: int, samples: int) -> ModelCosts:
+        parallel = tensor > 1 if sequence_parallel is None else sequence_parallel
         return analytic_costs(
-            model,
-            hardware,
-            samples=samples,
-            tensor=tensor,
-            sequence_parallel=tensor > 1 if sequence_parallel is None else sequence_parallel,
-            half_layers=half_layers,
-            devices=devices,
-            **options,
-        )
+            model, hardware, samples=samples, tensor=tensor, sequence_parallel=parallel, half_layers=half_layers,
+            devices=devices, **costs,
+        )  # fmt: skip
 
-    return costs_at
+    cluster = Cluster.uniform(devices, limit, hardware.link(devices))
+    best, others = search(lambda one: costs_at(one.tensor, one.samples), found, cluster, seconds=seconds, seed=seed)
+    return PlanResult(best, others, tuple(layer.name for layer in costs_at(best.configuration.tensor, 1).layers))

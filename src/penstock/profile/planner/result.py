@@ -1,4 +1,4 @@
-"""What a planner answers: the plan, the order, what both will take, and what else there was."""
+"""The result of the planner: a plan with its schedule, predictions, and the rejected configurations."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from penstock.train.pipeline import Pipeline
 __all__ = ["PlanResult"]
 
 FORMAT = 1
-SHOWN = 8  # of those that lost
-RANKS = 12
+SHOWN_REJECTIONS = 8
+SHOWN_RANKS = 12
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A plan with its schedule, and the time and memory that they should take.
+    """A plan with its schedule, and the predicted time and memory of a step.
 
-    planned = ps.plan(model, sample, devices=4, batch=64)
-    print(planned)
-    pipe = planned.pipeline(loss_fn)
+    result = ps.plan(model, sample, devices=4, batch=64)
+    print(result)
+    pipe = result.pipeline(loss_fn)
     """
 
     best: Candidate
@@ -45,8 +45,8 @@ class PlanResult:
     devices: tuple[str, ...] | None = None
 
     @property
-    def way(self) -> Configuration:
-        return self.best.way
+    def configuration(self) -> Configuration:
+        return self.best.configuration
 
     @property
     def schedule(self) -> Schedule:
@@ -54,22 +54,22 @@ class PlanResult:
 
     @property
     def microbatches(self) -> int:
-        return self.best.way.microbatches
+        return self.best.configuration.microbatches
 
     @property
     def seconds(self) -> float:
-        """What a step should take."""
+        """Predicted seconds of a step."""
         return self.best.seconds
 
     @property
     def memory(self) -> tuple[float, ...]:
-        """What each rank should hold at its peak: bytes."""
+        """Predicted peak bytes of each rank."""
         return self.best.memory
 
     @property
     def prediction(self) -> Prediction:
-        """All of that, for what ``pipe.trace()`` says beside what it has measured."""
-        return Prediction(self.seconds, "plan", self.memory, self.best.saved, self.way.samples)
+        """The predictions, which ``pipe.trace()`` compares with the measurement."""
+        return Prediction(self.seconds, "plan", self.memory, self.best.saved, self.configuration.samples)
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -77,24 +77,24 @@ class PlanResult:
         return [self.layers[i:j] for i, j in pairwise((0, *self.best.cuts))]
 
     def simulation(self) -> Simulation:
-        """The step as it is expected, without the sums of gradients over replicas at its end."""
+        """The predicted step, without the all-reduce of gradients over replicas at its end."""
         costs = self.best.costs
         if costs is None:
-            raise PlanError("this was planned by a version that did not keep the times of stages: plan it again")
+            raise PlanError("this plan was saved without the costs of its stages: plan it again")
         edges = tuple(costs.bytes) if isinstance(costs.bytes, Mapping) else None
         return simulate(self.schedule, costs, edges)
 
     def pipeline(self, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Pipeline:
-        """The pipeline of this plan; ``options`` are those of ``ps.Pipeline``, such as ``mesh``."""
+        """The pipeline of this plan, with further ``options`` of ``ps.Pipeline`` such as ``mesh``."""
         if self.plan is None:
             raise PlanError("this was planned without a model: plan it with one, ps.plan(model, …)")
         if self.plan.chain is None:
-            raise PlanError("this was read without its model: read it with it, ps.PlanResult.load(path, model)")
+            raise PlanError("this plan was loaded without its model: use ps.PlanResult.load(path, model)")
         for option in ("microbatches", "microbatch_size", "schedule"):
             if option in options:
-                raise PlanError(f"{option} is a part of what was planned: leave {option}= out, or plan again")
+                raise PlanError(f"{option} is part of the plan: leave {option}= out, or plan again")
         if "mesh" not in options and "devices" not in options and self.devices is not None:
-            options["devices"] = list(self.devices[: self.way.pipe])
+            options["devices"] = list(self.devices[: self.configuration.pipe])
         pipe = Pipeline(self.plan, loss_fn, microbatches=self.microbatches, schedule=self.schedule, **options)
         pipe.prediction = self.prediction
         return pipe
@@ -102,25 +102,31 @@ class PlanResult:
     def __str__(self) -> str:
         best = self.best
         certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
-        again = "" if best.way.recompute or not best.recomputed else f", stages {_numbers(best.recomputed)} recomputed"
+        recomputed = ""
+        if best.recomputed and not best.configuration.recompute:
+            recomputed = f", stages {_stage_ranges(best.recomputed)} recomputed"
         lines = [
-            f"{best.way}{again}",
+            f"{best.configuration}{recomputed}",
             f"a step of {format_time(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
             "",
-            *_shortened(format_table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3})),
+            *_shorten_table(format_table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3})),
         ]
         if self.others:
             rows = [
-                (str(lost.way), "-" if lost.seconds is None else format_time(lost.seconds), lost.reason)
-                for lost in self.others[:SHOWN]
+                (
+                    str(one.configuration),
+                    "-" if one.seconds is None else format_time(one.seconds),
+                    one.reason,
+                )
+                for one in self.others[:SHOWN_REJECTIONS]
             ]
             lines += ["", *format_table(["others", "step", "why not"], rows, right={1})]
-            if len(self.others) > SHOWN:
-                lines.append(f"and {len(self.others) - SHOWN} more")
+            if len(self.others) > SHOWN_REJECTIONS:
+                lines.append(f"and {len(self.others) - SHOWN_REJECTIONS} more")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """HTML for notebooks."""
         html: str = _registry.viz().plan_result_html(self)
         return html
 
@@ -128,13 +134,13 @@ class PlanResult:
         groups, placement = self.groups, self.schedule.placement
         rows: list[tuple[str, ...]] = []
         for rank, memory in enumerate(self.memory):
-            own = [stage for stage, home in enumerate(placement) if home == rank]
-            runs = [_run(groups[stage]) for stage in own]
+            own = [stage for stage, other in enumerate(placement) if other == rank]
+            runs = [_layer_names(groups[stage]) for stage in own]
             rows.append((str(rank), " ".join(map(str, own)), " | ".join(runs), format_size(memory)))
         return rows
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON: to be made once, and read by every rank."""
+        """Write a JSON file, which every rank can read."""
         Path(path).write_text(self.to_json())
 
     def to_json(self) -> str:
@@ -142,10 +148,10 @@ class PlanResult:
         del best["schedule"]
         best["costs"] = None if self.best.costs is None else self.best.costs.to_data()
         data = {
-            "penstock_planned": FORMAT,
+            "penstock_plan_result": FORMAT,
             **best,
             "schedule": to_text(self.schedule),
-            "others": [asdict(lost) for lost in self.others],
+            "others": [asdict(one) for one in self.others],
             "layers": self.layers,
             "plan": None if self.plan is None else json.loads(self.plan.to_json()),
             "devices": self.devices,
@@ -154,65 +160,69 @@ class PlanResult:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> PlanResult:
-        """Read it; with ``model``, as a plan of that model."""
+        """Read a JSON file; with ``model``, the plan is attached to it."""
         try:
             text = Path(path).read_bytes().decode("utf-8", "replace")
         except OSError as error:
-            raise PlanError(f"{path} cannot be read as what a planner saved: {error}") from error
+            raise PlanError(f"{path} cannot be read as a plan: {error}") from error
         return cls.from_json(text, model, str(path))
 
     @classmethod
     def from_json(cls, text: str, model: nn.Module | None = None, origin: str = "the text") -> PlanResult:
-        """The same from JSON; ``origin`` names it in errors."""
+        """Parse JSON; ``origin`` names it in errors."""
         try:
             data = json.loads(text)
-            if data["penstock_planned"] != FORMAT:
-                raise PlanError(f"{origin} has format {data['penstock_planned']}: expected {FORMAT}")
+            if data["penstock_plan_result"] != FORMAT:
+                raise PlanError(f"{origin} has format {data['penstock_plan_result']}: expected {FORMAT}")
             best = Candidate(
-                Configuration(**data["way"]),
+                Configuration(**data["configuration"]),
                 tuple(data["cuts"]),
                 from_text(data["schedule"]),
                 data["seconds"],
-                data["floor"],
+                data["lower_bound"],
                 tuple(data["memory"]),
                 data["bubble"],
                 costs=None if data.get("costs") is None else Costs.from_data(data["costs"]),
                 saved=None if data.get("saved") is None else tuple(data["saved"]),
             )
-            others = tuple(Rejection(Configuration(**lost.pop("way")), **lost) for lost in data["others"])
+            others = tuple(Rejection(Configuration(**one.pop("configuration")), **one) for one in data["others"])
             plan = None if data["plan"] is None else Plan._from_data(data["plan"])
             devices = None if data["devices"] is None else tuple(data["devices"])
             layers = tuple(data["layers"])
-            _check(best, layers)
+            _check_candidate(best, layers)
         except PenstockError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlanError(f"{origin} is not what a planner saved: {type(error).__name__}: {error}") from error
+            raise PlanError(f"{origin} is not a saved PlanResult: {type(error).__name__}: {error}") from error
         if plan is not None and model is not None:
             plan = plan.attach(model)
         return cls(best, others, layers, plan, devices)
 
 
-def _check(best: Candidate, layers: Sequence[str]) -> None:
-    """What was saved is whole: cuts for all stages and layers, bytes of all ranks, and numbers that are numbers."""
+def _check_candidate(best: Candidate, layers: Sequence[str]) -> None:
+    """Check that cuts, memory and numbers are complete and consistent with the schedule."""
     schedule, cuts = best.schedule, (0, *best.cuts)
     if len(best.cuts) != schedule.num_stages or cuts[-1] != len(layers) or any(i >= j for i, j in pairwise(cuts)):
         raise ValueError(f"cuts {list(best.cuts)} of {len(layers)} layers into {schedule.num_stages} stages")
-    if len(best.memory) != schedule.num_ranks or best.way.pipe != schedule.num_ranks:
+    if len(best.memory) != schedule.num_ranks or best.configuration.pipe != schedule.num_ranks:
         raise ValueError(f"memory of {len(best.memory)} ranks, and a schedule for {schedule.num_ranks}")
-    for number in (best.seconds, best.floor, best.bubble, *best.memory):
+    for number in (best.seconds, best.lower_bound, best.bubble, *best.memory):
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             raise ValueError(f"{number!r} is not a number")
 
 
-def _shortened(lines: list[str]) -> list[str]:
-    """A table's head, and of many rows the first and the last."""
+def _shorten_table(lines: list[str]) -> list[str]:
+    """The head of a table, and of many rows the first ones and the last."""
     rows = lines[2:]
-    return lines if len(rows) <= RANKS else [*lines[: RANKS + 1], f"… {len(rows) - RANKS} more …", lines[-1]]
+    return (
+        lines
+        if len(rows) <= SHOWN_RANKS
+        else [*lines[: SHOWN_RANKS + 1], f"… {len(rows) - SHOWN_RANKS} more …", lines[-1]]
+    )
 
 
-def _numbers(stages: Sequence[int]) -> str:
-    """0 to 3, 7."""
+def _stage_ranges(stages: Sequence[int]) -> str:
+    """As in ``0 to 3, 7``."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and stage == runs[-1][-1] + 1:
@@ -222,5 +232,5 @@ def _numbers(stages: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def _run(layers: Sequence[str]) -> str:
+def _layer_names(layers: Sequence[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)})"

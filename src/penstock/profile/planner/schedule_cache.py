@@ -1,4 +1,8 @@
-"""An order for stages of which some are recomputed, in the memory that every rank has left for it."""
+"""Schedules for the stages of a partition: searched for it, or adapted from those of a similar one.
+
+While cuts move, the order of actions is not searched again: it is adapted to the new stages and improved by tabu
+search. This is the only module outside ``schedule.search`` that works on its encoded orders.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +22,28 @@ from penstock.schedule.search.place_weight_grads import evaluate, place_weight_g
 from penstock.schedule.search.problem import Orders, Problem, make_problem
 from penstock.schedule.search.tabu import tabu_search
 
-__all__ = ["COUNTED", "AdaptedSchedule", "StageProblem", "adapt_schedule", "find_order", "seconds_per_move"]
+__all__ = [
+    "DETERMINISTIC_ACTIONS",
+    "AdaptedSchedule",
+    "StageProblem",
+    "adapt_schedule",
+    "find_order",
+    "seconds_per_move",
+]
 
-COUNTED = 4000
-"""For orders of up to so many actions it is counted what is done, and not timed."""
+DETERMINISTIC_ACTIONS = 4000
+"""Up to this many actions, search effort is counted and not timed."""
 
 
 @dataclass(frozen=True)
 class StageProblem:
-    """Stages to find an order for: what they cost, which are recomputed, and what each rank has room for."""
+    """Stages to schedule: their costs, which are recomputed, and the memory left on each rank for activations."""
 
     costs: Costs
-    again: frozenset[int]
+    recomputed: frozenset[int]
     placement: tuple[int, ...]
     m: int
-    room: tuple[float, ...]
+    memory: tuple[float, ...]
 
     @property
     def edges(self) -> tuple[Edge, ...] | None:
@@ -40,120 +51,114 @@ class StageProblem:
 
     @property
     def cap(self) -> tuple[float, ...] | None:
-        """What ranks may keep; None without a limit."""
-        return None if max(self.room) == inf else self.room
+        """Activation memory of each rank; None without a limit."""
+        return None if max(self.memory) == inf else self.memory
 
     @cached_property
-    def floor(self) -> float:
-        """No order takes less: a rank has its work to do, once the first micro-batch has come to it."""
-        return self._floor(self.again)
+    def lower_bound(self) -> float:
+        """No order is faster: a rank has to do its work after the first micro-batch has reached it."""
+        return self._lower_bound(self.recomputed)
 
     @cached_property
-    def loose_floor(self) -> float:
-        """The same if nothing need be recomputed."""
-        return self._floor(frozenset())
+    def lower_bound_without_recompute(self) -> float:
+        return self._lower_bound(frozenset())
 
-    def _floor(self, again: frozenset[int]) -> float:
+    def _lower_bound(self, recomputed: frozenset[int]) -> float:
         costs, placement = self.costs, self.placement
         times = costs.durations(len(placement))
         latency = costs.latency if isinstance(costs.latency, float) else 0.0
-        work = [0.0] * len(self.room)
-        comes = [inf] * len(work)
-        passed = 0.0
+        work = [0.0] * len(self.memory)
+        first_arrival = [inf] * len(work)
+        elapsed = 0.0
         for stage, rank in enumerate(placement):
             if stage and placement[stage - 1] != rank:
-                passed += latency
-            comes[rank] = min(comes[rank], passed)
-            passed += times["F"][stage]
+                elapsed += latency
+            first_arrival[rank] = min(first_arrival[rank], elapsed)
+            elapsed += times["F"][stage]
             work[rank] += times["F"][stage] + min(times["B"][stage], times["I"][stage] + times["W"][stage])
-            if stage in again:
+            if stage in recomputed:
                 work[rank] += times["R"][stage]
-        return max(head + self.m * each for head, each in zip(comes, work, strict=True))
+        return max(head + self.m * each for head, each in zip(first_arrival, work, strict=True))
 
 
-def find_order(stages: StageProblem, *, seconds: float, seed: int = 0, choose: bool = False) -> SearchResult | None:
-    """A short order; None if none was found that keeps the ranks' room.
+def find_order(
+    stages: StageProblem, *, seconds: float, seed: int = 0, choose_recompute: bool = False
+) -> SearchResult | None:
+    """Search a schedule; None if none is found within the memory.
 
-    With ``choose`` it is free to recompute what it likes. How much is searched does not depend on the machine, up to
-    ``COUNTED`` actions; beyond, it ends when time is up.
+    With ``choose_recompute`` the search decides what is recomputed. Up to ``DETERMINISTIC_ACTIONS`` actions the result
+    does not depend on the speed of the machine.
     """
     actions = 3 * len(stages.placement) * stages.m
     try:
         return auto(
             stages.costs, stages.placement, stages.m, cap=stages.cap, edges=stages.edges, seconds=seconds, seed=seed,
-            recompute=None if choose else stages.again, repeatable=actions <= COUNTED,
+            recompute=None if choose_recompute else stages.recomputed, repeatable=actions <= DETERMINISTIC_ACTIONS,
         )  # fmt: skip
-    except ScheduleError:  # no order keeps such a cap
+    except ScheduleError:  # no order within the cap
         return None
-
-
-# An order that goes on to be improved while its stages change: for other cuts it is not made anew, but adapted.
-#
-# This is the one place that works with the parts of ``auto``: its words, into whose gaps weight gradients are filled,
-# and its tabu search, which also keeps what is to be recomputed where there is room for it, if the planner may choose.
 
 
 @dataclass(frozen=True)
 class AdaptedSchedule:
-    """Stages with an order for them; infinitely long, if it does not keep the memory."""
+    """Stages with an order of their actions; ``seconds`` is infinite if it exceeds the memory."""
 
     stages: StageProblem
     problem: Problem
-    words: Orders
+    orders: Orders
     seconds: float
 
-    def floor_of(self, stages: StageProblem) -> float:
-        """No order that this one could become for these stages takes less."""
-        return stages.loose_floor if self.problem.recompute_optional else stages.floor
+    def lower_bound_for(self, stages: StageProblem) -> float:
+        """No adaptation of this order to ``stages`` is faster."""
+        return stages.lower_bound_without_recompute if self.problem.recompute_optional else stages.lower_bound
 
     def adapted(self, stages: StageProblem) -> AdaptedSchedule | None:
-        """The same order for other stages; None if these fit in no order."""
+        """The same order for other stages; None if no order of these fits the memory."""
         try:
             problem = _problem(stages, self.problem.recompute_optional)
         except ScheduleError:
             return None
-        return _adapted(stages, problem, with_recomputes(problem, self.words))
+        return _with_best_weight_grads(stages, problem, with_recomputes(problem, self.orders))
 
-    def improved(self, steps: int, random: Random) -> AdaptedSchedule:
-        """The best order that so many small changes lead to."""
+    def improved(self, moves: int, random: Random) -> AdaptedSchedule:
+        """The best order found by tabu search with this many moves."""
         if self.seconds == inf:
             return self
         goal = lower_bound(self.problem)
-        seconds, words = tabu_search(NodeTable(self.problem), self.words, steps, random, goal, lambda: False)
-        return AdaptedSchedule(self.stages, self.problem, words, seconds)
+        seconds, orders = tabu_search(NodeTable(self.problem), self.orders, moves, random, goal, lambda: False)
+        return AdaptedSchedule(self.stages, self.problem, orders, seconds)
 
-    def finished(self) -> SearchResult | None:
-        """The order as it will be run."""
+    def result(self) -> SearchResult | None:
+        """The schedule of this order; None if it exceeds the memory."""
         if self.seconds == inf:
             return None
-        simulation = simulate_orders(self.problem, self.words, self.stages.costs, self.stages.edges or ())
-        floor = min(simulation.makespan, lower_bound(self.problem))
-        return SearchResult(simulation.schedule, simulation.makespan, floor, simulation.peak_memory, self.problem.cap)
+        simulation = simulate_orders(self.problem, self.orders, self.stages.costs, self.stages.edges or ())
+        bound = min(simulation.makespan, lower_bound(self.problem))
+        return SearchResult(simulation.schedule, simulation.makespan, bound, simulation.peak_memory, self.problem.cap)
 
 
-def adapt_schedule(stages: StageProblem, schedule: Schedule, *, loose: bool) -> AdaptedSchedule:
-    """A schedule, to go on from. If ``loose``, its stages may keep some of what is to be recomputed."""
-    problem = _problem(stages, loose)
-    return _adapted(stages, problem, encode(problem, schedule))
+def adapt_schedule(stages: StageProblem, schedule: Schedule, *, recompute_optional: bool) -> AdaptedSchedule:
+    """A schedule to start from. With ``recompute_optional``, recomputes are dropped where there is memory for it."""
+    problem = _problem(stages, recompute_optional)
+    return _with_best_weight_grads(stages, problem, encode(problem, schedule))
 
 
 def seconds_per_move(stages: StageProblem) -> float:
-    """What one change to an order takes on a usual core, or to look at it for other stages."""
-    return ((4 * len(stages.placement) + len(stages.again)) * stages.m + 250) / 3.2e6
+    """Typical CPU time of one tabu move, or of adapting an order to other stages."""
+    return ((4 * len(stages.placement) + len(stages.recomputed)) * stages.m + 250) / 3.2e6
 
 
-def _problem(stages: StageProblem, loose: bool) -> Problem:
-    how = stages.placement, stages.m, stages.cap, stages.edges, stages.again
-    problem, _ = make_problem(stages.costs, *how)
-    return replace(problem, recompute_optional=loose)
+def _problem(stages: StageProblem, recompute_optional: bool) -> Problem:
+    problem, _ = make_problem(stages.costs, stages.placement, stages.m, stages.cap, stages.edges, stages.recomputed)
+    return replace(problem, recompute_optional=recompute_optional)
 
 
-def _adapted(stages: StageProblem, problem: Problem, words: Orders) -> AdaptedSchedule:
-    """The order, with weight gradients where they stand, or where they fit better."""
-    tried = [(evaluate(problem, words), words)]
-    skeleton = without_weight_grads(problem, words)
+def _with_best_weight_grads(stages: StageProblem, problem: Problem, orders: Orders) -> AdaptedSchedule:
+    """The order with weight gradients where they are, or placed anew, whichever is faster."""
+    variants = [(evaluate(problem, orders), orders)]
+    others = without_weight_grads(problem, orders)
     for overrun in (0.0, 0.5):
-        filled: Orders = [[] for _ in words]
-        tried.append((place_weight_grads(problem, skeleton, overrun, filled=filled), filled))
-    seconds, best = min(tried, key=lambda pair: pair[0])
+        filled: Orders = [[] for _ in orders]
+        variants.append((place_weight_grads(problem, others, overrun, filled=filled), filled))
+    seconds, best = min(variants, key=lambda pair: pair[0])
     return AdaptedSchedule(stages, problem, best, seconds)

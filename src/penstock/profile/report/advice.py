@@ -1,8 +1,10 @@
-"""Why ranks are idle in a step: every second in which one works on no action has one cause.
+"""Causes of idle time in a step, and advice: changes that would make it shorter, each simulated with the trace's costs.
 
-rank 0  ▕0F0▏▕0F1▏·······fill·······▕0B0▏··imbalance··▕0B1▏     waits that even stages would have, too, are the
-rank 1  fill ▕1F0▏▕1F1▏ h ▕1B0▏                                 pipeline's own; the rest is imbalance
-                        └ host: no message is awaited
+Every second in which a rank works on no action has one cause:
+
+    rank 0  ▕0F0▏▕0F1▏·······fill·······▕0B0▏··imbalance··▕0B1▏     waits that stages of equal time would have, too,
+    rank 1  fill ▕1F0▏▕1F1▏ h ▕1B0▏                                 are fill or drain; the rest is imbalance
+                            └ host: no message is awaited
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.errors import PenstockError, ScheduleError
-from penstock.profile.trace.analysis import milliseconds, traced_messages, typical_steps
+from penstock.profile.trace.analysis import TraceData, milliseconds, traced_messages, typical_steps
 from penstock.profile.trace.records import ActionRecord, StepRecord
 from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import with_recompute
@@ -25,12 +27,9 @@ from penstock.schedule.search import auto
 from penstock.schedule.simulate import Simulation, simulate
 from penstock.split.partition import partition
 
-if TYPE_CHECKING:
-    from penstock.profile.trace.trace import Trace
-
 __all__ = [
     "CAUSES",
-    "LEAST",
+    "MIN_SAVING",
     "SLOW",
     "Advice",
     "Idle",
@@ -40,7 +39,7 @@ __all__ = [
     "better_cut",
     "idle_times",
     "layers_of",
-    "mapped",
+    "map_stage_costs",
     "moves",
     "recut",
     "slow_ranks",
@@ -52,18 +51,18 @@ CAUSES = ("fill", "drain", "imbalance", "communication", "host")
 
 @dataclass(frozen=True)
 class Idle:
-    """What a rank does between the first action of its pipeline in a step and the last, in seconds.
+    """The time of a rank between the first action of its pipeline in a step and the last, in seconds.
 
     ``busy`` is the time in actions. The rest of ``total`` is idle, and is the sum of these:
 
-    - ``fill``: before its first action; and waits for a peer that computes, up to the rank's own first backward, as far
-      as they would be there if all stages took the same time: the pipeline fills.
-    - ``drain``: after its last action; and such waits after its first backward: the pipeline runs empty.
-    - ``imbalance``: what waits for a peer that computes last longer than they would with even stages.
-    - ``communication``: the peer is done, and its message is not there yet; or a message that was sent is not over.
-    - ``host``: between two actions no message is awaited: the program's own work, such as launching and sending.
+    - ``fill``: before its first action; and waits for a computing peer up to the rank's first backward, as far as they
+      would exist if all stages took the same time.
+    - ``drain``: after its last action; and such waits after its first backward.
+    - ``imbalance``: waits for a computing peer beyond those that stages of equal time would have.
+    - ``communication``: the peer is done and its message has not arrived, or a send is not complete.
+    - ``host``: no message is awaited: launching, sending, Python.
 
-    Where a trace has not all ranks, it is not known what even stages would do, and all such waits are imbalance.
+    If a trace lacks some ranks, all waits for a computing peer are imbalance.
     """
 
     track: int
@@ -84,10 +83,10 @@ class Idle:
         return {cause: getattr(self, cause) for cause in CAUSES}
 
 
-def idle_times(trace: Trace, step: StepRecord) -> list[Idle]:
-    """For each rank that has done anything in ``step``."""
+def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
+    """For each rank with actions in ``step``."""
     made = {
-        id(crossing.wait): crossing.maker.end for crossing in traced_messages(trace, step) if crossing.wait is not None
+        id(message.wait): message.source.end for message in traced_messages(trace, step) if message.wait is not None
     }
     even = _even_gaps(trace, step)
     found = []
@@ -132,7 +131,7 @@ def _idle(
 
 
 def _waits(done: ActionRecord, now: float, made: Mapping[int, float]) -> tuple[float, float]:
-    """Of the time from ``now`` to an action: in which a peer still computes, and all in which any wait goes on."""
+    """Seconds from ``now`` to an action in which a peer still computes, and in which there is any wait."""
     clipped = [(wait, max(wait.start, now), min(wait.end, done.start)) for wait in done.waits]
     waiting = _covered((start, end) for _, start, end in clipped)
     computing = _covered(
@@ -142,7 +141,7 @@ def _waits(done: ActionRecord, now: float, made: Mapping[int, float]) -> tuple[f
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long their union is."""
+    """The length of their union."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -150,8 +149,8 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _even_gaps(trace: Trace, step: StepRecord) -> dict[Action, float]:
-    """How long a rank would be idle before each action if stages took the same time, and messages none."""
+def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
+    """Idle seconds before each action if all stages took the same time and messages none."""
     places = [track.place for track in trace.tracks]
     schedule = trace.schedule
     try:
@@ -165,7 +164,7 @@ def _even_gaps(trace: Trace, step: StepRecord) -> dict[Action, float]:
         replica = trace.tracks[step.of(range(len(trace.tracks)))[0].track].replica
         order = step.schedule(schedule.name, schedule.placement, places, trace.replica(replica))
         even = simulate(order, Costs(**times, r=sum(again) / len(again)), trace.edges)
-    except PenstockError:  # one rank's part only, or half of a call
+    except PenstockError:  # records of one rank only, or of half of a call
         return {}
     gaps = {}
     for actions, starts, ends in zip(even.schedule.orders, even.starts, even.ends, strict=True):
@@ -174,14 +173,14 @@ def _even_gaps(trace: Trace, step: StepRecord) -> dict[Action, float]:
     return gaps
 
 
-# A better cut, as far as a trace can tell: it has the times of stages, not of their layers.
+# ── cuts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_MAX_SIMULATED_ACTIONS = 200_000  # actions to simulate; for more of them, only the most even cut is looked at
+_MAX_SIMULATED_ACTIONS = 200_000  # for more, only the most even cut is tried
 
 
 @dataclass(frozen=True)
 class Repartition:
-    """How many layers each stage has, and would have: with ``costs``, a step is shorter by ``saved`` of its time."""
+    """Layers per stage before and after, with the new ``costs``; ``saved`` is a fraction of the step time."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -191,7 +190,6 @@ class Repartition:
 
     @property
     def text(self) -> str:
-        """What to change, in words."""
         moved = self._moved()
         if len(moved) == 1:
             layer, old, new = moved[0]
@@ -204,8 +202,8 @@ class Repartition:
         return [(layer, old, new) for layer, old, new in pairs if old != new]
 
 
-def layers_of(trace: Trace) -> list[tuple[str, ...]] | None:
-    """The names of each stage's layers, from the trace's plan; None if it has none of them all."""
+def layers_of(trace: TraceData) -> list[tuple[str, ...]] | None:
+    """The names of the layers of each stage; None if the trace's plan does not have them all."""
     stages = trace.plan.get("stages", [])
     if len(stages) != trace.schedule.num_stages or not all(stage["layers"] for stage in stages):
         return None
@@ -213,16 +211,16 @@ def layers_of(trace: Trace) -> list[tuple[str, ...]] | None:
 
 
 def stage_seconds(costs: Costs, num_stages: int, trains: bool) -> list[float]:
-    """The time of one micro-batch in each stage, there and back."""
+    """Seconds of forward and backward of one micro-batch per stage."""
     times = costs.durations(num_stages)
     return [f + b for f, b in zip(times["F"], times["B"], strict=True)] if trains else times["F"]
 
 
-def better_cut(trace: Trace, base: Simulation) -> Repartition | None:
-    """The fastest of some cuts, if the layers of a stage cost alike; None where none is faster, or layers are unknown.
+def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
+    """The fastest of some cuts, assuming equal layers within a stage; None if none is faster or layers are unknown.
 
-    Looked at are the most even cut, and those in which one layer moves to the next stage or to the one before. Messages
-    are taken to be as large and as fast as they are, wherever the cut is. No rank keeps more than the fullest does now.
+    Candidates are the most even cut and all moves of one layer to a neighbouring stage. Messages keep their size and
+    time. No rank stores more than the fullest one does now.
     """
     groups = layers_of(trace)
     if groups is None or sum(map(len, groups)) == len(groups):
@@ -245,7 +243,7 @@ def better_cut(trace: Trace, base: Simulation) -> Repartition | None:
 
 
 def moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All cuts in which one layer is on the other side of one cut."""
+    """All cuts with one layer moved to a neighbouring stage."""
     for stage in range(len(sizes) - 1):
         for here, there in ((stage, stage + 1), (stage + 1, stage)):
             if sizes[here] > 1:
@@ -253,18 +251,18 @@ def moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def recut(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:
-    """The costs of stages of other sizes, each layer with an even share of what its stage had."""
+    """The costs of the new stages, if each layer has an equal share of its old stage."""
     ends = list(accumulate(after))
 
     def moved(numbers: list[float]) -> list[float]:
         shares = [number / count for number, count in zip(numbers, before, strict=True) for _ in range(count)]
         return [sum(shares[end - count : end]) for end, count in zip(ends, after, strict=True)]
 
-    return mapped(costs, len(before), moved)
+    return map_stage_costs(costs, len(before), moved)
 
 
-def mapped(costs: Costs, num_stages: int, change: Callable[[list[float]], list[float]]) -> Costs:
-    """The costs with all that is counted by stages changed: ``change`` gets the numbers of all stages."""
+def map_stage_costs(costs: Costs, num_stages: int, change: Callable[[list[float]], list[float]]) -> Costs:
+    """The costs with ``change`` applied to each list of numbers per stage."""
     names = [name for name in ("f", "i", "w", "b", "r", "activation") if getattr(costs, name) is not None]
     changed: dict[str, Any] = {name: tuple(change(costs.of_stages(name, num_stages))) for name in names}
     return replace(costs, **changed)
@@ -274,15 +272,15 @@ def _owners(sizes: Sequence[int]) -> list[int]:
     return [stage for stage, count in enumerate(sizes) for _ in range(count)]
 
 
-# Ranks that are slower than others for the same work.
+# ── slow ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 SLOW = 1.1
-"""How many times as long as others a rank takes to be called slow."""
+"""A rank is slow if it takes this many times as long as others."""
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank, by its number in the world: how much longer than others it takes, and what that costs a step."""
+    """A global rank, its time relative to others, and the fraction of a step that this costs."""
 
     rank: int
     factor: float
@@ -296,36 +294,38 @@ class SlowRank:
         )
 
 
-def slow_ranks(trace: Trace, base: Simulation) -> Iterator[SlowRank]:
-    """The same work is that of one stage in several replicas, or of stages with as many layers and parameters.
+def slow_ranks(trace: TraceData, base: Simulation) -> Iterator[SlowRank]:
+    """Ranks that are slower than others for the same work, except those that share a GPU.
 
-    Of ranks that share a GPU none is slow by itself.
+    The same work is one stage in several replicas, or stages with equal numbers of layers and parameters.
     """
-    sharing = {track for tracks in trace.sharing for track in tracks}
-    times = _times(trace)
+    shared_gpu_notes = {track for tracks in trace.shared_gpus for track in tracks}
+    times = _median_seconds(trace)
     groups: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
     for (track, stage, kind), seconds in times.items():
-        groups[_work(trace, stage), kind].append((track, seconds))
-    for track in sorted(set(range(len(trace.tracks))) - sharing):
+        groups[_work_key(trace, stage), kind].append((track, seconds))
+    for track in sorted(set(range(len(trace.tracks))) - shared_gpu_notes):
         own: dict[int, float] = defaultdict(float)
         others: dict[int, float] = defaultdict(float)
         for (t, stage, kind), seconds in times.items():
-            peers = [s for other, s in groups[_work(trace, stage), kind] if other != track]
+            peers = [s for other, s in groups[_work_key(trace, stage), kind] if other != track]
             if t == track and peers:
                 own[stage] += seconds
                 others[stage] += median(peers)
         usual = sum(others.values())
         if usual and sum(own.values()) > SLOW * usual:
-            pooled = _pooled(base)
+            pooled = _simulated_stage_seconds(base)
             slow, even = (
-                simulate(base.schedule, _scaled(base, {s: x / pooled[s] for s, x in t.items()}), trace.edges).makespan
+                simulate(
+                    base.schedule, _scale_stages(base, {s: x / pooled[s] for s, x in t.items()}), trace.edges
+                ).makespan
                 for t in (own, others)
             )
             yield SlowRank(trace.tracks[track].rank, sum(own.values()) / usual, 1 - even / slow)
 
 
-def _times(trace: Trace) -> dict[tuple[int, int, str], float]:
-    """The median time of each kind of action of a stage on a track."""
+def _median_seconds(trace: TraceData) -> dict[tuple[int, int, str], float]:
+    """Median seconds by track, stage and kind of action."""
     found: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     for step in typical_steps(trace):
         for part in step.parts:
@@ -334,42 +334,42 @@ def _times(trace: Trace) -> dict[tuple[int, int, str], float]:
     return {key: median(seconds) for key, seconds in found.items()}
 
 
-def _work(trace: Trace, stage: int) -> Hashable:
-    """Equal for stages that have the same to do, as far as the plan tells."""
+def _work_key(trace: TraceData, stage: int) -> Hashable:
+    """A key that is equal for stages with the same work, according to the plan."""
     stages = trace.plan.get("stages", [])
     if len(stages) != trace.schedule.num_stages:
         return stage
     return len(stages[stage]["layers"]), stages[stage]["parameters"]
 
 
-def _pooled(base: Simulation) -> list[float]:
-    """What a stage takes for one micro-batch, by the costs of the simulation."""
+def _simulated_stage_seconds(base: Simulation) -> list[float]:
+    """Seconds of one micro-batch per stage, by the costs of the simulation."""
     times = base.costs.durations(base.schedule.num_stages)
     kinds = base.schedule.kinds
     return [sum(times[kind][stage] for kind in kinds) for stage in range(base.schedule.num_stages)]
 
 
-def _scaled(base: Simulation, factors: Mapping[int, float]) -> Costs:
+def _scale_stages(base: Simulation, factors: Mapping[int, float]) -> Costs:
     def scaled(numbers: list[float]) -> list[float]:
         return [x * factors.get(stage, 1.0) for stage, x in enumerate(numbers)]
 
-    return mapped(base.costs, base.schedule.num_stages, scaled)
+    return map_stage_costs(base.costs, base.schedule.num_stages, scaled)
 
 
-# What would make a step shorter, and by how much: each change is simulated with the trace's costs.
+# ── advice ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-LEAST = 0.01
-"""The share of a step that advice must save to be given."""
+MIN_SAVING = 0.01
+"""The smallest fraction of a step that advice must save."""
 
 _MORE = "more memory"
-_EDGES = 4  # of all edges, those that take longest
-_SAME = 1 + 1e-9  # two sums of the same sizes
-_MAX_SEARCHED_ACTIONS = 50_000  # actions; for more of them a search takes too long to be worth it
+_EDGES = 4  # the slowest edges that are considered
+_SAME = 1 + 1e-9  # rounding of equal sums
+_MAX_SEARCHED_ACTIONS = 50_000  # a search of more would take too long
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, in words, and the share of a step's time that it saves; or at most saves, if that is a ``bound``."""
+    """A change as text, and the fraction of a step that it saves, or at most saves if it is a ``bound``."""
 
     what: str
     text: str
@@ -377,11 +377,11 @@ class Advice:
     bound: bool = False
 
 
-def advise(trace: Trace, idle: Sequence[Idle] = ()) -> list[Advice]:
-    """All changes that save at least a hundredth of a step: first those in the memory of now, last bounds.
+def advise(trace: TraceData, idle: Sequence[Idle] = ()) -> list[Advice]:
+    """All changes that save at least ``MIN_SAVING``, sorted: within the current memory, with more, then bounds.
 
-    Within each, what saves most comes first. ``idle`` are the causes of idle time in a step, if they are known. Where
-    steps cannot be simulated, as of half a call or of one rank's part, there is nothing but what these say.
+    ``idle`` are the idle times of a step, if known. Steps that cannot be simulated (half of a call, or the records of
+    one rank) give advice from these only.
     """
     found = list(_host(idle))
     try:
@@ -394,7 +394,7 @@ def advise(trace: Trace, idle: Sequence[Idle] = ()) -> list[Advice]:
         found += [_cut(cut) for cut in [better_cut(trace, base)] if cut is not None]
         found += [Advice("slow rank", slow.text, slow.saved) for slow in slow_ranks(trace, base)]
         found += _edges(trace, base)
-    worth = [advice for advice in found if advice.saved >= LEAST]
+    worth = [advice for advice in found if advice.saved >= MIN_SAVING]
     return sorted(worth, key=lambda advice: (advice.bound, advice.what == _MORE, -advice.saved))
 
 
@@ -405,11 +405,11 @@ def _saved(base: Simulation, makespan: float) -> float:
 # ── schedules ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _schedules(trace: Trace, base: Simulation) -> Iterator[Advice]:
-    """The best fixed schedule within the memory of now, the best with more, and the searched one if it beats them."""
+def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+    """The best fixed schedule within the current memory, the best with more, and a searched one if it is better."""
     if not base.schedule.trains:
         return
-    costs = _counted(base.costs, base.schedule.num_stages)
+    costs = _with_activation(base.costs, base.schedule.num_stages)
     kept = max(simulate(base.schedule, costs, trace.edges).peak_memory)
     best, larger = 0.0, Advice("", "", 0.0)
     fixed = [simulate(schedule, costs, trace.edges) for schedule in _fixed(base.schedule)]
@@ -425,7 +425,7 @@ def _schedules(trace: Trace, base: Simulation) -> Iterator[Advice]:
         if not larger.text:
             more = f"{peak / kept:.2g} times the memory" if kept else "more memory"
             larger = Advice(_MORE, f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
-    if larger.saved > best + LEAST:
+    if larger.saved > best + MIN_SAVING:
         yield larger
     if "R" in base.schedule.kinds or sum(map(len, base.schedule.orders)) > _MAX_SEARCHED_ACTIONS:
         return
@@ -433,16 +433,16 @@ def _schedules(trace: Trace, base: Simulation) -> Iterator[Advice]:
         found_order = auto(
             costs, base.schedule.placement, base.schedule.num_microbatches, cap=kept, edges=trace.edges, seconds=0.4
         )
-    except ScheduleError:  # for orders that auto does not know
+    except ScheduleError:  # for orders that auto does not support
         return
     saved = _saved(base, found_order.makespan)
-    if saved > best + LEAST:
+    if saved > best + MIN_SAVING:
         note = split if found_order.schedule.kinds & {"I", "W"} else ""
         yield Advice("schedule", f"schedule auto saves {saved:.0%} at the same memory{note}", saved)
 
 
 def _fixed(now: Schedule) -> Iterator[Schedule]:
-    """All other fixed schedules for the same stages on the same ranks, with the recomputes of ``now``."""
+    """All other fixed schedules with the same placement, with the recomputes of ``now``."""
     for name in SCHEDULES:
         try:
             schedule = _like(name, now, now.num_microbatches)
@@ -460,38 +460,38 @@ def _like(name: str, now: Schedule, m: int) -> Schedule:
 
 
 def _modes(schedule: Schedule) -> list[str]:
-    """How each stage of a schedule recomputes."""
+    """The recompute mode of each stage."""
     again = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
     stages, last = range(schedule.num_stages), schedule.num_microbatches - 1
     some = {stage for stage, _ in again}
     return ["never" if s not in some else "always" if (s, last) in again else "except_last" for s in stages]
 
 
-def _counted(costs: Costs, num_stages: int) -> Costs:
-    """Where no stage is known to keep anything, micro-batches in flight are counted instead of bytes."""
+def _with_activation(costs: Costs, num_stages: int) -> Costs:
+    """Count micro-batches in flight instead of bytes if no activation bytes are known."""
     return costs if any(costs.of_stages("activation", num_stages)) else replace(costs, activation=1.0)
 
 
-def _split_note(trace: Trace) -> str:
+def _split_note(trace: TraceData) -> str:
     return "" if "W" in trace.order.kinds else " (if a weight's gradient takes half of a backward)"
 
 
 # ── micro-batches, cuts, edges, hosts ────────────────────────────────────────────────────────────────────────
 
 
-def _microbatches(trace: Trace, base: Simulation) -> Iterator[Advice]:
-    """The same mini-batch in twice as many micro-batches, each half as large: that keeps no more than now."""
+def _microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+    """Twice as many micro-batches of half the size, which need no more memory."""
     now = base.schedule
     if not now.trains:
         return
     m = 2 * now.num_microbatches
     try:
         schedule = _like(now.name, now, m)
-    except ScheduleError:  # an order of one's own
+    except ScheduleError:  # a custom order
         return
     if schedule.placement != now.placement:
         return
-    halves = mapped(base.costs, now.num_stages, lambda numbers: [x / 2 for x in numbers])
+    halves = map_stage_costs(base.costs, now.num_stages, lambda numbers: [x / 2 for x in numbers])
     saved = _saved(base, simulate(schedule, halves, trace.edges).makespan)
     text = f"{m} micro-batches, not {m // 2}, save {saved:.0%} (if one of half the size takes half the time)"
     yield Advice("micro-batches", text, saved)
@@ -501,11 +501,11 @@ def _cut(cut: Repartition) -> Advice:
     return Advice("cut", f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)", cut.saved)
 
 
-def _edges(trace: Trace, base: Simulation) -> Iterator[Advice]:
-    """What the slowest messages cost: an upper bound of what a faster link would save."""
+def _edges(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+    """An upper bound of the saving by faster links, for the slowest edges."""
     costs, placement = base.costs, base.schedule.placement
-    crossing = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
-    slowest = sorted(crossing, key=lambda edge: -costs.of_edge("latency", edge))[:_EDGES]
+    message = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
+    slowest = sorted(message, key=lambda edge: -costs.of_edge("latency", edge))[:_EDGES]
     for edge in (edge for edge in slowest if costs.of_edge("latency", edge)):
         latency = {other: costs.of_edge("latency", other) * (other != edge) for other in trace.edges}
         saved = _saved(base, simulate(base.schedule, replace(costs, latency=latency), trace.edges).makespan)
@@ -518,7 +518,7 @@ def _edges(trace: Trace, base: Simulation) -> Iterator[Advice]:
 
 
 def _host(idle: Sequence[Idle]) -> Iterator[Advice]:
-    """The share of a step in which the busiest host keeps its rank from working."""
+    """The largest fraction of a step that a rank waits for its host."""
     worst = max(idle, key=lambda rank: rank.host, default=None)
     if worst is not None and worst.total:
         saved = worst.host / worst.total

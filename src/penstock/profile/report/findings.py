@@ -1,16 +1,15 @@
-"""What a rank keeps when it keeps most."""
+"""The findings of a report as data: idle times, memory peaks, use of edges, advice."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, PlanError
-from penstock.profile.report.advice import CAUSES, LEAST, Advice, Idle, Repartition, advise, better_cut, idle_times
-from penstock.profile.trace.analysis import milliseconds, plural, traced_messages, typical_steps
+from penstock.profile.report.advice import CAUSES, MIN_SAVING, Advice, Idle, Repartition, advise, better_cut, idle_times
+from penstock.profile.trace.analysis import TraceData, milliseconds, plural, traced_messages, typical_steps
 from penstock.profile.trace.records import (
     ActionRecord,
     RankRecord,
@@ -20,24 +19,18 @@ from penstock.profile.trace.records import (
     WaitRecord,
     with_memory,
 )
-from penstock.schedule.schedule import BACKWARD, edges_of, neighbours
+from penstock.schedule.schedule import BACKWARD, Edge, edges_of, neighbours
 from penstock.schedule.simulate import Simulation
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.profile.trace.trace import Trace
-    from penstock.schedule.schedule import Edge
 
 __all__ = ["EdgeUse", "Findings", "MemoryPeak", "analyze", "memory_peak", "simulated_trace"]
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The most bytes of a rank in a step, after an action.
+    """The peak memory of a rank in a step, and the action after which it occurs.
 
-    ``flight[s]`` has the micro-batches of stage ``s`` whose backward is still to come. ``saved`` is what they keep, as
-    far as it is known; the rest is parameters, gradients, the optimizer's state, and what else is on the device.
+    ``flight[s]`` are the micro-batches of stage ``s`` with a pending backward, and ``saved`` their bytes, as far as
+    known. The rest is parameters, gradients, optimizer state, and other tensors on the device.
     """
 
     track: int
@@ -53,7 +46,7 @@ class MemoryPeak:
 
 
 def memory_peak(part: RankRecord, saved: Mapping[int, int]) -> MemoryPeak | None:
-    """Of one rank; None where its memory is not known."""
+    """The peak of one rank; None if its memory is unknown."""
     again = {(done.action.stage, done.action.microbatch) for done in part.actions if done.action.kind == "R"}
     flight: dict[tuple[int, int], int] = {}
     best: MemoryPeak | None = None
@@ -74,9 +67,8 @@ def memory_peak(part: RankRecord, saved: Mapping[int, int]) -> MemoryPeak | None
 # A simulation as a trace, so that what is said of one can be said of the other.
 
 
-def simulated_trace(simulation: Simulation, edges: Iterable[Edge] | None = None) -> Trace:
-    """A trace of one step in which everything happened as it was simulated."""
-    from penstock.profile.trace.trace import Trace
+def simulated_trace(simulation: Simulation, edges: Iterable[Edge] | None = None) -> TraceData:
+    """A simulation as the trace of one step."""
 
     schedule, costs = simulation.schedule, simulation.costs
     edges = edges_of(schedule, edges)
@@ -95,7 +87,7 @@ def simulated_trace(simulation: Simulation, edges: Iterable[Edge] | None = None)
             now = end
         parts.append(RankRecord(rank, 0.0, simulation.makespan, tuple(actions)))
     saved = {stage: int(size) for stage, size in enumerate(costs.of_stages("activation", schedule.num_stages))}
-    return Trace(
+    return TraceData(
         schedule,
         edges,
         tracks=tuple(Track(rank, 0, rank, "simulated") for rank in range(schedule.num_ranks)),
@@ -109,11 +101,11 @@ def simulated_trace(simulation: Simulation, edges: Iterable[Edge] | None = None)
 
 @dataclass(frozen=True)
 class EdgeUse:
-    """What crosses an edge in a step, both ways. ``seconds`` is one message's, where ranks waited for any."""
+    """Messages of an edge in a step, in both directions. ``seconds`` of one message is known if ranks waited for it."""
 
     src: int
     dst: int
-    ranks: tuple[int, int]  # in their pipeline
+    ranks: tuple[int, int]  # pipeline ranks
     messages: int
     forward: int  # bytes of one message
     backward: int
@@ -121,15 +113,15 @@ class EdgeUse:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes in a second, of a message whose time is known."""
+        """Bytes per second of a message, if its time is known."""
         return max(self.forward, self.backward) / self.seconds if self.seconds else None
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in a trace. ``step`` is the one that stands for all: of the typical ones, the middle one."""
+    """The findings of a trace. ``step`` is the typical step with the median duration."""
 
-    trace: Trace
+    trace: TraceData
     step: StepRecord
     idle: Sequence[Idle]
     peaks: Sequence[MemoryPeak]
@@ -145,17 +137,17 @@ class Findings:
 
     @property
     def causes(self) -> dict[str, float]:
-        """The share of each cause in the time of all ranks; together they are the bubble."""
+        """The fraction of all ranks' time by cause; their sum is the bubble."""
         return {cause: _share(self.idle, cause) for cause in CAUSES}
 
     @property
     def what(self) -> str:
-        """What the step is, with its article."""
+        """The kind of step, with its article."""
         return {"evaluate": "an evaluation"}.get(self.step.kind, f"a {self.step.kind}")
 
     @property
     def head(self) -> str:
-        """What was run, and how long it took."""
+        """One line: the schedule, the duration of a step, and its bubble by cause."""
         trace, schedule = self.trace, self.trace.schedule
         causes = sorted(self.causes.items(), key=lambda item: -item[1])
         why = ", ".join(f"{cause} {share:.1%}" for cause, share in causes if share >= 0.0005)
@@ -169,11 +161,11 @@ class Findings:
     @property
     def best(self) -> str:
         """The first advice."""
-        return self.advice[0].text if self.advice else f"no change was found that saves {LEAST:.0%} or more"
+        return self.advice[0].text if self.advice else f"no change was found that saves {MIN_SAVING:.0%} or more"
 
 
-def analyze(trace: Trace) -> Findings:
-    """Look at a trace: an error where it has no whole step."""
+def analyze(trace: TraceData) -> Findings:
+    """Analyze a trace; an error if it has no whole step."""
     steps = typical_steps(trace)
     if not steps:
         raise PlanError(
@@ -184,7 +176,7 @@ def analyze(trace: Trace) -> Findings:
     simulation, cut, simulated = None, None, list[Idle]()
     try:
         simulation = trace.simulation()
-    except PenstockError:  # one rank's part only, or half of a call
+    except PenstockError:  # records of one rank only, or of half of a call
         pass
     else:
         cut = better_cut(trace, simulation)
@@ -204,15 +196,15 @@ def analyze(trace: Trace) -> Findings:
     )
 
 
-def _edges(trace: Trace, step: StepRecord) -> list[EdgeUse]:
+def _edges(trace: TraceData, step: StepRecord) -> list[EdgeUse]:
     found = defaultdict(list)
-    for crossing in traced_messages(trace, step):
-        found[crossing.edge].append(crossing)
+    for message in traced_messages(trace, step):
+        found[message.edge].append(message)
     uses = []
     for src, dst in trace.edges:
         messages = found[src, dst]
         sizes = {
-            way: [c.sent.bytes for c in messages if (c.maker.action.kind == "F") == (way == "forward")]
+            way: [c.sent.bytes for c in messages if (c.source.action.kind == "F") == (way == "forward")]
             for way in ("forward", "backward")
         }
         times = [c.seconds for c in messages if c.seconds is not None]

@@ -1,4 +1,4 @@
-"""The page: one HTML file with its style, its script and its data in it, and nothing loaded from anywhere."""
+"""The report page: one self-contained HTML file. All texts of a trace are escaped."""
 
 from __future__ import annotations
 
@@ -8,53 +8,47 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.profile.report.advice import CAUSES, LEAST, Idle, layers_of, stage_seconds
+from penstock.profile.report.advice import CAUSES, MIN_SAVING, Idle, layers_of, stage_seconds
 from penstock.profile.report.findings import Findings, analyze
-from penstock.profile.trace.analysis import milliseconds, plural, prediction_source, sharing, size, typical_steps
-from penstock.profile.trace.records import ActionRecord, RankRecord, Span, StepRecord
-from penstock.profile.trace.trace import NAMES
+from penstock.profile.trace.analysis import (
+    TraceData,
+    bytes_text,
+    milliseconds,
+    plural,
+    prediction_source,
+    shared_gpu_notes,
+    typical_steps,
+)
+from penstock.profile.trace.records import ACTION_NAMES, ActionRecord, RankRecord, Span, StepRecord
 
-if TYPE_CHECKING:
-    from penstock.profile.trace.trace import Trace
-
-__all__ = [
-    "MOST_ACTIONS",
-    "page",
-    "rank_name",
-    "sections",
-    "size",
-    "step_name",
-    "step_picker",
-    "steps_shown",
-    "write_report",
-]
+__all__ = ["write_report"]
 
 
-# The steps that a page shows: how long each took, and which of them have a timeline on it.
+# ── choice of steps ──────────────────────────────────────────────────────────────────────────────────────────────
 #
-# ▂▂▃▂▂▂█▂▂▂▂▁▂▂    a bar for each step; a page of many has timelines of the middle one, the slowest, the fastest,
-#     ^ ^    ^      those that failed, and of others at even distances
+# ▂▂▃▂▂▂█▂▂▂▂▁▂▂    a bar for each step; of many, the median, slowest, fastest and failed ones and some others have
+#     ^ ^    ^      a timeline
 
-MOST_ACTIONS = 10_000
-"""Of all timelines on a page together, unless one step has more: about a megabyte."""
+MAX_ACTIONS = 10_000
+"""The limit for all timelines of a page together, unless one step has more: about a megabyte."""
 
-_COLUMNS = 400  # of bars: of more steps, one shows the slowest of several
-_HIGH = 40
+_MAX_BARS = 400  # of more steps, a bar shows the slowest of several
+_BAR_HEIGHT = 40
 
 
 def steps_shown(findings: Findings) -> list[StepRecord]:
-    """The steps with a timeline, in their order. The one that the page is about is always among them."""
-    steps = [step for step in findings.trace.steps if _size(step)]
+    """The steps with a timeline, in order; ``findings.step`` is always one of them."""
+    steps = [step for step in findings.trace.steps if _num_actions(step)]
     places = {id(step): place for place, step in enumerate(steps)}
-    found, room = {places[id(findings.step)]}, MOST_ACTIONS - _size(findings.step)
+    found, room = {places[id(findings.step)]}, MAX_ACTIONS - _num_actions(findings.step)
     times = sorted(range(len(steps)), key=lambda place: steps[place].seconds)
     failed = (place for place, step in enumerate(steps) if step.failed)
-    for place in dict.fromkeys([times[-1], times[0], *failed, *_spread(len(steps))]):
-        if place not in found and _size(steps[place]) <= room:
+    for place in dict.fromkeys([times[-1], times[0], *failed, *_evenly_spread(len(steps))]):
+        if place not in found and _num_actions(steps[place]) <= room:
             found.add(place)
-            room -= _size(steps[place])
+            room -= _num_actions(steps[place])
     return [steps[place] for place in sorted(found)]
 
 
@@ -64,7 +58,7 @@ def step_name(step: StepRecord) -> str:
 
 
 def step_picker(findings: Findings) -> str:
-    """What a step is chosen with; nothing where there is one only."""
+    """HTML to choose a step; empty if there is only one."""
     all_steps = [step for step in findings.trace.steps if step.parts]
     shown = steps_shown(findings)
     if len(all_steps) < 2:
@@ -77,13 +71,13 @@ def step_picker(findings: Findings) -> str:
         selected = " selected" if step is findings.step else ""
         options.append(f'<option value="{number}"{selected}>{escape(text)}</option>')
     here = {id(step): number for number, step in enumerate(shown)}
-    each = -(-len(all_steps) // _COLUMNS)
+    each = -(-len(all_steps) // _MAX_BARS)
     words = "Each bar is a step" if each == 1 else f"Each bar is the slowest of {each} steps"
     words += f": {plural(len(all_steps), 'step')} of "
     words += " to ".join(milliseconds(f(step.seconds for step in all_steps)) for f in (min, max))
     if len(shown) < len(all_steps):
         words += (
-            f". {len(shown)} of them, in colour, have a timeline here: a page has timelines of about {MOST_ACTIONS:,} "
+            f". {len(shown)} of them, in colour, have a timeline here: a page has timelines of about {MAX_ACTIONS:,} "
             "actions"
         )
     return (
@@ -97,33 +91,33 @@ def step_picker(findings: Findings) -> str:
 
 
 def _bars(steps: Sequence[tuple[float, int | None]], each: int, words: str) -> str:
-    """The times of so many steps each; those with a number can be chosen."""
+    """A bar chart of durations, each bar for ``each`` steps; steps with a number can be chosen."""
     groups = [steps[i : i + each] for i in range(0, len(steps), each)]
     most = max(seconds for seconds, _ in steps) or 1.0
     bars = []
     for x, group in enumerate(groups):
-        height = max(seconds for seconds, _ in group) / most * _HIGH
+        height = max(seconds for seconds, _ in group) / most * _BAR_HEIGHT
         numbers = [number for _, number in group if number is not None]
-        place = f'x="{x + 0.1}" y="{_HIGH - height:.2f}" width="0.8" height="{height:.2f}"'
+        place = f'x="{x + 0.1}" y="{_BAR_HEIGHT - height:.2f}" width="0.8" height="{height:.2f}"'
         shown = f' data-step="{numbers[0]}" data-last="{numbers[-1]}"' if numbers else ""
         bars.append(f"<rect {place}{shown}/>")
     return (
-        f'<svg id="step-times" role="img" aria-label="{escape(words)}" viewBox="0 0 {max(len(groups), 8)} {_HIGH}" '
-        f'preserveAspectRatio="none">{"".join(bars)}</svg>'
+        f'<svg id="step-times" role="img" aria-label="{escape(words)}" '
+        f'viewBox="0 0 {max(len(groups), 8)} {_BAR_HEIGHT}" preserveAspectRatio="none">{"".join(bars)}</svg>'
     )
 
 
-def _size(step: StepRecord) -> int:
+def _num_actions(step: StepRecord) -> int:
     return sum(len(part.actions) for part in step.parts)
 
 
-def _spread(count: int) -> list[int]:
-    """All numbers below ``count``, in an order of which any beginning is even: 0, 4, 2, 6, 1, 5, 3, 7."""
+def _evenly_spread(count: int) -> list[int]:
+    """All numbers below ``count``, ordered so that any prefix is evenly spread: 0, 4, 2, 6, 1, 5, 3, 7."""
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
 
 
-# The sections of the page that are plain HTML. All texts of a trace go through ``escape``.
+# ── sections ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _MEANINGS = {
     "fill": "until work reaches the rank, and its first gradient",
@@ -135,7 +129,7 @@ _MEANINGS = {
 
 
 def sections(findings: Findings) -> dict[str, str]:
-    """By their names in ``page.html``."""
+    """HTML by the placeholders of ``page.html``."""
     trace, schedule = findings.trace, findings.trace.schedule
     versions = ", ".join(f"{name} {version}" for name, version in trace.versions.items())
     missing = "" if trace.missing is None else f"One rank's part only: {trace.missing}. "
@@ -156,14 +150,14 @@ def sections(findings: Findings) -> dict[str, str]:
     }
 
 
-def rank_name(trace: Trace, track: int) -> str:
-    """A rank of the world, and the replica where there are several."""
+def rank_name(trace: TraceData, track: int) -> str:
+    """The global rank, and the replica if there are several."""
     one = trace.tracks[track]
     return f"rank {one.rank}" + (f" ({one.replica})" if len(trace.replicas) > 1 else "")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", texts: Sequence[int] = ()) -> str:
-    """Cells are HTML already; the first column, and those of ``texts``, stand left."""
+    """A table of HTML cells; the first column and those in ``texts`` are left-aligned."""
     about = f'<p class="note">{caption}</p>' if caption else ""
     kind = ['class="text"' if i in texts else "" for i in range(len(head))]
     top = "".join(f'<th scope="col" {k}>{cell}</th>' for k, cell in zip(kind, head, strict=True))
@@ -174,7 +168,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = ""
 
 
 def _stack(parts: Iterable[tuple[str, float]], kind: str = "") -> str:
-    """A bar of parts, each with its colour's name and its share of the width."""
+    """A stacked bar of (colour name, fraction of the width)."""
     spans = "".join(
         f'<i style="width:{100 * share:.2f}%;background:var(--{colour})"></i>' for colour, share in parts if share > 0
     )
@@ -192,7 +186,7 @@ def _tiles(findings: Findings) -> str:
     if findings.peaks:
         most = max(findings.peaks, key=lambda peak: peak.bytes)
         kind = "saved for backwards" if trace.memory == "saved" else trace.memory
-        tiles.append((size(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
+        tiles.append((bytes_text(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
     first = next(iter(findings.advice), None)
     gain = "–" if first is None else f"{'≤ ' * first.bound}{first.saved:.0%}"
     tiles.append((gain, "the first advice saves"))
@@ -200,14 +194,14 @@ def _tiles(findings: Findings) -> str:
 
 
 def _advice(findings: Findings) -> str:
-    return "".join(f"<p>{escape(text)}.</p>" for text in sharing(findings.trace)) + _changes(findings)
+    return "".join(f"<p>{escape(text)}.</p>" for text in shared_gpu_notes(findings.trace)) + _changes(findings)
 
 
 def _changes(findings: Findings) -> str:
     if findings.simulation is None and not findings.advice:
         return "<p>None: this step cannot be simulated, for it is not whole.</p>"
     if not findings.advice:
-        return f"<p>None: no change was found that saves {LEAST:.0%} of a step or more.</p>"
+        return f"<p>None: no change was found that saves {MIN_SAVING:.0%} of a step or more.</p>"
     items = "".join(
         f'<li data-saved="{advice.saved:.6f}"><b>{"≤ " * advice.bound}{advice.saved:.0%}</b> {escape(advice.text)}</li>'
         for advice in findings.advice
@@ -228,7 +222,7 @@ def _timeline_note(findings: Findings) -> str:
 
 def _legend(findings: Findings) -> str:
     kinds = sorted(findings.trace.order.kinds, key="FRBIW".index)
-    shown = [(kind, f"{kind} {NAMES[kind]}") for kind in kinds] + [("wait", "wait")]
+    shown = [(kind, f"{kind} {ACTION_NAMES[kind]}") for kind in kinds] + [("wait", "wait")]
     return "".join(f'<span><i style="background:var(--{colour})"></i>{name}</span>' for colour, name in shown)
 
 
@@ -258,7 +252,7 @@ def _shares(idle: Idle) -> list[str]:
     return [f"{seconds / idle.total:.1%}" if idle.total else "–" for seconds in (idle.idle, *idle.causes.values())]
 
 
-def _memory_note(trace: Trace) -> str:
+def _memory_note(trace: TraceData) -> str:
     what = "What each rank keeps for backwards to come"
     if trace.memory != "saved":
         what = f"The bytes {escape(trace.memory)} on each rank's device"
@@ -274,15 +268,15 @@ def _memory(findings: Findings) -> str:
     for peak in findings.peaks:
         inside = [
             f"stage {stage}: {plural(len(flight), 'micro-batch')} ({_numbers(flight)})"
-            + (f" of {size(trace.saved[stage])}" if trace.saved.get(stage) else "")
+            + (f" of {bytes_text(trace.saved[stage])}" if trace.saved.get(stage) else "")
             for stage, flight in peak.flight.items()
         ]
         if peak.rest:
-            inside.append(f"{size(peak.rest)} of parameters, gradients, optimizer and others")
+            inside.append(f"{bytes_text(peak.rest)} of parameters, gradients, optimizer and others")
         place = trace.tracks[peak.track].place
-        expected = "" if simulation is None else size(simulation.peak_memory[place])
+        expected = "" if simulation is None else bytes_text(simulation.peak_memory[place])
         who = escape(rank_name(trace, peak.track))
-        rows.append([who, size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
+        rows.append([who, bytes_text(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
     head = ["rank", "peak", "after", "what it is", "simulated, of activations"]
     return _table(head, rows, "The moment in which each rank keeps most.", texts=[3])
 
@@ -329,16 +323,26 @@ def _edges(findings: Findings) -> str:
     for edge in findings.edges:
         inside = edge.ranks[0] == edge.ranks[1]
         took = "within a rank" if inside else "–" if edge.seconds is None else milliseconds(edge.seconds)
-        speed = "–" if inside or not edge.bandwidth else f"{size(edge.bandwidth)}/s"
+        speed = "–" if inside or not edge.bandwidth else f"{bytes_text(edge.bandwidth)}/s"
         ends = f"{edge.src} → {edge.dst}", f"{edge.ranks[0]} → {edge.ranks[1]}"
         total = edge.messages // 2 * (edge.forward + edge.backward) if edge.backward else edge.messages * edge.forward
-        rows.append([*ends, str(edge.messages), size(edge.forward), size(edge.backward), size(total), took, speed])
+        rows.append(
+            [
+                *ends,
+                str(edge.messages),
+                bytes_text(edge.forward),
+                bytes_text(edge.backward),
+                bytes_text(total),
+                took,
+                speed,
+            ]
+        )
     caption = "Bytes forward and back are those of one message. A time is known where a rank waited for messages."
     head = ["stages", "ranks", "messages", "bytes forward", "bytes back", "bytes in all", "takes", "bandwidth"]
     return _table(head, rows, caption)
 
 
-def _plan(trace: Trace) -> str:
+def _plan(trace: TraceData) -> str:
     stages = trace.plan.get("stages", [])
     devices = trace.plan.get("devices") or [""] * len(stages)
     rows = [
@@ -347,7 +351,7 @@ def _plan(trace: Trace) -> str:
             str(trace.schedule.placement[number]) if number < trace.schedule.num_stages else "–",
             escape(str(devices[number])) or "–",
             f"{int(stage['parameters']):,}",
-            size(float(stage["bytes"])),
+            bytes_text(float(stage["bytes"])),
             escape(", ".join(map(str, stage["layers"]))),
         ]
         for number, stage in enumerate(stages)
@@ -363,15 +367,15 @@ def _plan(trace: Trace) -> str:
     return (plan or "<p>The trace has no plan.</p>") + shared + ranks
 
 
-def write_report(trace: Trace, path: str | Path) -> Findings:
-    """Write the page of a trace, and return what it says."""
+def write_report(trace: TraceData, path: str | Path) -> Findings:
+    """Write the page of a trace, and return its findings."""
     findings = analyze(trace)
     Path(path).write_text(page(findings), encoding="utf-8")
     return findings
 
 
 def page(findings: Findings) -> str:
-    """The whole page as text."""
+    """The whole page as HTML."""
     here = files("penstock.profile.report")
     kinds = ("html", "css", "words.js", "chart.js", "js")
     template, style, *scripts = (here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in kinds)
@@ -385,12 +389,12 @@ def page(findings: Findings) -> str:
 
 
 def _embedded(data: Any) -> str:
-    """JSON that no text in it can end: HTML looks for a ``<`` even there."""
+    """JSON for a script element: with ``<`` escaped, no text can end the element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _data(findings: Findings) -> dict[str, Any]:
-    """What the charts draw."""
+    """The data of the charts."""
     trace, simulation = findings.trace, findings.simulation
     shown = steps_shown(findings)
     simulated = {}
@@ -410,8 +414,8 @@ def _data(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _step(trace: Trace, step: StepRecord, simulated: float | None) -> dict[str, Any]:
-    """One step. Times are in seconds since its first action; ``simulated`` is how long it would be on paper."""
+def _step(trace: TraceData, step: StepRecord, simulated: float | None) -> dict[str, Any]:
+    """One step, in seconds since its first action; ``simulated`` is its simulated duration."""
     parts = step.of(range(len(trace.tracks)))
     zero = min(part.actions[0].start for part in parts)
 
@@ -423,7 +427,7 @@ def _step(trace: Trace, step: StepRecord, simulated: float | None) -> dict[str, 
         sent = sum(sent.bytes for sent in done.sends)
         return [*done.action, since(done.start), since(done.end), done.memory, sent, waits]
 
-    def shown(part: RankRecord) -> list[Span]:  # a GPU does its actions beside them
+    def shown(part: RankRecord) -> list[Span]:  # on a GPU, actions overlap them
         on_host = all(done.launched is None for done in part.actions)
         return [span for span in part.spans if on_host and span.end > zero]
 

@@ -15,6 +15,7 @@ import torch
 from penstock.engine.executor import Executor
 from penstock.engine.recorder import ProgramRecord, RecordedRun, StepRecorder
 from penstock.errors import PlanError
+from penstock.profile.trace import Trace
 from penstock.profile.trace.records import (
     ActionRecord,
     RankRecord,
@@ -25,7 +26,6 @@ from penstock.profile.trace.records import (
     WaitRecord,
     with_memory,
 )
-from penstock.profile.trace.trace import Trace
 from penstock.schedule.schedule import Action
 from penstock.schedule.simulate import Prediction
 from penstock.split.plan import Plan
@@ -201,9 +201,7 @@ def _tracks(executor: Executor, mesh: Mesh | None, error: float) -> list[Track]:
     if mesh is not None:
         replica = mesh.data_rank * mesh.tensor + mesh.tensor_rank
         return [Track(mesh.rank, replica, mesh.pipe_rank, _device(mesh.device), error, _gpu(mesh.device))]
-    of_rank = {
-        executor.placement[s]: stage.device for s, stage in sorted(executor.stages.items(), reverse=True)
-    }
+    of_rank = {executor.placement[s]: stage.device for s, stage in sorted(executor.stages.items(), reverse=True)}
     return [Track(rank, 0, rank, _device(device), gpu=_gpu(device)) for rank, device in sorted(of_rank.items())]
 
 

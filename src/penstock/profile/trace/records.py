@@ -1,6 +1,6 @@
-"""What is written down of a step: plain data, in seconds on one clock.
+"""Records of a step: plain data, in seconds on one clock.
 
-rank 1   ····wait····▕▔▔▔2F0▔▔▔▏send▕  ··wait··▕▔▔▔2B0▔▔▔▏        a Part: what one rank did in a Step
+rank 1   ····wait····▕▔▔▔2F0▔▔▔▏send▕  ··wait··▕▔▔▔2B0▔▔▔▏        RankRecord: the actions of one rank in a step
                       start    end
 """
 
@@ -16,9 +16,12 @@ from penstock.schedule.schedule import Action, Schedule
 __all__ = ["ActionRecord", "RankRecord", "SendRecord", "Span", "StepRecord", "Track", "WaitRecord", "with_memory"]
 
 
+ACTION_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
-    """A rank waits for another one: for a message, or until one that it sent is over."""
+    """A rank waits for a message, or for the completion of its send."""
 
     peer: int  # the stage at the other end
     start: float
@@ -28,7 +31,7 @@ class WaitRecord:
 
 @dataclass(frozen=True, slots=True)
 class SendRecord:
-    """A message to another stage, of the same rank or of another one; the times are those of its start."""
+    """A message to another stage, on the same rank or another; ``start`` and ``end`` are those of the send call."""
 
     target: int  # the stage that takes it
     start: float
@@ -38,10 +41,10 @@ class SendRecord:
 
 @dataclass(frozen=True, slots=True)
 class ActionRecord:
-    """An action, done: what it waited for before, and what it sent then.
+    """An action with the waits before it and the sends after it.
 
-    On a GPU the times are those of the device, and ``launched`` is when the host began to launch it; ``memory`` is in
-    bytes, after the action.
+    On a GPU the times are those of the device, and ``launched`` is when the host began to launch it. ``memory`` are the
+    bytes after the action.
     """
 
     action: Action
@@ -58,7 +61,7 @@ class ActionRecord:
 
     @property
     def waited(self) -> float:
-        """Seconds that the rank waited before it; waits for several messages at a time count once."""
+        """Seconds that the rank waited before it; concurrent waits count once."""
         total, until = 0.0, float("-inf")
         for wait in sorted(self.waits, key=lambda wait: wait.start):
             total += max(0.0, wait.end - max(wait.start, until))
@@ -82,10 +85,10 @@ class ActionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a rank does around its actions, by name.
+    """Time that a rank spends outside of actions, by name.
 
-    In ``announce`` it hears of the mini-batch, in ``sends`` it waits until those are over that no action comes after,
-    in ``reduce`` for sums of gradients over replicas, and in ``loss`` for the loss of all.
+    ``announce``: the ranks agree on the mini-batch. ``sends``: completion of the last sends. ``reduce``: all-reduce of
+    gradients over replicas. ``loss``: broadcast of the loss.
     """
 
     name: str
@@ -95,7 +98,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank did in a step. ``track`` is its number among the trace's tracks."""
+    """The actions of one rank in a step. ``track`` is its index in the trace's tracks."""
 
     track: int
     begin: float
@@ -105,7 +108,7 @@ class RankRecord:
 
     @property
     def busy(self) -> float:
-        """Seconds in which it worked on actions."""
+        """Seconds spent in actions."""
         return sum(done.seconds for done in self.actions)
 
     @property
@@ -114,7 +117,7 @@ class RankRecord:
 
     @property
     def around(self) -> float:
-        """Seconds before and after its actions of which it is known what they were spent on."""
+        """Seconds of the spans."""
         return sum(span.end - span.start for span in self.spans)
 
     def to_data(self) -> dict[str, Any]:
@@ -139,14 +142,14 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One rank of the mesh: a thread, or a process."""
+    """One rank of the mesh: a thread or a process."""
 
-    rank: int  # in the world; of threads, among them
-    replica: int  # the pipeline that it belongs to
+    rank: int  # global; of threads, the pipeline rank
+    replica: int  # its pipeline
     place: int  # its rank in that pipeline
     device: str
-    clock_error: float = 0.0  # seconds by which its clock may be off that of the first rank
-    gpu: str = ""  # what no other GPU is called, on any machine
+    clock_error: float = 0.0  # maximal error of its clock relative to the first rank, in seconds
+    gpu: str = ""  # UUID
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Track:
@@ -177,12 +180,12 @@ class StepRecord:
         return self.end - self.begin
 
     def of(self, tracks: Iterable[int]) -> list[RankRecord]:
-        """The parts of some tracks that have done anything."""
+        """The records of these tracks that have actions."""
         wanted = set(tracks)
         return [part for part in self.parts if part.track in wanted and part.actions]
 
     def schedule(self, name: str, placement: Sequence[int], places: Sequence[int], replica: Iterable[int]) -> Schedule:
-        """What the ranks of one replica did, in their order; ``places[t]`` is track t's rank in its pipeline."""
+        """The order of actions of one replica; ``places[t]`` is the pipeline rank of track ``t``."""
         orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
         for part in self.of(replica):
             orders[places[part.track]] = [done.action for done in part.actions]
@@ -190,21 +193,21 @@ class StepRecord:
         return Schedule.of(name, placement, orders, count)
 
 
-# The memory of ranks whose devices do not count it: what is saved for backwards to come.
-
-
 def with_memory(steps: Sequence[StepRecord], saved: Mapping[int, int]) -> tuple[StepRecord, ...]:
-    """Every action with the bytes that its rank keeps after it, where they are not known already.
+    """Fill in the memory of actions on ranks whose devices do not count it: bytes saved for pending backwards.
 
-    A stage keeps ``saved`` bytes of a micro-batch from its forward, or from its recompute if it has one, to the end of
-    its backward. What crosses between stages, and what a recompute keeps of its input, does not count.
+    A stage keeps ``saved`` bytes of a micro-batch from its forward, or from its recompute, to the end of its backward.
+    Messages, and the inputs kept for a recompute, do not count.
     """
-    kept: dict[int, Counter[tuple[int, int]]] = {}  # for each track, how many of each stage and micro-batch
+    kept: dict[int, Counter[tuple[int, int]]] = {}  # per track: the micro-batches in flight of each stage
     return tuple(
         replace(
             step,
             parts=tuple(
-                replace(part, actions=_counted(step.kind, part.actions, kept.setdefault(part.track, Counter()), saved))
+                replace(
+                    part,
+                    actions=_with_saved_bytes(step.kind, part.actions, kept.setdefault(part.track, Counter()), saved),
+                )
                 for part in step.parts
             ),
         )
@@ -212,22 +215,22 @@ def with_memory(steps: Sequence[StepRecord], saved: Mapping[int, int]) -> tuple[
     )
 
 
-def _counted(
+def _with_saved_bytes(
     run: str, actions: Sequence[ActionRecord], kept: Counter[tuple[int, int]], saved: Mapping[int, int]
 ) -> tuple[ActionRecord, ...]:
-    if run == "step":  # nothing is left of a step before, unless it has failed
+    if run == "step":  # only a failed step leaves micro-batches behind
         kept.clear()
-    again = {(d.action.stage, d.action.microbatch) for d in actions if d.action.kind == "R"}
+    recomputed = {(d.action.stage, d.action.microbatch) for d in actions if d.action.kind == "R"}
     found = []
     for done in actions:
         stage, kind, microbatch = done.action
         pair = stage, microbatch
-        if kind == "R" or (kind == "F" and run in ("step", "call") and pair not in again):
+        if kind == "R" or (kind == "F" and run in ("step", "call") and pair not in recomputed):
             kept[pair] += 1
         elif kind in "BW" and kept[pair]:
             kept[pair] -= 1
             if not kept[pair]:
-                del kept[pair]  # so that those in flight are all that is summed
+                del kept[pair]
         total = sum(saved.get(s, 0) * count for (s, _), count in kept.items())
         found.append(done if done.memory is not None else replace(done, memory=total))
     return tuple(found)
