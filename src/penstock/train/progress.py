@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -17,10 +17,8 @@ from penstock._torch import default_store
 from penstock.errors import PlanError
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.train.launch import is_initialized, is_rank0
+from penstock.train.pipeline import Pipeline
 from penstock.train.result import StepTotals
-
-if TYPE_CHECKING:
-    from penstock.train.pipeline import Pipeline
 
 __all__ = ["progress"]
 

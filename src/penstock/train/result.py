@@ -1,4 +1,4 @@
-"""The result of a step, and totals over steps."""
+"""The result of a step, and sums over steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["StepResult", "StepTotals"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step: ``loss`` on every rank, ``outputs`` on the rank of the last stage.
+    """The result of ``Pipeline.step``: ``loss`` on every rank, ``outputs`` where the last stage is.
 
-    ``bubble`` is the measured fraction of the step in which ranks waited for others: that of this process's rank under
-    a mesh, otherwise the mean over ranks. It is None on GPUs, where the host does not wait.
+    ``bubble`` is the share of the step's time in which ranks waited for others, as measured: of this process's rank
+    under a mesh, else of all on average. It is not known on GPUs, where the host does not wait.
     """
 
     loss: Any  # a Tensor; None for an evaluation without targets
