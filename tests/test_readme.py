@@ -1,4 +1,4 @@
-"""The README tells the truth: its programs run, its commands print what it shows, its numbers are the simulator's."""
+"""The README: its programs run, its numbers are those of the simulator and the benchmarks, its links exist."""
 
 from __future__ import annotations
 

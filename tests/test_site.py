@@ -48,7 +48,8 @@ def reference() -> set[str]:
 
 def test_every_public_name_is_in_the_reference() -> None:
     named = reference()
-    for name, value in vars(ps).items():
+    for name in dir(ps):
+        value = getattr(ps, name)
         if not name.startswith("_") and not inspect.ismodule(value):
             places = {f"{value.__module__}.{name}", value.__module__, f"{value.__module__.rpartition('.')[0]}.{name}"}
             assert named & places, f"{name} of {value.__module__} is on no page of docs/reference"

@@ -4,12 +4,10 @@ Every name of the public API loads the module that defines it when it is first u
 ``penstock --help`` do not import torch, and a training loop does not import the planner.
 """
 
-from __future__ import annotations
-
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import sys as _sys
+import types as _types
+from typing import TYPE_CHECKING
 
 from penstock import _registry
 from penstock.errors import PenstockError as PenstockError
@@ -88,33 +86,31 @@ _NAMES = {
 }
 _MODULES = {name: f"penstock.{module}" for module, names in _NAMES.items() for name in names.split()}
 
+_registry.viz = lambda: _importlib.import_module("penstock.viz")
+_registry.trace_recording = lambda *arguments: _importlib.import_module(
+    "penstock.profile.trace.recording"
+).TraceRecording(*arguments)
 
-def _trace_recording(*arguments: Any) -> Any:
-    return import_module("penstock.profile.trace.recording").TraceRecording(*arguments)
+if not TYPE_CHECKING:  # type checkers have the names above, and no others
 
-
-_registry.trace_recording = _trace_recording
-_registry.viz = lambda: import_module("penstock.viz")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name):
+        if name not in _MODULES:
+            raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+        value = getattr(_importlib.import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES} - {"TYPE_CHECKING"})
 
 
-class _Package(ModuleType):
+class _Package(_types.ModuleType):
     """``penstock.split`` is the function: importing the subpackage of that name does not replace it."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _MODULES or not isinstance(value, ModuleType):
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _MODULES or not isinstance(value, _types.ModuleType):
             super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Package
+_sys.modules[__name__].__class__ = _Package

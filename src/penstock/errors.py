@@ -1,4 +1,4 @@
-"""Every error Penstock raises on purpose. Each says what happened, where, and what to do."""
+"""The errors of Penstock. Their texts have the problem with its numbers, the place, and the remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["PenstockError", "PipelineError", "PlanError", "ScheduleError", "text
 
 
 class PenstockError(Exception):
-    """The base of all errors of this library."""
+    """Base class of all errors of Penstock."""
 
 
 class ScheduleError(PenstockError, ValueError):
@@ -16,7 +16,7 @@ class ScheduleError(PenstockError, ValueError):
 class PlanError(PenstockError, ValueError):
     """A model, a split or an input that cannot be pipelined as asked."""
 
-    stage: int | None = None  # of which it is said, where that is one
+    stage: int | None = None  # the stage that it concerns, if it is one
 
 
 class PipelineError(PenstockError, RuntimeError):
@@ -42,7 +42,7 @@ class PipelineError(PenstockError, RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """What an error of anybody's says of itself."""
+    """The text of any error, also of one whose ``__str__`` fails."""
     try:
         return str(error)
     except Exception as another:

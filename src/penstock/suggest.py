@@ -1,4 +1,4 @@
-"""Names that look like the one that was asked for."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ __all__ = ["did_you_mean"]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "", cutoff: float = 0.6) -> str:
-    """``": did you mean 'conv1'?"``, or ``otherwise`` where nothing comes near; ``cutoff`` says how near, up to 1."""
+    """``": did you mean 'conv1'?"``, or ``otherwise`` if no known name has a similarity of ``cutoff`` (0 to 1)."""
     close = get_close_matches(name, list(known), 3, cutoff)
     return f": did you mean {' or '.join(map(repr, close))}?" if close else otherwise

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which exit code."""
+"""The command line and ``penstock schedule``: output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_auto(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("form", ["--text", "--csv"])
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved", "forward_only"])
-def test_what_is_written_is_verified(capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str, name: str) -> None:
+def test_written_files_are_verified(capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str, name: str) -> None:
     file = tmp_path / "schedule.any"
     shown, _ = output(capsys, "schedule", name, "-p", "3", "-m", "5", form)
     nothing, _ = output(capsys, "schedule", name, "-p", "3", "-m", "5", form, str(file))

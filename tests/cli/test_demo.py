@@ -114,7 +114,7 @@ def test_schedules(few: Path, capsys: pytest.CaptureFixture[str], options: tuple
 
 
 def test_processes(few: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With every option: a call of two steps, and one of what is left; all but the first step are recorded."""
+    """With every option: a call of two steps, and one of one step; all but the first step are recorded."""
     place = tmp_path / "a" / "b"
     options = ("--device-iterations", 2, "--offload-optimiser", "--profile", "--profile-dir", place, "--debug")
     out, err = run(
@@ -245,7 +245,7 @@ def test_a_wrong_pipeline_is_found_out(
         (TrainStep(1.0, 3.0, 6, 10, 1.0), "6 of 10 digits are right as a pipeline, but 5"),
     ],
 )
-def test_what_counts_as_different(ours: TrainStep, words: str) -> None:
+def test_differences_that_are_errors(ours: TrainStep, words: str) -> None:
     plain = TrainStep(1.0, 3.0, 5, 10, 1.0)
     near = TrainStep(1.0 + 1e-12, 3.0, 5, 10, 1.0)
     assert compare([near] * 4, [plain] * 4, 2, 2, ProgressUI())[0] == pytest.approx(1e-12, rel=1e-3)

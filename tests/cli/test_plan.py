@@ -1,4 +1,4 @@
-"""``penstock plan`` as it is typed."""
+"""The command ``penstock plan``."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_a_real_model_on_devices_that_are_not_here(models: str, capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--devices", "2"], 2, "what is to be planned?"),
-        (["x:y", "--layers", "gpt:22b", "--devices", "2"], 2, "Give one of"),
+        (["--devices", "2"], 2, "no model to plan: give one of"),
+        (["x:y", "--layers", "gpt:22b", "--devices", "2"], 2, "give one of"),
         (["--layers", "gpt:22b", "--devices", "2"], 2, "say which by --hardware"),
         (["--layers", "gpt:22b", "--hardware", "h101", "--devices", "2"], 1, "did you mean"),
         (["{models}:build", "--devices", "2", "--save", "."], 2, "--save: cannot write '.': it is a directory"),
@@ -98,13 +98,13 @@ def test_a_real_model_on_devices_that_are_not_here(models: str, capsys: pytest.C
         (["{models}:build", "--devices", "2", "--tensor", "2"], 2, "--tensor is for a model that is described"),
         (["{models}:build", "--devices", "2", "--half-layers"], 2, "--half-layers is for a model that is described"),
         (["{models}:build", "--devices", "2", "--hardware", "h101"], 1, "did you mean 'h100'"),
-        (["--costs", "x", "--hardware", "h100", "--devices", "2"], 2, "--hardware has no say where --costs are given"),
+        (["--costs", "x", "--hardware", "h100", "--devices", "2"], 2, "--hardware has no effect where --costs"),
         (["--costs", "x", "--sample", "x:y", "--devices", "2"], 2, "--sample is for a model that is to be measured"),
-        (["--costs", "x", "--measure", "2", "--devices", "2"], 2, "--measure has no say where nothing is timed"),
+        (["--costs", "x", "--measure", "2", "--devices", "2"], 2, "--measure has no effect where nothing is timed"),
         (["--layers", "gpt:22b", "--hardware", "h100", "--threads", "--devices", "2"], 2, "--threads is for devices"),
     ],
 )
-def test_wrong_words(
+def test_usage_errors(
     words: list[str], code: int, message: str, models: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *(word.format(models=models) for word in words)]) == code

@@ -78,17 +78,17 @@ def plan(
 ) -> None:
     """Pick stages, micro-batches and a schedule for a model, and predict the time and memory of a step."""
     if not (model or costs or layers) or (layers and (model or costs)):
-        raise UsageError("what is to be planned? Give one of MODULE:NAME, --costs FILE and --layers MODEL")
+        raise UsageError("no model to plan: give one of MODULE:NAME, --costs FILE and --layers MODEL")
     useless = (
         (layers and not hardware, "--layers describes a model for devices that are not here: say which by --hardware"),
         (tensor and not layers, "--tensor is for a model that is described by --layers"),
         (half_layers and not layers, "--half-layers is for a model that is described by --layers"),
         (layers and threads, "--threads is for devices that are here, and those of --layers are not"),
         (sample and not model, "--sample is for a model that is to be measured: MODULE:NAME"),
-        (costs and hardware, "--hardware has no say where --costs are given: they are of some hardware already"),
+        (costs and hardware, "--hardware has no effect where --costs are given: they are of some hardware already"),
         (
             measure is not None and (costs or layers or hardware),
-            "--measure has no say where nothing is timed: costs are given, or counted",
+            "--measure has no effect where nothing is timed: costs are given, or counted",
         ),
         (costs and not model and not batch, "say --batch, how many samples a mini-batch has"),
     )
@@ -154,20 +154,20 @@ def _plan_model(name: str, sample_name: str | None, options: dict[str, Any]) -> 
 
     from penstock.profile.planner.plan import plan
 
-    found = _called(name)
+    found = _load(name)
     model, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise PlanError(f"{name} is, or returns, a {kind}: expected an nn.Module, or (model, sample)")
     if sample_name:
-        sample = _called(sample_name)
+        sample = _load(sample_name)
     if sample is None and not options["costs"]:
         raise PlanError(f"{name} gives a model and no sample to measure it on: give --sample, or --costs")
     return plan(model, sample, **options)
 
 
 def _find(text: str) -> Any:
-    """What ``module:name`` or ``file.py:name`` names."""
+    """The object that ``module:name`` or ``file.py:name`` names."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise PlanError(f"{text!r} must be MODULE:NAME, as in train:build_model or models.py:Net")
@@ -192,8 +192,8 @@ def _find(text: str) -> Any:
     return getattr(module, name)
 
 
-def _called(text: str) -> Any:
-    """The result of the function or class that ``text`` names; anything else is what it is."""
+def _load(text: str) -> Any:
+    """The object that ``text`` names; a function or a class is called."""
     found = _find(text)
     if not (inspect.isclass(found) or inspect.isroutine(found)):
         return found
@@ -204,5 +204,5 @@ def _called(text: str) -> Any:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # without this call
         where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
-        raise PlanError(f"{text} failed when it was called without arguments: {said}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+        raise PlanError(f"{text} failed when it was called without arguments: {reason}") from error

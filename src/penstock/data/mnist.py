@@ -1,4 +1,4 @@
-"""MNIST, read from its original files: the extract beside this module, or the whole of it from a directory."""
+"""MNIST, read from its original files: the extract beside this module, or all of it from a directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UBYTE = b"\0\0\x08"  # an idx file of unsigned bytes starts so
 
 @dataclass(frozen=True)
 class Digits:
-    """Images of handwritten digits, and which digits they are."""
+    """Images of handwritten digits, and their labels."""
 
     images: Tensor  # [n, 28, 28], bytes
     labels: Tensor  # [n], bytes from 0 to 9
@@ -40,7 +40,7 @@ class Digits:
     def batches(self, size: int, *, shuffle: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Mini-batches of (normalised images, labels), in an order that the seed ``shuffle`` makes, if given.
 
-        The last one holds what is left.
+        The last one may be smaller.
         """
         order = torch.arange(len(self))
         if shuffle is not None:
