@@ -31,6 +31,7 @@ import typer
 
 from penstock.errors import PenstockError, PlanError
 from penstock.format import format_size
+from penstock.profile.costs import Link
 from penstock.profile.links import LinkError, measure_links, process_link
 from penstock.train.launch import init, is_rank0, is_slurm, slurm_variables, usable_cores
 from penstock.train.mesh import Mesh
@@ -325,10 +326,9 @@ def _exchanges(variables: Mapping[str, str], error: str | None, gpus: int) -> tu
 def _between_two(backend: str, device: str) -> Exchange:
     """Two processes on this machine."""
     try:
-        link = process_link(device, 2, timeout=_EXCHANGE_TIMEOUT)
+        return _exchange(backend, None, process_link(device, 2, timeout=_EXCHANGE_TIMEOUT))
     except LinkError as error:
         return Exchange(backend, error=error.reason)
-    return Exchange(backend, None, link.latency, link.bandwidth if math.isfinite(link.bandwidth) else None)
 
 
 def _between_ranks() -> tuple[Exchange, ...]:
@@ -339,10 +339,11 @@ def _between_ranks() -> tuple[Exchange, ...]:
         pairs = measure_links(Mesh(data=1, pipe=dist.get_world_size(), tensor=1, device=device)).pairs
     except (PenstockError, RuntimeError) as error:
         return (Exchange("torch.distributed", error=_first_line(error)),)
-    return tuple(
-        Exchange(backend, pair, link.latency, link.bandwidth if math.isfinite(link.bandwidth) else None)
-        for pair, link in pairs.items()
-    )
+    return tuple(_exchange(backend, pair, link) for pair, link in pairs.items())
+
+
+def _exchange(backend: str, ranks: tuple[int, int] | None, link: Link) -> Exchange:
+    return Exchange(backend, ranks, link.latency, link.bandwidth if math.isfinite(link.bandwidth) else None)
 
 
 def _first_line(error: BaseException) -> str:

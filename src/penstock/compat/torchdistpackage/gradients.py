@@ -162,20 +162,15 @@ def _reduce(
         if anywhere:
             grad = _dense_grad(parameter)
             buckets.setdefault((grad.device, grad.dtype), []).append(grad)
-    started = []
     for index, bucket in enumerate(buckets.values()):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         if hook is None:
-            started.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
+            dist.all_reduce(flat, group=group)
+            flat /= group.size() if mean else 1
         else:
-            grad_bucket = hooks.HookBucket(index, flat, bucket, index == len(buckets) - 1)
-            started.append((hook[0](hook[1], grad_bucket), flat, bucket))
-    for work, flat, bucket in started:
-        result = work.wait()
-        if hook is not None:
+            function, state = hook
+            result = function(state, hooks.HookBucket(index, flat, bucket, index == len(buckets) - 1)).wait()
             flat = result[0] if isinstance(result, (list, tuple)) else result
-        elif mean:
-            flat /= group.size()
         for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
 

@@ -37,10 +37,10 @@ __all__ = [
     "NEXT_BATCH",
     "REDUCE_GRADS",
     "TIMEOUT",
+    "CallPhase",
     "HangDetector",
     "HangLimits",
     "Heartbeat",
-    "Phase",
     "Progress",
     "RankStatus",
     "Snapshot",
@@ -76,18 +76,18 @@ class RunningProgram(Protocol):
     def current(self) -> Instruction | None: ...
 
 
-class Phase(NamedTuple):
+class CallPhase(NamedTuple):
     """A part of a call outside of the program: what a rank receives in it, and what it does in it by itself."""
 
     received: str
     work: str
 
 
-BUILD = Phase("its pipeline", "building its pipeline")
-NEXT_BATCH = Phase("the next mini-batch", "preparing a mini-batch")
-REDUCE_GRADS = Phase("sums of gradients", "summing gradients")
-LOSS = Phase("the loss", "computing the loss")
-EXCHANGE = Phase("values", "exchanging values")
+BUILD = CallPhase("its pipeline", "building its pipeline")
+NEXT_BATCH = CallPhase("the next mini-batch", "preparing a mini-batch")
+REDUCE_GRADS = CallPhase("sums of gradients", "summing gradients")
+LOSS = CallPhase("the loss", "computing the loss")
+EXCHANGE = CallPhase("values", "exchanging values")
 
 
 @dataclass(frozen=True)
