@@ -169,7 +169,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     for what, halves in (("layers", False), ("half layers", True)):
         paper = planned(like_8b(halves, 1.0, 0.05), "loop", 2, search)
         rows.append({"case": "8B-like on paper", "plan": what, "predicted": paper.result.makespan})
-        rows[-1] |= {"floor": paper.result.lower_bound, "memory": max(paper.memory)}
+        rows[-1] |= {"lower bound": paper.result.lower_bound, "memory": max(paper.memory)}
         targets.append(check(f"8B-like on paper, {what}, units", paper.result.makespan, most=PAPER[what]))
     plans: Plans = {}
     predicted: dict[str, float] = {}

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.fill_drain import fill_drain
-from penstock.schedule.lower import Instruction, Program, lower
+from penstock.schedule.lower import Instruction, LoweredProgram, lower
 from penstock.schedule.registry import build
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.verify import verify
@@ -46,7 +46,7 @@ def expected_messages(schedule: Schedule, edges: Edges) -> set[Message]:
     return {(direction, a, b, k) for direction, a, b in apart for k in range(schedule.num_microbatches)}
 
 
-def of_kind(program: Program, kind: str) -> list[Message]:
+def of_kind(program: LoweredProgram, kind: str) -> list[Message]:
     return [message(i) for i in program.instructions if i.kind.startswith(kind)]
 
 
@@ -181,7 +181,7 @@ def _causes(schedule: Schedule, edges: Edges) -> dict[tuple[str, int, int], set[
 
 
 def _by_channel(
-    schedule: Schedule, programs: Sequence[Program], kind: str
+    schedule: Schedule, programs: Sequence[LoweredProgram], kind: str
 ) -> dict[tuple[int, int, str], list[Message]]:
     channels: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
     for program in programs:
@@ -213,7 +213,7 @@ def _channel(schedule: Schedule, found: Message) -> tuple[int, int, str]:
     return schedule.placement[src], schedule.placement[dst], direction
 
 
-def _taken(program: Program, edges: Edges, schedule: Schedule) -> dict[tuple[int, int, str], bool]:
+def _taken(program: LoweredProgram, edges: Edges, schedule: Schedule) -> dict[tuple[int, int, str], bool]:
     """For each channel into this rank, whether messages are consumed in the order in which they are sent."""
     posted: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
     taken: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
@@ -228,7 +228,7 @@ def _taken(program: Program, edges: Edges, schedule: Schedule) -> dict[tuple[int
 # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run(schedule: Schedule, programs: Sequence[Program], edges: Edges, *, with_headers: bool = False) -> int:
+def run(schedule: Schedule, programs: Sequence[LoweredProgram], edges: Edges, *, with_headers: bool = False) -> int:
     """Run the programs to their end, or raise; return the largest number of open sends of a rank.
 
     A channel is a FIFO: its k-th send meets its k-th receive. An action waits for the sends of what it needs, SENT

@@ -16,7 +16,7 @@ from penstock.cli import UsageError, count, flag, unwritable, value
 from penstock.errors import PenstockError, PlanError
 
 if TYPE_CHECKING:
-    from penstock.profile.planner.result import PlanResult
+    from penstock.profile import PlanResult
 
 __all__ = ["app"]
 
@@ -122,8 +122,7 @@ def plan(
 
 
 def _plan_analytic(layers: str, hardware_name: str, devices: int, batch: int | None, **options: Any) -> PlanResult:
-    from penstock.profile.analytic import get_hardware, parse_transformer
-    from penstock.profile.planner.plan import plan_analytic
+    from penstock.profile import get_hardware, parse_transformer, plan_analytic
 
     model, hardware = parse_transformer(layers), get_hardware(hardware_name)
     batch = batch or max(1, _DEFAULT_TOKENS // model.seq)
@@ -141,8 +140,7 @@ def _plan_costs(
     costs: str, devices: int, batch: int, memory: str | None, threads: bool, options: dict[str, Any]
 ) -> PlanResult:
     from penstock.format import parse_bytes
-    from penstock.profile.costs import Profile
-    from penstock.profile.planner.plan import plan_costs
+    from penstock.profile import Profile, plan_costs
 
     limit = float("inf") if memory is None else float(parse_bytes(memory))
     grids = [(1, p) for p in range(1, devices + 1)] if threads else None
@@ -152,7 +150,7 @@ def _plan_costs(
 def _plan_model(name: str, sample_name: str | None, options: dict[str, Any]) -> PlanResult:
     from torch import nn
 
-    from penstock.profile.planner.plan import plan
+    from penstock.profile import plan
 
     found = _load(name)
     model, sample = found if isinstance(found, tuple) and len(found) == 2 else (found, None)

@@ -29,7 +29,7 @@ def report(
     ] = None,
 ) -> None:
     """Make an HTML page of a saved trace: timeline, idle time by cause, memory, advice."""
-    from penstock.profile.trace import Trace
+    from penstock.profile import Trace
 
     source = Path(trace_file)
     target = Path(output) if output else source.with_suffix(".html")

@@ -20,7 +20,7 @@ from penstock.engine.replicas.reduce import GradReducer
 from penstock.engine.runner import Bindings, LRUCache, PipelineIO, Runner, compile_program
 from penstock.engine.stage import StageEngine, make_slots
 from penstock.engine.step_protocol import MAX_KINDS, StepHeader
-from penstock.schedule.lower import Program, lower
+from penstock.schedule.lower import LoweredProgram, lower
 from penstock.schedule.provider import ScheduleProvider
 from penstock.schedule.schedule import Edge
 
@@ -156,7 +156,7 @@ class ProgramCache:
         self._loaded: LRUCache[Hashable, bool] = LRUCache(MAX_KINDS)
         self._compiled: LRUCache[Hashable, RankProgram] = LRUCache(16)  # compiled programs are larger than headers
         self._first: RankProgram | None = None  # of a first step, used once
-        self._programs: dict[tuple[int, bool, bool], Program] = {}
+        self._programs: dict[tuple[int, bool, bool], LoweredProgram] = {}
 
     def get(self, header: StepHeader) -> RankProgram:
         """The program for an announced mini-batch."""

@@ -43,7 +43,7 @@ from penstock.engine.recompute.keep import KeptValues
 from penstock.engine.recompute.rng import RngStates, StageRng
 from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder, make_recorder
 from penstock.errors import PlanError
-from penstock.schedule.lower import Program
+from penstock.schedule.lower import LoweredProgram
 
 if TYPE_CHECKING:  # FSDP takes seconds to import
     from penstock.engine.replicas.ddp import DdpSettings
@@ -134,7 +134,7 @@ class Slot:
             self.saved.clear()
 
 
-def make_slots(program: Program, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
+def make_slots(program: LoweredProgram, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
     """The slot of each (stage, micro-batch): micro-batches with the same slot number in the program share one."""
     split = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "W"}
     recomputed = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "R"}

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import BACKWARD, Action, Edge, Schedule, edges_of, neighbours, topological_runs
 
-__all__ = ["Instruction", "Program", "deadlocks", "lower", "vector_clocks"]
+__all__ = ["Instruction", "LoweredProgram", "deadlocks", "lower", "vector_clocks"]
 
 
 class Instruction(NamedTuple):
@@ -46,7 +46,7 @@ class Instruction(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class LoweredProgram:
     """The instructions of one rank, computation and communication in one order.
 
     ``slots[stage, microbatch]`` is the number of the slot that holds the state of that micro-batch from ``F`` to the
@@ -62,8 +62,8 @@ class Program:
         return " ".join(map(str, self.instructions))
 
 
-class _Message(NamedTuple):
-    """A value that crosses from one rank to another."""
+class _Transfer(NamedTuple):
+    """A message: a value that crosses from one rank to another."""
 
     src: int  # stage that produces it
     dst: int  # stage that consumes it
@@ -79,7 +79,7 @@ def lower(
     depth: int = 2,
     live_sends: int = 4,
     with_headers: bool = False,
-) -> tuple[Program, ...]:
+) -> tuple[LoweredProgram, ...]:
     """One program per rank, for a schedule that has been verified.
 
     ``depth`` is the number of receives posted per channel at any time, the one waited for included. A sender waits
@@ -127,7 +127,7 @@ def lower(
     return programs
 
 
-def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Message]]:
+def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Transfer]]:
     """The messages between ranks, per (sender, receiver, direction), in the order in which they are produced."""
     position = {
         ("F" if a.kind == "F" else "B", a.stage, a.microbatch): i
@@ -135,7 +135,7 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
         for i, a in enumerate(order)
         if a.kind == "F" or a.kind in BACKWARD
     }
-    channels: dict[tuple[int, int, str], list[_Message]] = defaultdict(list)
+    channels: dict[tuple[int, int, str], list[_Transfer]] = defaultdict(list)
     for edge in edges:
         for direction, (src, dst) in (("F", edge), ("B", edge[::-1])):
             a, b = schedule.placement[src], schedule.placement[dst]
@@ -144,13 +144,13 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
             for k in range(schedule.num_microbatches):
                 if (direction, src, k) in position and (direction, dst, k) in position:
                     produced, consumed = position[direction, src, k], position[direction, dst, k]
-                    channels[a, b, direction].append(_Message(src, dst, k, produced, consumed))
+                    channels[a, b, direction].append(_Transfer(src, dst, k, produced, consumed))
     for channel in channels.values():
         channel.sort(key=lambda message: (message.produced, message.dst))
     return dict(channels)
 
 
-def _posts(channel: Sequence[_Message], depth: int, depends_on: Sequence[int]) -> list[int]:
+def _posts(channel: Sequence[_Transfer], depth: int, depends_on: Sequence[int]) -> list[int]:
     """For each receive, the receiver's action before which it is posted.
 
     A receive is posted ``depth - 1`` messages before the consuming action, and never after the receive of a later
@@ -163,7 +163,7 @@ def _posts(channel: Sequence[_Message], depth: int, depends_on: Sequence[int]) -
     return [max(latest[i - depth + 1] if i >= depth - 1 else 0, own) for i, own in enumerate(depends_on)]
 
 
-def _known_progress(messages: Iterable[_Message]) -> tuple[list[int], list[int]]:
+def _known_progress(messages: Iterable[_Transfer]) -> tuple[list[int], list[int]]:
     """A rank's knowledge of its peer: after its own action ``positions[i]``, the peer is past action ``passed[i]``."""
     positions: list[int] = []
     passed: list[int] = []
@@ -174,7 +174,7 @@ def _known_progress(messages: Iterable[_Message]) -> tuple[list[int], list[int]]
     return positions, passed
 
 
-def _first_proof(progress: tuple[list[int], list[int]], message: _Message) -> int | None:
+def _first_proof(progress: tuple[list[int], list[int]], message: _Transfer) -> int | None:
     """The sender's first action that proves that the message was consumed, if there is one."""
     positions, passed = progress
     i = bisect_right(passed, message.consumed - 1)
@@ -194,7 +194,7 @@ def _assemble(
     sends: dict[int, list[Instruction]],
     sent: dict[int, list[Instruction]],
     trains: bool,
-) -> Program:
+) -> LoweredProgram:
     last = {action.stage: i for i, action in enumerate(order)}
     out: list[Instruction] = []
     slots: dict[tuple[int, int], int] = {}
@@ -215,7 +215,7 @@ def _assemble(
         if trains and last[stage] == i:
             out.append(Instruction("REDUCE", stage))
     out.extend(sent[len(order)])
-    return Program(rank, tuple(out), slots, dict(num_slots))
+    return LoweredProgram(rank, tuple(out), slots, dict(num_slots))
 
 
 def vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str, int, int], dict[int, int]]:
@@ -255,7 +255,7 @@ _Event = tuple[str, int, int, int]
 """(kind, source stage, destination stage, micro-batch); kinds are those of instructions, and TAKE_F, TAKE_B."""
 
 
-def deadlocks(programs: Sequence[Program], *, with_headers: bool = False) -> bool:
+def deadlocks(programs: Sequence[LoweredProgram], *, with_headers: bool = False) -> bool:
     """Whether the programs block each other where sends rendezvous with their receives.
 
     A send completes once its receive is posted; with headers, once the consuming action begins (TAKE).
@@ -291,7 +291,7 @@ def _events(instruction: Instruction, waited: Sequence[_Event]) -> list[_Event]:
     return [(f"TAKE_{event[-1]}", src, dst, k) for event, src, dst, k in waited if event.startswith("SEND")]
 
 
-def _waits(program: Program, with_headers: bool) -> list[list[_Event]]:
+def _waits(program: LoweredProgram, with_headers: bool) -> list[list[_Event]]:
     """For each instruction, the events of other ranks it waits for: SEND before compute, RECV or TAKE before SENT."""
     completion = "TAKE" if with_headers else "RECV"
     arrivals: dict[tuple[str, int, int], list[_Event]] = {}

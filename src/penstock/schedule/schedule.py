@@ -120,9 +120,9 @@ class Schedule:
         return cls(name, tuple(placement), tuple(tuple(order) for order in orders), num_microbatches)
 
     def __str__(self) -> str:
-        from penstock.schedule.text import to_text
-
-        return to_text(self)
+        """The text form, which ``penstock.schedule.from_text`` reads."""
+        lines = [" ".join(map(str, order)) or "-" for order in self.orders]
+        return "\n".join([f"# name: {self.name}", *lines, ""])
 
     def _repr_html_(self) -> str:
         html: str = _registry.viz().schedule_html(self)

@@ -105,7 +105,7 @@ class Simulation:
         return tuple(curve)
 
 
-class _Link:
+class _EdgeTimes:
     """One edge in one direction: when the value of each micro-batch arrives."""
 
     __slots__ = ("arrival", "channel", "latency", "transfer")
@@ -123,17 +123,17 @@ class _Link:
         self.arrival[microbatch] = now + self.latency
 
 
-_Links = dict[str, list[list[_Link]]]
+_EdgesByStage = dict[str, list[list[_EdgeTimes]]]
 """By kind of action and stage."""
 
 
-def _links(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_Links, _Links]:
+def _links(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_EdgesByStage, _EdgesByStage]:
     """The links that each stage's actions wait for, and those they send on.
 
     Forward and backward traffic have separate channels, one per direction between two ranks.
     """
     stages, m = range(schedule.num_stages), schedule.num_microbatches
-    forward_in, forward_out, backward_in, backward_out = ([list[_Link]() for _ in stages] for _ in range(4))
+    forward_in, forward_out, backward_in, backward_out = ([list[_EdgeTimes]() for _ in stages] for _ in range(4))
     channels: dict[tuple[str, int, int], list[float]] = {}
     for src, dst in edges:
         src_rank, dst_rank = schedule.placement[src], schedule.placement[dst]
@@ -141,13 +141,13 @@ def _links(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_Li
         if src_rank != dst_rank:
             latency = costs.of_edge("latency", (src, dst))
             transfer = costs.of_edge("bytes", (src, dst)) / costs.of_edge("bandwidth", (src, dst))
-        forward = _Link(m, latency, transfer, channels.setdefault(("F", src_rank, dst_rank), [0.0]))
+        forward = _EdgeTimes(m, latency, transfer, channels.setdefault(("F", src_rank, dst_rank), [0.0]))
         forward_out[src].append(forward)
         forward_in[dst].append(forward)
-        backward = _Link(m, latency, transfer, channels.setdefault(("B", dst_rank, src_rank), [0.0]))
+        backward = _EdgeTimes(m, latency, transfer, channels.setdefault(("B", dst_rank, src_rank), [0.0]))
         backward_out[dst].append(backward)
         backward_in[src].append(backward)
-    none: list[list[_Link]] = [[] for _ in stages]
+    none: list[list[_EdgeTimes]] = [[] for _ in stages]
     incoming = {"F": forward_in, "B": backward_in, "I": backward_in, "R": none, "W": none}
     outgoing = {"F": forward_out, "B": backward_out, "I": backward_out, "R": none, "W": none}
     return incoming, outgoing

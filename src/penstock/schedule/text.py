@@ -32,8 +32,7 @@ _IDLE = "-"
 
 def to_text(schedule: Schedule) -> str:
     """The text form of a schedule; ``from_text`` is its inverse."""
-    lines = [" ".join(map(str, order)) or _IDLE for order in schedule.orders]
-    return "\n".join([f"# name: {schedule.name}", *lines, ""])
+    return str(schedule)
 
 
 def from_text(text: str) -> Schedule:

@@ -64,7 +64,7 @@ def v_min(p: int, m: int) -> Schedule:
     return v_schedule("v_min", p, m, hops=(1, 1, 1, 1), cap=(p + 4) // 3 * 2)
 
 
-class _Slot(NamedTuple):
+class _TimeSlot(NamedTuple):
     """The preferred slot of an action on micro-batch 0; that of micro-batch k is 6k slots later."""
 
     time: int
@@ -90,10 +90,10 @@ def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: 
         f_up_time, i_down_time = f_end - f_up * r, i_start + i_down * r
         slots.append(
             (
-                _Slot(f_down * r, down, "F"),
-                _Slot(f_up_time, up, "F"),
-                _Slot(i_down_time, up, "I"),
-                _Slot(i_end - i_up * r, down, "I"),
+                _TimeSlot(f_down * r, down, "F"),
+                _TimeSlot(f_up_time, up, "F"),
+                _TimeSlot(i_down_time, up, "I"),
+                _TimeSlot(i_end - i_up * r, down, "I"),
             )
         )
         # A rank that runs ahead leaves memory for its second stage: from its F to the end of its W.
@@ -101,7 +101,9 @@ def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: 
     return Schedule.of(name, vee(p), _compact(p, m, slots, cap, ahead), m)
 
 
-def _compact(p: int, m: int, slots: Sequence[Sequence[_Slot]], cap: int, ahead: Sequence[int]) -> list[list[Action]]:
+def _compact(
+    p: int, m: int, slots: Sequence[Sequence[_TimeSlot]], cap: int, ahead: Sequence[int]
+) -> list[list[Action]]:
     """List-schedule all ranks in lockstep, one action per slot, as early as possible.
 
     A rank runs the action with the earliest preferred slot. If that lacks its input or memory, it runs a W; without a

@@ -26,9 +26,8 @@ from penstock.train.devices import Devices
 from penstock.train.materialise import Init
 from penstock.train.mesh import Mesh
 from penstock.train.optimizer_offload import Offload, offload_optimizer, require_offloaded
-from penstock.train.progress import StepTotals
 from penstock.train.replan import ReplanResult, find_faster_order, predict_from_costs, predict_step
-from penstock.train.result import StepResult
+from penstock.train.result import StepResult, StepTotals
 from penstock.train.state import PipelineState
 
 __all__ = ["Pipeline"]

@@ -7,8 +7,8 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -17,12 +17,10 @@ from penstock._torch import default_store
 from penstock.errors import PlanError
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.train.launch import is_initialized, is_rank0
-from penstock.train.result import StepResult
+from penstock.train.pipeline import Pipeline
+from penstock.train.result import StepTotals
 
-if TYPE_CHECKING:
-    from penstock.train.pipeline import Pipeline
-
-__all__ = ["StepTotals", "progress"]
+__all__ = ["progress"]
 
 T = TypeVar("T")
 
@@ -32,31 +30,6 @@ _REFRESH_INTERVAL = 0.2  # seconds between updates of the bar: reading the loss 
 _END_WAIT = 1.0  # seconds to wait at the end for the other ranks' bubbles
 
 _num_loops = 0  # loops that this process has reported: the same on every rank
-
-
-@dataclass
-class StepTotals:
-    """Sums over steps. ``idle`` of the ``measured`` seconds were spent waiting, in steps with a known bubble."""
-
-    steps: int = 0
-    samples: int = 0
-    measured: float = 0.0
-    idle: float = 0.0
-
-    def add(self, result: StepResult) -> None:
-        self.steps += 1
-        self.samples += result.samples
-        if result.bubble is not None:
-            self.measured += result.seconds
-            self.idle += result.bubble * result.seconds
-
-    def since(self, before: StepTotals) -> StepTotals:
-        return StepTotals(*(now - then for now, then in zip(vars(self).values(), vars(before).values(), strict=True)))
-
-    @property
-    def bubble(self) -> float | None:
-        """The fraction of time spent waiting; None if it is not known."""
-        return self.idle / self.measured if self.measured else None
 
 
 def progress(

@@ -19,11 +19,20 @@ import penstock as ps
 from penstock import hooks
 from penstock.compat.varuna.utils import check_model, device_of, positive
 from penstock.format import format_size, format_size_exact, format_table, format_time
-from penstock.profile.costs import Link, ModelCosts, Profile
-from penstock.profile.links import Links, measure_links
-from penstock.profile.measure import measure_costs
-from penstock.profile.planner.candidates import device_grids
-from penstock.profile.planner.segments import Cuts, Ranks, Segments, edges_between, rank_static_bytes, stage_costs
+from penstock.profile import (
+    Link,
+    Links,
+    ModelCosts,
+    Profile,
+    Ranks,
+    Segments,
+    device_grids,
+    edges_between,
+    measure_costs,
+    measure_links,
+    rank_static_bytes,
+    stage_costs,
+)
 from penstock.schedule import build, recompute_modes, simulate, with_recompute
 
 __all__ = ["AutoConfig", "Configuration", "Profiler", "load_links"]
@@ -211,7 +220,7 @@ class AutoConfig:
         return "\n".join(format_table(heads, rows, right=range(5)))
 
 
-def even_cuts(segments: Segments, stages: int) -> Cuts:
+def even_cuts(segments: Segments, stages: int) -> tuple[int, ...]:
     """The ends of stages with equally many layers, as ``Varuna`` makes them."""
     n, costs = segments.n, segments.costs
     crossing = [0.0, *(costs.bytes_between(range(cut), range(cut, n)) for cut in range(1, n))]

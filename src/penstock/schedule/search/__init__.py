@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice, pairwise
 from random import Random
 
 from penstock.errors import ScheduleError
@@ -43,9 +43,8 @@ _OPS_PER_SECOND = 3.2e6
 _ORDER_OVERHEAD = 300
 """The cost of an evaluation besides its ops."""
 
-_START_COST, _LIST_COST, _JUSTIFY_COST, _COMPARE_COST = 4.0, 9.0, 6.0, 65.0
-"""Per op: to place the W of a start, to list-schedule an order, to justify it once, and to compare the result
-with all fixed schedules."""
+_START_COST, _JUSTIFY_COST, _COMPARE_COST = 4.0, 6.0, 65.0
+"""Per op: to make a start, to justify an order once, and to compare the result with all fixed schedules."""
 
 _STEP_COST, _STEP_OVERHEAD = 1.05, 150
 """The cost of a step of tabu search, per op and besides."""
@@ -197,12 +196,11 @@ def _search(
     small_goal = (goal - (problem.m - small.m) * max(problem.work)) * (1 + TOLERANCE)
     ops = 3 * small.num_stages * small.m
     evaluation = ops + _ORDER_OVERHEAD
-    starts = _Starts(small)
     evaluations = share * seconds * _OPS_PER_SECOND / evaluation
-    evaluations -= _START_COST * starts.add_known(int(evaluations / 60), small_goal, expired)
-    evaluations -= _LIST_COST * starts.add_list_schedules(small_goal, expired)
+    starts, tried = _starts(small, int(evaluations / 60), small_goal, expired)
+    evaluations -= _START_COST * tried
     table = NodeTable(small)
-    found = [start.complete(small) for start in starts.best(_STARTS)]
+    found = starts[:_STARTS]
     for passes, count in zip(_PASSES, (_STARTS, _TRACKS[0]), strict=True):
         for i, (_, orders) in enumerate(found[:count]):
             if min(found)[0] > small_goal and not expired():
@@ -217,7 +215,7 @@ def _search(
         found.sort(key=lambda entry: entry[0])
     if small.m == problem.m:
         return found
-    found = _extend_all(problem, small.m, found[: _TRACKS[0]], starts, lambda: elapsed() >= 0.85 * seconds)
+    found = _extend_all(problem, small.m, found[: _TRACKS[0]], starts[:4], lambda: elapsed() >= 0.85 * seconds)
     passes = int((1 - share) / 2 * seconds * _OPS_PER_SECOND / (3 * problem.num_stages * problem.m * _JUSTIFY_COST))
     if found[0][0] > goal and passes >= 4 and elapsed() < 0.8 * seconds:  # two of the passes prepare the justification
         found[0] = justify(
@@ -226,99 +224,61 @@ def _search(
     return found
 
 
-@dataclass
-class _Start:
-    """A skeleton, the ``overrun`` with which W is placed into it, and the resulting makespan."""
-
-    makespan: float
-    skeleton: Orders
-    overrun: float
-
-    def complete(self, problem: Problem) -> _Found:
-        orders: Orders = [[] for _ in self.skeleton]
-        place_weight_grads(problem, self.skeleton, self.overrun, filled=orders)
-        return evaluate(problem, orders), orders
-
-
-class _Starts:
-    """Starts of the search, and the problems of the list schedules among them."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.choices = recompute_choices(problem)
-        self.makespan = math.inf
-        self.starts: list[_Start] = []
-        self.list_schedules: list[tuple[float, Problem]] = []
-
-    def add(self, problem: Problem, skeleton: Orders) -> float:
-        """Add a skeleton if it is good enough; return its makespan."""
-        makespans = []
-        for overrun in _OVERRUNS:
-            makespan = place_weight_grads(problem, skeleton, overrun, limit=self.makespan * _START_MARGIN)
-            if makespan < math.inf:
-                self.starts.append(_Start(makespan, skeleton, overrun))
-            makespans.append(makespan)
-        self.makespan = min(self.makespan, *makespans)
-        return min(makespans)
-
-    def add_known(self, variants: int, goal: float, expired: Callable[[], bool]) -> int:
-        """Add warm-up variants of 1F1B, up to a number, and the fixed schedules, with their W as deadlines and without.
-
-        Return the number of skeletons tried.
-        """
-        tried = 0
-        for choice in self.choices:
-            known = ([orders, without_weight_grads(choice, orders)] for orders in fixed_orders(choice))
-            more = islice(warmup_variants(choice), max(4, variants // len(self.choices)))
-            for skeleton in chain(islice(more, 2), chain.from_iterable(known), more):
-                if self.makespan <= goal or (tried >= 2 and expired()):
-                    return tried
-                self.add(choice, skeleton)
-                tried += 1
-        return tried
-
-    def add_list_schedules(self, goal: float, expired: Callable[[], bool]) -> int:
-        """Add a list schedule for each choice of recomputed stages; return their number."""
-        for choice in self.choices:
-            if self.makespan <= goal or (self.starts and expired()):
+def _starts(problem: Problem, variants: int, goal: float, expired: Callable[[], bool]) -> tuple[list[_Found], int]:
+    """Complete orders of different makespans to start from, best first; and the number of skeletons tried."""
+    found: list[_Found] = []
+    best, tried = math.inf, 0
+    choices = recompute_choices(problem)
+    for choice in choices:
+        for skeleton in _skeletons(choice, max(4, variants // len(choices))):
+            if best <= goal or (found and expired()):
                 break
-            makespan, orders = list_schedule(choice)
-            if makespan < math.inf:
-                makespan = min(self.add(choice, orders), self.add(choice, without_weight_grads(choice, orders)))
-                self.list_schedules.append((makespan, choice))
-        if not self.starts:
-            self.add(self.choices[0], sequential_orders(self.choices[0]))
-        return len(self.list_schedules)
+            tried += 1
+            for overrun in _OVERRUNS:
+                orders: Orders = [[] for _ in skeleton]
+                makespan = place_weight_grads(choice, skeleton, overrun, best * _START_MARGIN, orders)
+                if makespan < math.inf:
+                    found.append((makespan, orders))
+                    best = min(best, makespan)
+    if not found:
+        orders = sequential_orders(choices[0])
+        found.append((evaluate(problem, orders), orders))
+    found.sort(key=lambda entry: entry[0])
+    distinct = [y for x, y in pairwise([(-math.inf, []), *found]) if y[0] > x[0] * (1 + TOLERANCE)]
+    return distinct, tried
 
-    def best(self, count: int) -> list[_Start]:
-        """The best starts, of different makespans."""
-        best: list[_Start] = []
-        for start in sorted(self.starts, key=lambda start: start.makespan):
-            if not best or start.makespan > best[-1].makespan * (1 + TOLERANCE):
-                best.append(start)
-        return best[:count]
+
+def _skeletons(problem: Problem, variants: int) -> Iterator[Orders]:
+    """Warm-up variants of 1F1B, the fixed schedules and a list schedule, with their W as deadlines and without."""
+    warmups = islice(warmup_variants(problem), variants)
+    yield from islice(warmups, 2)
+    for orders in fixed_orders(problem):
+        yield orders
+        yield without_weight_grads(problem, orders)
+    yield from warmups
+    makespan, orders = list_schedule(problem)
+    if makespan < math.inf:
+        yield orders
+        yield without_weight_grads(problem, orders)
 
 
 def _extend_all(
-    problem: Problem, m: int, found: list[_Found], starts: _Starts, expired: Callable[[], bool]
+    problem: Problem, m: int, found: list[_Found], starts: list[_Found], expired: Callable[[], bool]
 ) -> list[_Found]:
-    """Orders for ``m`` micro-batches extended to those of the problem, and the best list schedule for all of them."""
+    """Orders for ``m`` micro-batches extended to those of the problem, and list schedules for all of them."""
     extended: list[_Found] = []
     goal = (found[0][0] + (problem.m - m) * max(problem.work)) * (1 + TOLERANCE)
-    candidates: list[tuple[float, Orders, float | None]] = []
-    for makespan, orders in found:
-        candidates.append((makespan, orders, None))
-        candidates.append((makespan, without_weight_grads(problem, orders), 0.0))
-    # Starts have kernels more often than improved orders.
-    candidates[2:2] = [(start.makespan, start.skeleton, start.overrun) for start in starts.best(4)]
-    for makespan, orders, overrun in candidates:
-        longer = extend(problem, orders, m, overrun, makespan)
-        if longer is not None:
-            extended.append(longer)
-        if extended and (expired() or extended[-1][0] <= goal):
+    for makespan, orders in [found[0], *starts, *found[1:]]:  # starts have kernels more often than improved orders
+        for candidate, overrun in ((orders, None), *((without_weight_grads(problem, orders), o) for o in _OVERRUNS)):
+            longer = extend(problem, candidate, m, overrun, makespan)
+            if longer is not None:
+                extended.append(longer)
+            if extended and (expired() or extended[-1][0] <= goal):
+                return sorted(extended, key=lambda entry: entry[0])
+    for choice in recompute_choices(problem):
+        if extended and expired():
             break
-    if starts.list_schedules and (not extended or (not expired() and min(extended)[0] > goal)):
-        _, choice = min(starts.list_schedules, key=lambda entry: entry[0])
-        makespan, orders = list_schedule(choice.with_m(problem.m))
+        makespan, orders = list_schedule(choice)
         if makespan < math.inf:
             extended.append((makespan, orders))
     if not extended:

@@ -55,82 +55,65 @@ def place_weight_grads(
         end = len(order)
         while at < end:
             op = order[at]
+            start, need, line = now, needs[op], -1
             if weight_grads <= op < recomputes:
-                if early[op - weight_grads]:
-                    early[op - weight_grads] -= 1
-                elif op in queue:
-                    queue.remove(op)
-                    now += durations[op]
-                    memory += change[op]
-                    if output is not None:
-                        output.append(op)
-                at += 1
-                continue
-            if recomputes <= op < checkpoints:
-                while queue and overrun is not None and memory + needs[op] > space:
-                    weight_grad = queue.pop(0)
-                    early[weight_grad - weight_grads] += 1
-                    now += durations[weight_grad]
-                    memory += change[weight_grad]
-                    if output is not None:
-                        output.append(weight_grad)
-                if not to_recompute[op - recomputes] or memory + needs[op] > space:
+                if early[op - weight_grads] or op not in queue:
+                    early[op - weight_grads] -= early[op - weight_grads] > 0
+                    at += 1
+                    continue
+                queue.remove(op)
+            elif recomputes <= op < checkpoints:
+                if not to_recompute[op - recomputes]:
                     return math.inf
                 del to_recompute[op - recomputes][0]
-                now += durations[op]
-                memory += change[op]
-                if output is not None:
-                    output.append(op)
-                at += 1
-                continue
-            line = op if op < 2 * count else op - count if op < weight_grads else op - checkpoints
-            k = done[line]
-            if line >= count:
-                missing = to_recompute[line - count]
-                if k >= done[line - count] or (missing and missing[0] <= k):
-                    return math.inf
-            start = now
-            for arrivals in incoming[line]:
-                if k >= len(arrivals):
-                    break
-                if arrivals[k] > start:
-                    start = arrivals[k]
             else:
-                done[line] = k + 1
-                need = needs[op]
-                while queue and overrun is not None:
-                    if now + durations[queue[0]] * gap_fraction > start and not (need and memory + need > space):
+                line = op if op < 2 * count else op - count if op < weight_grads else op - checkpoints
+                k = done[line]
+                if line >= count:
+                    missing = to_recompute[line - count]
+                    if k >= done[line - count] or (missing and missing[0] <= k):
+                        return math.inf
+                blocked = False
+                for arrivals in incoming[line]:
+                    if k >= len(arrivals):
+                        blocked = True
                         break
-                    weight_grad = queue.pop(0)
-                    early[weight_grad - weight_grads] += 1
-                    now += durations[weight_grad]
-                    memory += change[weight_grad]
-                    if output is not None:
-                        output.append(weight_grad)
-                if start > now:
-                    idle -= start - now
-                    if idle < 0.0:
-                        return math.inf
-                    now = start
-                if line < count:
-                    if memory + need > space:
-                        return math.inf
-                    if op >= checkpoints:
-                        to_recompute[line].append(k)
-                elif op < 2 * count:
+                    if arrivals[k] > start:
+                        start = arrivals[k]
+                if blocked:
+                    break
+                done[line] = k + 1
+            while queue and overrun is not None and not weight_grads <= op < recomputes:
+                if now + durations[queue[0]] * gap_fraction > start and not (need and memory + need > space):
+                    break
+                weight_grad = queue.pop(0)
+                early[weight_grad - weight_grads] += 1
+                now += durations[weight_grad]
+                memory += change[weight_grad]
+                if output is not None:
+                    output.append(weight_grad)
+            if start > now:
+                idle -= start - now
+                if idle < 0.0:
+                    return math.inf
+                now = start
+            if need and memory + need > space:
+                return math.inf
+            now += durations[op]
+            memory += change[op]
+            if output is not None:
+                output.append(op)
+            at += 1
+            if line >= 0:
+                if op >= checkpoints:
+                    to_recompute[line].append(k)
+                elif count <= op < 2 * count:
                     queue.append(op + 2 * count)
-                now += durations[op]
-                memory += change[op]
                 for arrivals, time, other in outgoing[line]:
                     arrivals.append(now + time)
                     if not listed[other] and other != rank:
                         listed[other] = True
                         ready.append(other)
-                if output is not None:
-                    output.append(op)
-                at += 1
-                continue
-            break
         if at == end:
             left -= 1
             now += sum(durations[op] for op in queue)
