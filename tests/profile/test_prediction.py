@@ -153,7 +153,7 @@ def test_in_words() -> None:
 
 
 def test_files_of_before_and_files_that_are_none(tmp_path: Path) -> None:
-    trace = simulated_trace(simulate(build("1f1b", 2, 2), Costs()))
+    trace = ps.Trace(**vars(simulated_trace(simulate(build("1f1b", 2, 2), Costs()))))
     trace.prediction = Prediction(1.0, "costs")
     data = trace.to_data()
     assert ps.Trace.from_data(json.loads(json.dumps(data))).prediction == trace.prediction

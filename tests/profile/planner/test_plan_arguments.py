@@ -1,4 +1,4 @@
-"""What ``ps.plan`` is told, in all the ways in which it may be told, and what it says of what it cannot use."""
+"""The arguments of ``ps.plan``: all forms in which they may be given, and errors for those it cannot use."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_tie_weighs_what_its_own_layers_do() -> None:
 # ── memory that is too small ─────────────────────────────────────────────────────────────────────────────────────
 
 
-# What it named was the least of the ways with the largest micro-batches.
+# The error named the least memory of the configurations with the largest micro-batches only.
 def test_the_least_memory_is_that_of_the_smallest_micro_batches() -> None:
     profile = Profile((costs(parameters=1.0, activation=1000.0),))
     how: dict[str, Any] = {"batch": 16, "grids": [(1, 2)], "recompute": False, "seconds": 0.1}

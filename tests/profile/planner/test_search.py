@@ -230,8 +230,8 @@ def test_nothing_is_refined_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert not reports()
 
 
-# Estimates do not know what memory costs: of many ways that looked better than they were, ways behind them that still
-# looked better than the answer were called less promising.
+# Estimates ignore memory: configurations behind many with too optimistic estimates were called less promising, although
+# their own estimate was below the result.
 def test_what_is_called_less_promising_has_an_estimate_above_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.profile.planner.search.EVALUATED", 2)
     how: dict[str, Any] = {"batch": 64, "grids": [(1, 2), (1, 4)], "recompute": None, "seconds": 0.2}

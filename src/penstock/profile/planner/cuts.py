@@ -222,7 +222,7 @@ def balanced(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts
 def _memory_shares(segments: Segments, ranks: Ranks) -> tuple[float, ...]:
     """The share of the work that each rank can do in the same time within its memory, if all layers were equal."""
     whole = 0, segments.n
-    work, again = segments.work(*whole), segments.recompute_work(*whole)
+    work, recompute = segments.work(*whole), segments.recompute_work(*whole)
     static, kept = segments.static_bytes(*whole), segments.activation_bytes(*whole)
     parts = (1.0,) if ranks.recompute else (0.0,) if ranks.recompute is False else tuple(k / 8 for k in range(9))
 
@@ -230,9 +230,9 @@ def _memory_shares(segments: Segments, ranks: Ranks) -> tuple[float, ...]:
         """The largest share over some fractions that are recomputed."""
         seconds, limit, in_flight = time * ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank]
         sizes = [(part, static + in_flight * (1 - part) * kept) for part in parts]
-        return max(min(seconds / (work + part * again or 1.0), limit / (size or 1.0)) for part, size in sizes)
+        return max(min(seconds / (work + part * recompute or 1.0), limit / (size or 1.0)) for part, size in sizes)
 
-    low, high = 0.0, 2 * (work + again) / min(ranks.speed)
+    low, high = 0.0, 2 * (work + recompute) / min(ranks.speed)
     for _ in range(30):  # the time in which all work is done; the longest one if the memory is too small
         middle = (low + high) / 2
         enough = sum(share(rank, middle) for rank in range(len(ranks))) >= 1
@@ -312,7 +312,7 @@ class _LocalSearch:
         self.missing[rank] = 0.0
         if time == inf:
             recomputed = {None: ((), range(len(runs))), True: (range(len(runs)),), False: ((),)}[ranks.recompute]
-            size = min(rank_bytes(self.segments, runs, again, ranks.in_flight[rank]) for again in recomputed)
+            size = min(rank_bytes(self.segments, runs, chosen, ranks.in_flight[rank]) for chosen in recomputed)
             self.missing[rank] = max(1e-9, size / (ranks.memory[rank] or 1.0) - 1)
         return time
 

@@ -160,10 +160,10 @@ def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
             for name in ("f", "i", "w", "b")
             for numbers in [costs.of_stages(name, schedule.num_stages)]
         }
-        again = costs.durations(schedule.num_stages)["R"]
+        recompute = costs.durations(schedule.num_stages)["R"]
         replica = trace.tracks[step.of(range(len(trace.tracks)))[0].track].replica
         order = step.schedule(schedule.name, schedule.placement, places, trace.replica(replica))
-        even = simulate(order, Costs(**times, r=sum(again) / len(again)), trace.edges)
+        even = simulate(order, Costs(**times, r=sum(recompute) / len(recompute)), trace.edges)
     except PenstockError:  # records of one rank only, or of half of a call
         return {}
     gaps = {}
@@ -190,16 +190,13 @@ class Repartition:
 
     @property
     def text(self) -> str:
-        moved = self._moved()
+        pairs = zip(self.layers, _stage_of_layers(self.before), _stage_of_layers(self.after), strict=True)
+        moved = [(layer, old, new) for layer, old, new in pairs if old != new]
         if len(moved) == 1:
             layer, old, new = moved[0]
             return f"moving layer {layer} from stage {old} to stage {new}"
         numbers, there = (", ".join(map(str, sizes)) for sizes in (self.after, self.before))
         return f"a cut into stages of {numbers} layers, not {there},"
-
-    def _moved(self) -> list[tuple[str, int, int]]:
-        pairs = zip(self.layers, _owners(self.before), _owners(self.after), strict=True)
-        return [(layer, old, new) for layer, old, new in pairs if old != new]
 
 
 def layers_of(trace: TraceData) -> list[tuple[str, ...]] | None:
@@ -268,7 +265,7 @@ def map_stage_costs(costs: Costs, num_stages: int, change: Callable[[list[float]
     return replace(costs, **changed)
 
 
-def _owners(sizes: Sequence[int]) -> list[int]:
+def _stage_of_layers(sizes: Sequence[int]) -> list[int]:
     return [stage for stage, count in enumerate(sizes) for _ in range(count)]
 
 
@@ -391,7 +388,11 @@ def advise(trace: TraceData, idle: Sequence[Idle] = ()) -> list[Advice]:
     if base is not None and base.makespan:
         found += _schedules(trace, base)
         found += _microbatches(trace, base)
-        found += [_cut(cut) for cut in [better_cut(trace, base)] if cut is not None]
+        cut = better_cut(trace, base)
+        if cut is not None:
+            found.append(
+                Advice("cut", f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)", cut.saved)
+            )
         found += [Advice("slow rank", slow.text, slow.saved) for slow in slow_ranks(trace, base)]
         found += _edges(trace, base)
     worth = [advice for advice in found if advice.saved >= MIN_SAVING]
@@ -409,12 +410,14 @@ def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     """The best fixed schedule within the current memory, the best with more, and a searched one if it is better."""
     if not base.schedule.trains:
         return
-    costs = _with_activation(base.costs, base.schedule.num_stages)
+    costs = base.costs
+    if not any(costs.of_stages("activation", base.schedule.num_stages)):
+        costs = replace(costs, activation=1.0)  # count micro-batches in flight, if no bytes are known
     kept = max(simulate(base.schedule, costs, trace.edges).peak_memory)
     best, larger = 0.0, Advice("", "", 0.0)
-    fixed = [simulate(schedule, costs, trace.edges) for schedule in _fixed(base.schedule)]
+    fixed = [simulate(schedule, costs, trace.edges) for schedule in _other_fixed_schedules(base.schedule)]
     fixed.sort(key=lambda found: found.makespan)
-    split = _split_note(trace)
+    split = "" if "W" in trace.order.kinds else " (if a weight's gradient takes half of a backward)"
     for found in fixed:
         saved, peak, name = _saved(base, found.makespan), max(found.peak_memory), found.schedule.name
         note = split if found.schedule.kinds & {"I", "W"} else ""
@@ -441,39 +444,30 @@ def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
         yield Advice("schedule", f"schedule auto saves {saved:.0%} at the same memory{note}", saved)
 
 
-def _fixed(now: Schedule) -> Iterator[Schedule]:
+def _other_fixed_schedules(now: Schedule) -> Iterator[Schedule]:
     """All other fixed schedules with the same placement, with the recomputes of ``now``."""
     for name in SCHEDULES:
         try:
-            schedule = _like(name, now, now.num_microbatches)
+            schedule = _same_placement(name, now, now.num_microbatches)
         except ScheduleError:  # for other numbers of stages or micro-batches
             continue
         if schedule.trains and schedule.placement == now.placement and schedule.orders != now.orders:
             yield schedule
 
 
-def _like(name: str, now: Schedule, m: int) -> Schedule:
+def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
     each, rest = divmod(now.num_stages, now.num_ranks)
     if rest:
         raise ScheduleError("some ranks have more stages than others")
-    return with_recompute(build(name, now.num_ranks, m, each), _modes(now))
+    return with_recompute(build(name, now.num_ranks, m, each), _recompute_modes(now))
 
 
-def _modes(schedule: Schedule) -> list[str]:
+def _recompute_modes(schedule: Schedule) -> list[str]:
     """The recompute mode of each stage."""
-    again = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
+    recomputed = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
     stages, last = range(schedule.num_stages), schedule.num_microbatches - 1
-    some = {stage for stage, _ in again}
-    return ["never" if s not in some else "always" if (s, last) in again else "except_last" for s in stages]
-
-
-def _with_activation(costs: Costs, num_stages: int) -> Costs:
-    """Count micro-batches in flight instead of bytes if no activation bytes are known."""
-    return costs if any(costs.of_stages("activation", num_stages)) else replace(costs, activation=1.0)
-
-
-def _split_note(trace: TraceData) -> str:
-    return "" if "W" in trace.order.kinds else " (if a weight's gradient takes half of a backward)"
+    some = {stage for stage, _ in recomputed}
+    return ["never" if s not in some else "always" if (s, last) in recomputed else "except_last" for s in stages]
 
 
 # ── micro-batches, cuts, edges, hosts ────────────────────────────────────────────────────────────────────────
@@ -486,7 +480,7 @@ def _microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
         return
     m = 2 * now.num_microbatches
     try:
-        schedule = _like(now.name, now, m)
+        schedule = _same_placement(now.name, now, m)
     except ScheduleError:  # a custom order
         return
     if schedule.placement != now.placement:
@@ -497,15 +491,11 @@ def _microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     yield Advice("micro-batches", text, saved)
 
 
-def _cut(cut: Repartition) -> Advice:
-    return Advice("cut", f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)", cut.saved)
-
-
 def _edges(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     """An upper bound of the saving by faster links, for the slowest edges."""
     costs, placement = base.costs, base.schedule.placement
-    message = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
-    slowest = sorted(message, key=lambda edge: -costs.of_edge("latency", edge))[:_EDGES]
+    channels = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
+    slowest = sorted(channels, key=lambda edge: -costs.of_edge("latency", edge))[:_EDGES]
     for edge in (edge for edge in slowest if costs.of_edge("latency", edge)):
         latency = {other: costs.of_edge("latency", other) * (other != edge) for other in trace.edges}
         saved = _saved(base, simulate(base.schedule, replace(costs, latency=latency), trace.edges).makespan)

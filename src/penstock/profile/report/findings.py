@@ -47,12 +47,12 @@ class MemoryPeak:
 
 def memory_peak(part: RankRecord, saved: Mapping[int, int]) -> MemoryPeak | None:
     """The peak of one rank; None if its memory is unknown."""
-    again = {(done.action.stage, done.action.microbatch) for done in part.actions if done.action.kind == "R"}
+    recomputed = {(done.action.stage, done.action.microbatch) for done in part.actions if done.action.kind == "R"}
     flight: dict[tuple[int, int], int] = {}
     best: MemoryPeak | None = None
     for done in part.actions:
         stage, kind, microbatch = done.action
-        if kind == "R" or (kind == "F" and (stage, microbatch) not in again):
+        if kind == "R" or (kind == "F" and (stage, microbatch) not in recomputed):
             flight[stage, microbatch] = saved.get(stage, 0)
         elif kind in "BW":
             flight.pop((stage, microbatch), None)
@@ -180,8 +180,8 @@ def analyze(trace: TraceData) -> Findings:
         pass
     else:
         cut = better_cut(trace, simulation)
-        again = simulated_trace(simulation, trace.edges)
-        simulated = idle_times(again, again.steps[0])
+        replayed = simulated_trace(simulation, trace.edges)
+        simulated = idle_times(replayed, replayed.steps[0])
     peaks = [memory_peak(part, trace.saved) for part in step.of(range(len(trace.tracks)))]
     return Findings(
         trace,
