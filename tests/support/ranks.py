@@ -186,6 +186,7 @@ def _live(pipe: Any, rank: int, n: int, port: int, keeps_store: bool, log: str) 
         faulthandler.register(signal.SIGUSR1, file=file)
         torch.set_num_threads(1)
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # torch 2.12
         store: Any = None
         while True:
             try:
