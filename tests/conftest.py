@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -26,3 +28,47 @@ def _one_thread() -> None:
 def pytest_collection_finish() -> None:
     """Modules and tests are no garbage: they are not looked through again and again."""
     gc.freeze()
+
+
+_FIXTURES = {"two", "three", "four", "two_ranks", "four_ranks"}  # processes that several tests share
+_STARTERS = {
+    "subprocess",
+    "multiprocessing",
+    *(f"tests.support.{name}" for name in ("ranks", "programs", "endings", "fork_python", "browser", "perfetto")),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that start processes, themselves or through functions of their module: ``make check`` omits them."""
+    starting: dict[ModuleType, set[str]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        names = starting.setdefault(item.module, _names_that_start_processes(vars(item.module)))
+        if names & _names(item.function) or _FIXTURES & set(item.fixturenames):
+            item.add_marker("processes")
+
+
+def _names_that_start_processes(namespace: dict[str, Any]) -> set[str]:
+    found = {
+        name
+        for name, value in namespace.items()
+        if getattr(value, "__module__", None) in _STARTERS
+        or (isinstance(value, ModuleType) and value.__name__ in _STARTERS)
+    }
+    own = {name: _names(value) for name, value in namespace.items() if isinstance(value, FunctionType)}
+    while more := {name for name, used in own.items() if used & found} - found:
+        found |= more
+    return found
+
+
+def _names(function: Any) -> set[str]:
+    """All names that a function's code uses."""
+    found: set[str] = set()
+    pending = [getattr(getattr(function, "__wrapped__", function), "__code__", None)]
+    while pending:
+        code = pending.pop()
+        if isinstance(code, CodeType):
+            found.update(code.co_names)
+            pending.extend(code.co_consts)
+    return found

@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.data import mnist
 from tests.support.programs import environment, in_process
-from tests.support.ranks import crew
+from tests.support.ranks import start_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ["gpt", "llama", "mnist", "resnet", "unet"]
@@ -94,7 +94,7 @@ def test_threads(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "names"), [(2, ["gpt", "llama", "resnet"]), (4, ["mnist", "unet"])])
 def test_processes(ranks: int, names: list[str]) -> None:
     """As under torchrun, with as many processes as the example says."""
-    with crew(ranks) as processes:
+    with start_ranks(ranks) as processes:
         for name in names:
             if name == "llama" and importlib.util.find_spec("transformers") is None:
                 continue

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock as ps
-from tests.support.ranks import crew
+from tests.support.ranks import start_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
 (PROGRAM,) = (
@@ -40,7 +40,7 @@ def test_ways() -> None:
     torch.set_num_threads(1)
     expected = loss_of(0, None)
     torch.set_num_threads(threads)
-    with crew(4) as ranks:
+    with start_ranks(4) as ranks:
         for way in ("ddp", "fsdp", "tensor"):
             for found in ranks.check(loss_of, way, timeout=120):
                 assert found == pytest.approx(expected, abs=1e-4)

@@ -51,7 +51,8 @@ def test_every_public_name_is_in_the_reference() -> None:
     for name in dir(ps):
         value = getattr(ps, name)
         if not name.startswith("_") and not inspect.ismodule(value):
-            places = {f"{value.__module__}.{name}", value.__module__, f"{value.__module__.rpartition('.')[0]}.{name}"}
+            parts = value.__module__.split(".")
+            places = {value.__module__, *(".".join([*parts[:size], name]) for size in range(2, len(parts) + 1))}
             assert named & places, f"{name} of {value.__module__} is on no page of docs/reference"
 
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.ranks import Ranks, crew
+from tests.support.ranks import Ranks, start_ranks
 
 
 @pytest.fixture(scope="session")
 def three() -> Iterator[Ranks]:
-    with crew(3) as made:
+    with start_ranks(3) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
-    with crew(4) as made:
+    with start_ranks(4) as made:
         yield made

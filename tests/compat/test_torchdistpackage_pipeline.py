@@ -114,7 +114,7 @@ def test_order_and_activations_in_flight_are_1f1b(four: Ranks) -> None:
 # ── what crosses ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Wide(nn.Module):
+class WideModel(nn.Module):
     """Stages with several values between them, of many types, of which the shapes depend on the micro-batch."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Wide(nn.Module):
 
 def crosses(rank: int) -> None:
     at = line(3)
-    model = Wide()
+    model = WideModel()
     plain = copy.deepcopy(model)
     parts = [model.first, lambda values: model.second(*values), lambda values: model.third(*values)]
     for samples in (10, 7):

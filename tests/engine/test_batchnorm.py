@@ -1,4 +1,4 @@
-"""Deferred BatchNorm commits what one forward of the whole mini-batch through the plain model commits."""
+"""Deferred BatchNorm has the running statistics of one forward of the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_one_sample_per_micro_batch() -> None:
     same(ours, plain, 1e-5)
 
 
-def test_more_micro_batches_than_wait_to_be_merged() -> None:
+def test_more_micro_batches_than_are_merged_at_once() -> None:
     ours = nn.BatchNorm1d(3, dtype=torch.float64)
     plain = copy.deepcopy(ours)
     x = values(100, 3, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_large_means_keep_the_variance(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(ours.running_var.double(), reference.var(0), rtol=2e-6, atol=0)
 
 
-def test_large_micro_batches_are_looked_at_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_micro_batches_are_reduced_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.recompute.batchnorm._CHUNK", 40)
     ours = nn.BatchNorm2d(3, dtype=torch.float64)
     plain = copy.deepcopy(ours)
@@ -177,7 +177,7 @@ def test_the_order_of_micro_batches_does_not_matter() -> None:
     same(*found, 1e-13)
 
 
-def test_empty_micro_batches_weigh_nothing() -> None:
+def test_empty_micro_batches_have_no_weight() -> None:
     for sizes in ([3, 0, 2], [0, 0]):
         ours = nn.BatchNorm2d(3)
         plain = copy.deepcopy(ours)
@@ -522,7 +522,7 @@ def test_calls_without_gradients_commit_as_the_plain_model_does(context: Callabl
         same(ours, plain, 1e-5)
 
 
-def test_a_run_within_another_says_whether_it_counts() -> None:
+def test_of_nested_contexts_the_innermost_decides() -> None:
     layer = nn.BatchNorm1d(3)
     plain = copy.deepcopy(layer)
     deferred = DeferredStatistics(layer)

@@ -1,4 +1,4 @@
-"""A forward that runs again sees the buffers that its first run saw, and changes nothing."""
+"""A recompute sees the buffers that the first run saw, and changes none."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_buffer_in_two_modules_stays_one() -> None:
     check(lambda: nn.Sequential(a, b), 3)
 
 
-def test_a_mode_in_which_buffers_change_is_learnt_anew() -> None:
+def test_buffers_are_compared_again_in_a_new_mode() -> None:
     class Sometimes(nn.Module):
         def __init__(self, size: int) -> None:
             super().__init__()
@@ -189,7 +189,7 @@ def test_a_mode_in_which_buffers_change_is_learnt_anew() -> None:
     assert module.count.tolist() == [3, 3, 3]
 
 
-def test_a_layer_that_is_thawed_later_on() -> None:
+def test_a_layer_that_is_unfrozen_later() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Norm(3))
     model[1].eval()  # frozen, while the model trains
     guard = BufferGuard(model)
@@ -239,7 +239,7 @@ def test_a_large_buffer_that_begins_to_change_is_an_error_once() -> None:
     step(module, parts, guard)
 
 
-def test_what_does_not_change_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_buffers_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[Tensor] = []
     clone = Tensor.clone
 

@@ -92,7 +92,7 @@ def test_gradients_are_the_plain_ones() -> None:
     assert weights.most == 2 * weights.bytes_of(0)
 
 
-def test_between_runs_parameters_are_tensors_as_any_other() -> None:
+def test_parameters_are_host_tensors_between_runs() -> None:
     modules = modules_of()
     before = [p for module in modules.values() for p in module.parameters()]
     values = [p.detach().clone() for p in before]
@@ -108,7 +108,7 @@ def test_between_runs_parameters_are_tensors_as_any_other() -> None:
     assert file.tell() < 2000  # its memory is its own: nobody else's is saved with it
 
 
-def test_what_is_changed_between_runs_counts() -> None:
+def test_changes_between_runs_reach_the_device() -> None:
     modules = modules_of()
     plain = copy.deepcopy(modules)
     weights = settled(modules)
@@ -208,7 +208,7 @@ def test_a_parameter_of_two_stages_stays_while_either_needs_it() -> None:
     check_runs({0: Tied(weight), 1: Tied(weight)})
 
 
-def test_parts_of_one_memory_stay_parts_of_one() -> None:
+def test_views_of_one_storage_stay_views_of_one() -> None:
     """As the weights of an LSTM are on a GPU."""
     modules = modules_of()
     first, second = modules[1].get_parameter("0.weight"), modules[1].get_parameter("2.weight")
@@ -223,7 +223,7 @@ def test_parts_of_one_memory_stay_parts_of_one() -> None:
     check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
 
 
-def test_a_small_part_of_something_big_has_a_home_of_its_own() -> None:
+def test_a_small_view_of_a_large_storage_gets_its_own_storage() -> None:
     modules = modules_of()
     weight = modules[1].get_parameter("0.weight")
     weight.data = torch.cat([weight.data, torch.zeros(1000, 8)])[:8]
@@ -232,7 +232,7 @@ def test_a_small_part_of_something_big_has_a_home_of_its_own() -> None:
     assert weights.most == 2 * weights.bytes_of(0)
 
 
-def test_memory_that_others_use_stays() -> None:
+def test_shared_memory_stays_on_the_device() -> None:
     modules = modules_of()
     one, other = modules[0].get_parameter("0.weight"), modules[0].get_parameter("2.weight")
     other.data = one.data[:]  # one memory under two names
@@ -280,7 +280,7 @@ def test_sparse_gradients() -> None:
 # ── forwards that change weights ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_embedding_with_a_largest_norm() -> None:
+def test_an_embedding_with_max_norm() -> None:
     class Look(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -294,7 +294,7 @@ def test_an_embedding_with_a_largest_norm() -> None:
     check_runs({s: Look() for s in range(4)})
 
 
-def test_a_change_that_leaves_no_trace_is_found() -> None:
+def test_a_write_without_a_version_is_found() -> None:
     class Codes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -319,7 +319,7 @@ def test_a_change_that_leaves_no_trace_is_found() -> None:
         check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
 
 
-def test_a_change_that_comes_late() -> None:
+def test_a_write_in_a_later_run() -> None:
     class Later(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -336,7 +336,7 @@ def test_a_change_that_comes_late() -> None:
     check_runs({s: Later() for s in range(4)})
 
 
-def test_first_values_that_leave_no_trace() -> None:
+def test_initial_values_written_without_a_version() -> None:
     modules = modules_of()
     weights = settled(modules)
     weight = modules[1].get_parameter("0.weight")
@@ -347,7 +347,7 @@ def test_first_values_that_leave_no_trace() -> None:
     assert torch.equal(weight, torch.full((8, 8), 3.0))
 
 
-def test_weights_that_nobody_changes_are_not_copied_out() -> None:
+def test_unchanged_weights_are_not_copied_to_the_host() -> None:
     modules = modules_of(4)
     weights = settled(modules)
     for module in modules.values():
@@ -419,7 +419,7 @@ class Call:
     over = False
 
 
-def test_weights_stay_for_a_call_that_is_not_over() -> None:
+def test_weights_stay_resident_during_an_open_call() -> None:
     modules = modules_of()
     plain = copy.deepcopy(modules)
     weights = settled(modules)
@@ -447,7 +447,7 @@ def test_weights_stay_for_a_call_that_is_not_over() -> None:
     check_equal([mine, *state(modules)], [run(plain, None, x), *state(plain)])
 
 
-def test_a_call_that_nobody_holds_any_more_is_over() -> None:
+def test_a_call_without_references_is_over() -> None:
     weights = settled(modules_of())
     weights.make_resident(Call())
     with weights.run():
@@ -459,7 +459,7 @@ def test_nothing_is_made_on_the_cpu() -> None:
     assert host_weights(modules, [CPU] * 3) is None
 
 
-def test_the_stand_in_finds_memory_that_goes_too_early() -> None:
+def test_late_copies_detect_memory_freed_too_early() -> None:
     """Else the tests above would prove nothing."""
     copies, there = LateCopies(), torch.empty(8)
     event = copies.to_device([(torch.randn(8), there)])

@@ -1,4 +1,4 @@
-"""Activations on the host: the same gradients bit for bit, with copies as late as they may be."""
+"""Activations on the host: the same gradients bit for bit, with copies as late as possible."""
 
 from __future__ import annotations
 
@@ -157,13 +157,13 @@ def bytes_of(module: nn.Module, x: Tensor) -> int:
     return copies.bytes_to_host
 
 
-def test_a_value_that_two_ops_save_goes_once() -> None:
+def test_a_tensor_saved_by_two_ops_is_copied_once() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     assert bytes_of(module, x) == 4 * 16 * 4  # the ReLU's output, which the second linear saves as well
 
 
-def test_views_of_one_storage_go_once() -> None:
+def test_views_of_one_storage_are_copied_once() -> None:
     class Views(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             a, b, c = (x * 2).chunk(3, dim=1)
@@ -173,7 +173,7 @@ def test_views_of_one_storage_go_once() -> None:
     assert bytes_of(Views(), torch.randn(4, 9, requires_grad=True)) == 4 * 9 * 4 + 4 * 3 * 4
 
 
-def test_of_a_big_storage_only_the_piece_goes() -> None:
+def test_of_a_large_storage_only_the_view_is_copied() -> None:
     class Row(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x * 2)[3].sin()
@@ -207,7 +207,7 @@ def test_small_tensors_stay() -> None:
     out.sum().backward()
 
 
-def test_tensors_of_another_sort_stay() -> None:
+def test_other_kinds_of_tensors_stay() -> None:
     offload, copies = offload_for()
     indices = torch.tensor([[0, 1], [1, 0]])
     sparse = torch.sparse_coo_tensor(indices, torch.ones(2), (2, 2), check_invariants=False)
@@ -222,7 +222,7 @@ def test_tensors_of_another_sort_stay() -> None:
 # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_everything_comes_back_before_the_backward_asks_last_saved_first() -> None:
+def test_prefetch_starts_with_the_last_saved_tensor() -> None:
     module = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Tanh())
     offload, copies = offload_for(module)
     x = torch.randn(4, 8, requires_grad=True)
@@ -251,7 +251,7 @@ def test_a_backward_without_a_prefetch_fetches_what_it_needs() -> None:
     assert copies.log.count("to device") == 2
 
 
-def test_other_micro_batches_stay_out() -> None:
+def test_other_micro_batches_stay_on_the_host() -> None:
     module = nn.Tanh()
     offload, copies = offload_for(module)
     outs = []
@@ -262,7 +262,7 @@ def test_other_micro_batches_stay_out() -> None:
     assert copies.bytes_to_device == 4 * 8 * 4
 
 
-def test_what_came_back_and_was_not_needed_is_let_go() -> None:
+def test_prefetched_bytes_that_are_not_used_are_discarded() -> None:
     offload, copies = offload_for()
     with offload.saving(0):
         out = torch.randn(4, 8, requires_grad=True).tanh()
@@ -281,7 +281,7 @@ def test_copies_under_way_hold_no_more_than_the_window(window: int) -> None:
     out.sum().backward()
 
 
-def test_device_memory_is_let_go_after_its_copy() -> None:
+def test_device_memory_is_freed_after_its_copy() -> None:
     offload, _ = offload_for()
     x = torch.randn(64, requires_grad=True)
     with offload.saving(0, [x]):
@@ -300,7 +300,7 @@ def test_device_memory_is_let_go_after_its_copy() -> None:
 # ── host memory ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_buffers_are_used_again() -> None:
+def test_host_buffers_are_reused() -> None:
     module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh())
     offload, copies = offload_for(module)
     run(module, offload, inputs(4))
@@ -309,7 +309,7 @@ def test_buffers_are_used_again() -> None:
     assert (copies.made, offload.pool.bytes) == (made, size)
 
 
-def test_buffers_of_sizes_that_are_gone_make_room() -> None:
+def test_idle_buffers_of_other_sizes_are_evicted() -> None:
     module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh())
     plain = copy.deepcopy(module)
     budget = 4 * 4 * 3 * 64 * 24
@@ -321,7 +321,7 @@ def test_buffers_of_sizes_that_are_gone_make_room() -> None:
         assert offload.pool.bytes <= budget
 
 
-def test_room_is_made_only_where_it_is_enough() -> None:
+def test_idle_buffers_are_evicted_only_if_that_is_enough() -> None:
     pool = HostBufferPool(1024)
 
     def take(size: int) -> HostBuffer | None:
@@ -340,7 +340,7 @@ def test_room_is_made_only_where_it_is_enough() -> None:
     assert pool.bytes == 1024
 
 
-def test_buffers_come_back_as_the_backward_goes() -> None:
+def test_buffers_are_released_during_the_backward() -> None:
     offload, _ = offload_for()
     x = torch.randn(64, requires_grad=True)
     returned = []
@@ -429,7 +429,7 @@ def test_a_saved_tensor_that_is_changed_is_an_error(budget: int | None) -> None:
         out.sum().backward()
 
 
-def test_one_storage_at_two_versions_goes_twice() -> None:
+def test_one_storage_at_two_versions_is_copied_twice() -> None:
     offload, copies = offload_for()
     x = torch.randn(8, requires_grad=True)
     plain = x.detach().clone().requires_grad_()
@@ -476,7 +476,7 @@ def test_a_graph_may_be_used_twice_and_differentiated() -> None:
 # ── with weight gradients put off ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_weight_gradients_are_still_put_off() -> None:
+def test_weight_gradients_are_still_deferred() -> None:
     """The inputs that W needs go out with F, come back for I, and stay on the device until W."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8))
@@ -522,7 +522,7 @@ def program(text: str) -> list[Instruction]:
         ("0B0 0B1", {}),  # half a program
     ],
 )
-def test_which_micro_batches_go(order: str, expected: dict[int, list[tuple[int, int]]]) -> None:
+def test_which_micro_batches_are_offloaded(order: str, expected: dict[int, list[tuple[int, int]]]) -> None:
     assert prefetch_points(program(order)) == expected
 
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.forward_context import caller_context, current_microbatch
+from penstock.engine.loss import LossAndOutputs, loss_rule
 from penstock.engine.message import Message
 from penstock.engine.stage import Slot, StageEngine, begin_run
 
@@ -54,7 +56,7 @@ def pair(engine: StageEngine, slot: Slot, x: Tensor, k: int = 0) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
-def test_the_short_way_is_taken_from_the_second_forward_on_and_gives_the_same(split: bool) -> None:
+def test_the_fast_path_is_taken_from_the_second_forward_on_and_gives_the_same(split: bool) -> None:
     module, x = Told(), torch.randn(2, 3)
     engine = stage_of(module)
     slot = Slot(engine.new_queue() if split else None)
@@ -71,6 +73,57 @@ def test_the_short_way_is_taken_from_the_second_forward_on_and_gives_the_same(sp
             torch.testing.assert_close(a, b)
     assert module.seen == list(engine.microbatches)[:3]
     assert current_microbatch() is None
+
+
+def slow_forwards(engine: StageEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The micro-batches whose forwards do not take the fast path."""
+    slow, general = [], engine._forward
+
+    def forward(microbatch: int, message: Message, slot: Slot) -> None:
+        slow.append(microbatch)
+        general(microbatch, message, slot)
+
+    monkeypatch.setattr(engine, "_forward", forward)
+    return slow
+
+
+def test_a_first_stage_takes_the_fast_path_and_may_change_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs need no gradient, so a change in place is allowed: nothing has to be learnt."""
+    module, x = Told(), torch.randn(2, 3)
+    engine = stage_of(module)
+    slow = slow_forwards(engine, monkeypatch)
+    for k in range(4):
+        module.first = (lambda value: value.mul_(2)) if k == 2 else (lambda value: value)
+        slot = Slot()
+        engine.forward(k, message_of(x, wants=()), slot)
+        assert slot.message is not None
+        torch.testing.assert_close(slot.message.leaves[0], module.linear(2 * x if k == 2 else x).detach())
+        assert slot.inputs == ()
+    assert slow == [0]
+    engine.forward(0, message_of(x), Slot())
+    assert slow == [0, 0], "whether inputs that need a gradient are changed is not known yet"
+
+
+def test_a_last_stage_takes_the_fast_path_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, y = Told(), torch.randn(2, 3), torch.randn(2, 3)
+    loss = LossAndOutputs(loss_rule(F.mse_loss))
+    engine = StageEngine(0, module, CPU, loss)
+    begin_run([engine], caller_context(), 3, "step 1")
+    slow = slow_forwards(engine, monkeypatch)
+    loss.begin((2, 2, 2), [y, y, y], "all", training=True)
+    for k in range(3):
+        slot = Slot()
+        engine.forward(k, message_of(x), slot)
+        engine.backward(loss.seed(k), slot)
+        leaf = x.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(F.mse_loss(module.linear(leaf), y) / 3, leaf)
+        assert slot.grads[0] is not None
+        torch.testing.assert_close(slot.grads[0], expected)
+    assert slow == [0]
+    total, _ = loss.finish()
+    assert total is not None
+    torch.testing.assert_close(total, F.mse_loss(module.linear(x), y).detach())
+    torch.testing.assert_close(loss.take_outputs(), module.linear(x).detach().repeat(3, 1))
 
 
 def test_a_module_that_begins_to_change_its_input_is_told_of_and_runs_again() -> None:

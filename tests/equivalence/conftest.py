@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.equivalence import ranks as cases
-from tests.support.ranks import Ranks, crew
+from tests.support.ranks import Ranks, start_ranks
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +27,11 @@ def four_ranks() -> Iterator[cases.Ranks]:
 
 @pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
-    with crew(2) as made:
+    with start_ranks(2) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
-    with crew(4) as made:
+    with start_ranks(4) as made:
         yield made

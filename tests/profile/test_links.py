@@ -17,12 +17,12 @@ from penstock.profile import links
 from penstock.profile.costs import Link
 from penstock.profile.links import ROUNDS, Links, fit_link, host_time_per_message, local_link, measure_links
 from tests.support.models import penstock_threads
-from tests.support.ranks import Gone, Ranks, crew, run_ranks
+from tests.support.ranks import Gone, Ranks, run_ranks, start_ranks
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
-    with crew(3) as made:
+    with start_ranks(3) as made:
         yield made
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import penstock.schedule
 from penstock.errors import ScheduleError
 from penstock.schedule import SCHEDULES, Schedule, build, canonical_name, loop, register
 from tests.schedule.interpreter import peak_activations
@@ -18,6 +19,14 @@ NAMES += ["sharded", "forward_only"]
 
 def test_names() -> None:
     assert list(SCHEDULES) == NAMES
+
+
+def test_public_names_of_the_package() -> None:
+    functions = {"auto", "build", "canonical_name", "loop", "recompute_modes", "register", "simulate", "vee", "verify"}
+    functions |= {"from_csv", "from_text", "to_csv", "to_text", "with_recompute"}
+    classes = {"Action", "Costs", "MemoryReport", "Schedule", "ScheduleKind", "SearchResult", "Simulation"}
+    assert set(penstock.schedule.__all__) == functions | classes | {"SCHEDULES"}
+    assert all(hasattr(penstock.schedule, name) for name in penstock.schedule.__all__)
 
 
 def test_a_decorated_function_is_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.compat.varuna import CutPoint, Varuna
 from tests.support.models import assert_same
-from tests.support.ranks import Ranks, crew
+from tests.support.ranks import Ranks, start_ranks
 
 
 class SampleModel(nn.Module):
@@ -155,7 +155,7 @@ def language_model(rank: int, where: str, fp16: bool) -> None:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    with crew(2) as made:
+    with start_ranks(2) as made:
         yield made
 
 

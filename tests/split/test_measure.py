@@ -220,8 +220,8 @@ def test_the_last_layer_may_compute_the_loss() -> None:
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_nothing_in_the_model_or_the_generators_changes(device: str | None) -> None:
     model = everything()
-    told: list[str] = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: told.append("grad"))
+    hook_calls: list[str] = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: hook_calls.append("grad"))
     before, states = snapshot(model), (torch.get_rng_state(), random.getstate())
     grad, flags = model[0].weight.grad, [p.requires_grad for p in model.parameters()]
     objects = [id(t) for t in (*model.parameters(), *model.buffers())]
@@ -239,14 +239,14 @@ def test_nothing_in_the_model_or_the_generators_changes(device: str | None) -> N
     assert [t.data_ptr() for t in (*model.parameters(), *model.buffers())] == places
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-    assert told == []
+    assert hook_calls == []
     assert model[3].log == []
     now = {name: dict(vars(module)) for name, module in model.named_modules()}
     assert {name: vs.keys() for name, vs in now.items()} == {name: vs.keys() for name, vs in attributes.items()}
     assert sample.grad is None
     assert torch.equal(sample, rows)
-    (model(sample).sum() + model[0].weight.sum()).backward()  # and hooks are told again
-    assert told == ["grad"]
+    (model(sample).sum() + model[0].weight.sum()).backward()  # and hooks run again
+    assert hook_calls == ["grad"]
 
 
 def test_a_sample_that_the_first_layer_writes_to_stays_as_it_is() -> None:

@@ -323,15 +323,17 @@ def test_every_value_travels_once() -> None:
         model = unet()
         plan = ps.split(model, balance=sizes)
         sent: list[int] = []
-        under_way: dict[tuple[int, int], Any] = {}
+        edge_values: dict[tuple[int, int], Any] = {}
         for s in range(plan.num_stages):
-            taken = [under_way.pop((edge.src, s)) for edge in sorted(plan.edges, key=lambda e: e.src) if edge.dst == s]
+            taken = [
+                edge_values.pop((edge.src, s)) for edge in sorted(plan.edges, key=lambda e: e.src) if edge.dst == s
+            ]
             output = plan.stage_module(s)(*(taken or [picture()]))
             out = sorted((edge for edge in plan.edges if edge.src == s), key=lambda e: e.dst)
             for edge, value in zip(out, output if len(out) > 1 else [output], strict=False):
                 values = value if isinstance(value, tuple) else (value,)
                 assert len(values) == max(1, len(edge.values))
-                under_way[edge.src, edge.dst] = value
+                edge_values[edge.src, edge.dst] = value
                 sent += [tensor.nbytes for tensor in values]
         full = picture().nbytes  # halved on the way down: half the height and width, twice the channels
         after = [full // 2, full // 4, full // 8, full // 8, full // 4, full // 2]  # each layer but the last

@@ -1,7 +1,7 @@
 """Processes to test distributed pipelines with: started once, given many cases, and never left hanging.
 
-    crew = Ranks(2)
-    crew.run(case, *args)      # case(rank, *args) on every rank; the list of what each gave back, or raised
+    ranks = Ranks(2)
+    ranks.run(case, *args)      # case(rank, *args) on every rank; the list of what each gave back, or raised
     run_ranks(case, 2, *args)  # the same with processes of its own, killed afterwards
 
 The store of the process group lives in the test's own process, as torchrun keeps it in its agent, so any rank may be
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Gone", "Ranks", "RanksHung", "crew", "forks", "free_port", "run_ranks"]
+__all__ = ["Gone", "Ranks", "RanksHung", "forks", "free_port", "run_ranks", "start_ranks"]
 
 _ROOT = Path(__file__).parents[2]
 _IMPORTS = ["torch", "torch.distributed", "penstock", "pytest", "tests.support.fork_python", "tests.support.warm"]
@@ -124,7 +124,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def crew(n: int, *, store: str = "parent") -> Iterator[Ranks]:
+def start_ranks(n: int, *, store: str = "parent") -> Iterator[Ranks]:
     """``n`` processes, killed at the end."""
     made = Ranks(n, store=store)
     try:
@@ -135,7 +135,7 @@ def crew(n: int, *, store: str = "parent") -> Iterator[Ranks]:
 
 def run_ranks(case: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, store: str = "parent") -> list[Any]:
     """Run ``case(rank, *args)`` on ``n`` fresh processes: per rank its result, or the exception that it raised."""
-    with crew(n, store=store) as made:
+    with start_ranks(n, store=store) as made:
         return made.run(case, *args, timeout=timeout)
 
 

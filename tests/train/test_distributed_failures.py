@@ -310,9 +310,7 @@ def fails_at_once(rank: int, dynamic: bool) -> RaisedError:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["on fake tensors", "dynamic"])
-def test_error_without_text_names_the_stage(
-    two: Ranks, dynamic: bool
-) -> None:
+def test_error_without_text_names_the_stage(two: Ranks, dynamic: bool) -> None:
     for error in two.check(fails_at_once, dynamic):
         assert error.kind == "PipelineError"
         assert (error.rank, error.stage) == (1, 1)

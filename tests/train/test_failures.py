@@ -154,9 +154,7 @@ def test_shape_mismatch_is_torchs_error_with_the_stage() -> None:
 
 @pytest.mark.parametrize("kind", [Rude, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_base_exception_is_raised_and_the_pipeline_works_afterwards(
-    where: str, kind: type[BaseException]
-) -> None:
+def test_base_exception_is_raised_and_the_pipeline_works_afterwards(where: str, kind: type[BaseException]) -> None:
     fault = Fault(where, kind=kind)
     model = faulty(1, fault)
     expected = plain_step(model, batch(), batch(seed=5), F.mse_loss)

@@ -73,7 +73,7 @@ def test_one_gradient_comes_through_as_it_is() -> None:
     assert torch.signbit(grad_of(parameter)).all()
 
 
-def test_sums_are_in_float32_inside() -> None:
+def test_sums_are_in_float32_during_the_step() -> None:
     """What ties are summed in, and what the factor of a counting loss multiplies."""
     parameter = weight()
     with Fp32GradAccumulator([parameter]):
@@ -102,7 +102,7 @@ def test_wider_parameters_are_left_to_autograd() -> None:
         assert all(p.grad is grad for p, grad in zip(parameters, held, strict=True))
 
 
-def test_what_earlier_steps_left_is_added_before_rounding_and_in_place() -> None:
+def test_earlier_gradients_are_added_before_rounding_and_in_place() -> None:
     parameter = weight()
     parameter.grad = held = filled(parameter, 1.0)
     with Fp32GradAccumulator([parameter]):
@@ -155,7 +155,7 @@ def test_nothing_is_left_behind() -> None:
     assert torch.equal(grad_of(model.weight), torch.full((3, 3), 1 / 3))
 
 
-def test_hooks_see_what_they_would_see() -> None:
+def test_hooks_see_the_same_gradients() -> None:
     parameter, seen, after = weight(), [], []
     parameter.register_hook(lambda grad: seen.append(grad.dtype))
     parameter.register_post_accumulate_grad_hook(lambda p: after.append(float(grad_of(p)[0, 0])))
@@ -166,7 +166,7 @@ def test_hooks_see_what_they_would_see() -> None:
     assert after == [1.0, 1.0 + 2.0**-9]
 
 
-def test_a_type_that_the_user_chose_for_gradients_stays() -> None:
+def test_a_grad_dtype_set_by_the_user_stays() -> None:
     parameter = weight()
     parameter.grad_dtype = torch.float32
     with Fp32GradAccumulator([parameter]):
@@ -249,7 +249,7 @@ def test_steps_of_several_threads_take_turns() -> None:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_code_that_adds_by_itself_asks_first(sparse: bool) -> None:
+def test_code_that_adds_without_autograd_calls_fp32_sums(sparse: bool) -> None:
     """As ``W`` does: ``fp32_sums`` tells whether the parameter is summed in float32, and prepares the sum."""
     parameter = weight()
     value = torch.ones_like(parameter).detach()
@@ -265,7 +265,7 @@ def test_code_that_adds_by_itself_asks_first(sparse: bool) -> None:
     assert not fp32_sums
 
 
-def test_a_gradient_of_another_type_is_given_and_taken_back() -> None:
+def test_set_grad_of_another_dtype() -> None:
     parameter = weight()
     version = parameter._version
     set_grad(parameter, torch.zeros(2, 3))

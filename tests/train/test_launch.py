@@ -37,21 +37,21 @@ assert ps.init() == device
 mesh = ps.Mesh(data=2)
 ps.print0("hello")
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-told = {
+report = {
     "device": str(device),
     "backend": dist.get_backend(),
     "threads": torch.get_num_threads(),
     "place": [mesh.data_rank, mesh.pipe_rank],
     "environment": {name: os.environ.get(name) for name in names},
 }
-text = json.dumps(told) + "\\n"
+text = json.dumps(report) + "\\n"
 os.write(1, text.encode())  # one write: lines of several processes do not mix
 """
 
 
 def who(text: str) -> list[dict[str, Any]]:
-    told = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return sorted(told, key=lambda one: int(one["environment"]["RANK"]))
+    report = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return sorted(report, key=lambda one: int(one["environment"]["RANK"]))
 
 
 @pytest.fixture

@@ -111,12 +111,12 @@ def test_an_error_comes_with_next_and_shows_where_it_was(prefetch: int) -> None:
     loader = ps.DataLoader(Broken(10), 2, prefetch=prefetch)
     it = iter(loader)
     assert len([next(it), next(it)]) == 2
-    told, frames = "", []
+    message, frames = "", []
     try:
         next(it)
     except ValueError as error:
-        told, frames = str(error), [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    assert told == "sample 5 is bad"
+        message, frames = str(error), [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert message == "sample 5 is bad"
     assert "__getitem__" in frames
     assert list(it) == []
     assert loader.state_dict()["batches"] == 2

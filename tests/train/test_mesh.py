@@ -18,7 +18,7 @@ from tests.support.ranks import Ranks
 
 
 @contextmanager
-def told(**sizes: object) -> Iterator[None]:
+def launcher_sizes(**sizes: object) -> Iterator[None]:
     """What ``penstock run`` says to a script."""
     with mock.patch.dict(os.environ, {f"PENSTOCK_{name.upper()}": str(size) for name, size in sizes.items()}):
         yield
@@ -124,15 +124,15 @@ def test_wrong_sizes_and_names(four: Ranks) -> None:
 
 
 def as_run_says(rank: int) -> None:
-    with told(pipe=2, data=2, tensor=1):
+    with launcher_sizes(pipe=2, data=2, tensor=1):
         assert place(ps.Mesh()) == (rank // 2, rank % 2, 0)
         assert place(ps.Mesh(pipe=2, data=2)) == (rank % 2, rank // 2, 0)
         assert place(ps.Mesh(data=-1)) == place(ps.Mesh(data=2)) == (rank // 2, rank % 2, 0)
         with refused("Mesh(pipe=4, data=2 by 'penstock run', tensor=1 by 'penstock run') needs 8", "world has 4"):
             ps.Mesh(pipe=4)
-    with told(pipe="four"), refused("PENSTOCK_PIPE must be a number of processes, got 'four'"):
+    with launcher_sizes(pipe="four"), refused("PENSTOCK_PIPE must be a number of processes, got 'four'"):
         ps.Mesh()
-    with told(pipe="0"), refused("got 0"):
+    with launcher_sizes(pipe="0"), refused("got 0"):
         ps.Mesh()
 
 

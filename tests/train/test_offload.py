@@ -1,4 +1,4 @@
-"""Optimizer state on the host: the same update bit for bit, with copies as late as they may be."""
+"""Optimizer state on the host: the same update bit for bit, with copies as late as possible."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_an_optimizer_that_takes_all_parameters_together(search: str | None) -> 
     assert copies.bytes_to_device
 
 
-def test_an_optimizer_that_nobody_knows() -> None:
+def test_an_unknown_optimizer() -> None:
     class Coupled(Optimizer):
         """Each update depends on all the others: not to be done in parts."""
 
@@ -187,7 +187,7 @@ def test_an_optimizer_that_nobody_knows() -> None:
     assert copies.bytes_to_device
 
 
-def test_state_that_is_one_memory_stays_so() -> None:
+def test_state_that_shares_memory_stays_shared() -> None:
     class Aliased(Optimizer):
         def __init__(self, params: Iterable[nn.Parameter]) -> None:
             super().__init__(params, {})
@@ -228,7 +228,7 @@ def test_three_buckets_at_a_time_are_on_the_device() -> None:
     assert copies.bytes_to_host == 3 * 24 * 1024
 
 
-def test_the_next_bucket_comes_before_the_update_and_nothing_waits_for_what_leaves() -> None:
+def test_the_next_bucket_is_prefetched_before_the_update() -> None:
     module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     optimizer, copies = offloaded(torch.optim.SGD(module.parameters(), momentum=0.9), bucket=1)
     for _ in range(2):
@@ -243,7 +243,7 @@ def test_the_next_bucket_comes_before_the_update_and_nothing_waits_for_what_leav
     ]
 
 
-def test_a_group_of_several_sorts_is_not_divided() -> None:
+def test_a_group_of_several_kinds_is_not_divided() -> None:
     """Torch chooses between its implementations by looking at a whole group: a part of it might get another one."""
 
     def updates(sparse: bool) -> int:
@@ -435,7 +435,7 @@ def test_a_step_that_fails_puts_everything_back() -> None:
     assert [not torch.equal(p, w) for p, w in zip(params, weights, strict=True)] == [True, True] + [False] * 4
 
 
-def test_an_offloaded_optimizer_can_be_let_go() -> None:
+def test_an_offloaded_optimizer_can_be_freed() -> None:
     module = model()
     optimizer, _ = offloaded(torch.optim.AdamW(module.parameters()))
     gone = weakref.ref(optimizer)
@@ -462,7 +462,7 @@ def offload_with_weights(
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_weights_come_for_the_update(name: str) -> None:
+def test_weights_are_leased_for_the_update(name: str) -> None:
     for bucket in [1, 3 * 2400, 1 << 30]:
         for state in [True, False]:
             ours, plain = model(), model()
@@ -550,7 +550,7 @@ def test_weights_and_a_state_that_is_loaded(options: dict[str, Any]) -> None:
     check_same(ours, plain, optimizer, expected)
 
 
-def test_an_update_of_weights_that_somebody_put_elsewhere() -> None:
+def test_an_update_of_weights_that_the_user_moved() -> None:
     ours, plain = model(), model()
     optimizer = offload_with_weights(
         torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), host_weights(ours), bucket=1
@@ -660,7 +660,7 @@ def test_a_forgotten_optimizer_is_refused() -> None:
     forgotten.step()
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     for options, message in [
         ({"budget": "lots"}, r"Offload\(budget='lots'\) is not a size"),
         ({"budget": -1}, r"budget=-1"),

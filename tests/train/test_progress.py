@@ -126,13 +126,13 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     with pipeline() as pipe:
         for x, y in ps.progress(data(3), pipe, label="epoch"):
             pipe.step(x, y)
             for _ in ps.progress([1], label="inner"):  # a second bar would spoil the first
                 ps.print0("something")
-    text = screen.getvalue()
+    text = terminal.getvalue()
     assert "━" in text
     assert "something" in text
     assert "inner  1 step in" in text

@@ -1,4 +1,4 @@
-"""A forward that runs again for its backward: nobody can tell, but by the memory that it takes."""
+"""A recomputed forward changes nothing but the memory that a step needs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_automatic_order_is_made_with_its_recomputes() -> None:
         assert max(held) <= 4 * 0.25 + 2 * 0.75
 
 
-def test_what_a_forward_made_is_gone_until_it_is_made_again() -> None:
+def test_activations_are_freed_until_the_recompute() -> None:
     alive: list[int] = []
     made: list[weakref.ref[Any]] = []
 
@@ -366,7 +366,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_recompute_may_be(wrong: str) -> None:
+def test_valid_values_of_recompute(wrong: str) -> None:
     recompute, says = WRONG[wrong]
     with pytest.raises(ps.ScheduleError, match=says):
         pipeline(mlp(), recompute=recompute)

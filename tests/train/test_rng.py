@@ -1,4 +1,4 @@
-"""Random numbers: with a seed they depend on nothing but it, the step, the micro-batch and the layer."""
+"""Random numbers: with a seed they depend only on the seed, the step, the micro-batch and the layer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def over_processes(rank: int, stages: int, schedule: str, recompute: str) -> Non
 
 
 @pytest.mark.parametrize(("stages", "schedule", "recompute"), [(2, "1f1b", "always"), (4, "zbv", "except_last")])
-def test_and_over_processes(two: Ranks, stages: int, schedule: str, recompute: str) -> None:
+def test_a_seed_gives_the_same_masks_over_processes(two: Ranks, stages: int, schedule: str, recompute: str) -> None:
     two.check(over_processes, stages, schedule, recompute)
 
 
@@ -105,7 +105,7 @@ def turned(rank: int, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_and_for_values_that_are_laid_out_otherwise(two: Ranks, dynamic: bool) -> None:
+def test_a_seed_gives_the_same_masks_for_other_memory_layouts(two: Ranks, dynamic: bool) -> None:
     two.check(turned, dynamic)
 
 
@@ -187,7 +187,7 @@ def test_a_recomputed_mask_is_the_same_mask_whatever_other_threads_draw(schedule
             pipe.zero_grad()
 
 
-def test_hooks_are_taken_off_again() -> None:
+def test_hooks_are_removed() -> None:
     model = network()
     pipe = ps.Pipeline(ps.split(model, stages=2), F.mse_loss, microbatches=3, seed=1, devices="cpu")
     pipe.step(*data())
@@ -197,6 +197,6 @@ def test_hooks_are_taken_off_again() -> None:
 
 
 @pytest.mark.parametrize("seed", ["7", 1.5, True])
-def test_a_seed_is_a_whole_number(seed: Any) -> None:
+def test_a_seed_must_be_an_integer(seed: Any) -> None:
     with pytest.raises(ps.PlanError, match="seed must be a whole number"):
         ps.Pipeline(ps.split(network(), stages=2), F.mse_loss, seed=seed, devices="cpu")

@@ -1,4 +1,4 @@
-"""A parameter in several stages is one parameter: one tensor on one device, equal copies over several."""
+"""Tied parameters: one tensor on one device, equal copies over several."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_cannot_be_one_parameter(wrong: str) -> None:
+def test_parameters_that_cannot_be_tied(wrong: str) -> None:
     shared, says = WRONG[wrong]
     with pytest.raises(ps.PlanError, match=says):
         ps.split(language_model(False), balance=[1, 3], shared_weights=shared)

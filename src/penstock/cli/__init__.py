@@ -17,6 +17,11 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+try:
+    from typer import TyperException
+except ImportError:  # before typer had its own copy of click
+    from click import ClickException as TyperException  # type: ignore[assignment]
+
 from penstock.errors import PenstockError
 from penstock.version import __version__
 
@@ -32,7 +37,7 @@ _COMMANDS = {
 }
 
 
-class UsageError(typer.TyperException):
+class UsageError(TyperException):
     """A command line that parses, but asks for something impossible: exit code 2."""
 
     exit_code = 2
@@ -78,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = get_command(app).main(argv, "penstock", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
-    except typer.TyperException as error:
+    except TyperException as error:
         print(f"penstock: {error.format_message()}", file=sys.stderr)
         return error.exit_code
     except PenstockError as error:

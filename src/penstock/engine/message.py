@@ -353,14 +353,14 @@ class TensorMeta:
         return TensorMeta, (self.shape, self.dtype, self.layout, self.order)
 
     def in_memory(self) -> TensorMeta:
-        """What is sent: the tensor with its dimensions as they are in memory."""
+        """The description of the contiguous tensor that is sent: dimensions in their order in memory."""
         return self if self.order is None else TensorMeta(tuple(self.shape[d] for d in self.order), self.dtype)
 
     def to_memory(self, tensor: Tensor) -> Tensor:
         return tensor if self.order is None else tensor.permute(self.order)
 
     def from_memory(self, tensor: Tensor) -> Tensor:
-        """The tensor from what was sent of it."""
+        """The inverse of ``to_memory``."""
         if self.order is None:
             return tensor
         return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
@@ -394,7 +394,7 @@ def _unpickle_meta(
 
 
 def meta_of(message: Message) -> MessageMeta:
-    """The meta of a message."""
+    """The description of a message."""
     leaves, spec, wants, shared = message
     metas = tuple(_tensor_meta(x) if isinstance(x, Tensor) else x for x in leaves)
     return MessageMeta(metas, spec, tuple(wants), tuple(shared))
@@ -407,7 +407,7 @@ def _tensor_meta(tensor: Tensor) -> TensorMeta:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions from the widest strides to the narrowest; None where they are in order, or not told apart."""
+    """The dimensions from the largest stride to the smallest; None if they are in order, or strides are equal."""
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return None
     strides = [step if size > 1 else None for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -419,7 +419,7 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def require_dense(meta: MessageMeta, stage: str) -> None:
-    """Refuse what a buffer of some shape and dtype cannot receive."""
+    """Raise an error for tensors that cannot be received into a buffer of a known shape and dtype."""
     for leaf in meta.tensors():
         if leaf.layout is not torch.strided:
             raise PlanError(

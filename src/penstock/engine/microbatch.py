@@ -1,4 +1,4 @@
-"""Cutting a mini-batch into micro-batches along dimension 0, and joining outputs again."""
+"""Split a mini-batch into micro-batches along dimension 0, and join their outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.message import Message, flatten, overlapping_leaves, unflatten
+from penstock.engine.message import PLAIN_TYPES, Message, flatten, overlapping_leaves, unflatten
 from penstock.errors import PlanError
 
 __all__ = [
@@ -24,8 +24,6 @@ __all__ = [
     "split_targets",
 ]
 
-_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
 
 @dataclass(frozen=True)
 class Broadcast:
@@ -36,8 +34,8 @@ class Broadcast:
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor):
             raise PlanError(
-                f"Broadcast takes a tensor, got a {type(self.tensor).__name__}: what is none goes to every "
-                "micro-batch as it is"
+                f"Broadcast takes a tensor, got a {type(self.tensor).__name__}: anything else goes to "
+                "every micro-batch as it is"
             )
 
 
@@ -63,14 +61,14 @@ def batch_size(value: Any, what: str) -> int | None:
 
 
 def microbatch_sizes(batch: int, microbatches: int) -> tuple[int, ...]:
-    """The sizes of the micro-batches: as even as can be, larger ones first, none empty."""
+    """The sizes of the micro-batches: as even as possible, larger ones first, none empty."""
     count = max(1, min(batch, microbatches))
     small, larger = divmod(batch, count)
     return (small + 1,) * larger + (small,) * (count - larger)
 
 
 def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """One value per micro-batch. Numbers, None, and tensors that are repeated or have no dimensions go to each."""
+    """One value per micro-batch. Plain values, ``Broadcast`` tensors and tensors without dimensions go to each."""
     leaves, spec = flatten(value)
     if not leaves or (len(sizes) == 1 and not any(isinstance(leaf, Broadcast) for leaf in leaves)):
         return [value] * len(sizes)
@@ -85,8 +83,8 @@ def _column(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
 
 
 def can_join(value: Any) -> bool:
-    """Whether ``join`` knows what to do with values like this one."""
-    return all(isinstance(leaf, (Tensor, *_PLAIN_TYPES)) for leaf in flatten(value)[0])
+    """Whether ``join`` can join values like this one."""
+    return all(isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in flatten(value)[0])
 
 
 def join(values: Sequence[Any]) -> Any:
@@ -95,7 +93,7 @@ def join(values: Sequence[Any]) -> Any:
         return values[0]
     for value in values:
         if not can_join(value):
-            kinds = {type(leaf).__name__ for leaf in flatten(value)[0] if not isinstance(leaf, (Tensor, *_PLAIN_TYPES))}
+            kinds = {type(leaf).__name__ for leaf in flatten(value)[0] if not isinstance(leaf, (Tensor, *PLAIN_TYPES))}
             raise PlanError(
                 f"outputs with a {' and a '.join(sorted(kinds))} in them cannot be joined over micro-batches: return "
                 "tensors, or tuples, lists and dicts of tensors"
@@ -114,16 +112,12 @@ def _join_leaf(column: Sequence[Any]) -> Any:
     return column[0] if all(leaf == column[0] for leaf in column) else list(column)
 
 
-# A mini-batch as the user gives it, as the micro-batches that enter the first stage.
-
-
 def split_inputs(
     value: Any, count: Callable[[int], int], device: torch.device, *, empty: bool = False
 ) -> tuple[tuple[int, ...], list[Message]]:
     """The sizes of the micro-batches, and their messages on ``device``; tensors stay in the caller's graph.
 
-    ``count`` says how many there are of so many samples. ``empty``: a mini-batch may have no samples, and then no
-    micro-batches.
+    ``count(samples)`` is the number of micro-batches. With ``empty``, a mini-batch without samples has none.
     """
     if value is None:
         raise PlanError("there are no inputs: pass what the model takes")

@@ -145,16 +145,16 @@ class ThreadExecutor(Executor):
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
         with ExitStack() as stack:
             self._enter_run(stack, "evaluate")
-            head, (first, last) = self._loss, self._devices
+            own_loss, (first, last) = self._loss, self._devices
             sizes, messages = split_inputs(value, self.source.count, first)
-            parts = head.evaluation_targets(targets, sizes, last) if loss else None
+            parts = own_loss.evaluation_targets(targets, sizes, last) if loss else None
             program = self.program(False, len(sizes))
-            head.begin(sizes, parts, outputs)
+            own_loss.begin(sizes, parts, outputs)
             program.io.inputs = [message.detached()._replace(wants=()) for message in messages]
             self.run(program, grad=False, run_name=self.run_names.next(training=False))
             program.io.inputs = []
-            total, _ = head.finish()
-            return StepOutcome(total, None, head.take_outputs(), sum(sizes), len(sizes))
+            total, _ = own_loss.finish()
+            return StepOutcome(total, None, own_loss.take_outputs(), sum(sizes), len(sizes))
 
     def _enter_run(self, stack: ExitStack, kind: str) -> None:
         stack.enter_context(self.lock)

@@ -189,17 +189,15 @@ class _LayerNames:
         for part in path.split("."):
             child = module._modules.get(part)
             if child is None:
-                self._unknown(number, path, walked, module)
+                known = [name for names in self.own.values() for name in names if name]
+                hint = did_you_mean(path, known, otherwise=".")
+                where = f"'{walked}' ({type(module).__name__})" if walked else type(module).__name__
+                raise PlanError(
+                    f"entry {number}: there is no module '{path}' in {type(self.model).__name__}{hint} "
+                    f"{where} has {', '.join(module._modules) or 'no modules'}"
+                )
             module, walked = child, f"{walked}.{part}" if walked else part
         return module
-
-    def _unknown(self, number: int, path: str, walked: str, module: nn.Module) -> NoReturn:
-        known = [name for names in self.own.values() for name in names if name]
-        where = f"'{walked}' ({type(module).__name__})" if walked else type(module).__name__
-        raise PlanError(
-            f"entry {number}: there is no module '{path}' in {type(self.model).__name__}"
-            f"{did_you_mean(path, known, otherwise='.')} {where} has {', '.join(module._modules) or 'no modules'}"
-        )
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -285,10 +285,16 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def slurm_hosts(nodelist: str) -> list[str]:
     """Expand a SLURM node list: ``node[003-005,7],gpu1`` is node003, node004, node005, node7, gpu1."""
-    found = [host for part in _split_nodelist(nodelist) for host in _expand_host(part, nodelist)]
-    if not found:
+    if not re.fullmatch(r"(?:[^][]|\[[^][]*\])*", nodelist):
+        raise PlanError(f"SLURM's list of nodes cannot be read: the brackets of {nodelist!r} do not match")
+    hosts: list[str] = []
+    for entry in filter(None, map(str.strip, re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist))):
+        pieces = re.findall(r"\[[^]]*\]|[^[]+", entry)
+        choices = [list(_expand_ranges(p[1:-1], nodelist)) if p.startswith("[") else [p] for p in pieces]
+        hosts += map("".join, product(*choices))
+    if not hosts:
         raise PlanError(f"SLURM's list of nodes names none: {nodelist!r}")
-    return found
+    return hosts
 
 
 def slurm_tasks_per_node(text: str) -> list[int]:
@@ -300,22 +306,6 @@ def slurm_tasks_per_node(text: str) -> list[int]:
             raise PlanError(f"SLURM's tasks per node cannot be read: {text!r}, expected something like '2(x3),1'")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def _split_nodelist(nodelist: str) -> list[str]:
-    """Split at the commas outside brackets."""
-    if not re.fullmatch(r"(?:[^][]|\[[^][]*\])*", nodelist):
-        raise PlanError(f"SLURM's list of nodes cannot be read: the brackets of {nodelist!r} do not match")
-    return [part.strip() for part in re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist) if part.strip()]
-
-
-def _expand_host(part: str, nodelist: str) -> Iterator[str]:
-    """One host per number in the brackets of an entry."""
-    choices = [
-        list(_expand_ranges(piece[1:-1], nodelist)) if piece.startswith("[") else [piece]
-        for piece in re.findall(r"\[[^]]*\]|[^[]+", part)
-    ]
-    return map("".join, product(*choices))
 
 
 def _expand_ranges(ranges: str, nodelist: str) -> Iterator[str]:

@@ -179,7 +179,7 @@ class OffloadedOptimizer:
         for key in list(self._leases) if keys is None else keys:
             lease = self._leases.pop(key, None)
             if lease is not None:
-                # A fused update unscales gradients without changing ``.grad``.
+                # A fused update unscales gradients in place without incrementing their version counters.
                 unscaled = getattr(self.optimizer, "grad_scale", None) is not None
                 started += [_PendingCopy(lease.copies, *copy) for copy in lease.end(unscaled)]
         found = [
