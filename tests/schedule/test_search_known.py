@@ -82,6 +82,6 @@ def test_as_good_as_the_exact_solver(shape: str, cap: float, m: int) -> None:
     best = optimum(problem, seconds=20)
     if best is None:
         pytest.skip("no optimum is proven in time")
-    found = auto(costs, placement, m, cap=cap, seconds=0.4)
+    found = auto(costs, placement, m, cap=cap, seconds=1.0)
     assert lower_bound(problem) <= best + 1e-6
     assert best - 0.01 <= found.makespan <= best * 1.02  # the solver rounds times
