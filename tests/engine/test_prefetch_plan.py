@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from penstock.engine.offload.weights import ParamsKey, Transfer, prefetch_plan
+from penstock.engine.offload.weights import ParamsKey, ParamTransfer, prefetch_plan
 from penstock.schedule.lower import Instruction, lower
 from penstock.schedule.provider import merge_ranks
 from penstock.schedule.registry import build
@@ -18,7 +18,7 @@ def program(text: str) -> list[Instruction]:
     return [Instruction(word[1:-1], int(word[0]), int(word[-1])) for word in text.split()]
 
 
-def name(transfer: Transfer) -> str:
+def name(transfer: ParamTransfer) -> str:
     return "".join(map(str, transfer.params)) + "g" * transfer.grads
 
 
@@ -84,12 +84,12 @@ def test_at_most_two_of_eight_stages_are_present(schedule: str) -> None:
     before = build(schedule, 8, 16)
     edges = [(s, s + 1) for s in range(before.num_stages - 1)]
     (lowered,) = lower(merge_ranks(before, edges, [0] * 8), edges)
-    present: set[Transfer] = set()
+    present: set[ParamTransfer] = set()
     num_prefetched = 0
     begun = {
         step.at: step for step in prefetch_plan(lowered.instructions, {s: [(s,)] for s in range(before.num_stages)})
     }
-    in_use: tuple[Transfer, ...] = ()
+    in_use: tuple[ParamTransfer, ...] = ()
     for at, instruction in enumerate([*lowered.instructions, None]):
         if at in begun:
             step = begun[at]
@@ -103,8 +103,8 @@ def test_at_most_two_of_eight_stages_are_present(schedule: str) -> None:
             assert sum(t.grads for t in present) <= 2
             num_prefetched += sum(not t.grads for t in step.prefetch)
         if instruction is not None and instruction.kind in "FRBIW":
-            assert Transfer((instruction.stage,)) in in_use
-            assert instruction.kind in "FR" or Transfer((instruction.stage,), True) in in_use
+            assert ParamTransfer((instruction.stage,)) in in_use
+            assert instruction.kind in "FR" or ParamTransfer((instruction.stage,), True) in in_use
     assert not present
     if schedule == "gpipe":
         assert (

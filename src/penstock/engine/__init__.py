@@ -1,1 +1,1 @@
-"""What happens inside one rank."""
+"""The work of one rank: stages, programs, channels, failures."""

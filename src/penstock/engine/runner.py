@@ -92,7 +92,7 @@ class Bindings:
 
 
 class CallInfo(NamedTuple):
-    """What a recorder has to know of a call."""
+    """Description of a call for the recorder."""
 
     kind: str = ""  # "work" (of an action), "wait" (for a message), "send", "sent" (wait until a send is over), or ""
     engine: StageEngine | None = None  # of work

@@ -151,7 +151,7 @@ def make_slots(program: LoweredProgram, stages: Mapping[int, StageEngine]) -> di
 
 @dataclass(frozen=True)
 class ParallelizedStage:
-    """What the engine must know of a stage that ``Pipeline(…, parallelize=…)`` has wrapped or changed."""
+    """Properties of a stage that ``Pipeline(…, parallelize=…)`` has wrapped or changed."""
 
     fake: FakeStage | None  # a copy from before, whose edges carry the same; None where the stage itself can be copied
     wrapped: Mapping[int, DdpSettings]  # by parameter identity

@@ -1,4 +1,4 @@
-"""What all ranks must know of a mini-batch before it runs: announced once per step, inferred once per kind.
+"""The per-step protocol: ranks agree on the kind of a mini-batch, and infer shapes once per kind.
 
 The first rank sends one row of numbers to each other rank, which names the kind of the next mini-batch. If the kind is
 new (other sizes, shapes, dtypes or modes), its `StepHeader` follows, and the ranks infer together what will cross every
@@ -227,7 +227,7 @@ class StepProtocol:
             self.control.send(rank, (edge, value))
 
     def _receive_meta(self, edge: Edge, known: dict[Edge, Any], stage: int) -> Any:
-        """What is known of an edge, received if need be. Messages come in the sender's order, and may be early."""
+        """The metadata of an edge, received if it is not known yet. Messages arrive in the sender's order."""
         while edge not in known:
             found, value = self.control.recv(self.placement[stage])
             known[found] = value

@@ -1,1 +1,1 @@
-"""What a training loop touches."""
+"""The objects of a training loop: pipeline, mesh, loader, scaler, progress."""

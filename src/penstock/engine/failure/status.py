@@ -1,4 +1,4 @@
-"""What each rank is doing, how the ranks tell each other, and the detection of hangs.
+"""Status of each rank, heartbeats that exchange it, and the detection of hangs.
 
 The main thread only sets attributes of its ``RankStatus``, and the runner its position in the program: no clock is read
 there. The thread of the watch takes snapshots. Two snapshots with equal keys mean that the rank has not moved in
@@ -125,7 +125,7 @@ class Snapshot:
 
 
 class RankStatus:
-    """What this rank's main thread is doing."""
+    """The activity of this rank's main thread."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()

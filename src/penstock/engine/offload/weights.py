@@ -57,13 +57,21 @@ from penstock.errors import PlanError
 from penstock.schedule.lower import Instruction
 from penstock.schedule.schedule import COMPUTE
 
-__all__ = ["HostWeights", "OffloadedParams", "ParamsKey", "PrefetchStep", "Transfer", "host_weights", "prefetch_plan"]
+__all__ = [
+    "HostWeights",
+    "OffloadedParams",
+    "ParamTransfer",
+    "ParamsKey",
+    "PrefetchStep",
+    "host_weights",
+    "prefetch_plan",
+]
 
 ParamsKey = tuple[int, ...]
 """The stages that use some parameters, which are copied together."""
 
 
-class Transfer(NamedTuple):
+class ParamTransfer(NamedTuple):
     """The weights of an ``OffloadedParams``, or their gradients."""
 
     params: ParamsKey
@@ -74,9 +82,9 @@ class PrefetchStep(NamedTuple):
     """Before instruction ``at``: evict, then start to prefetch, then wait for the transfers that are used next."""
 
     at: int
-    evict: tuple[Transfer, ...]
-    prefetch: tuple[Transfer, ...]
-    use: tuple[Transfer, ...]
+    evict: tuple[ParamTransfer, ...]
+    prefetch: tuple[ParamTransfer, ...]
+    use: tuple[ParamTransfer, ...]
 
 
 def prefetch_plan(
@@ -86,7 +94,7 @@ def prefetch_plan(
 
     Each span of consecutive actions of one stage has a step. Gradients are on the device for B, I and W only.
     """
-    spans: list[tuple[int, dict[Transfer, None]]] = []  # the start of each, and its transfers in order
+    spans: list[tuple[int, dict[ParamTransfer, None]]] = []  # the start of each, and its transfers in order
     stage, end = -1, 0
     for at, instruction in enumerate(instructions):
         end = at + 1
@@ -94,11 +102,11 @@ def prefetch_plan(
             continue
         if instruction.stage != stage:
             stage = instruction.stage
-            spans.append((at, dict.fromkeys(Transfer(key) for key in params_of[stage])))
+            spans.append((at, dict.fromkeys(ParamTransfer(key) for key in params_of[stage])))
         if instruction.kind in "BIW":
-            spans[-1][1].update(dict.fromkeys(Transfer(key, True) for key in params_of[stage]))
+            spans[-1][1].update(dict.fromkeys(ParamTransfer(key, True) for key in params_of[stage]))
     steps: list[PrefetchStep] = []
-    present: dict[Transfer, None] = {}
+    present: dict[ParamTransfer, None] = {}
     for number, (at, use) in enumerate(spans):
         following = spans[number + 1][1] if number + 1 < len(spans) else {}
         wanted = {**use, **following}

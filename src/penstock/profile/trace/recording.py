@@ -41,7 +41,7 @@ Clock = Callable[[int], float]  # the seconds that a number on this process's cl
 def rank_records(
     recorder: StepRecorder, run: RecordedRun, clock: Clock, placement: Sequence[int], tracks: Mapping[int, int]
 ) -> list[RankRecord]:
-    """What the ranks of this process did in a run; ``tracks[r]`` is the track of the pipeline's rank ``r``."""
+    """Records of the ranks of this process in a run; ``tracks[r]`` is the track of the pipeline's rank ``r``."""
     actions: dict[int, list[ActionRecord]] = {rank: [] for rank in tracks}
     common = [Span(name, clock(begin), clock(end)) for name, begin, end in run.spans]
     spans = {rank: list(common) for rank in tracks}
@@ -100,7 +100,7 @@ clock: Callable[[], int] = time.perf_counter_ns
 
 @dataclass(frozen=True)
 class _ProcessRecord:
-    """What one process has recorded."""
+    """The records of one process."""
 
     tracks: list[Track]
     saved: dict[int, int]
