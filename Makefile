@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-torch browser bench docs lint clean
+.PHONY: demo check test test-torch browser bench docs lint clean
 
 # What builds the package comes first: without isolation, pip builds it with what is in the environment.
 $(READY): pyproject.toml constraints.txt
@@ -19,6 +19,10 @@ demo: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+# Lint, types and the tests that start no other processes.
+check: lint
+	$(PY) -m pytest -n 2 --dist worksteal -q -m 'not processes and not slow and not cuda'
 
 # The report's page is tested in a browser; where none can be installed, those tests say that they were skipped. The site
 # is built by a test, too. Much of the time tests wait for processes: two at a time.

@@ -128,7 +128,7 @@ class Executor(ABC):
     def set_lockstep(self, value: bool) -> None:
         """Whether, in forward-only runs, a stage starts its next forward only when its last output is taken."""
         if value:
-            raise PlanError("lockstep=True is for threads of this process that have one stage each")
+            raise PlanError("pipe.lockstep = True is for threads of this process that have one stage each")
 
     @abstractmethod
     def reschedule(self, source: ScheduleProvider) -> None:
