@@ -167,8 +167,8 @@ class ThreadExecutor(Executor):
             if self.weights is None:
                 super().set_lockstep(value)
             raise PlanError(
-                "pipe.lockstep = True is for threads that have one stage each, but with Offload(weights=True) one thread "
-                "has all stages of a GPU: leave one of them out, or give every stage a GPU of its own"
+                "pipe.lockstep = True is for threads that have one stage each, but with Offload(weights=True) one "
+                "thread has all stages of a GPU: leave one of them out, or give every stage a GPU of its own"
             )
         with self.lock:
             self.lockstep = value
