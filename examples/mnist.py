@@ -59,7 +59,7 @@ def main() -> None:
         for x, y in test.batches(100):
             logits = pipe(x)  # None on ranks that do not have the last stage
             right += 0 if logits is None else int((logits.argmax(1).cpu() == y).sum())
-    right = int(pipe.agree(right))  # the largest of all ranks' numbers, on all of them
+    right = int(pipe.max_over_ranks(right))  # the largest of all ranks' numbers, on all of them
     pipe.close()
     ps.print0(f"{right / len(test):.1%} of the test digits are right")
 
