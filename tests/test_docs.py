@@ -132,6 +132,7 @@ def execute(code: str, prints: str | None, names: dict[str, Any]) -> None:
         assert printed.getvalue() == prints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "prints"), PROGRAMS)
 def test_program(code: str, prints: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it writes its files
@@ -178,6 +179,7 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
                     compile(block.text, name, "exec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, console in COMMANDS.items() if console])
 def test_commands(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

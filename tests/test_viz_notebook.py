@@ -77,6 +77,7 @@ def test_a_schedule_that_cannot_run() -> None:
     assert "is empty" not in text(tree(replace(schedule, name=EVIL, orders=((), ()))._repr_html_()))
 
 
+@pytest.mark.slow
 def test_many_stages_and_micro_batches() -> None:
     schedule = build("1f1b", 200, 1000)
     start = time.monotonic()

@@ -56,6 +56,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         output(capsys, "schedule", name, "-p", "2", "-m", "3")
 
 
+@pytest.mark.slow
 def test_auto(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = output(capsys, "schedule", "auto", "-p", "2", "-m", "4")
     assert out.startswith("auto: 2 ranks, 2 stages, 4 micro-batches\n")

@@ -113,6 +113,7 @@ def test_schedules(few: Path, capsys: pytest.CaptureFixture[str], options: tuple
     assert words in out
 
 
+@pytest.mark.slow
 def test_processes(few: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """With every option: a call of two steps, and one of one step; all but the first step are recorded."""
     place = tmp_path / "a" / "b"
@@ -183,6 +184,7 @@ def test_on_a_gpu(few: Path, capsys: pytest.CaptureFixture[str], processes: tupl
     assert "by 1f1b, with the optimiser's state on the host." in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_started_soon")
 def test_a_process_that_fails(few: Path) -> None:
     """Its error is raised here, and no process of its own is left."""
@@ -193,6 +195,7 @@ def test_a_process_that_fails(few: Path) -> None:
     assert set(active_children()) <= set(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_started_soon")
 def test_a_process_that_is_killed(few: Path) -> None:
     before = active_children()

@@ -48,12 +48,14 @@ def test_a_function_that_gives_model_and_sample(
     assert ps.PlanResult.load(saved).layers == ("0", "1", "2", "3")
 
 
+@pytest.mark.slow
 def test_a_model_and_its_sample(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", f"{models}:net", "--sample", f"{models}:sample", "--devices", "2", "--batch", "8"]
     assert main([*words, "--seconds", "0.2", "--measure", "0.1"]) == 0
     assert "micro-batch" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_by_numbers_on_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--layers", "gpt:22b", "--hardware", "a100", "--devices", "64", "--tensor", "8", "--batch", "64"]
     assert main([*words, "--seconds", "0.5"]) == 0
@@ -74,6 +76,7 @@ def test_a_real_model_on_devices_that_are_not_here(models: str, capsys: pytest.C
     assert steps[0] != steps[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

@@ -92,6 +92,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_aliases_in_a_program_and_its_subprocesses(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert alias.main(["torchgpipe", "fairscale", "--", "aliased_program.py", "child"]) == 0
     assert capsys.readouterr().out.split() == ["['child']", "penstock.compat.torchgpipe.skip"]

@@ -42,6 +42,7 @@ class Fn(nn.Module):
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_both_argument_orders() -> None:
     model, x = delays(), torch.rand(1)
     assert old_balance_by_time is balance_by_time

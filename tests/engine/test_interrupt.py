@@ -92,6 +92,7 @@ def test_ctrl_c_of_the_user_is_raised(watch: Watch) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_no_interrupt_after_the_call(watch: Watch) -> None:
     """Calls of some milliseconds, each interrupted some milliseconds after its start, before or after its end."""
     chance = random.Random(0)

@@ -47,6 +47,7 @@ def test_every_schedule_over_four_processes(schedule: str, four_ranks: Ranks) ->
         four_ranks.check(everything(schedule, 4, microbatches, batch, "pair"))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(case=cases())
 def test_generated_models_in_threads(case: Case) -> None:

@@ -31,6 +31,7 @@ def test_everything_to_everything_over_processes(schedule: str, two_ranks: Ranks
     four_ranks.check(dense(schedule, 4, 5, 13))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(case=webs())
 def test_generated_webs_in_threads(case: WebCase) -> None:

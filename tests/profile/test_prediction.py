@@ -39,6 +39,7 @@ def planned(stages: int = 2, **options: Any) -> ps.PlanResult:
     return ps.plan(model, torch.ones(4, 1), **given)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_a_step_takes_and_a_trace_whether_it_did(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_plan_says_what_a_step_takes_and_a_trace_whether_it_did(
     assert "predicted by the plan (" in (tmp_path / "run.html").read_text()
 
 
+@pytest.mark.slow
 def test_it_holds_for_mini_batches_as_they_were_planned(capsys: pytest.CaptureFixture[str]) -> None:
     with planned().pipeline(nn.MSELoss()) as pipe:
         for samples, by in ((4, "plan"), (3, "trace"), (8, "trace"), (4, "plan")):

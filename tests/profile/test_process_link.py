@@ -14,6 +14,7 @@ from penstock.profile.costs import Link
 from penstock.profile.links import process_link
 
 
+@pytest.mark.slow
 def test_messages_between_processes_take_time_and_are_copied() -> None:
     link = process_link("cpu", 2)
     assert 0 < link.latency < 1

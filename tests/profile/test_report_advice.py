@@ -23,6 +23,7 @@ def found(trace: ps.Trace, what: str) -> list[Advice]:
     return [advice for advice in advise(trace) if advice.what == what]
 
 
+@pytest.mark.slow
 def test_schedules_save_what_the_simulator_says() -> None:
     costs = Costs(f=(1.0, 1.5, 1.0, 1.0), latency=0.05, activation=10.0)
     trace = traced("1f1b", 4, 8, costs)

@@ -332,6 +332,7 @@ def test_hostile_names_are_shown_as_they_are(browser: Browser, tmp_path: Path) -
     assert tip(browser) == f"rank 1\n{HOSTILE}: 800 ms"
 
 
+@pytest.mark.slow
 def test_many_ranks_and_actions(browser: Browser, tmp_path: Path) -> None:
     """64 ranks with 200 actions each: all rows can be reached, and a frame takes no time that anybody sees."""
     show(browser, traced("1f1b", 64, 100, Costs(f=1e-3, i=1e-3, w=1e-3)), tmp_path)

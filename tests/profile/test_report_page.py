@@ -149,6 +149,7 @@ def test_steps_to_choose_from() -> None:
     assert 'id="step"' not in page(analyze(example()))
 
 
+@pytest.mark.slow
 def test_of_many_steps_some_have_timelines() -> None:
     """A page of a long run stays small: all times of steps are in it, and some timelines."""
     trace = uneven()
@@ -172,6 +173,7 @@ def test_of_many_steps_some_have_timelines() -> None:
     assert "failed" in page(analyze(replace(trace, steps=(*steps[:5], replace(steps[5], failed=True)))))
 
 
+@pytest.mark.slow
 def test_a_step_of_very_many_actions_is_shown_anyway() -> None:
     trace = traced("1f1b", 16, 400, Costs(f=1e-3, i=1e-3, w=1e-3))
     (step,) = trace.steps

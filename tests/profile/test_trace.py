@@ -288,6 +288,7 @@ def test_a_last_mini_batch_that_is_smaller() -> None:
     assert trace.order == pipe.schedule, "most steps have four micro-batches"
 
 
+@pytest.mark.slow
 def test_the_sleepers_times_are_known() -> None:
     plan = ps.split(nn.Sequential(*(Sleeper() for _ in range(3))), stages=3)
     with ps.Pipeline(plan, nn.MSELoss(), microbatches=4, schedule="1f1b") as pipe, pipe.trace(steps=3, skip=1) as trace:

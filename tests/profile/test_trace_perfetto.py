@@ -67,6 +67,7 @@ def arrows(trace: ps.Trace) -> Counter[tuple[object, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run(viewer: Perfetto, tmp_path: Path) -> None:
     with pipeline(4, schedule="zbv") as pipe, pipe.trace() as trace:
         for _ in range(2):
@@ -86,6 +87,7 @@ def test_a_run(viewer: Perfetto, tmp_path: Path) -> None:
     assert said == [["step 0"], ["step 1"]]
 
 
+@pytest.mark.slow
 def test_replicas_are_processes(viewer: Perfetto, tmp_path: Path) -> None:
     """Perfetto once put the first rank of a second replica on its second rank's track: both were a process's first."""
     trace = example()
@@ -107,6 +109,7 @@ def test_replicas_are_processes(viewer: Perfetto, tmp_path: Path) -> None:
     assert Counter(map(tuple, viewer.query(ARROWS))) == arrows(both)
 
 
+@pytest.mark.slow
 def test_no_gap_between_slices(viewer: Perfetto, tmp_path: Path) -> None:
     """Of slices that overlap, Perfetto drops one: an hour on, where each begins at the nanosecond that ends another."""
     schedule = build("gpipe", 1, 400)

@@ -298,6 +298,7 @@ def _local_inputs_done(i: Instruction, edges: Edges, schedule: Schedule, done: s
     return own <= done
 
 
+@pytest.mark.slow
 def test_every_program_runs_to_its_end() -> None:
     for schedule in schedules(SIZES):
         edges = chain(schedule.num_stages)

@@ -95,6 +95,7 @@ ONE_OF_THEM_SPLIT = {  # fits if only the stage is split whose weight gradients 
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=120)
 @given(cases())
 @example(ONE_OF_THEM_SPLIT)
@@ -298,6 +299,7 @@ def test_lower_bound_trades_memory_for_recompute_time() -> None:
     assert memory_bound_period(forced) == pytest.approx([4.5 / 1.25, 3.0])  # rank 1 has room for one, not for more
 
 
+@pytest.mark.slow
 def test_many_micro_batches_with_recomputes() -> None:
     """Each micro-batch adds the work of a rank, and little more than half a recompute."""
     costs = Costs.per_rank(v=2, comm=0.1)

@@ -40,6 +40,7 @@ def costs_of(scenario: dict[str, Any], v: int) -> Costs:
     return Costs(f=f, i=i, w=w, latency=scenario["hop_latency"], activation=1 / v)
 
 
+@pytest.mark.slow
 def test_regret_at_the_memory_of_1f1b() -> None:
     regrets = []
     for scenario in scenarios():
@@ -52,6 +53,7 @@ def test_regret_at_the_memory_of_1f1b() -> None:
     assert sum(regrets) / len(regrets) <= 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cap", "least"), [(3, 0.025), (2, 0.03)])
 def test_gain_in_less_memory(cap: int, least: float) -> None:
     """The best placement is never slower than the best fixed schedule that fits, about as fast as the best order known
@@ -71,6 +73,7 @@ def test_gain_in_less_memory(cap: int, least: float) -> None:
     assert sum(gains) / len(gains) >= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "cap", "m"),
     [("v1", 1.0, 4), ("v1", 2.0, 4), ("v1", 4.0, 6), ("loop2", 1.0, 4), ("loop2", 2.0, 4), ("V", 1.0, 4), ("V", 2, 3)],

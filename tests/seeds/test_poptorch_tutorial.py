@@ -83,6 +83,7 @@ def replay(model: Any, calls: list[Call]) -> None:
     model.cpu()
 
 
+@pytest.mark.slow
 def test_the_notebook_from_top_to_bottom(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     for cell in range(19):
         run(cell, names)
@@ -157,6 +158,7 @@ def test_each_strategy_trains_as_the_plain_model(names: dict[str, Any], cell: st
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.slow
 def test_the_script_and_its_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the extract's digits a few: what the options say is done, and not how well it learns."""
     monkeypatch.setattr("tests.seeds.vision.MNIST.__len__", lambda self: 800)

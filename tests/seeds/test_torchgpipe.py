@@ -115,6 +115,7 @@ def test_input_and_target_go_to_the_first_and_last_device(where: str) -> None:
 # ── Automatic Balancing ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_balance_by_time(where: str) -> None:
     model = nn.Sequential(nn.MaxPool2d(56), nn.Flatten(), nn.Linear(48, 256), nn.Linear(256, 256), nn.Linear(256, 4))
 

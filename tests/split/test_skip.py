@@ -238,6 +238,7 @@ def test_a_popped_value_is_freed() -> None:
     assert alive == [[True], [False], [False]]
 
 
+@pytest.mark.slow
 def test_in_a_plan_nothing_but_the_edge_holds_a_skip() -> None:
     for sizes in balances(5):
         model, alive = _watched()
@@ -343,6 +344,7 @@ def test_every_value_travels_once() -> None:
         assert sorted(sent) == sorted(cuts + skips)
 
 
+@pytest.mark.slow
 def test_a_unet_is_trained_as_the_plain_one() -> None:
     model = unet().eval()  # BatchNorm looks across the batch
     expected = plain_step(model, picture(), picture(2), nn.functional.mse_loss)

@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_subset_of_the_cuts_runs_as_the_plain_model(name: str) -> None:
     make, args = MODELS[name]

@@ -64,6 +64,7 @@ def near(found: list[float], wanted: float) -> bool:
     return min(abs(bubble - wanted) for bubble in found) < 0.12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 1), ("gpipe", 2), ("1f1b", 3), ("sharded", 3)])
 def test_threads(schedule: str, ranks: int) -> None:
     with pipeline(ranks, schedule=schedule, devices=["cpu"] * ranks) as pipe:

@@ -593,6 +593,7 @@ def local(seconds: float, released: Callable[[], bool] = lambda: False, **option
     return ps.Pipeline(ps.split(nn.Sequential(*parts), stages=3), F.mse_loss, microbatches=4, **options)
 
 
+@pytest.mark.slow
 def test_long_waits_of_threads_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "penstock"), local(3.0, timeout=(0.8, 1800.0)) as pipe:
         pipe.step(batch(), batch())
@@ -601,6 +602,7 @@ def test_long_waits_of_threads_are_reported(caplog: pytest.LogCaptureFixture) ->
         assert any(re.fullmatch(says, line) for line in caplog.messages), caplog.messages
 
 
+@pytest.mark.slow
 def test_in_lockstep_a_thread_waits_until_its_messages_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "penstock"), local(3.0, timeout=(0.8, 1800.0)) as pipe:
         pipe.lockstep = True
@@ -609,6 +611,7 @@ def test_in_lockstep_a_thread_waits_until_its_messages_are_taken(caplog: pytest.
     assert any(re.fullmatch(says, line) for line in caplog.messages), caplog.messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["step", "stream"])
 def test_timeout_ends_the_wait_for_threads(how: str) -> None:
     """The thread that hangs cannot be ended; it ends with its forward."""

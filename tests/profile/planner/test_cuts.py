@@ -51,6 +51,7 @@ def problems(draw: st.DrawFn) -> tuple[Segments, Ranks, str, int]:
     return Segments(costs), Ranks(numbers[0], numbers[1], (2.0,) * p, recompute), shape, v
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(problem=problems())
 def test_few_partitions_and_straight_ones_are_optimal(problem: tuple[Segments, Ranks, str, int]) -> None:
@@ -85,6 +86,7 @@ def test_no_partition_is_below_the_bound(problem: tuple[Segments, Ranks, str, in
     assert cuts._work_bound(segments, ranks) <= best * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "v"), SHAPES[1:])
 def test_annealing_is_close_to_brute_force(shape: str, v: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uneven layers with and without a memory limit: at most 15 % above the optimum, 2 % on average."""

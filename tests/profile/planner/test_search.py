@@ -34,6 +34,7 @@ def like_8b(*, halves: bool) -> Segments:
     return Segments(ModelCosts(layers, crossings, link=Link(0.05)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("halves", "most"), [(False, 66.0), (True, 63.5)])
 def test_cuts_and_order_together_beat_every_fixed_schedule_on_an_even_cut(halves: bool, most: float) -> None:
     """80.7 is what the best of torch's schedules takes for this model, with as many layers in each stage."""
@@ -134,6 +135,7 @@ def test_memory_is_kept_by_more_ranks_and_by_recomputing() -> None:
     assert kept_all.seconds > tight.seconds  # with one micro-batch in flight at a time
 
 
+@pytest.mark.slow
 def test_uneven_devices_get_uneven_shares() -> None:
     planned = plan_costs(Profile((uniform(12),)), batch=64, grids=[(1, 2)], speeds=[2.0, 1.0], seconds=0.5)
     work = [0, 0]
@@ -171,6 +173,7 @@ def test_layers_that_take_no_time_cannot_be_planned() -> None:
         plan_costs(Profile((uniform(seconds=0.0),)), batch=8, grids=[(1, 2)])
 
 
+@pytest.mark.slow
 def test_the_same_arguments_give_the_same_answer() -> None:
     first, second = (
         joint_search(
