@@ -85,6 +85,7 @@ _NAMES = {
     "train.scaler": "GradScaler",
 }
 _MODULES = {name: f"penstock.{module}" for module, names in _NAMES.items() for name in names.split()}
+_SUBPACKAGES = ("compat", "hooks", "profile", "schedule")  # ``ps.schedule.build`` works without another import
 
 _registry.viz = lambda: _importlib.import_module("penstock.viz")
 _registry.trace_recording = lambda *arguments: _importlib.import_module(
@@ -94,6 +95,8 @@ _registry.trace_recording = lambda *arguments: _importlib.import_module(
 if not TYPE_CHECKING:  # type checkers have the names above, and no others
 
     def __getattr__(name):
+        if name in _SUBPACKAGES:
+            return _importlib.import_module(f"penstock.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module 'penstock' has no attribute {name!r}")
         value = getattr(_importlib.import_module(_MODULES[name]), name)
@@ -102,7 +105,7 @@ if not TYPE_CHECKING:  # type checkers have the names above, and no others
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES} - {"TYPE_CHECKING"})
+    return sorted({*globals(), *_MODULES, *_SUBPACKAGES} - {"TYPE_CHECKING"})
 
 
 class _Package(_types.ModuleType):
