@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["trace_recording", "viz"]
-
 trace_recording: Callable[..., Any]
 """The context manager of ``Pipeline.trace``, which belongs to the profiler.
 

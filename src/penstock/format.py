@@ -9,8 +9,6 @@ from typing import Any
 
 from penstock.errors import PlanError
 
-__all__ = ["format_size", "format_size_exact", "format_table", "format_time", "parse_bytes"]
-
 _UNITS = ((1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
 
 

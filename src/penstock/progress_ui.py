@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["ProgressUI", "progress_ui"]
-
 
 class ProgressUI:
     """Reports of a loop. Without a ``progress`` of rich there is no bar: for files, pipes and nested loops."""

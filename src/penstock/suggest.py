@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["did_you_mean"]
-
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "", cutoff: float = 0.6) -> str:
     """``": did you mean 'conv1'?"``, or ``otherwise`` if no known name has a similarity of ``cutoff`` (0 to 1)."""

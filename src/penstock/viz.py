@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from penstock.profile.trace import Trace
     from penstock.split.plan import Plan
 
-__all__ = [
-    "align_columns", "count_noun", "describe_schedule", "memory_rows", "plan_html", "plan_result_html",
-    "print_schedule", "print_text", "schedule_html", "schedule_svg", "simulation_html", "simulation_svg", "to_rich",
-    "to_svg", "to_text_lines", "trace_html",
-]  # fmt: skip
-
 KINDS = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 # Four shades of each kind, dark to light, for the stages of a rank: of a terminal's 256 colours, and for SVG.

@@ -43,8 +43,6 @@ from penstock.schedule.text import to_text
 from penstock.train.launch import usable_cores
 from penstock.viz import count_noun, print_schedule, print_text
 
-__all__ = ["app"]
-
 _EXAMPLES = """\
 Examples:
   penstock demo                      1f1b, four ranks, a thread for each

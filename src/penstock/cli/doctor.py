@@ -38,8 +38,6 @@ from penstock.train.mesh import Mesh
 from penstock.version import __version__
 from penstock.viz import print_text
 
-__all__ = ["app"]
-
 _DETAILS = """\
 Checks versions, cores, memory, devices, limits, host names and launchers, starts two processes and lets them exchange \
 messages (over gloo, and over NCCL where there are two GPUs). Each line is ok, warn or fail, with a remedy. The exit \

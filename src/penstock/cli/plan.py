@@ -18,8 +18,6 @@ from penstock.errors import PenstockError, PlanError
 if TYPE_CHECKING:
     from penstock.profile import PlanResult
 
-__all__ = ["app"]
-
 _EXAMPLES = """\
 Examples; build() returns the model and a sample to measure it on:
   penstock plan train:build --devices 4 --batch 64

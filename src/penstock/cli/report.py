@@ -9,8 +9,6 @@ import typer
 
 from penstock.cli import UsageError, value
 
-__all__ = ["app"]
-
 _EXAMPLES = """\
 Examples, after trace.save("run.json") of `with pipe.trace() as trace:`:
   penstock report run.json                write run.html, to open in a browser

@@ -35,8 +35,6 @@ from penstock.cli import UsageError, count, flag, value
 from penstock.errors import PenstockError
 from penstock.train.launch import usable_cores
 
-__all__ = ["app"]
-
 _WORKER = str(Path(__file__).with_name("run_worker.py"))
 _LAST_LINES = 30  # shown of the stderr of a rank that recorded no error
 

@@ -22,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the script that the arguments name."""

@@ -23,8 +23,6 @@ from penstock.schedule.text import from_csv, from_text, to_csv, to_text
 from penstock.schedule.verify import verify
 from penstock.viz import align_columns, describe_schedule, memory_rows, print_schedule, print_text
 
-__all__ = ["app"]
-
 _EXAMPLES = """\
 Examples:
   penstock schedule zbv -p 4 -m 8                    draw it

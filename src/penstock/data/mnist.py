@@ -14,8 +14,6 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 
-__all__ = ["FILES", "Digits", "load", "read_idx"]
-
 FILES = {
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
     "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),

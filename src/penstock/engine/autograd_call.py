@@ -20,8 +20,6 @@ from penstock.engine.message import Message, Spec, unflatten
 from penstock.engine.microbatch import join
 from penstock.errors import PlanError
 
-__all__ = ["PipelineCall", "apply_call", "skip_hooks_without_grad", "suspended_grad_hooks", "with_training_modes"]
-
 
 class PipelineCall(Protocol):
     """One mini-batch, whose forward runs when it is called, and whose backward when autograd gets there."""

@@ -24,8 +24,6 @@ from penstock.schedule.lower import LoweredProgram, lower
 from penstock.schedule.provider import ScheduleProvider
 from penstock.schedule.schedule import Edge
 
-__all__ = ["Connections", "Endpoints", "MeshCoordinates", "ProgramCache", "RankProgram"]
-
 Endpoints = dict[tuple[int, int, str], Endpoint]  # by sending rank, receiving rank and direction
 
 

@@ -47,8 +47,6 @@ from penstock.errors import PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 
-__all__ = ["DistributedExecutor"]
-
 T = TypeVar("T")
 
 _OR_ELSEWHERE = ", or on another rank of its pipeline, which sends them there: no rank was given any"

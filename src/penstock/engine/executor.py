@@ -32,8 +32,6 @@ from penstock.errors import PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 
-__all__ = ["Executor", "GradStash"]
-
 T = TypeVar("T")
 
 

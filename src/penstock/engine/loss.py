@@ -33,21 +33,6 @@ from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
 from penstock.split.chain import CountedOutput
 
-__all__ = [
-    "LossAndOutputs",
-    "LossRule",
-    "ModelLoss",
-    "OutputCollector",
-    "Outputs",
-    "StepOutcome",
-    "check_joinable",
-    "check_outputs",
-    "find_loss",
-    "loss_rule",
-    "output_collector",
-    "takes_output_alone",
-]
-
 # ── loss functions ───────────────────────────────────────────────────────────────────────────────────────────────
 
 _COUNTED: dict[Any, type[nn.Module]] = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}

@@ -16,34 +16,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_vers
 from penstock._torch import PythonNode, disable_current_modes, pytree, storage_id, unsafe_view
 from penstock.errors import PlanError
 
-__all__ = [
-    "LEAF",
-    "PLAIN_TYPES",
-    "BorrowedInputs",
-    "Message",
-    "MessageMeta",
-    "Spec",
-    "TensorMeta",
-    "TupleSpec",
-    "backward_inputs",
-    "detach_outputs",
-    "detach_outputs_per_edge",
-    "detach_tensors",
-    "flatten",
-    "gradient_edge",
-    "input_edges",
-    "mark_shared",
-    "memory_order",
-    "merge_messages",
-    "meta_of",
-    "overlapping_leaves",
-    "require_dense",
-    "split_grads",
-    "tensor_message",
-    "unflatten",
-    "version_counted",
-]
-
 # ── values: tensors, and tuples, lists and dicts of tensors, None and plain Python values ────────────────────────
 
 

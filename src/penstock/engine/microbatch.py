@@ -12,18 +12,6 @@ from torch import Tensor
 from penstock.engine.message import PLAIN_TYPES, Message, flatten, overlapping_leaves, unflatten
 from penstock.errors import PlanError
 
-__all__ = [
-    "Broadcast",
-    "batch_size",
-    "can_join",
-    "join",
-    "leaf_to_device",
-    "microbatch_sizes",
-    "scatter",
-    "split_inputs",
-    "split_targets",
-]
-
 
 @dataclass(frozen=True)
 class Broadcast:

@@ -28,17 +28,6 @@ from penstock.engine.runner import Call, CallInfo, Runner
 from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.lower import Instruction
 
-__all__ = [
-    "AlignedClock",
-    "ClockOffset",
-    "ProgramRecord",
-    "RecordedRun",
-    "StepRecorder",
-    "deferred_bytes",
-    "measure_clock_offset",
-    "saved_bytes",
-]
-
 # ── clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -24,8 +24,6 @@ from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.lower import Instruction
 from penstock.schedule.schedule import BACKWARD, COMPUTE
 
-__all__ = ["Bindings", "CallInfo", "LRUCache", "PipelineIO", "Runner", "compile_program"]
-
 Call = Callable[[], None]
 Receive = Callable[[], Any]  # a message, or gradients
 Send = Callable[[Any], None]

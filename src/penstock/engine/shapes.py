@@ -32,8 +32,6 @@ from penstock.engine.message import (
 from penstock.errors import PlanError, text_of
 from penstock.split.chain import CountedOutput
 
-__all__ = ["FakeStage", "Propagation"]
-
 
 class FakeStage:
     """A stage's module with fake parameters and buffers.

@@ -50,8 +50,6 @@ if TYPE_CHECKING:  # FSDP takes seconds to import
     from penstock.engine.replicas.fsdp import FsdpStage
     from penstock.engine.shapes import FakeStage
 
-__all__ = ["ParallelizedStage", "SavedForward", "Slot", "StageEngine", "begin_run", "make_slots"]
-
 
 class SavedForward:
     """The input of a forward that will be recomputed, its RNG states and changed buffers. Its graph is dropped."""

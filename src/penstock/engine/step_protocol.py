@@ -29,8 +29,6 @@ from penstock.errors import PlanError
 from penstock.schedule.schedule import Edge
 from penstock.split.plan import Plan
 
-__all__ = ["MAX_KINDS", "StepHeader", "StepProtocol", "StepRejected"]
-
 REJECTED, KNOWN, NEW, EMPTY, QUERY_INPUTS, SEND_INPUTS = range(6)
 
 MAX_KINDS = 256  # kinds of mini-batch that each rank remembers: batches of ever new shapes must not pile up

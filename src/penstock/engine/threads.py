@@ -50,8 +50,6 @@ from penstock.schedule.provider import ScheduleProvider
 from penstock.schedule.schedule import Edge, Schedule
 from penstock.split.plan import Plan
 
-__all__ = ["ThreadExecutor"]
-
 T = TypeVar("T")
 StageBackward = Callable[[StageEngine, Sequence[Tensor | None], Slot], None]
 

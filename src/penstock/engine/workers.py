@@ -14,8 +14,6 @@ import torch
 from penstock.engine.channel.local import Cancelled
 from penstock.errors import PipelineError
 
-__all__ = ["RunReport", "WorkerThreads"]
-
 Task = Callable[[], None]
 Inbox: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
 _threads_lock = threading.Lock()

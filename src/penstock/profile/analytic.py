@@ -23,8 +23,6 @@ from penstock.errors import PlanError
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters, check_number
 from penstock.suggest import did_you_mean
 
-__all__ = ["HARDWARE", "MODELS", "Hardware", "Transformer", "analytic_costs", "get_hardware", "parse_transformer"]
-
 # ── hardware ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TERA, GIGA, GIB = 1e12, 1e9, float(1 << 30)

@@ -18,8 +18,6 @@ from penstock.profile.analytic import Hardware
 from penstock.profile.timing import Clock, Elapsed
 from penstock.split.measure import tensor_bytes
 
-__all__ = ["analytic_clock"]
-
 LAUNCH = 2e-6  # seconds to launch an operation: an assumption
 _LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # they read as much as they return
 _NO_TRAFFIC = (  # views that are not marked as such, and allocations

@@ -48,9 +48,6 @@ from penstock.errors import PlanError
 from penstock.profile.costs import Link
 from penstock.train.mesh import Mesh
 
-__all__ = ["LinkError", "Links", "fit_link", "host_time_per_message", "local_link", "measure_links", "process_link"]
-
-
 LARGE = 4 << 20  # bytes
 REPEATS = 11
 

@@ -36,8 +36,6 @@ from penstock.split.plan import Plan
 from penstock.split.sample import accelerators_of, sample_arguments
 from penstock.suggest import did_you_mean
 
-__all__ = ["OptimizerLike", "measure_costs", "optimizer_state_ratio"]
-
 TURNS = 4  # times that each layer is timed, if the budget allows it
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 

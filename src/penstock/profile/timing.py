@@ -40,8 +40,6 @@ from penstock.engine.stage import SavedForward, Slot, StageEngine, begin_run
 from penstock.split.measure import LayerRun, repeat_runs
 from penstock.split.sample import backward_roots
 
-__all__ = ["ActionTimes", "Clock", "Elapsed", "LayerTimings", "measure_overhead", "median_times", "time_layer"]
-
 OUTLIER = 3  # runs that take more than this many times the median do not count
 FLUSHED_BYTES = 32 << 20  # larger than most caches
 CONSECUTIVE = 5  # micro-batches in a row, on a GPU

@@ -10,8 +10,6 @@ from typing import Any
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import COMPUTE, Edge
 
-__all__ = ["Costs", "PerEdge", "PerStage"]
-
 PerStage = float | tuple[float, ...]
 """One number for all stages, or one for each."""
 

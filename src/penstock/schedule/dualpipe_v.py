@@ -9,8 +9,6 @@ from itertools import count
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, vee
 
-__all__ = ["dualpipev"]
-
 
 @register("dualpipev", "on a V, forwards beside backwards, in eight phases", v=2, memory="p + 0.5")
 def dualpipev(p: int, m: int) -> Schedule:

@@ -8,8 +8,6 @@ from penstock.schedule.one_f_one_b import even_groups
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 
-__all__ = ["fill_drain", "forward_only", "gpipe", "looped_bfs", "sharded"]
-
 
 def fill_drain(placement: Sequence[int], m: int, *, backward: bool = True, name: str = "fill_drain") -> Schedule:
     """All forwards, then all backwards if ``backward``, for any placement. A rank runs its stages one after another.

@@ -8,8 +8,6 @@ from penstock.schedule.one_f_one_b import alternate, even_groups, one_f_one_b
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 
-__all__ = ["interleaved"]
-
 
 @register(
     "interleaved", "1F1B over v stages per rank; 1/v of its bubble", v=None, default_v=2, memory="p + (p - 1) / v"

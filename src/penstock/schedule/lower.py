@@ -24,8 +24,6 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import BACKWARD, Action, Edge, Schedule, edges_of, neighbours, topological_runs
 
-__all__ = ["Instruction", "LoweredProgram", "deadlocks", "lower", "vector_clocks"]
-
 
 class Instruction(NamedTuple):
     """One step of a rank's program.

@@ -9,8 +9,6 @@ from typing import TypeVar
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 
-__all__ = ["alternate", "even_groups", "one_f_one_b"]
-
 T = TypeVar("T")
 
 

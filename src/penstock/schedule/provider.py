@@ -15,8 +15,6 @@ from penstock.schedule.schedule import Action, Edge, Schedule, loop, topological
 from penstock.schedule.search import auto
 from penstock.schedule.verify import verify
 
-__all__ = ["AUTO", "ScheduleProvider", "merge_ranks"]
-
 AUTO = "auto"
 """The name of a schedule that is searched for the costs of the pipeline."""
 

@@ -13,8 +13,6 @@ from dataclasses import replace
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import BACKWARD, Action, Schedule
 
-__all__ = ["MODES", "Recompute", "recompute_modes", "with_recompute"]
-
 MODES = ("never", "except_last", "always")
 
 Recompute = str | Sequence[str] | Mapping[int, str]

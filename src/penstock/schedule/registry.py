@@ -11,8 +11,6 @@ from typing import TypeVar
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["SCHEDULES", "ScheduleKind", "build", "canonical_name", "register"]
-
 Make = TypeVar("Make", bound=Callable[..., Schedule])
 
 

@@ -14,20 +14,6 @@ from typing import NamedTuple
 from penstock import _registry
 from penstock.errors import ScheduleError
 
-__all__ = [
-    "BACKWARD",
-    "COMPUTE",
-    "Action",
-    "Edge",
-    "Schedule",
-    "TopologicalRuns",
-    "edges_of",
-    "loop",
-    "neighbours",
-    "topological_runs",
-    "vee",
-]
-
 COMPUTE = ("F", "R", "B", "I", "W")
 """Kinds of actions: forward, recompute, full backward, input gradient, weight gradient."""
 

@@ -21,8 +21,6 @@ from collections.abc import Iterable, Sequence
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Action, Schedule
 
-__all__ = ["from_csv", "from_text", "to_csv", "to_text"]
-
 _LocatedAction = tuple[str, Action]
 """The location of an action in its file ("line 2, column 5"), and the action."""
 

@@ -22,8 +22,6 @@ from typing import NamedTuple
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, vee
 
-__all__ = ["v_half", "v_min", "zbv"]
-
 
 @register("zbv", "split backward on a V; no pause once begun, 1F1B's memory", v=2, memory="p")
 def zbv(p: int, m: int) -> Schedule:

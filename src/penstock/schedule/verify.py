@@ -18,8 +18,6 @@ from penstock.schedule.schedule import (
     topological_runs,
 )
 
-__all__ = ["MemoryReport", "verify"]
-
 
 @dataclass(frozen=True)
 class MemoryReport:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, loop
 
-__all__ = ["zb_h1", "zb_h2"]
-
 
 @register("zb_h1", "split backward; a third of 1F1B's bubble in its memory", memory="p")
 def zb_h1(p: int, m: int) -> Schedule:

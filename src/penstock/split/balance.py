@@ -15,8 +15,6 @@ from penstock.split.chain import Groups, LayerChain
 from penstock.split.measure import Measurement, measure, tensor_bytes
 from penstock.split.partition import MemoryLimitError, WeightPieces, partition
 
-__all__ = ["balance_by_size", "balance_by_time", "balance_stages", "check_limits"]
-
 BALANCE_CRITERIA = ("uniform", "parameters", "time", "memory")
 
 TRAINING_FACTOR = 4.0

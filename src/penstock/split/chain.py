@@ -27,17 +27,6 @@ from penstock.split.lazy import build, members
 from penstock.split.plan import Edge, Plan, StageSpec, Tie
 from penstock.suggest import did_you_mean
 
-__all__ = [
-    "CountedOutput",
-    "Groups",
-    "LayerChain",
-    "SharedWeights",
-    "WholeModelChain",
-    "bind_arguments",
-    "build_plan",
-    "find_ties",
-]
-
 Groups = Sequence[Sequence[str]]
 """The layers of each stage."""
 

@@ -27,8 +27,6 @@ from penstock.split.module_state import preserve_state, temporary_copies
 from penstock.split.plan import Plan, run_stages
 from penstock.split.sample import accelerators_of, backward_roots, model_output, named_leaves, sample_arguments
 
-__all__ = ["CheckReport", "Difference", "Tolerance", "check_plan"]
-
 
 @dataclass(frozen=True)
 class Difference:

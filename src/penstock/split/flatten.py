@@ -20,8 +20,6 @@ from penstock.errors import PlanError
 from penstock.split.lazy import members
 from penstock.suggest import did_you_mean
 
-__all__ = ["FlatSequential", "check_no_hooks", "flatten", "is_plain_sequential", "layers_of", "paths_of"]
-
 Entry = str | nn.Module | Callable[[Any], Any]
 
 

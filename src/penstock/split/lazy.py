@@ -14,8 +14,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.errors import PlanError
 
-__all__ = ["Lazy", "build", "members"]
-
 _build_lock = threading.RLock()  # one build at a time: builds share the random generator
 _NOT_YET = object()
 

@@ -34,18 +34,6 @@ from penstock.split.chain import LayerChain, build_plan
 from penstock.split.module_state import preserve_state, temporary_copies
 from penstock.split.sample import accelerators_of, backward_roots, sample_arguments
 
-__all__ = [
-    "LONG_LAYER",
-    "REPEATS",
-    "LayerMeasurement",
-    "LayerRun",
-    "LayerTimer",
-    "Measurement",
-    "measure",
-    "repeat_runs",
-    "tensor_bytes",
-]
-
 T = TypeVar("T")
 
 REPEATS = 5  # the least number of runs: a median that two outliers do not change

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from penstock._torch import DisableTorchFunction
 
-__all__ = ["ModuleState", "preserve_state", "temporary_copies"]
-
 
 class ModuleState:
     """A snapshot of the attributes of modules and of the states of the random generators.

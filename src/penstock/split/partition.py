@@ -16,8 +16,6 @@ from fractions import Fraction
 from operator import add
 from typing import TypeAlias
 
-__all__ = ["MemoryLimitError", "WeightPieces", "partition"]
-
 WeightPieces: TypeAlias = Mapping[Hashable, float]
 """The weight of an item by piece: a part counts a piece that several items share (a tied parameter) once."""
 

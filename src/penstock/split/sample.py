@@ -15,15 +15,6 @@ from penstock.split.chain import CountedOutput
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.lazy import Lazy
 
-__all__ = [
-    "accelerators_of",
-    "backward_roots",
-    "model_output",
-    "named_leaves",
-    "sample_arguments",
-    "sample_inputs",
-]
-
 
 def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments of the call that ``sample`` describes."""

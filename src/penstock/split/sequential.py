@@ -21,8 +21,6 @@ from penstock.split.lazy import build, members
 from penstock.split.plan import Edge
 from penstock.split.skip import Skip, SkipKey, SkipUseError, match_skips, use_stash
 
-__all__ = ["SequentialChain", "SkipStage"]
-
 ACTIVATION = None
 """The key of the activation, among the keys of skips."""
 

@@ -35,8 +35,6 @@ from penstock.train.mesh import Mesh
 from penstock.train.optimizer_offload import Offload
 from penstock.train.state import FqnMap, all_fqns
 
-__all__ = ["Built", "Options", "Parallelize", "build"]
-
 Parallelize = Callable[[nn.Module, Mesh], nn.Module | None]
 """Makes a parallel module of a stage's; None where it has changed the stage in place."""
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from penstock.engine.replicas.dtensor import is_dtensor, shard_groups, to_local
 
-__all__ = ["clip_grad_norm", "grad_norm"]
-
 DeviceOf = Callable[[nn.Parameter], torch.device | None]
 
 

@@ -10,8 +10,6 @@ from penstock.errors import PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 
-__all__ = ["Devices", "assign_devices", "marked_devices", "named_devices"]
-
 Devices = Sequence[torch.device | str | int] | torch.device | str | int | None
 
 

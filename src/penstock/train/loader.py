@@ -20,8 +20,6 @@ from penstock.train.pipeline import Pipeline
 from penstock.train.prefetch import BatchCopier, CopiedBatch, Prefetcher, map_leaves
 from penstock.train.sampler import BatchOrder, ReplicaShare, num_batches, seeded_generator
 
-__all__ = ["DataLoader", "without_samples"]
-
 Sample = TypeVar("Sample")
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from penstock.engine.offload.weights import HostWeights
 from penstock.errors import PlanError
 
-__all__ = ["Init", "materialise"]
-
 Init = Callable[[nn.Module], object]
 """Fills the parameters and buffers of a stage that was on the meta device."""
 

@@ -21,8 +21,6 @@ from penstock.errors import PlanError
 from penstock.suggest import did_you_mean
 from penstock.train.launch import device_of_process, init, is_initialized
 
-__all__ = ["DIMENSIONS", "Mesh"]
-
 DIMENSIONS = ("data", "pipe", "tensor")
 
 

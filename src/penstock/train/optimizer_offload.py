@@ -33,8 +33,6 @@ from penstock.engine.offload.weights import HostWeights
 from penstock.errors import PlanError
 from penstock.format import parse_bytes
 
-__all__ = ["Offload", "OffloadedOptimizer", "is_offloaded", "offload_optimizer", "require_offloaded"]
-
 _PER_PARAMETER = (
     *(optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.Muon),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam),

@@ -27,8 +27,6 @@ from penstock.split.plan import Tie
 from penstock.train.mesh import Mesh
 from penstock.train.state import FqnMap
 
-__all__ = ["parallelize_stages"]
-
 
 def parallelize_stages(
     modules: dict[int, nn.Module],

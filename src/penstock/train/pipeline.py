@@ -30,8 +30,6 @@ from penstock.train.replan import ReplanResult, find_faster_order, predict_from_
 from penstock.train.result import StepResult, StepTotals
 from penstock.train.state import PipelineState
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline(PipelineState):
     """Trains the model of a plan, stage by stage, micro-batch by micro-batch, to the plain model's result.

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from penstock._torch import pytree
 
-__all__ = ["BatchCopier", "CopiedBatch", "Prefetcher", "copy_batch", "map_leaves"]
-
 T = TypeVar("T")
 
 

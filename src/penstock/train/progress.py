@@ -20,8 +20,6 @@ from penstock.train.launch import is_initialized, is_rank0
 from penstock.train.pipeline import Pipeline
 from penstock.train.result import StepTotals
 
-__all__ = ["progress"]
-
 T = TypeVar("T")
 
 _LINE_INTERVAL = 5.0  # seconds between lines without a bar

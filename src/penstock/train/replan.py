@@ -13,8 +13,6 @@ from penstock.schedule.search import auto
 from penstock.schedule.simulate import Prediction, simulate
 from penstock.train.mesh import Mesh
 
-__all__ = ["ReplanResult", "find_faster_order", "predict_from_costs", "predict_step"]
-
 MIN_SAVING = 0.01  # the fraction of a step that a new order must save
 
 

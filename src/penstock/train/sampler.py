@@ -14,8 +14,6 @@ from torch.utils.data import DistributedSampler
 
 from penstock.errors import PlanError
 
-__all__ = ["BatchOrder", "ReplicaShare", "num_batches", "seeded_generator"]
-
 SampleT = TypeVar("SampleT")
 
 _CHUNK = 1 << 16  # indices of a permutation that are Python ints at a time

@@ -15,8 +15,6 @@ from penstock._torch import foreach_unscale_
 from penstock.engine.replicas.dtensor import to_local
 from penstock.errors import PipelineError, PlanError
 
-__all__ = ["GradScaler"]
-
 _FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # the state of a rank's gradients; the maximum over the ranks counts
 _SMALLEST_SCALE = 2.0**-126  # whose inverse float32 can represent
 _STATE_NAMES = (

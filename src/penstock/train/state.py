@@ -17,8 +17,6 @@ from penstock.split.plan import Plan, Tie
 from penstock.train.clip import clip_grad_norm, grad_norm
 from penstock.train.mesh import Mesh
 
-__all__ = ["FqnMap", "PipelineState", "all_fqns", "load_state", "share_buffers", "stages_state_dict"]
-
 _WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module"}  # inserted by torch.compile and checkpoint_wrapper
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from penstock.engine.channel.groups import Group
 from penstock.engine.message import TensorMeta
 
-__all__ = ["Channel", "ChannelError", "ChannelOps", "Endpoint", "WaitTimer", "bind_ops", "to_contiguous"]
-
 
 class ChannelOps(NamedTuple):
     """The operations that carry the message of one micro-batch, bound once and called in every step.

@@ -19,8 +19,6 @@ from penstock.engine.channel.groups import Group
 from penstock.engine.failure.status import RankStatus
 from penstock.errors import PlanError
 
-__all__ = ["NORM", "NUMBER", "STATE", "STEP", "TRACE", "ControlChannel"]
-
 _CALLS = (
     "a step or a call of the pipeline",
     "clip_grad_norm_() or grad_norm()",

@@ -26,8 +26,6 @@ from penstock.engine.channel.base import ChannelOps, Endpoint, bind_ops
 from penstock.engine.message import PLAIN_TYPES, Message, MessageMeta, TensorMeta, memory_order, meta_of, require_dense
 from penstock.errors import PlanError
 
-__all__ = ["DynamicBackwardChannel", "DynamicEndpoint", "DynamicEndpoints", "DynamicForwardChannel"]
-
 HEADER, REST = 1, 2  # tags; tensors have 0
 
 ROW_BYTES = 512  # enough for about twenty tensors

@@ -18,8 +18,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from penstock._torch import gloo_options
 from penstock.engine.failure.sockets import PipelineSockets
 
-__all__ = ["Group", "open_group", "uses_nccl"]
-
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
 
 Group = Any  # a backend: ProcessGroupGloo or ProcessGroupNCCL

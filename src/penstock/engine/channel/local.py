@@ -13,8 +13,6 @@ from torch import Tensor
 from penstock.engine.channel.base import ChannelOps, WaitTimer
 from penstock.engine.message import Message
 
-__all__ = ["Cancelled", "LocalChannel", "LockstepChannel"]
-
 
 class Cancelled(Exception):
     """Raised in a rank's thread when another rank has failed."""

@@ -19,8 +19,6 @@ from penstock.engine.channel.base import ChannelError, ChannelOps, Endpoint, bin
 from penstock.engine.message import Message, MessageMeta, TensorMeta, meta_of, require_dense, tensor_message
 from penstock.errors import PlanError
 
-__all__ = ["BackwardChannel", "ForwardChannel", "InFlight", "ProcessChannel", "TensorFormat"]
-
 
 class TensorFormat:
     """Format of single-tensor messages, shared by the micro-batches that have it.

@@ -23,16 +23,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from penstock.engine.channel.base import ChannelError
 from penstock.errors import PipelineError, text_of
 
-__all__ = [
-    "PROCESS_DIED",
-    "RANK_CLOSED",
-    "Cause",
-    "FailureStore",
-    "is_connection_error",
-    "launcher_owns_store",
-    "store_unreachable",
-]
-
 CAUSE_WAIT = 4.0  # seconds to wait for a published cause when a channel broke
 PROCESS_DIED = "its process is gone without an error (killed, or out of memory?)"
 RANK_CLOSED = "it has closed its pipeline, or ended, while others still use it"

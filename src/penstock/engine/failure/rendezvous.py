@@ -25,8 +25,6 @@ from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 from penstock.version import __version__
 
-__all__ = ["Rendezvous", "digest", "pipeline_config", "versions"]
-
 _num_pipelines: Counter[tuple[int, ...]] = Counter()  # that this process has begun to build, by their ranks
 
 

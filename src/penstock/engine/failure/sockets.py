@@ -44,17 +44,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock._torch import nccl_backend, process_groups
 
-__all__ = [
-    "Address",
-    "LivenessConnection",
-    "LivenessListener",
-    "PipelineSockets",
-    "StoreClient",
-    "abort_foreign_groups",
-    "abort_nccl",
-    "publish_foreign_connections",
-]
-
 T = TypeVar("T")
 Address = tuple[str, int]
 AddressPair = tuple[Address, Address]  # local and remote

@@ -30,25 +30,6 @@ import torch
 from penstock.engine.failure.cause import Cause
 from penstock.schedule.lower import Instruction
 
-__all__ = [
-    "BUILD",
-    "EXCHANGE",
-    "LOSS",
-    "NEXT_BATCH",
-    "REDUCE_GRADS",
-    "TIMEOUT",
-    "CallPhase",
-    "HangDetector",
-    "HangLimits",
-    "Heartbeat",
-    "Progress",
-    "RankStatus",
-    "Snapshot",
-    "ThreadHangDetector",
-    "WaitChain",
-    "wait_chain",
-]
-
 TIMEOUT = "timed out"  # a kind of cause that no exception type can have
 
 _TORCH = f"{Path(torch.__file__).parent.resolve()}{os.sep}"

@@ -72,8 +72,6 @@ from penstock.engine.failure.status import (
 )
 from penstock.errors import PipelineError, PlanError
 
-__all__ = ["PipelineStopped", "Watch"]
-
 POLL_INTERVAL = 0.2
 INTERRUPT_AFTER = 1.0  # seconds that a main thread has to notice the failure by itself
 ABORT_FOREIGN_AFTER = (3.0, 30.0)  # seconds until foreign groups are aborted: in a collective, and anywhere else

@@ -28,8 +28,6 @@ from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStrea
 from penstock.errors import PipelineError
 from penstock.schedule.lower import Instruction
 
-__all__ = ["ActivationOffload", "PackHook", "activation_offload", "prefetch_points"]
-
 _ALIGNMENT = 512  # bytes, that of CUDA memory: kernels may be chosen by alignment, and round differently
 _COMPUTE = frozenset("FRBIW")
 _TENSORS = (Tensor, nn.Parameter)

@@ -22,22 +22,6 @@ from torch import Tensor, nn
 from penstock._torch import storage_id
 from penstock.engine.replicas.fp32_accumulate import set_grad
 
-__all__ = [
-    "CopyEvent",
-    "CopyStreams",
-    "CudaCopyStreams",
-    "HostBuffer",
-    "HostBufferPool",
-    "HostStorage",
-    "HostedParameter",
-    "UpdateLease",
-    "grad_to_host",
-    "is_plain_tensor",
-    "is_stored_at",
-    "same_layout",
-    "set_data_and_grad",
-]
-
 CopyEvent = Any  # the end of a copy; on CUDA a torch.cuda.Event
 Pairs = Iterable[tuple[Tensor, Tensor]]  # sources and targets
 

@@ -57,16 +57,6 @@ from penstock.errors import PlanError
 from penstock.schedule.lower import Instruction
 from penstock.schedule.schedule import COMPUTE
 
-__all__ = [
-    "HostWeights",
-    "OffloadedParams",
-    "ParamTransfer",
-    "ParamsKey",
-    "PrefetchStep",
-    "host_weights",
-    "prefetch_plan",
-]
-
 ParamsKey = tuple[int, ...]
 """The stages that use some parameters, which are copied together."""
 

@@ -38,17 +38,6 @@ from penstock.engine.recompute.buffers import (
 )
 from penstock.errors import PlanError
 
-__all__ = [
-    "DeferredStatistics",
-    "Moments",
-    "RunningStatistics",
-    "commit_statistics",
-    "deferred_statistics_of",
-    "merge_moments",
-    "moments_of",
-    "moments_per_call",
-]
-
 _CHUNK = 1 << 24  # values per reduction, which needs as much memory again
 _MERGE_EVERY = (
     16  # micro-batches whose moments are merged together: few kernels, and memory independent of their number

@@ -20,17 +20,6 @@ from torch import Tensor, nn
 from penstock._torch import BatchNorm
 from penstock.errors import PlanError
 
-__all__ = [
-    "STATISTICS",
-    "BatchNormFreeze",
-    "BufferGuard",
-    "SavedBuffers",
-    "ScratchStatistics",
-    "clone_buffer",
-    "has_torch_forward",
-    "version_of",
-]
-
 _LARGE = 1 << 20  # bytes: a larger buffer is copied only if it is known to change, or the mode is new
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -20,8 +20,6 @@ from penstock._torch import TorchDispatchMode, storage_id
 from penstock.engine.forward_context import forward_state
 from penstock.errors import PlanError
 
-__all__ = ["KeptValues", "keep"]
-
 T = TypeVar("T")
 
 

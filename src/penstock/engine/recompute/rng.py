@@ -24,8 +24,6 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock._torch import TorchDispatchMode
 
-__all__ = ["RngStates", "StageRng"]
-
 _generators_lock = threading.RLock()
 
 RngStates = list[list[Tensor]]

@@ -19,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock._torch import ddp_builtin_hook, ddp_comm_hooks
 from penstock.errors import PlanError
 
-__all__ = ["DdpSettings", "HookBucket", "unwrap_ddp"]
-
 
 @dataclass(eq=False)
 class DdpSettings:

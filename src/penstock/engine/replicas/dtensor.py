@@ -20,17 +20,6 @@ from penstock.engine.replicas.fp32_accumulate import set_grad
 from penstock.errors import PlanError
 from penstock.split.chain import CountedOutput
 
-__all__ = [
-    "align_grad_layout",
-    "distribute_like",
-    "is_dtensor",
-    "keep_edges_plain",
-    "set_local_grad",
-    "shard_groups",
-    "to_full",
-    "to_local",
-]
-
 
 def is_dtensor(tensor: Any) -> TypeGuard[Any]:
     """Whether this is a DTensor. Does not import them, which takes long: without the import there is none."""

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-__all__ = ["Fp32GradAccumulator", "fp32_sums", "set_grad"]
-
 _HALF = (torch.bfloat16, torch.float16)
 
 # Per parameter (by identity) that is being summed in float32: code that adds to ``.grad`` without autograd must call

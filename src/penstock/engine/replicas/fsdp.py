@@ -22,8 +22,6 @@ from penstock._torch import composable_registry, fsdp_param_groups, fsdp_state
 from penstock.engine.channel.base import ChannelError
 from penstock.errors import PlanError
 
-__all__ = ["FsdpStage", "fsdp_stage"]
-
 
 def fsdp_stage(module: nn.Module, stage: int, ranks: Sequence[int]) -> FsdpStage | None:
     """The FSDP2 modules in a stage, or None; ``ranks`` are the world ranks of the stage's replicas."""

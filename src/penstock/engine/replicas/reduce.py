@@ -23,8 +23,6 @@ from penstock.engine.replicas.dtensor import align_grad_layout, set_local_grad, 
 from penstock.engine.replicas.fp32_accumulate import fp32_sums, set_grad
 from penstock.engine.stage import ParallelizedStage
 
-__all__ = ["GradReducer"]
-
 BUCKET = 25 << 20  # bytes
 
 

@@ -27,8 +27,6 @@ from penstock.engine.replicas.fp32_accumulate import fp32_sums, set_grad
 from penstock.errors import PlanError
 from penstock.split.plan import Plan, Tie
 
-__all__ = ["LocalTies", "ProcessTies", "Ties", "place_tied_parameters"]
-
 
 class Ties:
     """Copies of tied parameters. ``sum_grads`` replaces the gradients of one tie's copies by their sum."""

@@ -20,8 +20,6 @@ from penstock.engine.weightgrad.queue import (
     modified_error,
 )
 
-__all__ = ["CONVOLUTIONS"]
-
 _convolution = torch.convolution
 _backward = torch.ops.aten.convolution_backward.default
 _Ints = int | Sequence[int]

@@ -12,8 +12,6 @@ from torch.autograd import Function
 from penstock._torch import unchecked_apply
 from penstock.engine.weightgrad.queue import WeightGradQueue, accumulate, backward_in_forward, defers, modified_error
 
-__all__ = ["embedding"]
-
 _dense_backward = torch.ops.aten.embedding_dense_backward.default
 
 

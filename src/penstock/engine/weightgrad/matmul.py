@@ -25,8 +25,6 @@ from penstock.engine.weightgrad.queue import (
     modified_error,
 )
 
-__all__ = ["PRODUCTS", "linear_forward"]
-
 _linear, _addmm, _matmul, _mm = F.linear, torch.addmm, torch.matmul, torch.mm
 _SMALL = 1 << 22  # elements under which, on a CPU, a product with ones is as quick as a sum, and precise enough
 

@@ -21,8 +21,6 @@ from penstock.engine.weightgrad.queue import (
     modified_error,
 )
 
-__all__ = ["group_norm", "layer_norm", "rms_norm", "worth_deferring"]
-
 _aten = torch.ops.aten
 _layer_backward = _aten.native_layer_norm_backward.default
 _group_backward = _aten.native_group_norm_backward.default

@@ -18,22 +18,6 @@ from penstock.engine.offload.activations import PackHook
 from penstock.engine.replicas.fp32_accumulate import fp32_sums
 from penstock.errors import PipelineError
 
-__all__ = [
-    "WeightGradQueue",
-    "WeightGradRecorder",
-    "accumulate",
-    "active",
-    "autocast_arguments",
-    "autocast_dtype",
-    "backward_in_forward",
-    "defer_weight_grad",
-    "defers",
-    "foreign_hooks",
-    "is_compiling",
-    "is_grad_enabled",
-    "modified_error",
-]
-
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled = torch.is_grad_enabled
 _strided = torch.strided

@@ -25,8 +25,6 @@ from penstock.engine.weightgrad.matmul import PRODUCTS, linear_forward
 from penstock.engine.weightgrad.norm import group_norm, layer_norm, rms_norm, worth_deferring
 from penstock.engine.weightgrad.queue import WeightGradQueue, WeightGradRecorder, active, is_compiling
 
-__all__ = ["make_recorder"]
-
 _Forward = Callable[..., Any]
 
 

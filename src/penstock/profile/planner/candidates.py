@@ -13,8 +13,6 @@ from penstock.profile.planner.segments import Cuts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Candidate", "Cluster", "Configuration", "Rejection", "check_options", "configurations", "device_grids"]
-
 
 @dataclass(frozen=True)
 class Cluster:

@@ -35,8 +35,6 @@ from penstock.profile.planner.segments import (
 )
 from penstock.schedule.schedule import loop, vee
 
-__all__ = ["Partition", "balanced", "best_partition", "least_memory", "placement_of"]
-
 _ROUNDING = 1 + 1e-9
 _EXACT = 1e-9  # relative width of the interval at which bisection ends
 _ENUMERATED = 1000, 20_000  # at most so many partitions are enumerated: with one or two stages per rank, with more

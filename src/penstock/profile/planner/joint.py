@@ -34,8 +34,6 @@ from penstock.profile.planner.segments import Cuts, Ranks, Segments, choose_reco
 from penstock.schedule.costs import Costs
 from penstock.schedule.search import SearchResult
 
-__all__ = ["JointResult", "joint_search"]
-
 QUICK = 0.05  # seconds for the order of initial cuts
 DESCENTS = 2  # descents from the best cuts, with different orders
 START_SHARE = 1 / 40  # share of the time for the first order of a descent: a better one would not adapt any more

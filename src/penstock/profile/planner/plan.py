@@ -34,8 +34,6 @@ from penstock.split.sample import sample_inputs
 from penstock.train.devices import assign_devices
 from penstock.train.mesh import Mesh
 
-__all__ = ["plan", "plan_analytic", "plan_costs"]
-
 _STORE_TIMEOUT = timedelta(minutes=30)
 _num_plans: Counter[tuple[int, ...]] = Counter()  # plans of this process, by the ranks of the mesh
 

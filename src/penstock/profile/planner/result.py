@@ -22,8 +22,6 @@ from penstock.schedule.text import from_text, to_text
 from penstock.split.plan import Plan
 from penstock.train.pipeline import Pipeline
 
-__all__ = ["PlanResult"]
-
 FORMAT = 1
 SHOWN_REJECTIONS = 8
 SHOWN_RANKS = 12

@@ -22,15 +22,6 @@ from penstock.schedule.search.place_weight_grads import evaluate, place_weight_g
 from penstock.schedule.search.problem import Orders, Problem, make_problem
 from penstock.schedule.search.tabu import tabu_search
 
-__all__ = [
-    "DETERMINISTIC_ACTIONS",
-    "AdaptedSchedule",
-    "StageProblem",
-    "adapt_schedule",
-    "find_order",
-    "seconds_per_move",
-]
-
 DETERMINISTIC_ACTIONS = 4000
 """Up to this many actions, search effort is counted and not timed."""
 

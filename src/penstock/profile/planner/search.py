@@ -22,8 +22,6 @@ from penstock.profile.planner.joint import JointResult, joint_search
 from penstock.profile.planner.segments import Ranks, Segments, rank_bytes
 from penstock.schedule.simulate import simulate
 
-__all__ = ["search"]
-
 EVALUATED = 16  # configurations that get cuts and a schedule
 REFINED = 3  # of these, the number that is searched again for longer
 TIME_FACTOR = 3  # a slow core may take this many times the budget before configurations are skipped

@@ -13,23 +13,6 @@ from penstock.profile.costs import Crossing, LayerCosts, ModelCosts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge
 
-__all__ = [
-    "Cuts",
-    "Ranks",
-    "Runs",
-    "Segments",
-    "bottleneck",
-    "choose_recompute",
-    "edges_between",
-    "evaluation_effort",
-    "fits",
-    "rank_bytes",
-    "rank_static_bytes",
-    "rank_time",
-    "stage_costs",
-]
-
-
 RangeCosts = tuple[float, float, float, float]
 """See ``Segments.range_costs``."""
 

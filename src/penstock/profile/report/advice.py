@@ -27,25 +27,6 @@ from penstock.schedule.search import auto
 from penstock.schedule.simulate import Simulation, simulate
 from penstock.split.partition import partition
 
-__all__ = [
-    "CAUSES",
-    "MIN_SAVING",
-    "SLOW",
-    "Advice",
-    "Idle",
-    "Repartition",
-    "SlowRank",
-    "advise",
-    "better_cut",
-    "idle_times",
-    "layers_of",
-    "map_stage_costs",
-    "moves",
-    "recut",
-    "slow_ranks",
-    "stage_seconds",
-]
-
 CAUSES = ("fill", "drain", "imbalance", "communication", "host")
 
 

@@ -22,8 +22,6 @@ from penstock.profile.trace.records import (
 from penstock.schedule.schedule import BACKWARD, Edge, edges_of, neighbours
 from penstock.schedule.simulate import Simulation
 
-__all__ = ["EdgeUse", "Findings", "MemoryPeak", "analyze", "memory_peak", "simulated_trace"]
-
 
 @dataclass(frozen=True)
 class MemoryPeak:

@@ -23,9 +23,6 @@ from penstock.profile.trace.analysis import (
 )
 from penstock.profile.trace.records import ACTION_NAMES, ActionRecord, RankRecord, Span, StepRecord
 
-__all__ = ["write_report"]
-
-
 # ── choice of steps ──────────────────────────────────────────────────────────────────────────────────────────────
 #
 # ▂▂▃▂▂▂█▂▂▂▂▁▂▂    a bar for each step; of many, the median, slowest, fastest and failed ones and some others have

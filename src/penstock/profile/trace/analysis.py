@@ -15,20 +15,6 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule
 from penstock.schedule.simulate import Prediction, Simulation, simulate
 
-__all__ = [
-    "TraceData",
-    "TracedMessage",
-    "bytes_text",
-    "milliseconds",
-    "plural",
-    "prediction_source",
-    "prediction_text",
-    "shared_gpu_notes",
-    "summary",
-    "traced_messages",
-    "typical_steps",
-]
-
 PREDICTION_SOURCES = {
     "plan": "predicted by the plan",
     "costs": "predicted from the pipeline's costs",

@@ -33,8 +33,6 @@ from penstock.train.launch import is_rank0, print0
 from penstock.train.mesh import Mesh
 from penstock.version import __version__
 
-__all__ = ["TraceRecording", "rank_records"]
-
 Clock = Callable[[int], float]  # the seconds that a number on this process's clock stands for
 
 

@@ -13,9 +13,6 @@ from typing import Any
 
 from penstock.schedule.schedule import Action, Schedule
 
-__all__ = ["ActionRecord", "RankRecord", "SendRecord", "Span", "StepRecord", "Track", "WaitRecord", "with_memory"]
-
-
 ACTION_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 

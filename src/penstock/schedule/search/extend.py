@@ -11,8 +11,6 @@ import math
 from penstock.schedule.search.place_weight_grads import place_weight_grads
 from penstock.schedule.search.problem import TOLERANCE, B, C, F, I, Orders, Problem, R, W
 
-__all__ = ["extend", "searched_microbatches"]
-
 _SMALL = 1024
 """Problems with up to this many pairs of stage and micro-batch are searched as they are."""
 

@@ -16,8 +16,6 @@ from heapq import heappop, heappush
 from penstock.schedule.search.op_graph import NodeTable
 from penstock.schedule.search.problem import TOLERANCE, Orders
 
-__all__ = ["Justification", "justify"]
-
 _LOOKAHEAD = 24
 """The number of ops of its order among which a rank looks for one to run."""
 

@@ -14,8 +14,6 @@ from heapq import heappop, heappush
 from penstock.schedule.search.lower_bound import memory_bound_period
 from penstock.schedule.search.problem import TOLERANCE, C, F, I, Orders, Problem, R, W, connect_arcs
 
-__all__ = ["list_schedule"]
-
 
 def list_schedule(problem: Problem) -> tuple[float, Orders]:
     """The makespan and the orders; an infinite makespan in case of a deadlock."""

@@ -6,8 +6,6 @@ import math
 
 from penstock.schedule.search.problem import TOLERANCE, B, F, I, Problem, R, W
 
-__all__ = ["lower_bound", "memory_bound_period", "memory_time", "recompute_choices"]
-
 _RESIDENCE_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Guesses of how much longer than necessary micro-batches stay at a stage."""
 

@@ -10,8 +10,6 @@ from collections import deque
 
 from penstock.schedule.search.problem import TOLERANCE, B, C, F, I, Orders, Problem, R, W
 
-__all__ = ["NodeTable", "OpGraph"]
-
 
 class NodeTable:
     """The nodes of a problem, which all its orders share.

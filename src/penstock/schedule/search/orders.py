@@ -13,18 +13,6 @@ from penstock.schedule.schedule import Action, Edge, Schedule, loop, vee
 from penstock.schedule.search.problem import KINDS, TOLERANCE, B, C, F, I, Orders, Problem, R, W
 from penstock.schedule.simulate import Simulation, simulate
 
-__all__ = [
-    "encode",
-    "fixed_orders",
-    "fixed_schedules",
-    "fuse_all",
-    "sequential_orders",
-    "simulate_orders",
-    "warmup_variants",
-    "with_recomputes",
-    "without_weight_grads",
-]
-
 _cache: dict[tuple[tuple[int, ...], int, tuple[bool, ...]], list[Orders]] = {}
 _CACHE_SIZE = 4
 """The fixed schedules of the last few problems, by placement, micro-batches and fused stages."""

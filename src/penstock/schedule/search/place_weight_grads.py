@@ -15,8 +15,6 @@ import math
 
 from penstock.schedule.search.problem import TOLERANCE, C, Orders, Problem, R, W, connect_arcs
 
-__all__ = ["evaluate", "place_weight_grads"]
-
 
 def evaluate(problem: Problem, orders: Orders) -> float:
     """The makespan with every W at its position; infinite if memory or a deadlock prevents the orders."""

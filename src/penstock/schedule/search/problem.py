@@ -20,8 +20,6 @@ from penstock.errors import ScheduleError
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule, edges_of
 
-__all__ = ["KINDS", "TOLERANCE", "B", "C", "F", "I", "Orders", "Problem", "R", "W", "connect_arcs", "make_problem"]
-
 F, I, B, W, R, C = range(6)  # noqa: E741
 KINDS = "FIBWRF"
 """The kind of action of each kind of op."""

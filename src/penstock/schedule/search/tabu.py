@@ -12,8 +12,6 @@ from random import Random
 from penstock.schedule.search.op_graph import NodeTable, OpGraph
 from penstock.schedule.search.problem import TOLERANCE, Orders
 
-__all__ = ["tabu_search"]
-
 _Block = tuple[int, int, int]
 """Rank, first and last place in its order."""
 

@@ -9,8 +9,6 @@ from penstock.split.lazy import members
 from penstock.split.trace.cut_policy import Modules
 from penstock.split.trace.tracer import has_hooks
 
-__all__ = ["automatic"]
-
 
 def automatic(model: nn.Module, stages: int, sample: str | None = None) -> Modules:
     """Modules are whole layers; the heaviest is traced through while it outweighs a stage's fair share, if it can."""

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Call", "Parameters", "candidates", "key_of"]
-
 PLAIN = (bool, int, float, str)
 """The types whose values a forward may branch on: they are part of the key."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["AMBIENT", "ambient", "context_now", "switched_as"]
-
 AMBIENT = (True, (True, torch.float64), (True, torch.float64))
 """Grad mode and autocast during a trace: an odd state, so that whatever the forward switches is seen to differ."""
 

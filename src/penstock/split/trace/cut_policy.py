@@ -17,8 +17,6 @@ from penstock.split.trace.marks import Recording
 from penstock.split.trace.tracer import SegmentTracer, has_hooks
 from penstock.suggest import did_you_mean
 
-__all__ = ["START", "CutPolicy", "Cuts", "Marks", "Modules"]
-
 START = "start"
 """The layer before the first mark, where no module gives it a name."""
 

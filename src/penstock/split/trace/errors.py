@@ -14,8 +14,6 @@ from penstock.errors import PlanError
 from penstock.split.trace.call import Call
 from penstock.split.trace.state import place_of, source_line
 
-__all__ = ["CannotTrace", "cannot_trace", "mentions_marks"]
-
 
 class CannotTrace(PlanError):
     """A forward that cannot be traced, at least not for this kind of call."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from torch import fx
 
-__all__ = ["changed_by", "roots"]
-
 _IN_PLACE = {
     getattr(operator, name)
     for name in (

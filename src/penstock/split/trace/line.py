@@ -29,8 +29,6 @@ from penstock.split.trace.program import Program, compiled
 from penstock.split.trace.segments import Part, flow, label, layer_of, route, small
 from penstock.split.trace.stage import TracedStage
 
-__all__ = ["TraceChain", "marked_chain", "trace_chain"]
-
 Flags = tuple[bool, ...]
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 

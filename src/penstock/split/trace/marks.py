@@ -12,8 +12,6 @@ from penstock.split.marks import Block, CutPoint, cut_points
 from penstock.split.trace.call import Call
 from penstock.split.trace.state import user_line
 
-__all__ = ["Marking", "Recording"]
-
 
 @dataclass
 class Recording:

@@ -10,8 +10,6 @@ from penstock.split.lazy import members
 from penstock.split.trace.marks import Recording
 from penstock.split.trace.segments import layer_of, small
 
-__all__ = ["Members"]
-
 
 class Members:
     """What the layers of a model hold.

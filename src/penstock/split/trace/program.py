@@ -13,8 +13,6 @@ from penstock.split.trace.context import switched_as
 from penstock.split.trace.proxy import spread
 from penstock.split.trace.segments import Part, label, small
 
-__all__ = ["Program", "compiled"]
-
 Env = list[Any]
 Fetch = Callable[[Env], Any]
 

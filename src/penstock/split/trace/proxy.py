@@ -23,8 +23,6 @@ from torch.utils._device import _device_constructors
 from penstock.split.lazy import Lazy
 from penstock.split.trace.state import LIBRARY
 
-__all__ = ["FACTORIES", "Attribute", "Member", "RecordAll", "Value", "holds", "recorded_calls", "require", "spread"]
-
 FACTORIES: tuple[Callable[..., Any], ...] = tuple(_device_constructors())
 """Functions that make tensors of nothing: run at each call, not once at the trace."""
 

@@ -22,8 +22,6 @@ from penstock.split.chain import Groups
 from penstock.split.trace.inplace import changed_by, roots
 from penstock.split.trace.marks import Recording
 
-__all__ = ["Part", "flow", "label", "layer_of", "route", "small"]
-
 
 @dataclass
 class Part:

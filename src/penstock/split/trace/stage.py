@@ -12,8 +12,6 @@ from penstock.split.chain import Groups
 if TYPE_CHECKING:
     from penstock.split.trace.line import TraceChain
 
-__all__ = ["VARIANT", "TracedStage"]
-
 VARIANT = "penstock: called as"
 """The key under which the kind of call crosses to the next stage, where it is not the usual kind."""
 

@@ -16,8 +16,6 @@ import torch
 if TYPE_CHECKING:
     from penstock.split.marks import Block
 
-__all__ = ["LIBRARY", "Recorder", "place_of", "recorder", "recording", "source_line", "user_line"]
-
 
 class Recorder(Protocol):
     """What marks in a forward report to while it is traced."""

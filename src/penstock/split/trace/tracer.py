@@ -33,8 +33,6 @@ from penstock.split.trace.marks import Marking, Recording
 from penstock.split.trace.proxy import FACTORIES, Member, RecordAll, Value, recorded_calls
 from penstock.split.trace.state import recording, user_line
 
-__all__ = ["SegmentTracer", "has_hooks"]
-
 _LOCK = threading.RLock()  # torch.fx patches nn.Module for the time of a trace: one trace at a time
 
 

@@ -17,8 +17,6 @@ from penstock.split.trunk.parts import Gate, Part, StandIn
 from penstock.split.trunk.run import Run
 from penstock.split.trunk.source import AFTER, join
 
-__all__ = ["Assembly"]
-
 
 class Assembly:
     """The containers of one call. ``stage`` has the parts that are its own under the model's names."""

@@ -9,8 +9,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-__all__ = ["PLAIN", "Blanks", "describe", "tensors"]
-
 PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
 """Values that cross edges as they are."""
 

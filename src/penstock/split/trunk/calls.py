@@ -7,17 +7,6 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-__all__ = [
-    "ABOUT_GRADIENTS",
-    "DECIDES",
-    "FIRST_ONLY",
-    "SHAPE_ONLY",
-    "draws",
-    "in_reentrant_checkpoint",
-    "user_line",
-    "writes",
-]
-
 SHAPE_ONLY = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
 """What they give depends on the shape of their input, and not on the numbers in it."""
 

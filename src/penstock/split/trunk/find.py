@@ -9,8 +9,6 @@ from torch import nn
 from penstock.errors import PlanError
 from penstock.suggest import did_you_mean
 
-__all__ = ["blocks_at", "find_trunk", "trunk_name"]
-
 
 def find_trunk(model: nn.Module) -> str | None:
     """The name of the model's list of blocks, where the model leaves no doubt about it; else None.

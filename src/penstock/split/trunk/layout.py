@@ -20,8 +20,6 @@ from penstock.errors import PlanError
 from penstock.split.trunk.find import blocks_at
 from penstock.split.trunk.source import AFTER, BEFORE, DURING, containers, join, mentions
 
-__all__ = ["TORCHS_OWN", "Layout"]
-
 TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 """The attributes that every module has: its parameters, buffers, modules and hooks."""
 

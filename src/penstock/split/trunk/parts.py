@@ -12,8 +12,6 @@ from penstock.errors import PlanError
 from penstock.split.trunk.calls import user_line
 from penstock.split.trunk.run import Run
 
-__all__ = ["Gate", "Part", "StandIn"]
-
 
 class _Like:
     """Something that passes for a module: of its class, with its attributes."""

@@ -39,8 +39,6 @@ from penstock.split.trunk.calls import (
     writes,
 )
 
-__all__ = ["Leave", "Phase", "Run"]
-
 
 class Leave(BaseException):
     """Leaves the model's forward after the stage's last block. Not an ``Exception``: forwards may catch those."""

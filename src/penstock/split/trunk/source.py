@@ -23,8 +23,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["AFTER", "BEFORE", "DURING", "Mentions", "containers", "join", "mentions"]
-
 BEFORE, DURING, AFTER = "before", "during", "after"
 _SHAPE = {"shape", "size", "dim", "ndim", "device", "dtype", "is_cuda", "new_zeros", "new_ones", "new_empty"}
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.GeneratorExp)

@@ -27,8 +27,6 @@ from penstock.split.trunk.layout import Layout
 from penstock.split.trunk.run import Leave, Phase, Run
 from penstock.split.trunk.source import join
 
-__all__ = ["TrunkStage"]
-
 _GAVE = "penstock.gave"
 """Among the arguments that go to other stages: the shapes of what parts before the trunk gave."""
 
