@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import penstock as ps
+from penstock import data
 from penstock.cli import main
 from penstock.cli.demo import PipelineRun, PlainRun, ProcessesRun, Settings, TrainStep, compare, network
-from penstock.data import mnist
-from penstock.data.mnist import FILES, read_idx
+from penstock.data import FILES, load_mnist, read_idx
 from penstock.errors import PenstockError
 from penstock.progress_ui import ProgressUI
 from penstock.train.optimizer_offload import is_offloaded
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory like MNIST's, of 120 digits to train with and 40 to test."""
     folder = tmp_path_factory.mktemp("mnist")
-    for half, digits in zip(FILES, mnist.load(), strict=True):
+    for half, digits in zip(FILES, load_mnist(), strict=True):
         count = {"train": 120, "test": 40}[half]
         for name, values in zip(FILES[half], (digits.images, digits.labels), strict=True):
             write_idx(folder / name, values[:count])
@@ -136,7 +136,7 @@ def test_processes(few: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_calls(few: Path) -> None:
     """As PopTorch has it, a call takes device iterations times batch-size samples, and gives its results together."""
-    digits, _ = mnist.load(few)
+    digits, _ = load_mnist(few)
     settings = Settings(2, 50, 50, 1e-3, "1f1b", 2, seed=0, data=str(few), device_iterations=2)
     assert [[len(y) for _, y in call] for call in settings.calls(digits)] == [[50, 50], [20]] * 2
     with closing(PipelineRun(settings)) as pipeline:
@@ -191,7 +191,7 @@ def test_a_process_that_fails(few: Path) -> None:
     before = active_children()
     run = ProcessesRun(Settings(1, 50, 50, 1e-3, "no such", 2, seed=0, data=str(few)), ranks=2, last=0)
     with closing(run), pytest.raises(PenstockError, match="there is no schedule 'no such'"):
-        list(run.steps(mnist.load(few)[0]))
+        list(run.steps(load_mnist(few)[0]))
     assert set(active_children()) <= set(before)
 
 
@@ -201,7 +201,7 @@ def test_a_process_that_is_killed(few: Path) -> None:
     before = active_children()
     run = ProcessesRun(Settings(1000, 50, 50, 1e-3, "zbv", 2, seed=0, data=str(few)), ranks=2, last=0)
     with closing(run):
-        steps = run.steps(mnist.load(few)[0])
+        steps = run.steps(load_mnist(few)[0])
         next(steps)
         run.processes.processes[1].kill()
         with pytest.raises(PenstockError, match="rank 1"):
@@ -299,14 +299,14 @@ def test_bad_options(capsys: pytest.CaptureFixture[str], options: tuple[str, ...
 
 
 def test_extract() -> None:
-    for digits, each in zip(mnist.load(), (400, 100), strict=True):
+    for digits, each in zip(load_mnist(), (400, 100), strict=True):
         assert digits.images.shape == (10 * each, 28, 28)
         assert digits.labels.bincount().tolist() == [each] * 10
-    assert sum(path.stat().st_size for path in Path(mnist.__file__).parent.glob("*.gz")) < 1_000_000
+    assert sum(path.stat().st_size for path in Path(data.__file__).parent.glob("*.gz")) < 1_000_000
 
 
 def test_batches() -> None:
-    digits, _ = mnist.load()
+    digits, _ = load_mnist()
     batches = list(digits.batches(1500))
     assert [len(y) for _, y in batches] == [1500, 1500, 1000]
     x = torch.cat([x for x, _ in batches])
@@ -326,7 +326,7 @@ def test_idx_files_round_trip(tmp_path: Path) -> None:
 
 
 def test_making_an_extract() -> None:
-    _, digits = mnist.load()
+    _, digits = load_mnist()
     once, again = extract(digits, 7), extract(digits, 7)
     assert once.labels.bincount().tolist() == [7] * 10
     assert once.images.equal(again.images)
@@ -356,7 +356,7 @@ def test_halves_that_do_not_belong_together(few: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((few / name).read_bytes())
     write_idx(tmp_path / FILES["test"][1], torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(PenstockError, match=re.escape("they have the shapes [40, 28, 28] and [3]")):
-        mnist.load(tmp_path)
+        load_mnist(tmp_path)
 
 
 def test_wheel_has_the_data(tmp_path: Path) -> None:
@@ -368,5 +368,5 @@ def test_wheel_has_the_data(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(tmp_path)], check=True, timeout=150)
     (wheel,) = tmp_path.glob("penstock-*.whl")
     inside = zipfile.ZipFile(wheel).namelist()
-    for name in ("README.md", "mnist.py", *FILES["train"], *FILES["test"]):
+    for name in ("README.md", "__init__.py", *FILES["train"], *FILES["test"]):
         assert f"penstock/data/{name}" in inside

@@ -34,7 +34,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import penstock as ps
 from penstock.cli import UsageError, complete_schedule, count, flag, unwritable, value
-from penstock.data.mnist import Digits, load
+from penstock.data import Digits, load_mnist
 from penstock.errors import PenstockError, ScheduleError
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.schedule.provider import ScheduleProvider
@@ -367,7 +367,7 @@ def _run_rank(rank: int, settings: Settings, ranks: int, port: int, last: int, m
         store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=_SILENCE_TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-        train, test = load(settings.data)
+        train, test = load_mnist(settings.data)
         with closing(PipelineRun(settings, ps.Mesh(pipe=ranks, device=settings.device_of(rank)))) as run:
             for step in run.steps(train):
                 messages.put((rank, step))
@@ -486,7 +486,7 @@ def _difference(step: TrainStep, plain: TrainStep, where: str) -> float:
 
 def _train(settings: Settings, *, processes: bool, debug: bool, profile: bool, page: str) -> None:
     try:
-        train, test = load(settings.data)
+        train, test = load_mnist(settings.data)
     except PenstockError as error:
         raise UsageError(f"--data: {error}") from None
     samples = min(settings.batch_size, len(train))

@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 import typer
 
+from penstock import __version__
 from penstock.errors import PenstockError, PlanError
 from penstock.format import format_size
 from penstock.profile.costs import Link
 from penstock.profile.links import LinkError, measure_links, process_link
 from penstock.train.launch import init, is_rank0, is_slurm, slurm_variables, usable_cores
 from penstock.train.mesh import Mesh
-from penstock.version import __version__
 from penstock.viz import print_text
 
 _DETAILS = """\
