@@ -30,12 +30,11 @@ class ProgressUI:
                 self.progress.remove_task(self.task)
             self.task = self.progress.add_task(title, total=total, text="")
 
-    def advance(self, text: str | None) -> None:
-        """Count one step. ``text`` replaces the text beside the bar; None keeps it."""
+    def advance(self, text: str | None, steps: int = 1) -> None:
+        """Count steps. ``text`` replaces the text beside the bar; None keeps it."""
         if self.progress is not None and self.task is not None:
-            self.progress.advance(self.task)
-            if text is not None:
-                self.progress.update(self.task, text=text)
+            fields = {} if text is None else {"text": text}
+            self.progress.update(self.task, advance=steps, **fields)
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
