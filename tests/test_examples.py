@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.data import mnist
-from tests.support.programs import environment, in_process
+from tests.support.programs import environment, run_in_process
 from tests.support.ranks import start_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -84,7 +84,7 @@ def test_all_are_here_and_short() -> None:
 def test_threads(name: str, tmp_path: Path) -> None:
     expected = first_loss(name, load(name))
     env = environment(OMP_NUM_THREADS="1")
-    done = in_process(script, name, "--steps", STEPS, *FEW.get(name, []), env=env, cwd=tmp_path)
+    done = run_in_process(script, name, "--steps", STEPS, *FEW.get(name, []), env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = losses(done.stdout, STEPS)
     assert found[0] == pytest.approx(expected, abs=2e-4)

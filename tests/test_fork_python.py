@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import environment, python, wait_for, warm
+from tests.support.programs import environment, forked_python, python, wait_until
 
 MUCH = """
 import atexit, multiprocessing, os, sys, threading, time
@@ -52,7 +52,7 @@ def test_a_script_ends_as_one_of_pythons(end: str, tmp_path: Path) -> None:
     number = list(ENDS).index(end)
     for way in (WAYS[number % 4], WAYS[(number + 1) % 4]):
         command = [word.replace("CODE", ENDS[end]) for word in way]
-        expected, found = ended(python(*command), tmp_path), ended(warm(*command), tmp_path)
+        expected, found = ended(python(*command), tmp_path), ended(forked_python(*command), tmp_path)
         if "-m" in way:  # who has called is in the traceback
             expected, found = ((*told[:2], told[2].splitlines()[-1:]) for told in (expected, found))
         assert found == expected
@@ -60,7 +60,7 @@ def test_a_script_ends_as_one_of_pythons(end: str, tmp_path: Path) -> None:
 
 def test_what_it_starts_is_like_it() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; print(*sys.modules)'])"
-    names = subprocess.run(warm("-c", code), capture_output=True, text=True, timeout=120).stdout.split()
+    names = subprocess.run(forked_python("-c", code), capture_output=True, text=True, timeout=120).stdout.split()
     assert {"torch", "penstock"} <= set(names)
 
 
@@ -72,13 +72,13 @@ def alive(number: int) -> bool:
 def test_it_takes_signals_and_does_not_outlive_what_stands_for_it() -> None:
     sleeps = "import os, signal, time; print(os.getpid(), flush=True); time.sleep(600)"
     for code, expected in ((sleeps, -15), (f"import signal; signal.signal(15, lambda *_: exit(3)); {sleeps}", 3)):
-        with subprocess.Popen(warm("-c", code), stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(forked_python("-c", code), stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             process.stdout.readline()
             process.terminate()
             assert process.wait(120) == expected
-    with subprocess.Popen(warm("-c", sleeps), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(forked_python("-c", sleeps), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         number = int(process.stdout.readline())
         process.kill()
-        wait_for(lambda: not alive(number), "it lives on")
+        wait_until(lambda: not alive(number), "it lives on")

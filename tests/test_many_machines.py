@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from tests.support.programs import environment, run, torchrun, warm
+from tests.support.programs import environment, forked_python, run, torchrun
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "many-machines.md").read_text(encoding="utf-8")
 PROGRAM, *_ = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
@@ -45,7 +45,7 @@ def test_commands(script: Path, command: str) -> None:
     assert command in WAYS
     assert len(WAYS) == 4
     word, *arguments = command.split()
-    start = {"torchrun": torchrun, "penstock": partial(warm, "-m", "penstock")}[word]
+    start = {"torchrun": torchrun, "penstock": partial(forked_python, "-m", "penstock")}[word]
     done = run(start(*arguments), environment(OMP_NUM_THREADS="1"), cwd=script.parent)
     assert done.returncode == 0, done.stderr
     for same in WAYS:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import environment, run, warm
+from tests.support.programs import environment, forked_python, run
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "when-it-fails.md").read_text(encoding="utf-8")
 (PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
@@ -26,7 +26,7 @@ def test_commands(how: str, code: int, tmp_path: Path) -> None:
     command = f"penstock run --stages 4 train.py {how}"
     patient = "timeout=(6, 16)" if how == "hang" else "timeout=None"  # where processes start slowly
     (tmp_path / "train.py").write_text(PROGRAM.replace("timeout=(3, 8)", patient), encoding="utf-8")
-    done = run(warm("-m", *command.split()), environment(OMP_NUM_THREADS="1"), cwd=tmp_path)
+    done = run(forked_python("-m", *command.split()), environment(OMP_NUM_THREADS="1"), cwd=tmp_path)
     assert done.returncode == code, done.stderr
     steps, said = CONSOLE[command].split("\n\n", 1) if how != "hang" else CONSOLE[command].split("\nrank 0 ", 1)
     assert done.stdout.splitlines() == steps.splitlines()

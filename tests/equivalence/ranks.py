@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import forks, free_port
+from tests.support.ranks import forkserver_context, free_port
 
 DEADLINE = 60.0  # seconds for one case
 
@@ -25,7 +25,7 @@ class Ranks:
     """
 
     def __init__(self, count: int, backend: str | None = None, data: int = 1) -> None:
-        context = forks()
+        context = forkserver_context()
         port = free_port()
         self.lines: list[Connection[Any, Any]] = []
         self.processes = []

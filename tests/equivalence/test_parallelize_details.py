@@ -33,7 +33,7 @@ from tests.equivalence.ways import (
     fsdp_nested,
     tensor_parallel,
 )
-from tests.support.ranks import Gone, Ranks, run_ranks
+from tests.support.ranks import RankExited, Ranks, run_ranks
 
 
 def some_unused(rank: int, how: Callable[..., Any]) -> None:
@@ -350,7 +350,7 @@ def killed(rank: int) -> str:
 
 def test_a_killed_process_is_named() -> None:
     *others, last = run_ranks(killed, 4, timeout=120.0)
-    assert isinstance(last, Gone)
+    assert isinstance(last, RankExited)
     for message in others:
         assert "rank 3: its process is gone" in message, message
 

@@ -22,7 +22,7 @@ from tests.equivalence.test_offload import case_for, check_same, offload_optimiz
 from tests.equivalence.test_webs import dense
 from tests.support.copies import LateCopies
 from tests.support.ranks import Ranks
-from tests.support.weights import LateWeights, late_weights, weights_everywhere
+from tests.support.weights import LateWeights, offload_weights_everywhere, use_late_weights
 
 ALL = ps.Offload(activations=False, weights=True)
 
@@ -40,7 +40,7 @@ def same_sums() -> Iterator[None]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
-    return late_weights(monkeypatch)
+    return use_late_weights(monkeypatch)
 
 
 # ── through the API: on the CPU nothing moves ────────────────────────────────────────────────────────────────────
@@ -57,13 +57,13 @@ def in_rank(rank: int, schedule: str, recompute: str, moves: bool) -> None:
     case, mesh = case_for(schedule, 2), ps.Mesh(pipe=2)
     plain = train(case, plain_optimizer, mesh=mesh, recompute=recompute)
     with pytest.MonkeyPatch.context() as patch:
-        made = late_weights(patch) if moves else []
+        made = use_late_weights(patch) if moves else []
         check_same(train(case, offload_optimizer, mesh=mesh, offload=ALL, recompute=recompute), plain)
         assert all(weights.late.bytes_to_device > 0 for weights in made)
     assert len(made) == moves
     if moves:
         with pytest.MonkeyPatch.context() as patch:
-            weights_everywhere(patch)
+            offload_weights_everywhere(patch)
             check_step(replace(case, repeat_first=True), mesh)  # with a tie between the ranks
 
 
@@ -78,7 +78,7 @@ def as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
     torch.set_num_threads(1)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        made = late_weights(patch)
+        made = use_late_weights(patch)
         patch.setattr("penstock.engine.replicas.reduce.BUCKET", bucket)
         for offload in (ALL, None):
             plan, mesh = ps.split(model(), stages=stages), ps.Mesh(data=2, pipe=1)
@@ -142,7 +142,7 @@ def test_with_activations(made: list[LateWeights], schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_frozen_layers_ties_skips_and_plain_calls(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    made = weights_everywhere(monkeypatch)
+    made = offload_weights_everywhere(monkeypatch)
     for count in (1, 3):
         stages = case_for(schedule, count).stages
         for recompute in ("never", "always"):

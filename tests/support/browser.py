@@ -45,7 +45,7 @@ class Browser:
             os.close(end)
         self._number, self._rest = 0, b""
         self.messages: list[str] = []
-        self.asked: list[str] = []  # addresses that the page wanted
+        self.requested_urls: list[str] = []  # addresses that the page wanted
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -58,12 +58,12 @@ class Browser:
     def open(self, path: Path, width: int = 1200, height: int = 900, dark: bool = False, touch: bool = False) -> None:
         """Show a file, and wait until it has drawn itself."""
         self.messages.clear()
-        self.asked.clear()
+        self.requested_urls.clear()
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
         self.call("Page.navigate", url=path.as_uri())
-        self.until("document.readyState === 'complete' && location.protocol === 'file:'")
+        self.wait_until("document.readyState === 'complete' && location.protocol === 'file:'")
 
     def run(self, code: str) -> Any:
         """The value of an expression in the page."""
@@ -71,26 +71,26 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, code: str) -> None:
+    def wait_until(self, code: str) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + SECONDS
         while not self.run(code):
             assert time.monotonic() < end, f"never true: {code}"
             time.sleep(0.02)
 
-    def frame(self) -> None:
+    def wait_for_frame(self) -> None:
         """Wait until all that was asked for is drawn."""
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-        self.frame()
+        self.wait_for_frame()
 
-    def press(self, key: str) -> None:
+    def press_key(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
-        self.frame()
+        self.wait_for_frame()
 
     def stop(self) -> None:
         self._process.kill()
@@ -111,7 +111,7 @@ class Browser:
             if message.get("id") == number:
                 assert "error" not in message, f"{method}: {message['error']}"
                 return dict(message["result"])
-            self._heard(message)
+            self._handle_event(message)
 
     def _next(self, end: float) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -122,7 +122,7 @@ class Browser:
         line, self._rest = self._rest.split(b"\0", 1)
         return dict(json.loads(line))
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _handle_event(self, message: dict[str, Any]) -> None:
         what, params = message.get("method"), message.get("params", {})
         if what == "Runtime.consoleAPICalled":
             self.messages.append(f"{params['type']}: {params['args']}")
@@ -131,4 +131,4 @@ class Browser:
         elif what == "Log.entryAdded":
             self.messages.append(f"{params['entry']['level']}: {params['entry']['text']}")
         elif what == "Network.requestWillBeSent":
-            self.asked.append(params["request"]["url"])
+            self.requested_urls.append(params["request"]["url"])

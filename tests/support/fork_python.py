@@ -82,7 +82,7 @@ def fork_python() -> str:
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(place / "line"))
     server.listen()
-    made = ranks.forks().Process(target=_serve, args=(server,), daemon=True)
+    made = ranks.forkserver_context().Process(target=_serve, args=(server,), daemon=True)
     made.start()
     server.close()
     file = place / "python"
@@ -108,11 +108,11 @@ def _serve(server: socket.socket) -> None:
                 pass
         if os.fork() == 0:
             server.close()
-            _see_to(line)
+            _supervise(line)
         line.close()
 
 
-def _see_to(line: socket.socket) -> NoReturn:
+def _supervise(line: socket.socket) -> NoReturn:
     """Start a program, and tell its end; pass on signals to it; end it when nobody stands for it any more."""
     size, files, _, _ = socket.recv_fds(line, 8, 250)
     order = b""
@@ -121,8 +121,8 @@ def _see_to(line: socket.socket) -> NoReturn:
     if (number := os.fork()) == 0:
         line.close()
         numbers, arguments, environment, place = pickle.loads(order)
-        _take(files, numbers)
-        _program(arguments, environment, place)
+        _place_files(files, numbers)
+        _run_program(arguments, environment, place)
     for file in files:
         os.close(file)
     gone = os.pidfd_open(number)
@@ -135,7 +135,7 @@ def _see_to(line: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
+def _place_files(files: Sequence[int], numbers: Sequence[int]) -> None:
     """Have these open files under these numbers."""
     above = max(numbers, default=0) + 1
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
@@ -146,7 +146,7 @@ def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
         os.close(file)
 
 
-def _program(arguments: list[str], environment: dict[str, str], place: str) -> NoReturn:
+def _run_program(arguments: list[str], environment: dict[str, str], place: str) -> NoReturn:
     """What Python does with its arguments, from the environment to the exit code."""
     os.environ.clear()
     os.environ.update(environment)

@@ -12,10 +12,18 @@ from torch.utils import data as torch_data
 import penstock as ps
 from tests.support.models import mlp
 
-__all__ = ["Grid", "Numbers", "Pipe", "Stream", "numbers", "parts_of", "whole"]
+__all__ = [
+    "FakeMesh",
+    "FakePipeline",
+    "IterableNumbers",
+    "RecordingDataset",
+    "batches_per_replica",
+    "global_batches",
+    "sample_numbers",
+]
 
 
-class Grid(ps.Mesh):
+class FakeMesh(ps.Mesh):
     """A place in a mesh that nobody started."""
 
     def __init__(self, data: int = 1, data_rank: int = 0, pipe: int = 1, pipe_rank: int = 0, tensor: int = 1) -> None:
@@ -27,7 +35,7 @@ class Grid(ps.Mesh):
         self.device = torch.device("cpu")
 
 
-class Pipe(ps.Pipeline):
+class FakePipeline(ps.Pipeline):
     """A pipeline that is nothing but its stages' places."""
 
     def __init__(self, mesh: ps.Mesh | None, *stages: int, devices: Sequence[str] = ("cpu",) * 4) -> None:
@@ -36,7 +44,7 @@ class Pipe(ps.Pipeline):
         self._modules = dict.fromkeys(stages)  # type: ignore[assignment]
 
 
-class Numbers(torch_data.Dataset[tuple[Tensor, int]]):
+class RecordingDataset(torch_data.Dataset[tuple[Tensor, int]]):
     """Sample ``i`` is about the number ``i``; what is read is written down."""
 
     def __init__(self, count: int) -> None:
@@ -51,7 +59,7 @@ class Numbers(torch_data.Dataset[tuple[Tensor, int]]):
         return torch.full((2,), float(index)), index
 
 
-class Stream(torch_data.IterableDataset[Tensor]):
+class IterableNumbers(torch_data.IterableDataset[Tensor]):
     def __init__(self, count: int) -> None:
         self.count = count
         self.epochs: list[int] = []
@@ -63,16 +71,16 @@ class Stream(torch_data.IterableDataset[Tensor]):
         self.epochs.append(epoch)
 
 
-def parts_of(dataset: Any, batch_size: int | None, data: int, **options: Any) -> list[list[Any]]:
+def batches_per_replica(dataset: Any, batch_size: int | None, data: int, **options: Any) -> list[list[Any]]:
     """What each of ``data`` replicas gets, batch by batch."""
-    return [list(ps.DataLoader(dataset, batch_size, mesh=Grid(data, rank), **options)) for rank in range(data)]
+    return [list(ps.DataLoader(dataset, batch_size, mesh=FakeMesh(data, rank), **options)) for rank in range(data)]
 
 
-def whole(parts: Sequence[list[Any]]) -> list[Any]:
+def global_batches(parts: Sequence[list[Any]]) -> list[Any]:
     """The global mini-batches: the replicas' parts, side by side. All have as many steps."""
     assert len({len(part) for part in parts}) == 1
     return [torch.cat(row) for row in zip(*parts, strict=True)]
 
 
-def numbers(loader: ps.DataLoader[Any]) -> list[list[int]]:
+def sample_numbers(loader: ps.DataLoader[Any]) -> list[list[int]]:
     return [y.tolist() for _, y in loader]

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "Plain",
-    "Restless",
+    "PlainResult",
+    "StatefulLayer",
     "assert_same",
     "batch",
-    "everything",
     "gradients",
     "labels",
     "mlp",
     "penstock_threads",
     "plain_step",
     "snapshot",
+    "stateful_model",
     "threads_end",
 ]
 
@@ -47,7 +47,7 @@ def labels(samples: int = 8, classes: int = 4, seed: int = 2) -> Tensor:
     return torch.randint(classes, (samples,), generator=torch.Generator().manual_seed(seed))
 
 
-class Restless(nn.Module):
+class StatefulLayer(nn.Module):
     """Does all that a layer can do to itself while it runs."""
 
     count: Tensor
@@ -70,13 +70,13 @@ class Restless(nn.Module):
         return x * self.scale + torch.rand(4, device=x.device) + random.random()
 
 
-def everything() -> nn.Sequential:
+def stateful_model() -> nn.Sequential:
     """Layers that a forward changes, in the modes that they have, with a gradient that is there already."""
     model = nn.Sequential(
         nn.Linear(4, 4),
         nn.BatchNorm1d(4),
         nn.Dropout(0.5),
-        Restless(),
+        StatefulLayer(),
         nn.utils.spectral_norm(nn.Linear(4, 4)),
         nn.ReLU(inplace=True),
         nn.Linear(4, 4).requires_grad_(False),
@@ -89,7 +89,7 @@ def everything() -> nn.Sequential:
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainResult:
     """What the plain model makes of a mini-batch."""
 
     loss: Tensor
@@ -106,14 +106,14 @@ def gradients(named: nn.Module | Iterable[tuple[str, Tensor]]) -> dict[str, Tens
 
 def plain_step(
     model: nn.Module, x: Any, y: Any = None, loss_fn: Callable[..., Any] | None = None, steps: int = 1
-) -> Plain:
+) -> PlainResult:
     """Forward and backward of a copy of the plain model, ``steps`` times; the model itself is left alone."""
     copied = copy.deepcopy(model)
     for _ in range(steps):
         output = copied(x)
         loss = output if loss_fn is None else loss_fn(output, y)
         loss.backward()
-    return Plain(loss.detach(), output, gradients(copied), copied.state_dict())
+    return PlainResult(loss.detach(), output, gradients(copied), copied.state_dict())
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Perfetto:
     def __init__(self, page: Path, browser: Browser) -> None:
         self.browser = browser
         self._trace = Path()
-        handler = functools.partial(_Files, self, directory=str(page))
+        handler = functools.partial(_RequestHandler, self, directory=str(page))
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=self._server.serve_forever, name="perfetto's files", daemon=True).start()
 
@@ -49,7 +49,7 @@ class Perfetto:
         self._trace = trace
         self.browser.call("Page.navigate", url="about:blank")
         self.browser.call("Page.navigate", url=f"http://127.0.0.1:{self._server.server_port}/")
-        self.browser.until("typeof app === 'object' && app.trace !== undefined && !app.isLoadingTrace")
+        self.browser.wait_until("typeof app === 'object' && app.trace !== undefined && !app.isLoadingTrace")
 
     def query(self, sql: str) -> list[list[Any]]:
         return list(json.loads(self.browser.run(_ROWS % json.dumps(sql))))
@@ -59,7 +59,7 @@ class Perfetto:
         self._server.server_close()
 
 
-class _Files(SimpleHTTPRequestHandler):
+class _RequestHandler(SimpleHTTPRequestHandler):
     def __init__(self, perfetto: Perfetto, *args: Any, directory: str) -> None:
         self._perfetto = perfetto
         super().__init__(*args, directory=directory)

@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli import main
-from tests.support.endings import said
 from tests.support.fork_python import fork_python
-from tests.support.ranks import forks, free_port
+from tests.support.rank_programs import without_hostname_warnings
+from tests.support.ranks import forkserver_context, free_port
 
 __all__ = [
     "DEADLINE",
-    "all_of",
-    "commands",
     "environment",
+    "forked_python",
     "free_port",
-    "in_process",
     "python",
     "run",
+    "run_all",
+    "run_commands",
+    "run_in_process",
     "torchrun",
-    "wait_for",
-    "warm",
+    "wait_until",
 ]
 
 DEADLINE = 150.0  # seconds: many times what a run takes
@@ -50,38 +50,40 @@ def python(*arguments: object) -> list[str]:
     return [sys.executable, *map(str, arguments)]
 
 
-def warm(*arguments: object) -> list[str]:
+def forked_python(*arguments: object) -> list[str]:
     """The same, and the same for what it starts, where torch is imported already."""
     return [fork_python(), *map(str, arguments)]
 
 
 def torchrun(*arguments: object) -> list[str]:
-    return warm("-m", "torch.distributed.run", *arguments)
+    return forked_python("-m", "torch.distributed.run", *arguments)
 
 
 def run(
     command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """One program, to its end."""
-    (done,) = all_of([(command, env or environment())], cwd)
+    (done,) = run_all([(command, env or environment())], cwd)
     return done
 
 
-def all_of(
+def run_all(
     programs: Sequence[tuple[Sequence[str], Mapping[str, str]]], cwd: Path | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
     """Several programs, side by side; what each has printed, and its exit code."""
     end = time.monotonic() + DEADLINE
-    with _started(programs, cwd) as processes:
+    with _start_all(programs, cwd) as processes:
         done = []
         for process in processes:
             out, err = process.communicate(timeout=max(1.0, end - time.monotonic()))
-            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, said(err)))
+            done.append(
+                subprocess.CompletedProcess(process.args, process.returncode, out, without_hostname_warnings(err))
+            )
         return done
 
 
 @contextmanager
-def _started(
+def _start_all(
     programs: Sequence[tuple[Sequence[str], Mapping[str, str]]], cwd: Path | None
 ) -> Iterator[list[subprocess.Popen[str]]]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -101,14 +103,14 @@ def _started(
                     stream.close()
 
 
-def commands(
+def run_commands(
     argvs: Sequence[Sequence[object]], env: Mapping[str, str], cwd: Path
 ) -> list[subprocess.CompletedProcess[str]]:
     """``penstock`` command lines, side by side, in processes that have imported torch already: half the time."""
     return _processes([(main, ([str(word) for word in argv],)) for argv in argvs], env, cwd)
 
 
-def in_process(
+def run_in_process(
     function: Callable[..., object], *args: object, env: Mapping[str, str], cwd: Path
 ) -> subprocess.CompletedProcess[str]:
     """A function in such a process; what it prints, and 1 where it raises."""
@@ -122,7 +124,7 @@ def _processes(
     with tempfile.TemporaryDirectory() as place:
         files = [(Path(place, f"{i}.out"), Path(place, f"{i}.err")) for i in range(len(calls))]
         processes = [
-            forks().Process(target=_call, args=(function, args, dict(env), cwd, *streams))
+            forkserver_context().Process(target=_call, args=(function, args, dict(env), cwd, *streams))
             for (function, args), streams in zip(calls, files, strict=True)
         ]
         end = time.monotonic() + DEADLINE
@@ -137,7 +139,9 @@ def _processes(
                 process.kill()
                 process.join()
         return [
-            subprocess.CompletedProcess(args, process.exitcode, out.read_text(), said(err.read_text()))
+            subprocess.CompletedProcess(
+                args, process.exitcode, out.read_text(), without_hostname_warnings(err.read_text())
+            )
             for (_, args), process, (out, err) in zip(calls, processes, files, strict=True)
         ]
 
@@ -161,7 +165,7 @@ def _call(
     os._exit(code if isinstance(code, int) else 0)
 
 
-def wait_for(what: Any, why: str) -> None:
+def wait_until(what: Any, why: str) -> None:
     """Look again and again until it is so."""
     end = time.monotonic() + DEADLINE
     while not what():

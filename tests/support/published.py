@@ -13,7 +13,7 @@ from penstock.errors import PlanError
 from penstock.profile.analytic import HARDWARE, MODELS, analytic_costs
 from penstock.profile.costs import ModelCosts
 
-__all__ = ["LEFT_OPEN", "PUBLISHED", "Published", "step_seconds"]
+__all__ = ["PUBLISHED", "UNKNOWN_STAGE_COUNT", "Published", "step_seconds"]
 
 
 @dataclass(frozen=True)
@@ -128,5 +128,5 @@ def _llama(batch: int, teraflops: float) -> Published:
     return Published(_LLAMA, "llama:405b", "h100", 8, 16, 1, batch, seconds, None, "flash", True)
 
 
-LEFT_OPEN = (_llama(32, 430.0), _llama(16, 400.0))
+UNKNOWN_STAGE_COUNT = (_llama(32, 430.0), _llama(16, 400.0))
 """Rows that leave the number of stages open: their seconds are between the estimates for the most and the least."""

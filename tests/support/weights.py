@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.engine.offload.weights import HostWeights, PrefetchStep
 from tests.support.copies import LateCopies
 
-__all__ = ["LateWeights", "late_weights", "weights_everywhere"]
+__all__ = ["LateWeights", "offload_weights_everywhere", "use_late_weights"]
 
 
 class LateWeights(HostWeights):
@@ -36,7 +36,7 @@ class LateWeights(HostWeights):
         return sum(parameter.nbytes for parameter in self.modules[stage].parameters())
 
 
-def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
+def use_late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
     """Give new pipelines with ``Offload(weights=True)`` such weights; the list gets them."""
     made: list[LateWeights] = []
 
@@ -48,7 +48,7 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
     return made
 
 
-def weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
+def offload_weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
     """Let every pipeline keep its weights on the host, where any optimizer may update them."""
     before = ps.Pipeline.__init__
 
@@ -58,4 +58,4 @@ def weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
         self._offload_check.remove()
 
     monkeypatch.setattr(ps.Pipeline, "__init__", init)
-    return late_weights(monkeypatch)
+    return use_late_weights(monkeypatch)

@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Belongings"]
+__all__ = ["ProcessResources"]
 
 
 @dataclass(frozen=True)
-class Belongings:
+class ProcessResources:
     """What this process has now; ``Belongings()`` before, and ``before.assert_nothing_new()`` afterwards."""
 
     python_threads: frozenset[str]
@@ -23,7 +23,7 @@ class Belongings:
     shared_memory: frozenset[str]
 
     @classmethod
-    def now(cls) -> Belongings:
+    def now(cls) -> ProcessResources:
         gc.collect()
         return cls(
             frozenset(thread.name for thread in threading.enumerate()),
@@ -33,7 +33,7 @@ class Belongings:
             frozenset(name for name in os.listdir("/dev/shm") if _is_ours(name)),
         )
 
-    def assert_nothing_new(self, seconds: float = 10.0) -> None:
+    def assert_no_leaks(self, seconds: float = 10.0) -> None:
         """Threads take a moment to end."""
         end = time.monotonic() + seconds
         while (left := self._new()) and time.monotonic() < end:
@@ -41,7 +41,7 @@ class Belongings:
         assert not left, f"left behind: {left}"
 
     def _new(self) -> dict[str, object]:
-        now = Belongings.now()
+        now = ProcessResources.now()
         found: dict[str, object] = {}
         for name in ("python_threads", "children", "shared_memory"):
             if new := getattr(now, name) - getattr(self, name):
