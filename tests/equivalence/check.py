@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.microbatch import microbatch_sizes
-from tests.equivalence.fronts import FrontCase
+from tests.equivalence.dynamic_models import DynamicShapesCase
+from tests.equivalence.front_end_models import FrontEndCase
 from tests.equivalence.models import Case, stages_per_rank
-from tests.equivalence.ragged import RaggedCase
-from tests.equivalence.webs import WebCase
+from tests.equivalence.skip_models import SkipCase
 
-AnyCase = Case | WebCase | FrontCase | RaggedCase
+AnyCase = Case | SkipCase | FrontEndCase | DynamicShapesCase
 
 
 def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def check_call(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None:
         _equal(pipe(x), expected.detach(), "outputs without grad")
 
 
-def _equal(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
-    assert (ours is None) == (theirs is None), f"{what}: {'missing' if ours is None else 'not expected'}"
+def _equal(ours: Tensor | None, theirs: Tensor | None, name: str) -> None:
+    assert (ours is None) == (theirs is None), f"{name}: {'missing' if ours is None else 'not expected'}"
     if ours is not None and theirs is not None:
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-9, atol=1e-11, msg=lambda text: f"{what}: {text}")
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")

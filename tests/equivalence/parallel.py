@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from tests.equivalence.ways import CLASSES, MODELS, UNEVEN
+from tests.equivalence.parallel_models import CLASSES, MODELS, UNEVEN
 
 _meshes: dict[str, ps.Mesh] = {}
 
@@ -29,7 +29,7 @@ def batch(step: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[Ten
     return x, torch.randint(0, CLASSES, (size,), generator=generator)
 
 
-def part(mesh: ps.Mesh, shards: Sequence[int], *tensors: Tensor) -> list[Tensor]:
+def replica_samples(mesh: ps.Mesh, shards: Sequence[int], *tensors: Tensor) -> list[Tensor]:
     """This replica's samples; processes along ``tensor`` have the same."""
     start = sum(shards[: mesh.data_rank])
     return [tensor[start : start + shards[mesh.data_rank]] for tensor in tensors]
@@ -53,13 +53,13 @@ def check_gradients(pipe: ps.Pipeline, plain: nn.Module) -> None:
             assert parameter.grad.placements == parameter.placements, name
 
 
-def ignoring(output: Tensor, target: Tensor) -> Tensor:
+def cross_entropy_ignoring_0(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, ignore_index=0)
 
 
 def train(
     rank: int,
-    how: Callable[..., Any],
+    parallelize: Callable[..., Any],
     sizes: dict[str, int],
     options: dict[str, Any] | None = None,
     *,
@@ -79,15 +79,15 @@ def train(
     if mesh.data_rank == mesh.tensor_rank == 0:
         model.load_state_dict(plain.state_dict())
     plan = ps.split(model, stages=mesh.pipe if stages is None else stages)
-    options = {"microbatches": 3, "mesh": mesh, "parallelize": how, **(options or {})}
+    options = {"microbatches": 3, "mesh": mesh, "parallelize": parallelize, **(options or {})}
     with ps.Pipeline(plan, nn.CrossEntropyLoss(ignore_index=0), **options) as pipe:
         trainable = [p for p in pipe.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=0.01, foreach=False) if trainable else None
         reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01)
         for step in range(3):
             x, y = batch(step, sum(shards), torch.float64)
-            result = pipe.step(*part(mesh, shards, x, y))
-            expected = ignoring(plain(x), y)
+            result = pipe.step(*replica_samples(mesh, shards, x, y))
+            expected = cross_entropy_ignoring_0(plain(x), y)
             expected.backward()
             check_equal(result.loss, expected.detach(), "loss")
             check_gradients(pipe, plain)
@@ -114,9 +114,9 @@ def train(
 @torch.no_grad()
 def check_evaluation(pipe: ps.Pipeline, plain: nn.Module, mesh: ps.Mesh, shards: Sequence[int]) -> None:
     x, y = batch(9, sum(shards), torch.float64)
-    mine, wanted = part(mesh, shards, x, y)
+    mine, wanted = replica_samples(mesh, shards, x, y)
     found = pipe.evaluate(mine, wanted)
-    check_equal(found.loss, ignoring(plain(x), y), "loss of an evaluation")
+    check_equal(found.loss, cross_entropy_ignoring_0(plain(x), y), "loss of an evaluation")
     outputs = pipe(mine) if min(shards) else found.outputs
     if pipe.has_last_stage and len(mine):
         check_equal(found.outputs, plain(mine), "outputs")
@@ -148,9 +148,9 @@ def check_loading(pipe: ps.Pipeline, plain: nn.Module) -> None:
     check_state(pipe, plain)
 
 
-def squares(output: Tensor, target: Tensor) -> Tensor:
+def sum_of_squares(output: Tensor, target: Tensor) -> Tensor:
     return (output.sum(1) - target).square().sum()
 
 
-def case(rank: int, how: Callable[..., Any], sizes: dict[str, int], more: dict[str, Any]) -> None:
-    train(rank, how, sizes, **more)
+def train_case(rank: int, parallelize: Callable[..., Any], sizes: dict[str, int], more: dict[str, Any]) -> None:
+    train(rank, parallelize, sizes, **more)

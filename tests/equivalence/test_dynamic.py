@@ -10,58 +10,60 @@ from dataclasses import astuple
 import pytest
 
 from tests.equivalence.check import check_step
+from tests.equivalence.dynamic_models import LAYER_PAIRS, DynamicCase, DynamicShapesCase, DynamicSkipCase
 from tests.equivalence.models import TRAINING, stages_for
-from tests.equivalence.ragged import PAIRS, DynamicCase, RaggedCase, RaggedWebCase
 from tests.equivalence.ranks import Ranks
-from tests.equivalence.test_steps import everything
+from tests.equivalence.test_steps import case_with_all_layers
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zbv", "gpipe")
 MODES = ("never", "always")
 
 
-def web(schedule: str, ranks: int, microbatches: int, batch: int, recompute: str = "never") -> RaggedWebCase:
+def dynamic_skips(
+    schedule: str, ranks: int, microbatches: int, batch: int, recompute: str = "never"
+) -> DynamicSkipCase:
     """Two layers a stage, and every layer uses every other one before it: many edges share a channel."""
     stages = stages_for(schedule, ranks)
     links = tuple(tuple(range(i)) for i in range(2 * stages))
-    return RaggedWebCase(links, 1, (2,) * stages, schedule, microbatches, batch, recompute=recompute)
+    return DynamicSkipCase(links, 1, (2,) * stages, schedule, microbatches, batch, recompute=recompute)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_threads(schedule: str, mode: str) -> None:
-    for first in PAIRS:
-        check_step(RaggedCase(first, schedule, 2, 4, 11, mode))
-    check_step(web(schedule, 2, 4, 10, mode))
+def test_dynamic_shapes_in_threads(schedule: str, mode: str) -> None:
+    for first in LAYER_PAIRS:
+        check_step(DynamicShapesCase(first, schedule, 2, 4, 11, mode))
+    check_step(dynamic_skips(schedule, 2, 4, 10, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_over_two_processes(schedule: str, mode: str, two_ranks: Ranks) -> None:
-    for first in PAIRS:
-        two_ranks.check(RaggedCase(first, schedule, 2, 5, 13, mode))
-    two_ranks.check(RaggedCase("pieces", schedule, 2, 2, 160, mode))  # headers that are longer than a row
+def test_dynamic_shapes_over_two_processes(schedule: str, mode: str, two_ranks: Ranks) -> None:
+    for first in LAYER_PAIRS:
+        two_ranks.check(DynamicShapesCase(first, schedule, 2, 5, 13, mode))
+    two_ranks.check(DynamicShapesCase("slices", schedule, 2, 2, 160, mode))  # headers that are longer than a row
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_over_four_processes(schedule: str, mode: str, four_ranks: Ranks) -> None:
-    for first in ("rows", "either"):
-        four_ranks.check(RaggedCase(first, schedule, 4, 7, 20, mode))
+def test_dynamic_shapes_over_four_processes(schedule: str, mode: str, four_ranks: Ranks) -> None:
+    for first in ("rows", "structure"):
+        four_ranks.check(DynamicShapesCase(first, schedule, 4, 7, 20, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_values_that_skip_stages(schedule: str, mode: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
-    two_ranks.check(web(schedule, 2, 4, 10, mode))
-    four_ranks.check(web(schedule, 4, 6, 13, mode))
+def test_dynamic_skip_connections(schedule: str, mode: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
+    two_ranks.check(dynamic_skips(schedule, 2, 4, 10, mode))
+    four_ranks.check(dynamic_skips(schedule, 4, 6, 13, mode))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_few_micro_batches_and_few_samples(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(RaggedCase("rows", schedule, 2, 1, 6))
-    two_ranks.check(RaggedCase("sometimes", schedule, 2, 6, 4))
+def test_few_microbatches_or_samples(schedule: str, two_ranks: Ranks) -> None:
+    two_ranks.check(DynamicShapesCase("rows", schedule, 2, 1, 6))
+    two_ranks.check(DynamicShapesCase("optional", schedule, 2, 6, 4))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_what_could_be_inferred_is_the_same_when_it_is_not(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(DynamicCase(*astuple(everything(schedule, 2, 4, 10))))
+def test_dynamic_mode_with_static_shapes(schedule: str, two_ranks: Ranks) -> None:
+    two_ranks.check(DynamicCase(*astuple(case_with_all_layers(schedule, 2, 4, 10))))

@@ -13,8 +13,8 @@ from penstock.schedule.search import auto
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING
 from tests.equivalence.ranks import Ranks
-from tests.equivalence.test_steps import everything
-from tests.equivalence.test_webs import dense
+from tests.equivalence.test_skip_connections import dense_skips
+from tests.equivalence.test_steps import case_with_all_layers
 
 MODES = ("except_last", "always")
 
@@ -23,18 +23,18 @@ MODES = ("except_last", "always")
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_in_threads(schedule: str, mode: str) -> None:
     for count in (1, 3):
-        check_step(replace(everything(schedule, count, 4, 10), recompute=mode))
-    check_step(replace(dense(schedule, 2), recompute=mode))
+        check_step(replace(case_with_all_layers(schedule, count, 4, 10), recompute=mode))
+    check_step(replace(dense_skips(schedule, 2), recompute=mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_over_two_processes(schedule: str, mode: str, two_ranks: Ranks) -> None:
-    two_ranks.check(replace(everything(schedule, 2, 5, 7), recompute=mode))
-    two_ranks.check(replace(dense(schedule, 2), recompute=mode))
+    two_ranks.check(replace(case_with_all_layers(schedule, 2, 5, 7), recompute=mode))
+    two_ranks.check(replace(dense_skips(schedule, 2), recompute=mode))
 
 
-def chosen(placement: tuple[int, ...]) -> Schedule:
+def searched_schedule(placement: tuple[int, ...]) -> Schedule:
     """An order that recomputes some micro-batches of some stages, and some of them ahead of time."""
     found = auto(Costs(latency=1.0), placement, 6, cap=2.0, recompute=None, seconds=0.05, repeatable=True)
     actions = [action for order in found.schedule.orders for action in order]
@@ -45,7 +45,7 @@ def chosen(placement: tuple[int, ...]) -> Schedule:
 
 @pytest.mark.parametrize("batch", [12, 13, 5])
 @pytest.mark.parametrize("placement", [loop(2, 2), vee(2)], ids=["loop", "V"])
-def test_recomputes_that_the_search_chose(placement: tuple[int, ...], batch: int, two_ranks: Ranks) -> None:
-    case = replace(everything("zbv", 2, 6, batch), schedule=chosen(placement), recompute="never")
+def test_recompute_chosen_by_the_search(placement: tuple[int, ...], batch: int, two_ranks: Ranks) -> None:
+    case = replace(case_with_all_layers("zbv", 2, 6, batch), schedule=searched_schedule(placement), recompute="never")
     check_step(case)
     two_ranks.check(case)

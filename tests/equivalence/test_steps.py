@@ -10,13 +10,13 @@ from tests.equivalence.models import TRAINING, Case, stages_for
 from tests.equivalence.ranks import Ranks
 from tests.equivalence.strategies import cases
 
-EVERYTHING = ("relu_", "tuple_edge", "twice", "dict_edge", "scale", "convs", "frozen", "layer_norm", "lookup", "tanh")
+ALL_LAYERS = ("relu_", "tuple_edge", "twice", "dict_edge", "scale", "convs", "frozen", "layer_norm", "lookup", "tanh")
 
 
-def everything(schedule: str, ranks: int, microbatches: int, batch: int, loss: str = "ignore") -> Case:
+def case_with_all_layers(schedule: str, ranks: int, microbatches: int, batch: int, loss: str = "ignore") -> Case:
     """A model with every trap in it."""
     stages = stages_for(schedule, ranks)
-    return Case(EVERYTHING, True, 7 * ranks, schedule, stages, microbatches, batch, loss)
+    return Case(ALL_LAYERS, True, 7 * ranks, schedule, stages, microbatches, batch, loss)
 
 
 SIZES = [(1, 4), (4, 8), (4, 10), (5, 3), (7, 7)]  # micro-batches, batch: whole, even, uneven, too few samples
@@ -26,25 +26,25 @@ SIZES = [(1, 4), (4, 8), (4, 10), (5, 3), (7, 7)]  # micro-batches, batch: whole
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_in_threads(schedule: str, microbatches: int, batch: int) -> None:
     for count in (1, 2, 3):
-        check_step(everything(schedule, count, microbatches, batch))
+        check_step(case_with_all_layers(schedule, count, microbatches, batch))
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum", "ignore", "pair"])
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_loss(schedule: str, loss: str) -> None:
-    check_step(everything(schedule, 2, 4, 9, loss))
+    check_step(case_with_all_layers(schedule, 2, 4, 9, loss))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_over_two_processes(schedule: str, two_ranks: Ranks) -> None:
     for microbatches, batch in SIZES:
-        two_ranks.check(everything(schedule, 2, microbatches, batch))
+        two_ranks.check(case_with_all_layers(schedule, 2, microbatches, batch))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_over_four_processes(schedule: str, four_ranks: Ranks) -> None:
     for microbatches, batch in SIZES[2:4]:
-        four_ranks.check(everything(schedule, 4, microbatches, batch, "pair"))
+        four_ranks.check(case_with_all_layers(schedule, 4, microbatches, batch, "pair"))
 
 
 @pytest.mark.slow

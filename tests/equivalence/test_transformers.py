@@ -60,7 +60,7 @@ def test_tied_embeddings_under_other_schedules(schedule: str, ranks: int) -> Non
         assert set(pipe.state_dict()) == set(plain.state_dict())
 
 
-def test_a_micro_batch_without_a_label_adds_nothing() -> None:
+def test_microbatch_without_labels() -> None:
     model = seeded(gpt2).eval()
     plain = copy.deepcopy(model)
     batch = mini_batch(gpt2)
@@ -69,7 +69,7 @@ def test_a_micro_batch_without_a_label_adds_nothing() -> None:
         assert_steps(pipe, plain, batch)
 
 
-def test_a_count_given_by_the_user() -> None:
+def test_num_items_in_batch_given_by_the_user() -> None:
     model = seeded(llama).eval()
     plain = copy.deepcopy(model)
     batch = mini_batch(llama)
@@ -78,7 +78,7 @@ def test_a_count_given_by_the_user() -> None:
         assert_steps(pipe, plain, {**batch, "num_items_in_batch": number})
 
 
-def test_evaluation_gives_the_models_own_outputs() -> None:
+def test_evaluation_returns_the_model_outputs() -> None:
     model = seeded(llama).eval()
     batch = {name: value for name, value in mini_batch(llama).items() if name != "labels"}
     with ps.Pipeline(cut(model, 3), microbatches=2, schedule="gpipe") as pipe, torch.no_grad():
@@ -88,7 +88,7 @@ def test_evaluation_gives_the_models_own_outputs() -> None:
 # ── over ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def steps_on_a_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, Any], stages: int) -> None:
+def steps_on_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, Any], stages: int) -> None:
     model = seeded(build, **more).eval()
     plain = copy.deepcopy(model)
     schedule = "1f1b" if stages == 2 else "interleaved"
@@ -99,4 +99,4 @@ def steps_on_a_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("build", [llama, gpt2, mixtral], ids=lambda build: build.__name__)
 def test_steps_over_two_ranks(two: Ranks, build: Callable[..., nn.Module], stages: int) -> None:
-    two.check(steps_on_a_rank, build, {"tie_word_embeddings": True} if build is llama else {}, stages)
+    two.check(steps_on_rank, build, {"tie_word_embeddings": True} if build is llama else {}, stages)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import penstock as ps
 from tests.equivalence.models import CLASSES, WIDTH, Case, stages_for
-from tests.equivalence.webs import Web, WebCase
+from tests.equivalence.skip_models import SkipCase, SkipModel
 
 
-class _Half(nn.Module):
+class _TwoLinears(nn.Module):
     """A layer before or after a cut."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class _Half(nn.Module):
         self.other = nn.Linear(WIDTH, WIDTH)
 
 
-class Drop(_Half):
+class SelectRows(_TwoLinears):
     """Some of the rows, by a mask that depends on them; perhaps none."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,13 +32,13 @@ class Drop(_Half):
         return h, self.other(h)[where], where
 
 
-class PutBack(_Half):
+class ScatterRows(_TwoLinears):
     def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         h, kept, where = parts
         return h.index_add(0, where, torch.tanh(self.linear(kept)))
 
 
-class Pieces(_Half):
+class ListOfSlices(_TwoLinears):
     """A list of as many tensors as there are rows of some kind, each as long as its row says."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -46,7 +46,7 @@ class Pieces(_Half):
         return [h, *(row[: 1 + i % WIDTH] for i, row in enumerate(h) if x[i, 1] > 0)]
 
 
-class Join(_Half):
+class SumSlices(_TwoLinears):
     def forward(self, parts: list[Tensor]) -> Tensor:
         h = self.linear(parts[0])
         for piece in parts[1:]:
@@ -54,7 +54,7 @@ class Join(_Half):
         return h
 
 
-class Sometimes(_Half):
+class OptionalTensor(_TwoLinears):
     """A tensor or None; and plain values that are computed from the data, some of them equal but not the same."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Sometimes(_Half):
         }
 
 
-class IfThere(_Half):
+class UseOptionalTensor(_TwoLinears):
     def forward(self, parts: dict[str, Any]) -> Tensor:
         h = self.linear(parts["h"]) * (1 + parts["count"] / 10) + parts["first"]
         h = h * {bool: 2, int: 3, float: 4}[type(parts["one"])]
@@ -77,7 +77,7 @@ class IfThere(_Half):
         return h if parts["more"] is None else h + parts["more"]
 
 
-class Either(_Half):
+class VaryingStructure(_TwoLinears):
     """A tensor, a tuple or a dict."""
 
     def forward(self, x: Tensor) -> Any:
@@ -87,7 +87,7 @@ class Either(_Half):
         return (h, self.other(x)) if x[0, 0] > 0 else {"h": h, "n": len(x)}
 
 
-class Whichever(_Half):
+class UseVaryingStructure(_TwoLinears):
     def forward(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
             return self.linear(value)
@@ -97,7 +97,7 @@ class Whichever(_Half):
         return out
 
 
-class Idle(_Half):
+class OptionalGradient(_TwoLinears):
     """Tensors that always cross, want a gradient or not, and are used or not, as the data says."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,14 +105,14 @@ class Idle(_Half):
         return h, other if x[0, 1] > 0 else other.detach(), x
 
 
-class Perhaps(_Half):
+class UseOptionalGradient(_TwoLinears):
     def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         h, other, x = parts
         h = h * 2 if x[0, 0] > 0 else self.linear(x) * 3  # then nothing comes back for ``h``
         return h + other if x[0, 2] > 0 else h
 
 
-class Skipped(_Half):
+class SkippedLayer(_TwoLinears):
     """A layer that is skipped for some micro-batches, and numbers that only NumPy knows."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,18 +120,18 @@ class Skipped(_Half):
         return x * scale if x[0, 0] > 0 else self.linear(x) * scale
 
 
-PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
-    "rows": (Drop, PutBack),
-    "pieces": (Pieces, Join),
-    "sometimes": (Sometimes, IfThere),
-    "either": (Either, Whichever),
-    "idle": (Idle, Perhaps),
-    "skipped": (Skipped, Skipped),
+LAYER_PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "rows": (SelectRows, ScatterRows),
+    "slices": (ListOfSlices, SumSlices),
+    "optional": (OptionalTensor, UseOptionalTensor),
+    "structure": (VaryingStructure, UseVaryingStructure),
+    "gradient": (OptionalGradient, UseOptionalGradient),
+    "skipped": (SkippedLayer, SkippedLayer),
 }
 
 
 @dataclass(frozen=True)
-class RaggedCase:
+class DynamicShapesCase:
     """A chain whose every cut is in the middle of one of the pairs, beginning with ``first``."""
 
     first: str
@@ -150,11 +150,11 @@ class RaggedCase:
 
     def build(self) -> nn.Sequential:
         torch.manual_seed(self.batch)
-        names = list(PAIRS)
+        names = list(LAYER_PAIRS)
         start = names.index(self.first)
         parts: list[nn.Module] = []
         for i in range(self.stages - 1):
-            before, after = PAIRS[names[(start + i) % len(names)]]
+            before, after = LAYER_PAIRS[names[(start + i) % len(names)]]
             parts += [before(), nn.Sequential(after(), nn.Tanh())]
         return nn.Sequential(*parts, nn.Linear(WIDTH, CLASSES)).double()
 
@@ -174,13 +174,13 @@ class DynamicCase(Case):
     dynamic = True
 
 
-class RaggedWeb(Web):
+class DynamicSkipModel(SkipModel):
     """A web whose values, those that skip stages too, are rows picked by a mask, with their places."""
 
     def layer(self, i: int, linear: nn.Module, known: dict[int, Any]) -> Any:
-        out = torch.tanh(linear(_whole(known[i - 1])))
+        out = torch.tanh(linear(_all_rows(known[i - 1])))
         for j in self.links[i]:
-            out = out + _whole(known[j]) * (j + 2)
+            out = out + _all_rows(known[j]) * (j + 2)
         where = (out[:, i % WIDTH] > 0).nonzero()[:, 0]
         return (out[where], where, len(out)) if len(where) < len(out) else out
 
@@ -188,11 +188,11 @@ class RaggedWeb(Web):
         return None if x[0, 0] > 0 else (x[0, 0].item(), (x[:, 1] > 0).nonzero())
 
     def finish(self, last: Any, extras: Any) -> Tensor:
-        out = _whole(last)
+        out = _all_rows(last)
         return out if extras is None else out * extras[0] + len(extras[1])
 
 
-def _whole(value: Any) -> Tensor:
+def _all_rows(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     rows, where, count = value
@@ -201,8 +201,8 @@ def _whole(value: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RaggedWebCase(WebCase):
+class DynamicSkipCase(SkipCase):
     """A web with ragged values."""
 
-    web = RaggedWeb
+    model_class = DynamicSkipModel
     dynamic = True

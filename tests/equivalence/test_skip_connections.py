@@ -8,40 +8,40 @@ from hypothesis import given, settings
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, stages_for
 from tests.equivalence.ranks import Ranks
-from tests.equivalence.strategies import webs
-from tests.equivalence.webs import WebCase
+from tests.equivalence.skip_models import SkipCase
+from tests.equivalence.strategies import skip_cases
 
 
-def dense(schedule: str, ranks: int, microbatches: int = 4, batch: int = 10) -> WebCase:
+def dense_skips(schedule: str, ranks: int, microbatches: int = 4, batch: int = 10) -> SkipCase:
     """Two layers a stage, and every layer uses every other one before it."""
     stages = stages_for(schedule, ranks)
     links = tuple(tuple(range(i)) for i in range(2 * stages))
-    return WebCase(links, 1, (2,) * stages, schedule, microbatches, batch)
+    return SkipCase(links, 1, (2,) * stages, schedule, microbatches, batch)
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_everything_to_everything_in_threads(schedule: str) -> None:
+def test_skip_connections_in_threads(schedule: str) -> None:
     for count in (1, 2, 3):
-        check_step(dense(schedule, count))
+        check_step(dense_skips(schedule, count))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_everything_to_everything_over_processes(schedule: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
-    two_ranks.check(dense(schedule, 2))
-    four_ranks.check(dense(schedule, 4, 5, 13))
+def test_skip_connections_over_processes(schedule: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
+    two_ranks.check(dense_skips(schedule, 2))
+    four_ranks.check(dense_skips(schedule, 4, 5, 13))
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(case=webs())
-def test_generated_webs_in_threads(case: WebCase) -> None:
+@given(case=skip_cases())
+def test_generated_skip_connections_in_threads(case: SkipCase) -> None:
     check_step(case)
 
 
-def test_generated_webs_over_two_processes(two_ranks: Ranks) -> None:
+def test_generated_skip_connections_over_two_processes(two_ranks: Ranks) -> None:
     @settings(max_examples=30, deadline=None, derandomize=True)
-    @given(case=webs(ranks=(2,)))
-    def run(case: WebCase) -> None:
+    @given(case=skip_cases(ranks=(2,)))
+    def run(case: SkipCase) -> None:
         two_ranks.check(case)
 
     run()
