@@ -19,7 +19,7 @@ from penstock.engine.offload.copies import HostBufferPool
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, Case
 from tests.equivalence.test_offload import case_for, check_same, offload_optimizer, plain_optimizer, train
-from tests.equivalence.test_skip_connections import dense
+from tests.equivalence.test_skip_connections import dense_skips
 from tests.support.copies import LateCopies
 from tests.support.ranks import Ranks
 from tests.support.weights import LateWeights, offload_weights_everywhere, use_late_weights
@@ -147,7 +147,7 @@ def test_frozen_layers_ties_skips_and_plain_calls(monkeypatch: pytest.MonkeyPatc
         stages = case_for(schedule, count).stages
         for recompute in ("never", "always"):
             check_step(Case(("frozen", "twice", "lookup"), True, 3, schedule, stages, 4, 10, "pair", recompute))
-        check_step(dense(schedule, count))
+        check_step(dense_skips(schedule, count))
     assert all(weights.late.bytes_to_device > 0 for weights in late_weights)
 
 
