@@ -91,6 +91,15 @@ def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str
             check_evaluation(pipe, plain, case)
 
 
+def check_on_rank(rank: int, case: AnyCase) -> None:
+    """``check_step`` in one of the processes of a pipeline; a failure names the case."""
+    try:
+        check_step(case, ps.Mesh())
+    except BaseException as error:
+        error.add_note(f"case: {case}")
+        raise
+
+
 def check_evaluation(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None:
     """Under a mesh: the outputs of a call without a graph, and the loss of an evaluation."""
     x, y = case.data()

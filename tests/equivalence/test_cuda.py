@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.equivalence.check import check_step
+from tests.equivalence.cuda_ranks import CudaRanks, cuda_ranks
 from tests.equivalence.dynamic_models import LAYER_PAIRS, DynamicShapesCase
 from tests.equivalence.models import TRAINING, Case, stages_for
 from tests.equivalence.parallel import train
@@ -23,7 +24,6 @@ from tests.equivalence.parallel_models import (
     tensor_parallel,
     tensor_parallel_and_fsdp,
 )
-from tests.equivalence.ranks import Ranks, ranks
 from tests.equivalence.test_dynamic import dynamic_skips
 from tests.equivalence.test_skip_connections import dense_skips
 
@@ -62,13 +62,13 @@ def test_offload_weights(schedule: str, devices: tuple[str, ...]) -> None:
 
 
 @pytest.fixture(scope="module", params=["nccl", "gloo"])
-def two_processes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with ranks(2, request.param) as made:
+def two_processes(request: pytest.FixtureRequest) -> Iterator[CudaRanks]:
+    with cuda_ranks(2, request.param) as made:
         yield made
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_processes_on_one_gpu(schedule: str, two_processes: Ranks) -> None:
+def test_processes_on_one_gpu(schedule: str, two_processes: CudaRanks) -> None:
     stages = stages_for(schedule, 2)
     two_processes.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore"))
     two_processes.check(dense_skips(schedule, 2))
@@ -82,20 +82,20 @@ def test_dynamic_shapes(devices: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_dynamic_shapes_over_processes_on_one_gpu(schedule: str, two_processes: Ranks) -> None:
+def test_dynamic_shapes_over_processes_on_one_gpu(schedule: str, two_processes: CudaRanks) -> None:
     for first in LAYER_PAIRS:
         two_processes.check(DynamicShapesCase(first, schedule, 2, 5, 13))
     two_processes.check(dynamic_skips(schedule, 2, 4, 10))
 
 
 @pytest.fixture(scope="module", params=["nccl", "gloo"])
-def two_replicas(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with ranks(4, request.param, data=2) as made:
+def two_replicas(request: pytest.FixtureRequest) -> Iterator[CudaRanks]:
+    with cuda_ranks(4, request.param, data=2) as made:
         yield made
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_replicas_on_one_gpu(schedule: str, two_replicas: Ranks) -> None:
+def test_replicas_on_one_gpu(schedule: str, two_replicas: CudaRanks) -> None:
     stages = stages_for(schedule, 2)
     for recompute in ("never", "always"):
         two_replicas.check(Case(LAYERS, True, 3, schedule, stages, 4, 10, "ignore", recompute=recompute))
@@ -103,8 +103,8 @@ def test_replicas_on_one_gpu(schedule: str, two_replicas: Ranks) -> None:
 
 
 @pytest.fixture(scope="module")
-def four_processes() -> Iterator[Ranks]:
-    with ranks(4, "nccl") as made:
+def four_processes() -> Iterator[CudaRanks]:
+    with cuda_ranks(4, "nccl") as made:
         yield made
 
 
@@ -114,7 +114,7 @@ def four_processes() -> Iterator[Ranks]:
     [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR), (tensor_parallel_and_fsdp, DATA_TENSOR)],
 )
 def test_parallelize_on_one_gpu(
-    four_processes: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], schedule: str
+    four_processes: CudaRanks, parallelize: Callable[..., Any], sizes: dict[str, int], schedule: str
 ) -> None:
     options = {"schedule": schedule, "recompute": "always" if schedule == "zbv" else "never"}
     stages = sizes["pipe"] * (2 if schedule == "zbv" else 1)

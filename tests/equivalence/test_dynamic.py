@@ -9,11 +9,11 @@ from dataclasses import astuple
 
 import pytest
 
-from tests.equivalence.check import check_step
+from tests.equivalence.check import check_on_rank, check_step
 from tests.equivalence.dynamic_models import LAYER_PAIRS, DynamicCase, DynamicShapesCase, DynamicSkipCase
 from tests.equivalence.models import TRAINING, stages_for
-from tests.equivalence.ranks import Ranks
 from tests.equivalence.test_steps import case_with_all_layers
+from tests.support.ranks import Ranks
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zbv", "gpipe")
 MODES = ("never", "always")
@@ -40,30 +40,32 @@ def test_dynamic_shapes_in_threads(schedule: str, mode: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dynamic_shapes_over_two_processes(schedule: str, mode: str, two_ranks: Ranks) -> None:
     for first in LAYER_PAIRS:
-        two_ranks.check(DynamicShapesCase(first, schedule, 2, 5, 13, mode))
-    two_ranks.check(DynamicShapesCase("slices", schedule, 2, 2, 160, mode))  # headers that are longer than a row
+        two_ranks.check(check_on_rank, DynamicShapesCase(first, schedule, 2, 5, 13, mode))
+    two_ranks.check(
+        check_on_rank, DynamicShapesCase("slices", schedule, 2, 2, 160, mode)
+    )  # headers that are longer than a row
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dynamic_shapes_over_four_processes(schedule: str, mode: str, four_ranks: Ranks) -> None:
     for first in ("rows", "structure"):
-        four_ranks.check(DynamicShapesCase(first, schedule, 4, 7, 20, mode))
+        four_ranks.check(check_on_rank, DynamicShapesCase(first, schedule, 4, 7, 20, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dynamic_skip_connections(schedule: str, mode: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
-    two_ranks.check(dynamic_skips(schedule, 2, 4, 10, mode))
-    four_ranks.check(dynamic_skips(schedule, 4, 6, 13, mode))
+    two_ranks.check(check_on_rank, dynamic_skips(schedule, 2, 4, 10, mode))
+    four_ranks.check(check_on_rank, dynamic_skips(schedule, 4, 6, 13, mode))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_few_microbatches_or_samples(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(DynamicShapesCase("rows", schedule, 2, 1, 6))
-    two_ranks.check(DynamicShapesCase("optional", schedule, 2, 6, 4))
+    two_ranks.check(check_on_rank, DynamicShapesCase("rows", schedule, 2, 1, 6))
+    two_ranks.check(check_on_rank, DynamicShapesCase("optional", schedule, 2, 6, 4))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_dynamic_mode_with_static_shapes(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(DynamicCase(*astuple(case_with_all_layers(schedule, 2, 4, 10))))
+    two_ranks.check(check_on_rank, DynamicCase(*astuple(case_with_all_layers(schedule, 2, 4, 10))))

@@ -69,8 +69,8 @@ def train_on_rank(rank: int, schedule: str, recompute: str, moves: bool) -> None
 
 @pytest.mark.parametrize("moves", [False, True], ids=["nothing moves", "everything moves"])
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "never"), ("zbv", "except_last"), ("sharded", "never")])
-def test_offload_over_processes(two: Ranks, schedule: str, recompute: str, moves: bool) -> None:
-    two.check(train_on_rank, schedule, recompute, moves)
+def test_offload_over_processes(two_ranks: Ranks, schedule: str, recompute: str, moves: bool) -> None:
+    two_ranks.check(train_on_rank, schedule, recompute, moves)
 
 
 def train_as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
@@ -104,8 +104,8 @@ def train_as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> Non
 
 @pytest.mark.parametrize("bucket", [1, 1 << 20], ids=["one by one", "together"])
 @pytest.mark.parametrize(("schedule", "stages"), [("looped_bfs", 8), ("interleaved", 8), ("zbv", 2), ("dualpipev", 2)])
-def test_replicas(two: Ranks, schedule: str, stages: int, bucket: int) -> None:
-    two.check(train_as_replicas, schedule, stages, bucket)
+def test_replicas(two_ranks: Ranks, schedule: str, stages: int, bucket: int) -> None:
+    two_ranks.check(train_as_replicas, schedule, stages, bucket)
 
 
 # ── with stand-ins on the CPU: everything moves ──────────────────────────────────────────────────────────────────

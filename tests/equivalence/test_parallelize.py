@@ -32,20 +32,20 @@ from tests.support.ranks import Ranks
 
 @pytest.mark.parametrize("shards", [EVEN, UNEVEN, ONE_EMPTY, (0, 3)], ids=str)
 @pytest.mark.parametrize("parallelize", [ddp, fsdp_nested])
-def test_data_parallel_replicas(four: Ranks, parallelize: Callable[..., Any], shards: tuple[int, int]) -> None:
-    four.check(train_case, parallelize, DATA, {"shards": shards})
+def test_data_parallel_replicas(four_ranks: Ranks, parallelize: Callable[..., Any], shards: tuple[int, int]) -> None:
+    four_ranks.check(train_case, parallelize, DATA, {"shards": shards})
 
 
 @pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY], ids=str)
 @pytest.mark.parametrize("parallelize", [ddp_inside, fsdp, fsdp_blocks, unchanged, checkpoint_blocks])
-def test_partial_wrappers(four: Ranks, parallelize: Callable[..., Any], shards: tuple[int, int]) -> None:
-    four.check(train_case, parallelize, DATA, {"shards": shards})
+def test_partial_wrappers(four_ranks: Ranks, parallelize: Callable[..., Any], shards: tuple[int, int]) -> None:
+    four_ranks.check(train_case, parallelize, DATA, {"shards": shards})
 
 
 @pytest.mark.parametrize("sizes", [TENSOR, DATA_TENSOR], ids=str)
 @pytest.mark.parametrize("parallelize", [tensor_parallel, sequence_parallel, tensor_parallel_and_fsdp, unchanged])
-def test_tensor_parallel(four: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
-    four.check(train_case, parallelize, sizes, {"shards": EVEN if parallelize is sequence_parallel else UNEVEN})
+def test_tensor_parallel(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four_ranks.check(train_case, parallelize, sizes, {"shards": EVEN if parallelize is sequence_parallel else UNEVEN})
 
 
 RUNS = [("gpipe", "always"), ("zb_h1", "never"), ("interleaved", "never"), ("zbv", "never"), ("zbv", "always")]
@@ -53,41 +53,43 @@ RUNS = [("gpipe", "always"), ("zb_h1", "never"), ("interleaved", "never"), ("zbv
 
 @pytest.mark.parametrize(("schedule", "recompute"), RUNS)
 @pytest.mark.parametrize("parallelize", [ddp, fsdp_nested, tensor_parallel])
-def test_schedules(four: Ranks, parallelize: Callable[..., Any], schedule: str, recompute: str) -> None:
+def test_schedules(four_ranks: Ranks, parallelize: Callable[..., Any], schedule: str, recompute: str) -> None:
     stages = 2 if schedule in ("gpipe", "zb_h1") else 4
     options = {"schedule": schedule, "recompute": recompute}
     sizes = TENSOR if parallelize is tensor_parallel else DATA
-    four.check(train_case, parallelize, sizes, {"options": options, "stages": stages, "shards": (13, 2)})
+    four_ranks.check(train_case, parallelize, sizes, {"options": options, "stages": stages, "shards": (13, 2)})
 
 
 @pytest.mark.parametrize("name", ["frozen", "tied", "model_with_empty_stage"])
 @pytest.mark.parametrize("parallelize", [ddp, fsdp])
-def test_frozen_tied_and_empty_stages(four: Ranks, parallelize: Callable[..., Any], name: str) -> None:
+def test_frozen_tied_and_empty_stages(four_ranks: Ranks, parallelize: Callable[..., Any], name: str) -> None:
     more = {"stages": 4, "options": {"schedule": "interleaved"}} if name == "model_with_empty_stage" else {}
-    four.check(train_case, parallelize, DATA, {"name": name, **more})
+    four_ranks.check(train_case, parallelize, DATA, {"name": name, **more})
 
 
 @pytest.mark.parametrize(("parallelize", "sizes"), [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR)])
-def test_dynamic_messages(four: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
-    four.check(train_case, parallelize, sizes, {"options": {"dynamic": True}})
+def test_dynamic_messages(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four_ranks.check(train_case, parallelize, sizes, {"options": {"dynamic": True}})
 
 
 @pytest.mark.parametrize("parallelize", [ddp, fsdp_nested, unchanged])
-def test_mesh_without_replicas(four: Ranks, parallelize: Callable[..., Any]) -> None:
-    four.check(train_case, parallelize, {"pipe": 4}, {})
+def test_mesh_without_replicas(four_ranks: Ranks, parallelize: Callable[..., Any]) -> None:
+    four_ranks.check(train_case, parallelize, {"pipe": 4}, {})
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_collectives_at_stage_boundaries(four: Ranks, stages: int) -> None:
+def test_collectives_at_stage_boundaries(four_ranks: Ranks, stages: int) -> None:
     options = {"schedule": "zbv" if stages == 4 else "1f1b"}
-    four.check(train_case, tensor_parallel, TENSOR, {"name": "linear_pairs", "stages": stages, "options": options})
+    four_ranks.check(
+        train_case, tensor_parallel, TENSOR, {"name": "linear_pairs", "stages": stages, "options": options}
+    )
 
 
-def test_sharded_tied_weights(four: Ranks) -> None:
-    four.check(train_case, shard_ties_equally, TENSOR, {"name": "tied"})
+def test_sharded_tied_weights(four_ranks: Ranks) -> None:
+    four_ranks.check(train_case, shard_ties_equally, TENSOR, {"name": "tied"})
 
 
 @pytest.mark.parametrize(("parallelize", "sizes"), [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR)])
-def test_skip_connections(four: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+def test_skip_connections(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
     options = {"schedule": "zbv", "recompute": "except_last"}
-    four.check(train_case, parallelize, sizes, {"name": "skips", "stages": 4, "options": options})
+    four_ranks.check(train_case, parallelize, sizes, {"name": "skips", "stages": 4, "options": options})

@@ -10,11 +10,11 @@ from penstock.schedule import Schedule
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import loop, vee
 from penstock.schedule.search import auto
-from tests.equivalence.check import check_step
+from tests.equivalence.check import check_on_rank, check_step
 from tests.equivalence.models import TRAINING
-from tests.equivalence.ranks import Ranks
 from tests.equivalence.test_skip_connections import dense_skips
 from tests.equivalence.test_steps import case_with_all_layers
+from tests.support.ranks import Ranks
 
 MODES = ("except_last", "always")
 
@@ -30,8 +30,8 @@ def test_every_schedule_in_threads(schedule: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_over_two_processes(schedule: str, mode: str, two_ranks: Ranks) -> None:
-    two_ranks.check(replace(case_with_all_layers(schedule, 2, 5, 7), recompute=mode))
-    two_ranks.check(replace(dense_skips(schedule, 2), recompute=mode))
+    two_ranks.check(check_on_rank, replace(case_with_all_layers(schedule, 2, 5, 7), recompute=mode))
+    two_ranks.check(check_on_rank, replace(dense_skips(schedule, 2), recompute=mode))
 
 
 def searched_schedule(placement: tuple[int, ...]) -> Schedule:
@@ -48,4 +48,4 @@ def searched_schedule(placement: tuple[int, ...]) -> Schedule:
 def test_recompute_chosen_by_the_search(placement: tuple[int, ...], batch: int, two_ranks: Ranks) -> None:
     case = replace(case_with_all_layers("zbv", 2, 6, batch), schedule=searched_schedule(placement), recompute="never")
     check_step(case)
-    two_ranks.check(case)
+    two_ranks.check(check_on_rank, case)

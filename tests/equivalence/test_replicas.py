@@ -147,26 +147,26 @@ def train(
 
 @pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_over_uneven_shards(four: Ranks, loss: str, shards: tuple[int, int]) -> None:
-    four.check(train, "mlp", loss, shards, {})
+def test_every_loss_over_uneven_shards(four_ranks: Ranks, loss: str, shards: tuple[int, int]) -> None:
+    four_ranks.check(train, "mlp", loss, shards, {})
 
 
 @pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY], ids=str)
 @pytest.mark.parametrize("name", ["tied", "frozen", "sparse"])
-def test_ties_frozen_and_sparse_parameters(four: Ranks, name: str, shards: tuple[int, int]) -> None:
-    four.check(train, name, "counted", shards, {})
+def test_ties_frozen_and_sparse_parameters(four_ranks: Ranks, name: str, shards: tuple[int, int]) -> None:
+    four_ranks.check(train, name, "counted", shards, {})
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved", "zbv", "v_half"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_schedules(four: Ranks, schedule: str, recompute: str) -> None:
+def test_schedules(four_ranks: Ranks, schedule: str, recompute: str) -> None:
     stages = 2 if schedule in ("gpipe", "zb_h1") else 4
-    four.check(train, "mlp", "counted", UNEVEN, {"schedule": schedule, "recompute": recompute}, stages)
+    four_ranks.check(train, "mlp", "counted", UNEVEN, {"schedule": schedule, "recompute": recompute}, stages)
 
 
 @pytest.mark.parametrize("bucket", [1, 300, 1 << 20])
-def test_bucket_sizes(four: Ranks, bucket: int) -> None:
-    four.check(train_with_bucket_size, bucket)
+def test_bucket_sizes(four_ranks: Ranks, bucket: int) -> None:
+    four_ranks.check(train_with_bucket_size, bucket)
 
 
 def train_with_bucket_size(rank: int, bucket: int) -> None:
@@ -179,8 +179,8 @@ def train_with_bucket_size(rank: int, bucket: int) -> None:
         reduce.BUCKET = before
 
 
-def test_parameters_unused_on_some_replicas(four: Ranks) -> None:
-    four.check(train_with_unused_parameters)
+def test_parameters_unused_on_some_replicas(four_ranks: Ranks) -> None:
+    four_ranks.check(train_with_unused_parameters)
 
 
 def train_with_unused_parameters(rank: int) -> None:
@@ -250,9 +250,9 @@ def train_batchnorm(rank: int, momentum: float | None, shards: Sequence[int], sc
 @pytest.mark.parametrize("shards", [(6, 6), (9, 6), (6, 0)], ids=str)
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "never"), ("zbv", "always")])
 def test_microbatch_batchnorm(
-    four: Ranks, momentum: float | None, shards: tuple[int, int], schedule: str, recompute: str
+    four_ranks: Ranks, momentum: float | None, shards: tuple[int, int], schedule: str, recompute: str
 ) -> None:
-    four.check(train_batchnorm, momentum, shards, schedule, recompute)
+    four_ranks.check(train_batchnorm, momentum, shards, schedule, recompute)
 
 
 def train_deferred_batchnorm(rank: int, momentum: float | None, shards: Sequence[int]) -> None:
@@ -273,8 +273,8 @@ def train_deferred_batchnorm(rank: int, momentum: float | None, shards: Sequence
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shards", [(6, 6), (9, 6), (6, 0), (0, 8)], ids=str)
-def test_deferred_batchnorm(four: Ranks, momentum: float | None, shards: tuple[int, int]) -> None:
-    four.check(train_deferred_batchnorm, momentum, shards)
+def test_deferred_batchnorm(four_ranks: Ranks, momentum: float | None, shards: tuple[int, int]) -> None:
+    four_ranks.check(train_deferred_batchnorm, momentum, shards)
 
 
 def train_dropout(rank: int) -> None:
@@ -292,8 +292,8 @@ def train_dropout(rank: int) -> None:
             check_gradients(pipe, plain)
 
 
-def test_seeded_dropout(four: Ranks) -> None:
-    four.check(train_dropout)
+def test_seeded_dropout(four_ranks: Ranks) -> None:
+    four_ranks.check(train_dropout)
 
 
 def train_with_scaler(rank: int, shards: Sequence[int]) -> None:
@@ -325,8 +325,8 @@ def train_with_scaler(rank: int, shards: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("shards", [EVEN, ONE_EMPTY], ids=str)
-def test_grad_scaler(four: Ranks, shards: tuple[int, int]) -> None:
-    four.check(train_with_scaler, shards)
+def test_grad_scaler(four_ranks: Ranks, shards: tuple[int, int]) -> None:
+    four_ranks.check(train_with_scaler, shards)
 
 
 def accumulate_in_float32(rank: int) -> None:
@@ -351,8 +351,8 @@ def accumulate_in_float32(rank: int) -> None:
             torch.testing.assert_close(parameter.grad, total[name].bfloat16(), rtol=0.008, atol=0)
 
 
-def test_fp32_accumulation(four: Ranks) -> None:
-    four.check(accumulate_in_float32)
+def test_fp32_accumulation(four_ranks: Ranks) -> None:
+    four_ranks.check(accumulate_in_float32)
 
 
 # ── who brings what ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -379,5 +379,5 @@ def train_with_inputs_on_some_ranks(rank: int, inputs: Sequence[int], targets: S
 
 @pytest.mark.parametrize("targets", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("inputs", [(0,), (1,), (0, 1)], ids=str)
-def test_inputs_and_targets_on_some_ranks(four: Ranks, inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
-    four.check(train_with_inputs_on_some_ranks, inputs, targets)
+def test_inputs_and_targets_on_some_ranks(four_ranks: Ranks, inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    four_ranks.check(train_with_inputs_on_some_ranks, inputs, targets)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from tests.equivalence.check import check_step
+from tests.equivalence.check import check_on_rank, check_step
 from tests.equivalence.models import TRAINING, stages_for
-from tests.equivalence.ranks import Ranks
 from tests.equivalence.skip_models import SkipCase
 from tests.equivalence.strategies import skip_cases
+from tests.support.ranks import Ranks
 
 
 def dense_skips(schedule: str, ranks: int, microbatches: int = 4, batch: int = 10) -> SkipCase:
@@ -27,8 +27,8 @@ def test_skip_connections_in_threads(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_skip_connections_over_processes(schedule: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
-    two_ranks.check(dense_skips(schedule, 2))
-    four_ranks.check(dense_skips(schedule, 4, 5, 13))
+    two_ranks.check(check_on_rank, dense_skips(schedule, 2))
+    four_ranks.check(check_on_rank, dense_skips(schedule, 4, 5, 13))
 
 
 @pytest.mark.slow
@@ -42,6 +42,6 @@ def test_generated_skip_connections_over_two_processes(two_ranks: Ranks) -> None
     @settings(max_examples=30, deadline=None, derandomize=True)
     @given(case=skip_cases(ranks=(2,)))
     def run(case: SkipCase) -> None:
-        two_ranks.check(case)
+        two_ranks.check(check_on_rank, case)
 
     run()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from tests.equivalence.check import check_step
+from tests.equivalence.check import check_on_rank, check_step
 from tests.equivalence.models import TRAINING, Case, stages_for
-from tests.equivalence.ranks import Ranks
 from tests.equivalence.strategies import cases
+from tests.support.ranks import Ranks
 
 ALL_LAYERS = ("relu_", "tuple_edge", "twice", "dict_edge", "scale", "convs", "frozen", "layer_norm", "lookup", "tanh")
 
@@ -38,13 +38,13 @@ def test_every_loss(schedule: str, loss: str) -> None:
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_over_two_processes(schedule: str, two_ranks: Ranks) -> None:
     for microbatches, batch in SIZES:
-        two_ranks.check(case_with_all_layers(schedule, 2, microbatches, batch))
+        two_ranks.check(check_on_rank, case_with_all_layers(schedule, 2, microbatches, batch))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_over_four_processes(schedule: str, four_ranks: Ranks) -> None:
     for microbatches, batch in SIZES[2:4]:
-        four_ranks.check(case_with_all_layers(schedule, 4, microbatches, batch, "pair"))
+        four_ranks.check(check_on_rank, case_with_all_layers(schedule, 4, microbatches, batch, "pair"))
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_generated_models_over_two_processes(two_ranks: Ranks) -> None:
     @settings(max_examples=60, deadline=None, derandomize=True)
     @given(case=cases(ranks=(2,)))
     def run(case: Case) -> None:
-        two_ranks.check(case)
+        two_ranks.check(check_on_rank, case)
 
     run()
 
@@ -67,6 +67,6 @@ def test_generated_models_over_four_processes(four_ranks: Ranks) -> None:
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(case=cases(ranks=(4,)))
     def run(case: Case) -> None:
-        four_ranks.check(case)
+        four_ranks.check(check_on_rank, case)
 
     run()

@@ -98,5 +98,5 @@ def steps_on_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, An
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("build", [llama, gpt2, mixtral], ids=lambda build: build.__name__)
-def test_steps_over_two_ranks(two: Ranks, build: Callable[..., nn.Module], stages: int) -> None:
-    two.check(steps_on_rank, build, {"tie_word_embeddings": True} if build is llama else {}, stages)
+def test_steps_over_two_ranks(two_ranks: Ranks, build: Callable[..., nn.Module], stages: int) -> None:
+    two_ranks.check(steps_on_rank, build, {"tie_word_embeddings": True} if build is llama else {}, stages)
