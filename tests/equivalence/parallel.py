@@ -103,12 +103,10 @@ def train(
                 optimizer.zero_grad()
             reference.step()
             reference.zero_grad()
-        check_state(pipe, plain)
-        check_loading(pipe, plain)
+        check_state_and_loading(pipe, plain)
         pipe.eval()
         plain.eval()
         check_evaluation(pipe, plain, mesh, shards)
-        check_state(pipe, plain)
 
 
 @torch.no_grad()
@@ -135,8 +133,8 @@ def check_state(pipe: ps.Pipeline, plain: nn.Module) -> None:
     assert {name for name, _ in pipe.named_parameters()} <= names
 
 
-def check_loading(pipe: ps.Pipeline, plain: nn.Module) -> None:
-    """A state dict of the plain model, and one of the pipeline's own, in parts where parameters are."""
+def check_state_and_loading(pipe: ps.Pipeline, plain: nn.Module) -> None:
+    """Load a state dict of the plain model, then the pipeline's own, sharded as its parameters are."""
     own = {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}
     before = copy.deepcopy(plain.state_dict())
     for name, tensor in plain.state_dict().items():

@@ -19,7 +19,7 @@ def case_with_all_layers(schedule: str, ranks: int, microbatches: int, batch: in
     return Case(ALL_LAYERS, True, 7 * ranks, schedule, stages, microbatches, batch, loss)
 
 
-SIZES = [(1, 4), (4, 8), (4, 10), (5, 3), (7, 7)]  # micro-batches, batch: whole, even, uneven, too few samples
+SIZES = [(1, 4), (4, 8), (4, 10), (5, 3), (7, 7)]  # micro-batches, batch size: whole, even, uneven, too few samples
 
 
 @pytest.mark.parametrize(("microbatches", "batch"), SIZES)
@@ -37,13 +37,13 @@ def test_every_loss(schedule: str, loss: str) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_over_two_processes(schedule: str, two_ranks: Ranks) -> None:
-    for microbatches, batch in SIZES:
+    for microbatches, batch in [(1, 4), (4, 10), (5, 3)]:
         two_ranks.check(check_on_rank, case_with_all_layers(schedule, 2, microbatches, batch))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_over_four_processes(schedule: str, four_ranks: Ranks) -> None:
-    for microbatches, batch in SIZES[2:4]:
+    for microbatches, batch in [(4, 10), (5, 3)]:
         four_ranks.check(check_on_rank, case_with_all_layers(schedule, 4, microbatches, batch, "pair"))
 
 
@@ -55,7 +55,7 @@ def test_generated_models_in_threads(case: Case) -> None:
 
 
 def test_generated_models_over_two_processes(two_ranks: Ranks) -> None:
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=30, deadline=None, derandomize=True)
     @given(case=cases(ranks=(2,)))
     def run(case: Case) -> None:
         two_ranks.check(check_on_rank, case)
@@ -64,7 +64,7 @@ def test_generated_models_over_two_processes(two_ranks: Ranks) -> None:
 
 
 def test_generated_models_over_four_processes(four_ranks: Ranks) -> None:
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @settings(max_examples=15, deadline=None, derandomize=True)
     @given(case=cases(ranks=(4,)))
     def run(case: Case) -> None:
         four_ranks.check(check_on_rank, case)
