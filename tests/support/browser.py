@@ -1,4 +1,4 @@
-"""A real browser, without a screen, told what to do over its DevTools pipe."""
+"""A headless Chromium, controlled over its DevTools pipe."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 __all__ = ["Browser", "chromium"]
 
-SECONDS = 60.0  # after which a browser that says nothing is given up
+SECONDS = 60.0  # timeout for an answer of the browser
 
 # The browser reads commands from file 3 and writes answers to file 4.
 _START = "import os, sys; a = sys.argv; os.dup2(int(a[1]), 3); os.dup2(int(a[2]), 4); os.execv(a[3], a[3:])"
 
 
 def chromium() -> str | None:
-    """Where it is installed, if it is."""
+    """The path of an installed Chromium or Chrome, or None."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Browser:
-    """One page in one browser. ``messages`` has what its console said, and what went wrong in it."""
+    """One page in one browser. ``messages`` lists its console output and errors."""
 
     def __init__(self, program: str, home: Path) -> None:
         read, self._to = os.pipe()
@@ -45,18 +45,18 @@ class Browser:
             os.close(end)
         self._number, self._rest = 0, b""
         self.messages: list[str] = []
-        self.requested_urls: list[str] = []  # addresses that the page wanted
+        self.requested_urls: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command to the page."""
+        """Send a DevTools command to the page and return its result."""
         return self._call(method, session=self._session, **params)
 
     def open(self, path: Path, width: int = 1200, height: int = 900, dark: bool = False, touch: bool = False) -> None:
-        """Show a file, and wait until it has drawn itself."""
+        """Open a file and wait until it is loaded."""
         self.messages.clear()
         self.requested_urls.clear()
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -79,7 +79,7 @@ class Browser:
             time.sleep(0.02)
 
     def wait_for_frame(self) -> None:
-        """Wait until all that was asked for is drawn."""
+        """Wait until two animation frames have been drawn."""
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
@@ -117,18 +117,18 @@ class Browser:
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._from], [], [], max(0.0, end - time.monotonic()))
             data = os.read(self._from, 1 << 16) if ready else b""
-            assert data, f"the browser says nothing: it ended with {self._process.poll()}"
+            assert data, f"no answer from the browser; its exit code is {self._process.poll()}"
             self._rest += data
         line, self._rest = self._rest.split(b"\0", 1)
         return dict(json.loads(line))
 
     def _handle_event(self, message: dict[str, Any]) -> None:
-        what, params = message.get("method"), message.get("params", {})
-        if what == "Runtime.consoleAPICalled":
+        event, params = message.get("method"), message.get("params", {})
+        if event == "Runtime.consoleAPICalled":
             self.messages.append(f"{params['type']}: {params['args']}")
-        elif what == "Runtime.exceptionThrown":
+        elif event == "Runtime.exceptionThrown":
             self.messages.append(f"exception: {params['exceptionDetails']}")
-        elif what == "Log.entryAdded":
+        elif event == "Log.entryAdded":
             self.messages.append(f"{params['entry']['level']}: {params['entry']['text']}")
-        elif what == "Network.requestWillBeSent":
+        elif event == "Network.requestWillBeSent":
             self.requested_urls.append(params["request"]["url"])

@@ -1,4 +1,4 @@
-"""Something that happens in the middle of a backward."""
+"""Call a function in the middle of a backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def call_in_backward(x: Tensor, callback: Callable[[Tensor], None]) -> Tensor:
-    """``x``, with ``hit`` called on its gradient when that comes by."""
+    """``x``; the backward calls ``callback`` with its gradient."""
     out: Tensor = _CallInBackward.apply(x, callback)  # type: ignore[no-untyped-call]
     return out
 

@@ -1,4 +1,4 @@
-"""What a process must not keep when a pipeline is over: threads, sockets, children, shared memory."""
+"""Detect resources that a pipeline leaks: threads, sockets, child processes, shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ProcessResources"]
 
 @dataclass(frozen=True)
 class ProcessResources:
-    """What this process has now; ``Belongings()`` before, and ``before.assert_nothing_new()`` afterwards."""
+    """Resources of this process: ``before = ProcessResources.now()``, later ``before.assert_no_leaks()``."""
 
     python_threads: frozenset[str]
     threads: int
@@ -34,7 +34,7 @@ class ProcessResources:
         )
 
     def assert_no_leaks(self, seconds: float = 10.0) -> None:
-        """Threads take a moment to end."""
+        """Poll, because threads take some time to end."""
         end = time.monotonic() + seconds
         while (left := self._new()) and time.monotonic() < end:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Places of a mesh in one process, and datasets that remember, to test loaders with."""
+"""Fake meshes and pipelines, and datasets that record their reads, for tests of data loaders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class FakeMesh(ps.Mesh):
-    """A place in a mesh that nobody started."""
+    """A mesh without processes: only this rank's coordinates."""
 
     def __init__(self, data: int = 1, data_rank: int = 0, pipe: int = 1, pipe_rank: int = 0, tensor: int = 1) -> None:
         self.sizes = {"data": data, "pipe": pipe, "tensor": tensor}
@@ -36,7 +36,7 @@ class FakeMesh(ps.Mesh):
 
 
 class FakePipeline(ps.Pipeline):
-    """A pipeline that is nothing but its stages' places."""
+    """A pipeline without an executor: only its plan and the stages of this rank."""
 
     def __init__(self, mesh: ps.Mesh | None, *stages: int, devices: Sequence[str] = ("cpu",) * 4) -> None:
         self.mesh = mesh
@@ -45,7 +45,7 @@ class FakePipeline(ps.Pipeline):
 
 
 class RecordingDataset(torch_data.Dataset[tuple[Tensor, int]]):
-    """Sample ``i`` is about the number ``i``; what is read is written down."""
+    """Sample ``i`` holds the number ``i``; ``read`` records the indices."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -72,12 +72,12 @@ class IterableNumbers(torch_data.IterableDataset[Tensor]):
 
 
 def batches_per_replica(dataset: Any, batch_size: int | None, data: int, **options: Any) -> list[list[Any]]:
-    """What each of ``data`` replicas gets, batch by batch."""
+    """The batches that each of ``data`` replicas gets."""
     return [list(ps.DataLoader(dataset, batch_size, mesh=FakeMesh(data, rank), **options)) for rank in range(data)]
 
 
 def global_batches(parts: Sequence[list[Any]]) -> list[Any]:
-    """The global mini-batches: the replicas' parts, side by side. All have as many steps."""
+    """The global mini-batches: the replicas' shards, concatenated. All replicas must have equally many steps."""
     assert len({len(part) for part in parts}) == 1
     return [torch.cat(row) for row in zip(*parts, strict=True)]
 

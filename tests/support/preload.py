@@ -1,5 +1,6 @@
-"""Imported last by the process that ranks are forks of: what torch imports in a first step, to learn shapes, is there
-then. No fork looks through all of that for garbage, which would also give it a copy of its own of all that memory.
+"""The last import of the forkserver: loads the modules that torch imports for shape inference in a first step.
+
+The garbage collector ignores all objects that exist by now: a collection in a fork would copy their memory pages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 import torch.fx.experimental.symbolic_shapes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-if not torch.backends.cuda.is_built():  # or it would take hold of a GPU, which its forks could not use any more
+if not torch.backends.cuda.is_built():  # else this would initialise CUDA, and forks could not use the GPU
     with FakeTensorMode():
         torch.empty(2, 2) @ torch.empty(2, 2)
 

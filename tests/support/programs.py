@@ -1,4 +1,4 @@
-"""Scripts that tests run as programs of several processes, and how to see that none of these is left."""
+"""Run scripts and commands in processes of their own."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
     "wait_until",
 ]
 
-DEADLINE = 150.0  # seconds: many times what a run takes
+DEADLINE = 150.0  # seconds, far more than a run takes
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """That of this process, without what a launcher has said to it, and without GPUs."""
+    """This process's environment without a launcher's variables and without GPUs."""
     kept = {k: v for k, v in os.environ.items() if k not in _LAUNCHED and not k.startswith(("SLURM_", "PENSTOCK_"))}
     paths = kept.get("PYTHONPATH", "").split(os.pathsep)
     kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths if path)
@@ -51,7 +51,7 @@ def python(*arguments: object) -> list[str]:
 
 
 def forked_python(*arguments: object) -> list[str]:
-    """The same, and the same for what it starts, where torch is imported already."""
+    """Like ``python``, but the process, like its children, starts with torch imported."""
     return [fork_python(), *map(str, arguments)]
 
 
@@ -62,7 +62,7 @@ def torchrun(*arguments: object) -> list[str]:
 def run(
     command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """One program, to its end."""
+    """Run one program to its end."""
     (done,) = run_all([(command, env or environment())], cwd)
     return done
 
@@ -70,7 +70,7 @@ def run(
 def run_all(
     programs: Sequence[tuple[Sequence[str], Mapping[str, str]]], cwd: Path | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Several programs, side by side; what each has printed, and its exit code."""
+    """Run several programs concurrently; their outputs and exit codes."""
     end = time.monotonic() + DEADLINE
     with _start_all(programs, cwd) as processes:
         done = []
@@ -106,14 +106,14 @@ def _start_all(
 def run_commands(
     argvs: Sequence[Sequence[object]], env: Mapping[str, str], cwd: Path
 ) -> list[subprocess.CompletedProcess[str]]:
-    """``penstock`` command lines, side by side, in processes that have imported torch already: half the time."""
+    """Run ``penstock`` command lines concurrently, in processes that have imported torch already: half the time."""
     return _processes([(main, ([str(word) for word in argv],)) for argv in argvs], env, cwd)
 
 
 def run_in_process(
     function: Callable[..., object], *args: object, env: Mapping[str, str], cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    """A function in such a process; what it prints, and 1 where it raises."""
+    """Run a function in a process that has imported torch; its output, and exit code 1 if it raises."""
     (done,) = _processes([(function, args)], env, cwd)
     return done
 
@@ -133,7 +133,7 @@ def _processes(
                 process.start()
             for process in processes:
                 process.join(max(1.0, end - time.monotonic()))
-                assert process.exitcode is not None, f"one of {calls} does not end"
+                assert process.exitcode is not None, f"one of {calls} did not end within {DEADLINE:g} s"
         finally:
             for process in processes:
                 process.kill()
@@ -154,7 +154,7 @@ def _call(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    tempfile.tempdir = None  # found out anew
+    tempfile.tempdir = None  # reset the cached directory
     try:
         code = function(*args)
     except BaseException:
@@ -165,9 +165,9 @@ def _call(
     os._exit(code if isinstance(code, int) else 0)
 
 
-def wait_until(what: Any, why: str) -> None:
-    """Look again and again until it is so."""
+def wait_until(condition: Callable[[], object], error: str) -> None:
+    """Poll ``condition`` until it is true."""
     end = time.monotonic() + DEADLINE
-    while not what():
-        assert time.monotonic() < end, why
+    while not condition():
+        assert time.monotonic() < end, error
         time.sleep(0.05)

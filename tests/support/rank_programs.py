@@ -1,7 +1,7 @@
-"""Whole programs, one process for each rank, that end as they like: by an exception, by ``sys.exit``, or at their end.
+"""Run whole programs, one process per rank, that may end with an exception, with ``sys.exit`` or normally.
 
-ended = run_programs(source, 3)         # python -c source, as a user starts it
-ended = run_processes(function, 3)      # function(rank) in processes of multiprocessing
+exits = run_programs(source, 3)         # python -c source, as a user starts it
+exits = run_processes(function, 3)      # function(rank) in processes of multiprocessing
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _HOSTNAME_WARNING = "The hostname of the client socket cannot be retrieved"
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """How the program of a rank ended, and what it wrote."""
+    """The exit code and the output of one rank's program."""
 
-    code: int | None  # None: it had to be killed
+    code: int | None  # None: killed after the timeout
     text: str
 
 
 def without_hostname_warnings(text: str) -> str:
-    """What programs wrote, without torch's word on machines whose names nobody answers for: it comes at any time."""
+    """Drop torch's warning about hosts whose names cannot be resolved: it may appear anywhere in the output."""
     return "".join(line for line in text.splitlines(keepends=True) if _HOSTNAME_WARNING not in line)
 
 
 def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> list[ProgramExit]:
-    """Run a program on ``n`` ranks; the first one keeps the store."""
+    """Run a program on ``n`` ranks; rank 0 hosts the store."""
     with _folder() as folder:
         running = []
         for rank, environment in enumerate(_environments(n)):
@@ -61,7 +61,7 @@ def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> lis
 
 
 def run_processes(function: Callable[..., Any], n: int, *args: Any, timeout: float = 150.0) -> list[ProgramExit]:
-    """Run a function on ``n`` ranks; the first one keeps the store."""
+    """Run a function on ``n`` ranks; rank 0 hosts the store."""
     context = forkserver_context()
     with _folder() as folder:
         running: list[Any] = []

@@ -1,11 +1,11 @@
-"""Processes to test distributed pipelines with: started once, given many cases, and never left hanging.
+"""Rank processes for tests of distributed pipelines: started once, used for many cases, with a timeout.
 
     ranks = Ranks(2)
-    ranks.run(case, *args)      # case(rank, *args) on every rank; the list of what each gave back, or raised
-    run_ranks(case, 2, *args)  # the same with processes of its own, killed afterwards
+    ranks.run(case, *args)     # case(rank, *args) on every rank; per rank its result or its exception
+    run_ranks(case, 2, *args)  # the same with new processes, killed afterwards
 
-The store of the process group lives in the test's own process, as torchrun keeps it in its agent, so any rank may be
-killed. A case that does not end in time fails with the stack of every rank that is still in it.
+The test's own process hosts the store of the process group, as torchrun's agent does, so any rank may be killed. A case
+that exceeds its timeout fails with the stack of every rank that is still running.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _IMPORTS = ["torch", "torch.distributed", "penstock", "pytest", "tests.support.f
 
 
 def forkserver_context() -> Any:
-    """A context of multiprocessing whose processes are forks of one that has imported torch, and more, already."""
+    """A multiprocessing context whose processes are forks of one that has imported torch and penstock."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTS)
-    with contextlib.chdir(_ROOT):  # where it finds the tests' own modules
+    with contextlib.chdir(_ROOT):  # to import ``tests``
         forkserver.ensure_running()
     return context
 
@@ -52,14 +52,14 @@ class RankExited(Exception):
 
 
 class RanksHung(AssertionError):
-    """Ranks that were still at work when the time was up."""
+    """Ranks were still running at the timeout."""
 
 
 class Ranks:
-    """``n`` processes in one gloo group. They are started by the first case, and again after a case that broke them."""
+    """``n`` processes in one gloo group. The first case starts them, and the next case after a rank exited."""
 
     def __init__(self, n: int, *, store: str = "parent") -> None:
-        """``store="first"`` keeps the group's store in rank 0, as ``init_process_group`` does without torchrun."""
+        """``store="first"`` hosts the group's store in rank 0, as ``init_process_group`` does without torchrun."""
         self.n = n
         self.store = store
         self._members: list[_RankProcess] = []
@@ -75,7 +75,7 @@ class Ranks:
         return results
 
     def check(self, case: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Like ``run``, but what a rank raised fails the test."""
+        """Like ``run``, but an exception of any rank fails the test."""
         results = self.run(case, *args, timeout=timeout)
         raised = [(rank, r) for rank, r in enumerate(results) if isinstance(r, BaseException)]
         if raised:
@@ -148,7 +148,7 @@ def _describe(result: Any) -> str:
 
 
 class _RankProcess:
-    """One process, as the test sees it."""
+    """The test's handle of one rank process."""
 
     def __init__(self, rank: int, n: int, port: int, keeps_store: bool) -> None:
         self.rank = rank
@@ -168,7 +168,7 @@ class _RankProcess:
             return RankExited(f"rank {self.rank} ended with exit code {self.process.exitcode}")
 
     def stack(self) -> str:
-        """Where the process is now, in all its threads."""
+        """The current stacks of all threads of the process."""
         with contextlib.suppress(ProcessLookupError, TypeError):
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.3)
@@ -183,7 +183,7 @@ class _RankProcess:
 
 
 def _rank_main(pipe: Any, rank: int, n: int, port: int, keeps_store: bool, log: str) -> None:
-    """The life of a rank: join the group, then run case after case until the test ends."""
+    """Main loop of a rank: join the group, then run cases until the test closes the pipe."""
     with open(log, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         torch.set_num_threads(1)
@@ -209,7 +209,7 @@ def _rank_main(pipe: Any, rank: int, n: int, port: int, keeps_store: bool, log: 
 
 
 def _with_traceback(error: BaseException) -> BaseException:
-    """The error with its traceback as a note, which does not travel otherwise."""
+    """The error with its traceback as a note, because pickling drops the traceback."""
     error.add_note("".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))
@@ -226,7 +226,7 @@ def _pickled(result: Any) -> bytes:
 
 
 def free_port() -> int:
-    """A port below those that the system gives to connections of other tests, which could take it meanwhile."""
+    """A free port below the ephemeral range, from which connections of other tests could take it."""
     while True:
         port = random.SystemRandom().randrange(10000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Host weights with the CPU as host and device, and copies that run as late as possible."""
+"""Host weights with the CPU as host and device, and with copies that run as late as possible."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LateWeights(HostWeights):
 
 
 def use_late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
-    """Give new pipelines with ``Offload(weights=True)`` such weights; the list gets them."""
+    """Let new pipelines with ``Offload(weights=True)`` use LateWeights, which are appended to the returned list."""
     made: list[LateWeights] = []
 
     def make(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> LateWeights:
@@ -49,7 +49,7 @@ def use_late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
 
 
 def offload_weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
-    """Let every pipeline keep its weights on the host, where any optimizer may update them."""
+    """Let every pipeline keep its weights on the host and accept any optimizer."""
     before = ps.Pipeline.__init__
 
     def init(self: ps.Pipeline, *args: Any, **options: Any) -> None:
