@@ -50,7 +50,7 @@ __all__ = ["run", "show"]
 MIB = 2**20
 
 
-# ── what is expected ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is expected ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def expected(variant: Variant, parts: StageBytes, m: int) -> tuple[list[int], in
     return found, sum(found)
 
 
-# ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── running ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def most_alive(variant: Variant, device: torch.device, times: int) -> tuple[list[int], int]:

@@ -18,7 +18,7 @@ import penstock
 __all__ = ["MachineLoad", "check", "table", "verdict_lines", "write"]
 
 
-# ── the machine ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the machine ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class MachineLoad:
@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform()}
 
 
-# ── results ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check(what: str, value: float, *, most: float | None = None, least: float | None = None) -> dict[str, Any]:

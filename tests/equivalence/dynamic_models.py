@@ -1,4 +1,4 @@
-"""Models in which what crosses an edge depends on the data: how long, how many, of what structure, whether at all."""
+"""Models whose messages depend on the data: in shape, number of tensors, structure and presence."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from tests.equivalence.skip_models import SkipCase, SkipModel
 
 
 class _TwoLinears(nn.Module):
-    """A layer before or after a cut."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -24,7 +22,7 @@ class _TwoLinears(nn.Module):
 
 
 class SelectRows(_TwoLinears):
-    """Some of the rows, by a mask that depends on them; perhaps none."""
+    """Rows that a mask of the data selects, perhaps none."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h = self.linear(x)
@@ -39,7 +37,7 @@ class ScatterRows(_TwoLinears):
 
 
 class ListOfSlices(_TwoLinears):
-    """A list of as many tensors as there are rows of some kind, each as long as its row says."""
+    """A list of slices of different lengths; the data decides how many."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
         h = self.linear(x)
@@ -55,7 +53,7 @@ class SumSlices(_TwoLinears):
 
 
 class OptionalTensor(_TwoLinears):
-    """A tensor or None; and plain values that are computed from the data, some of them equal but not the same."""
+    """A tensor or None, and Python values computed from the data; some are equal but of different types."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         up = bool(x.sum() > 0)
@@ -98,7 +96,7 @@ class UseVaryingStructure(_TwoLinears):
 
 
 class OptionalGradient(_TwoLinears):
-    """Tensors that always cross, want a gradient or not, and are used or not, as the data says."""
+    """The data decides whether a tensor requires a gradient, and whether the next layer uses it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h, other = self.linear(x), self.other(x)
@@ -108,12 +106,12 @@ class OptionalGradient(_TwoLinears):
 class UseOptionalGradient(_TwoLinears):
     def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         h, other, x = parts
-        h = h * 2 if x[0, 0] > 0 else self.linear(x) * 3  # then nothing comes back for ``h``
+        h = h * 2 if x[0, 0] > 0 else self.linear(x) * 3  # else ``h`` gets no gradient
         return h + other if x[0, 2] > 0 else h
 
 
 class SkippedLayer(_TwoLinears):
-    """A layer that is skipped for some micro-batches, and numbers that only NumPy knows."""
+    """A layer that is skipped for some micro-batches, and a value computed with NumPy."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale = 1 + float(x.detach().cpu().numpy().max())
@@ -132,7 +130,7 @@ LAYER_PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] 
 
 @dataclass(frozen=True)
 class DynamicShapesCase:
-    """A chain whose every cut is in the middle of one of the pairs, beginning with ``first``."""
+    """A chain with a pair of layers around every cut, beginning with the pair ``first``."""
 
     first: str
     schedule: str
@@ -169,13 +167,13 @@ class DynamicShapesCase:
 
 @dataclass(frozen=True)
 class DynamicCase(Case):
-    """A model whose edges could be inferred, and are not."""
+    """A case with static shapes and ``dynamic=True``."""
 
     dynamic = True
 
 
 class DynamicSkipModel(SkipModel):
-    """A web whose values, those that skip stages too, are rows picked by a mask, with their places."""
+    """Values, also those of skip connections, are rows selected by a mask, with their indices."""
 
     def layer(self, i: int, linear: nn.Module, known: dict[int, Any]) -> Any:
         out = torch.tanh(linear(_all_rows(known[i - 1])))
@@ -202,7 +200,7 @@ def _all_rows(value: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class DynamicSkipCase(SkipCase):
-    """A web with ragged values."""
+    """Skip connections with data-dependent shapes."""
 
     model_class = DynamicSkipModel
     dynamic = True

@@ -1,4 +1,4 @@
-"""One network, written for each front end: every way to say where it may be cut must give the same training."""
+"""One network, written for each front end of ``ps.split``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.equivalence.models import CLASSES, WIDTH
 
 
 class Norm(nn.Module):
-    """A residual layer with a batch norm of its own, run in float64."""
+    """A residual layer with batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Norm(nn.Module):
 
 
 class Parts(nn.Module):
-    """Eight layers and a head: ``early`` is used again at the very end, and so is the input."""
+    """Eight layers and a head; the head also uses the input and the output of the stem."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Marked(Parts):
 
 
 class Bare(Parts):
-    """The same without marks."""
+    """The same without cut points."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Blocked(Bare):
 
 
 class Trunk(Bare):
-    """A trunk takes no skips from before it to its end: what is needed there is computed from the input."""
+    """Without skip connections around the trunk, which ``blocks=`` does not support."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.stem(x))
@@ -101,7 +101,7 @@ FRONT_ENDS = ("marks", "blocks", "cuts", "automatic", "trunk", "skips", "flatten
 
 @dataclass(frozen=True)
 class FrontEndCase:
-    """One front end, one schedule, one mini-batch. BatchNorm sees micro-batches, as in the plain loop."""
+    """One front end, one schedule, one mini-batch. BatchNorm uses statistics of micro-batches, as in the plain loop."""
 
     front_end: str
     stages: int

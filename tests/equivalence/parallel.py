@@ -1,4 +1,4 @@
-"""Steps, accumulation, clipping, an optimizer, evaluation, state: in parallel stages all is as in the plain model."""
+"""Compare training with parallelized stages with the plain model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _meshes: dict[str, ps.Mesh] = {}
 
 
 def mesh_of(sizes: dict[str, int], device: str = "cpu") -> ps.Mesh:
-    """One mesh for all cases of a process: its groups take longer to make than most cases."""
+    """One mesh per process and shape, shared by all cases."""
     if str(sizes) not in _meshes:
         _meshes[str(sizes)] = ps.Mesh(**sizes, device=device)
     return _meshes[str(sizes)]
@@ -30,7 +30,7 @@ def batch(step: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[Ten
 
 
 def replica_samples(mesh: ps.Mesh, shards: Sequence[int], *tensors: Tensor) -> list[Tensor]:
-    """This replica's samples; processes along ``tensor`` have the same."""
+    """This replica's samples; ranks along ``tensor`` have the same."""
     start = sum(shards[: mesh.data_rank])
     return [tensor[start : start + shards[mesh.data_rank]] for tensor in tensors]
 
@@ -69,10 +69,10 @@ def train(
     norm: float = 2.0,
     device: str = "cpu",
 ) -> None:
-    """Steps, accumulation, clipping, an optimizer, evaluation, state: all as with the plain model."""
+    """Compare steps, accumulation, clipping, an optimizer, evaluation and state with the plain model."""
     mesh = mesh_of(sizes, device)
     shards = shards if mesh.data > 1 else (sum(shards),)
-    torch.manual_seed(rank)  # processes begin with different weights, and take the first one's
+    torch.manual_seed(rank)  # ranks start with different weights and must take those of the first one
     model = MODELS[name]().double()
     torch.manual_seed(0)
     plain = MODELS[name]().double()
@@ -91,7 +91,7 @@ def train(
             expected.backward()
             check_equal(result.loss, expected.detach(), "loss")
             check_gradients(pipe, plain)
-            if step == 1:  # its gradients are added to by the next
+            if step == 1:  # the next step accumulates into its gradients
                 continue
             clipped = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm)
             check_equal(pipe.clip_grad_norm_(0.5, norm), clipped, "norm")

@@ -1,4 +1,4 @@
-"""Models, and ways to make their stages parallel."""
+"""Models, and ``parallelize`` functions for their stages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ EVEN, UNEVEN, ONE_EMPTY = (6, 6), (7, 2), (5, 0)
 DATA, TENSOR, DATA_TENSOR = {"data": 2, "pipe": 2}, {"pipe": 2, "tensor": 2}, {"data": 2, "tensor": 2, "pipe": 1}
 
 
-# ── models, and what is made of their stages ─────────────────────────────────────────────────────────────────────
+# ── models ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Block(nn.Module):
-    """A norm and two linears, as in a transformer: what is tensor-parallel is the pair of linears."""
+    """A norm and two linears, as in a transformer; the linears can be tensor-parallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class LinearPair(nn.Module):
-    """Two linears and nothing around them: what enters and leaves a stage of them does so through collectives."""
+    """Two linears and nothing else: collectives at the input and the output of a stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class LinearPair(nn.Module):
 
 
 class ConditionalLayer(nn.Module):
-    """Two layers, of which the second is used where ``rarely`` says so; a third is not used at all."""
+    """Three layers: the second is used if ``use_second``, the third never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +73,6 @@ class TiedModel(nn.Module):
 
 
 class SkipConnections(nn.Module):
-    """Stages with several edges in and out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c, self.d, self.e = (Block() for _ in range(5))
@@ -97,7 +95,7 @@ def linear_pairs() -> nn.Module:
 
 
 def model_with_empty_stage() -> nn.Module:
-    """Cut in four, with a stage that has no parameters."""
+    """In four stages, one of them has no parameters."""
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, CLASSES))
 
 
@@ -138,7 +136,7 @@ def fsdp(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
 
 
 def fsdp_blocks(stage: nn.Module, mesh: ps.Mesh) -> None:
-    """What is not in a block is not sharded."""
+    """Shard the blocks only."""
     from torch.distributed.fsdp import fully_shard
 
     for part in stage.children():
@@ -160,7 +158,7 @@ def tensor_parallel(stage: nn.Module, mesh: ps.Mesh) -> None:
 
 
 def sequence_parallel(stage: nn.Module, mesh: ps.Mesh) -> None:
-    """Norms too are distributed: their gradients are sums of what each process has of the samples."""
+    """Distribute the norms, too: each rank has a part of the samples, and gradients are summed over ranks."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -211,7 +209,7 @@ def unchanged(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
 
 
 def checkpoint_blocks(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
-    """Names with wrappers' parts in them, at the root and within."""
+    """Wrappers that add components to parameter names, at the root and inside."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     for name, part in stage.named_children():

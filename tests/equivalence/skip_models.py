@@ -1,4 +1,4 @@
-"""Models whose stages are joined by more than a chain: values that skip stages, in every shape that may cross."""
+"""Models with skip connections between stages, of tensors and other values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ WIDTH = 6
 
 
 class SkipModel(nn.Module):
-    """``links`` says which layers' outputs each layer adds to its own: ``links[i]`` are numbers below ``i``.
+    """Layer ``i`` adds the outputs of the layers ``links[i]``, all below ``i``, to its own.
 
-    Layer 0 also gives integers, a None and a plain number, which the last layer needs.
+    The first stage also computes an integer tensor, a None and a float for the last layer.
     """
 
     def __init__(self, links: tuple[tuple[int, ...], ...], frozen: int = -1) -> None:
@@ -52,7 +52,7 @@ class SkipModel(nn.Module):
 
 
 class SkipChain(LayerChain):
-    """Cut between any two layers; what a later stage needs of an earlier one is an edge."""
+    """May be cut between any two layers; an edge connects each pair of stages that share a value."""
 
     def __init__(self, model: SkipModel) -> None:
         self.model = model
@@ -74,7 +74,7 @@ class SkipChain(LayerChain):
 
 
 def edge_values(model: SkipModel, groups: Groups) -> dict[tuple[int, int], list[int]]:
-    """Which layers' outputs cross each edge; -2 are the extras."""
+    """Per edge: the layers whose outputs it carries; -2 stands for the extras."""
     stage_of = {-1: 0, -2: 0}
     for s, layers in enumerate(groups):
         stage_of.update({int(layer.split(".")[1]): s for layer in layers})
@@ -119,7 +119,7 @@ class SkipStage(nn.Module):
 
 @dataclass(frozen=True)
 class SkipCase:
-    """One web, one cut, one schedule, one mini-batch."""
+    """One model, one cut, one schedule, one mini-batch."""
 
     links: tuple[tuple[int, ...], ...]
     frozen: int

@@ -1,4 +1,4 @@
-"""Cases as hypothesis draws them."""
+"""Hypothesis strategies for cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BatchNorm in a pipeline: as in a loop over micro-batches, or with the statistics of the whole mini-batch."""
+"""BatchNorm in a pipeline: statistics of micro-batches, or deferred statistics of the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.support.ranks import Ranks
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zbv"]
 RECOMPUTE = ["never", "except_last", "always"]
-# Micro-batches, batch, momentum: even, uneven, one sample in some, fewer than usual.
+# Micro-batches, batch size, momentum: even, uneven, some of one sample, fewer samples than micro-batches.
 SIZES = [(4, 12, 0.1), (4, 10, None), (4, 5, 0.3), (3, 2, None)]
 Size = tuple[int, int, float | None]
 
 
 def model(momentum: float | None = 0.1) -> nn.Sequential:
-    """What a layer gets does not depend on how those before it normalise: each BatchNorm stands beside the trunk.
+    """Each BatchNorm is beside the trunk, so that a layer's input does not depend on the normalisation of others.
 
-    So its values are the same in micro-batches as in one forward of the whole, and so must its statistics be.
+    Its input is then the same in micro-batches and in one forward of the mini-batch, and so are deferred statistics.
     """
     torch.manual_seed(0)
     parts: list[nn.Module] = []
@@ -36,7 +36,7 @@ def model(momentum: float | None = 0.1) -> nn.Sequential:
 
 
 class StatisticsOnly(nn.Module):
-    """Runs its layer for its statistics and its parameters' gradients alone."""
+    """Runs the layer for its statistics and the gradients of its parameters only."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class StatisticsOnly(nn.Module):
 
 
 class CustomForward(nn.BatchNorm2d):
-    """A layer with a forward of its own, whose output depends on its statistics in training, too."""
+    """A subclass with its own forward, whose output depends on the running statistics also in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.running_mean is not None
@@ -57,7 +57,7 @@ class CustomForward(nn.BatchNorm2d):
 
 
 class Checkpointed(StatisticsOnly):
-    """The user's own recomputation, inside a stage."""
+    """Activation checkpointing by the user, inside a stage."""
 
     def forward(self, x: Tensor) -> Tensor:
         normalized = checkpoint(self.norm, x, use_reentrant=False)
@@ -77,7 +77,7 @@ def make_pipeline(net: nn.Sequential, schedule: str, **options: Any) -> ps.Pipel
 
 
 def accumulate_over_microbatches(net: nn.Module, x: Tensor, y: Tensor, microbatches: int) -> Tensor:
-    """The plain loop that accumulates gradients over micro-batches."""
+    """The plain training loop with gradient accumulation."""
     sizes = list(microbatch_sizes(len(x), microbatches))
     losses = []
     for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
@@ -104,7 +104,7 @@ def assert_gradients_equal(pipe: ps.Pipeline, plain: nn.Module) -> None:
 
 
 def check(schedule: str, recompute: str, batchnorm: str, sizes: Sequence[Size], **where: Any) -> None:
-    """Two steps: gradients and loss are the loop's in either mode; the statistics, the loop's or the whole's."""
+    """Compare two steps: gradients and loss with the loop, statistics with the loop or the whole mini-batch."""
     for microbatches, batch, momentum in sizes:
         net = model(momentum)
         looped, full = copy.deepcopy(net), copy.deepcopy(net)
@@ -218,7 +218,7 @@ def test_failed_step_leaves_statistics_unchanged(when: str, schedule: str) -> No
         assert_state_equal(pipe.state_dict(), before)
         handle.remove()
         plain = model()
-        pipe.step(x, y)  # of the failed step, nothing is left
+        pipe.step(x, y)  # no statistics of the failed step remain
         forward_whole_batch(plain, x)
         assert_state_equal(pipe.state_dict(), plain.state_dict())
 
@@ -283,7 +283,7 @@ def test_batchnorm_shared_by_two_ranks_is_refused() -> None:
 
 def test_batchnorm_shared_by_two_stages_of_one_rank() -> None:
     net = model()
-    net[11] = net[1]  # of the first stage, and of the last
+    net[11] = net[1]  # in the first stage and in the last
     plain = copy.deepcopy(net)
     x, y = data(10)
     with make_pipeline(net, "zbv", microbatches=4, batchnorm="deferred") as pipe:

@@ -1,4 +1,4 @@
-"""The same equality on a GPU: ranks as threads or processes on one device, and ranks on GPU and CPU in turn."""
+"""Equivalence with the plain model on a GPU: threads or processes on one device, and ranks on GPU and CPU in turn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What crosses an edge may depend on the data: with ``dynamic=True`` the step is still the plain model's.
+"""With ``dynamic=True``, shapes and structure of messages may depend on the data.
 
-Under a mesh nothing of it can be known beforehand. In threads nothing need be, and the option changes nothing.
+In threads the option changes nothing, because shapes need not be known beforehand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODES = ("never", "always")
 def dynamic_skips(
     schedule: str, ranks: int, microbatches: int, batch: int, recompute: str = "never"
 ) -> DynamicSkipCase:
-    """Two layers a stage, and every layer uses every other one before it: many edges share a channel."""
+    """Two layers per stage; every layer uses all earlier ones, so that many edges share a channel."""
     stages = stages_for(schedule, ranks)
     links = tuple(tuple(range(i)) for i in range(2 * stages))
     return DynamicSkipCase(links, 1, (2,) * stages, schedule, microbatches, batch, recompute=recompute)

@@ -1,4 +1,4 @@
-"""Every front end trains as the plain model does: outputs, gradients, running statistics, names."""
+"""Every front end gives the plain model's outputs, gradients, running statistics and parameter names."""
 
 from __future__ import annotations
 

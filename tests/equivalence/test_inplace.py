@@ -1,4 +1,4 @@
-"""Tensors that are changed in place: the plain model's result, or a word about it, and never a wrong number."""
+"""In-place changes of tensors give the plain model's result or an error, never a wrong result."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def assert_gradients(model: nn.Module, plain: nn.Module) -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-# ── inside a stage ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── inside a stage ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
@@ -94,7 +94,7 @@ def test_occasional_input_mutation_fails_once(recompute: str) -> None:
     assert_gradients(model, plain)
 
 
-# ── the caller's tensors ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the caller's tensors ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def by_step(pipe: ps.Pipeline, x: Tensor, y: Tensor) -> None:
@@ -178,11 +178,11 @@ def test_tensor_passed_twice_must_not_change(recompute: str) -> None:
         pipe.step((x, x.clone()), batch(6, 4))
 
 
-# ── a value that two stages use, one of which gets it by way of a third ──────────────────────────────────────────
+# ── a value used by two stages and forwarded by a third ────────────────────────────────────────────────────────────
 
 
 def forwarded_value_model() -> nn.Sequential:
-    """The second layer passes on what the last one gets, too; the third changes it."""
+    """The second layer forwards a value that the last one gets, too; the third changes it in place."""
     return chain(linear(), Stash(), nn.Identity(), DoubleInPlace(), Pop(), linear())
 
 
@@ -207,7 +207,7 @@ def test_forwarded_value_is_protected_over_processes(four_ranks: Ranks, dynamic:
     four_ranks.check(_forwarded_value_on_rank, dynamic)
 
 
-# ── inference mode, in which tensors do not count their changes ──────────────────────────────────────────────────
+# ── inference mode, in which tensors do not count their changes ────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])

@@ -1,4 +1,4 @@
-"""Offloading changes where things are, and nothing else: losses, gradients and updates are the same bit for bit."""
+"""Offloading does not change results: losses, gradients and updates are bitwise equal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Prepare = Callable[[ps.Pipeline, torch.optim.Optimizer], torch.optim.Optimizer]
 
 
 def case_for(schedule: str, ranks: int, microbatches: int = 6, batch: int = 13) -> Case:
-    # No layer is repeated: two threads add to its gradient, in no fixed order.
+    # No layer is shared: two threads would add to its gradient in no fixed order.
     return Case(LAYERS, False, 3, schedule, stages_for(schedule, ranks), microbatches, batch, "mean")
 
 
@@ -39,7 +39,7 @@ def offload_optimizer(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> to
 
 
 def train(case: Case, prepare: Prepare, **options: Any) -> Record:
-    """Five steps of AdamW: all losses and gradients, and the parameters and the optimizer's state at the end."""
+    """Losses and gradients of five AdamW steps, and the final parameters and optimizer state."""
     found: Record = []
     model = case.build()
     x, y = case.data()
@@ -67,7 +67,7 @@ def check_same(ours: Record, plain: Record) -> None:
         assert torch.equal(mine, theirs), name
 
 
-# ── through the API: on the CPU nothing moves ────────────────────────────────────────────────────────────────────
+# ── public API on the CPU: nothing is copied ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -95,11 +95,11 @@ def test_activations_or_optimizer_only() -> None:
     check_same(train(case, offload_optimizer, offload=ps.Offload(activations=False)), plain)
 
 
-# ── with stand-ins on the CPU: everything moves ──────────────────────────────────────────────────────────────────
+# ── with stand-ins on the CPU: everything moves ────────────────────────────────────────────────────────────────────
 
 
 class UseLateCopies:
-    """Puts copies that are as late as may be into the stages and the optimizer."""
+    """Installs LateCopies in the stages and in the optimizer."""
 
     def __init__(self, budget: int | None = None) -> None:
         self.pool = HostBufferPool(budget)
@@ -129,7 +129,7 @@ def test_late_copies_in_threads(schedule: str, budget: int | None, recompute: st
 
 
 def test_device_holds_two_waiting_microbatches() -> None:
-    """Of eight micro-batches that wait in a fill-drain schedule, at most the two next ones are on the device."""
+    """Of eight micro-batches that wait for their backward, only the next two are on the device."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
     stand_in = UseLateCopies()
@@ -144,7 +144,7 @@ def test_device_holds_two_waiting_microbatches() -> None:
         assert copies.most_on_device <= 3 * one
 
 
-# ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_invalid_offload_options_are_refused() -> None:
@@ -160,4 +160,4 @@ def test_invalid_offload_options_are_refused() -> None:
         optimizer = torch.optim.AdamW(pipe.parameters())
         with pytest.raises(ps.PlanError, match="is not offloaded"):
             optimizer.step()
-    optimizer.step()  # the pipeline is closed: its parameters are the model's own again
+    optimizer.step()  # after close the parameters are the model's own again

@@ -1,4 +1,4 @@
-"""Weights on the host change where they are, and nothing else: results are the same bit for bit."""
+"""Weights on the host do not change results: they are bitwise equal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL = ps.Offload(activations=False, weights=True)
 
 @pytest.fixture(autouse=True)
 def one_operator_thread() -> Iterator[None]:
-    """Ranks that take turns have the operator threads of one: sums over several are rounded otherwise."""
+    """All ranks use one operator thread, else the rounding of sums depends on the number of ranks."""
     before = torch.get_num_threads(), torch.backends.cudnn.deterministic
     torch.set_num_threads(1)
     torch.backends.cudnn.deterministic = True
@@ -43,7 +43,7 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
     return use_late_weights(monkeypatch)
 
 
-# ── through the API: on the CPU nothing moves ────────────────────────────────────────────────────────────────────
+# ── public API on the CPU: nothing is copied ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
@@ -64,7 +64,7 @@ def train_on_rank(rank: int, schedule: str, recompute: str, moves: bool) -> None
     if moves:
         with pytest.MonkeyPatch.context() as patch:
             offload_weights_everywhere(patch)
-            check_step(replace(case, repeat_first=True), mesh)  # with a tie between the ranks
+            check_step(replace(case, repeat_first=True), mesh)  # with a weight tied between the ranks
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_offload_over_processes(two_ranks: Ranks, schedule: str, recompute: str,
 
 
 def train_as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
-    """Two replicas of a pipeline, each with all stages: their gradients are summed on the host."""
+    """Two replicas with all stages each: gradients are reduced on the host."""
     torch.set_num_threads(1)
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def train_as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> Non
                     pipe.offload_optimizer(optimizer)
                 record = []
                 for step in range(3):
-                    # At last, one of them has nothing.
+                    # In the last step one replica has no samples.
                     mine = slice(rank * 5, 5 + rank * 7) if step < 2 else slice(0, 12 * rank)
                     record.append(pipe.step(X[mine] + step, Y[mine]).loss)
                     record += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
@@ -112,7 +112,7 @@ def test_replicas(two_ranks: Ranks, schedule: str, stages: int, bucket: int) -> 
     two_ranks.check(train_as_replicas, schedule, stages, bucket)
 
 
-# ── with stand-ins on the CPU: everything moves ──────────────────────────────────────────────────────────────────
+# ── with LateCopies on the CPU: everything is copied ───────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
@@ -155,7 +155,7 @@ def test_frozen_layers_ties_skips_and_plain_calls(monkeypatch: pytest.MonkeyPatc
     assert all(weights.late.bytes_to_device > 0 for weights in late_weights)
 
 
-# ── what a training loop does ────────────────────────────────────────────────────────────────────────────────────
+# ── training loops ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 Loop = Callable[[ps.Pipeline, torch.optim.Optimizer], list[Any]]
 X, Y = (torch.randn(12, 16, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -174,7 +174,7 @@ def assert_same_with_offload(
     make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     **options: Any,
 ) -> None:
-    """A loop gives the same with weights on the host and without, and leaves the same behind."""
+    """Compare results and final state of a loop with weights on the host and without."""
     found: list[list[Tensor]] = []
     for each in (offload, None):
         options = {"loss_fn": F.mse_loss, "microbatches": 4, "schedule": "gpipe", **options}
@@ -229,7 +229,7 @@ def train_with_scaler(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> li
 
 
 def train_with_checkpoint(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """A checkpoint in the middle: loaded into a plain model, and back into the pipeline after some steps."""
+    """Save a checkpoint, load it into a plain model, and back into the pipeline after some steps."""
     found = train_with_clipping(pipe, optimizer)
     file = io.BytesIO()
     torch.save((pipe.state_dict(), optimizer.state_dict()), file)
@@ -259,7 +259,7 @@ def train_with_evaluation(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -
 
 
 def train_with_forward_calls(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """``pipe(x)`` with gradients: backward at once, after other runs, and not at all."""
+    """``pipe(x)`` with gradients: backward at once, after other runs, or never."""
     target = Y.to(pipe._executor.stages[7].device)
     found = train_with_clipping(pipe, optimizer)
     loss = F.mse_loss(pipe(X), target)
@@ -280,7 +280,7 @@ def train_with_forward_calls(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer
 
 
 def train_with_hooks(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Hooks on parameters see what they would see."""
+    """Hooks on parameters get the same values."""
     found: list[Any] = []
     parameter = next(iter(pipe.parameters()))
     parameter.register_hook(lambda grad: found.append(grad.clone()))
@@ -291,7 +291,7 @@ def train_with_hooks(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> lis
 
 
 def train_with_failed_steps(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Steps that fail before they run, in a forward, and in a backward, with gradients there and without."""
+    """Steps that fail before they run, in a forward, and in a backward, with and without existing gradients."""
 
     def fail(grad: Tensor) -> None:
         raise ValueError("in a hook")
@@ -351,7 +351,7 @@ def half_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def tied_model() -> nn.Sequential:
-    """A tie between the first stage and the last: one parameter, in one place."""
+    """The first stage and the last share a weight."""
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16) for _ in range(8)]
     layers[7].weight = layers[0].weight
@@ -373,15 +373,15 @@ def fill(stage: nn.Module) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "a loss that counts": {"loss_fn": pair},
-    "sums in float32": {"build": bfloat16_model, "loss_fn": half_loss, "accumulate": "fp32"},
+    "loss with count": {"loss_fn": pair},
+    "fp32 accumulation": {"build": bfloat16_model, "loss_fn": half_loss, "accumulate": "fp32"},
     "half precision": {"build": bfloat16_model, "loss_fn": half_loss},
     "deferred statistics": {"batchnorm": "deferred"},
-    "a tie": {"build": tied_model, "schedule": "sharded"},  # else two threads add to one gradient, in any order
-    "filled on the device": {"build": meta_model, "init": fill},
+    "tied": {"build": tied_model, "schedule": "sharded"},  # else two threads add to one gradient in any order
+    "meta device": {"build": meta_model, "init": fill},
     "momentum": {"make": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)},
-    "all together": {"make": lambda p, lr: torch.optim.LBFGS(p, lr=lr, max_iter=2)},
-    "weights alone": {"offload": ps.Offload(optimizer=False, activations=False, weights=True)},
+    "closure": {"make": lambda p, lr: torch.optim.LBFGS(p, lr=lr, max_iter=2)},
+    "weights only": {"offload": ps.Offload(optimizer=False, activations=False, weights=True)},
     "small buckets": {"offload": ps.Offload(activations=False, weights=True, bucket=1)},
     "1f1b": {"schedule": "1f1b", "recompute": "except_last", "seed": 3},
     "zb_h1": {"schedule": "zb_h1"},
@@ -399,11 +399,11 @@ def train_with_closure(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> l
 
 @pytest.mark.parametrize("name", CASES)
 def test_options(late_weights: list[LateWeights], name: str) -> None:
-    loop = train_with_closure if name == "all together" else train_with_accumulation
+    loop = train_with_closure if name == "closure" else train_with_accumulation
     assert_same_with_offload(loop, **CASES[name])
-    if name not in ("all together", "sums in float32", "half precision"):
+    if name not in ("closure", "fp32 accumulation", "half precision"):
         assert_same_with_offload(train_with_clipping, **CASES[name])
-    if name in ("a loss that counts", "sums in float32"):
+    if name in ("loss with count", "fp32 accumulation"):
         assert_same_with_offload(train_with_failed_steps, **CASES[name])
     assert late_weights[0].late.bytes_to_device > 0
 
@@ -423,7 +423,6 @@ def test_meta_init_puts_one_stage_on_the_device_at_a_time(late_weights: list[Lat
 
 
 def test_offload_does_not_change_plan_or_schedule(late_weights: list[LateWeights]) -> None:
-    """Ranks that take turns are ranks still: what is shown does not change."""
     shown = []
     for offload in (ALL, None):
         plan = ps.split(model(), stages=8)
@@ -442,7 +441,7 @@ def test_optimizer_without_offload_is_refused() -> None:
         pipe.offload_optimizer(optimizer).step()
 
 
-# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on a GPU ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 EVERYTHING = ps.Offload(weights=True)
@@ -461,11 +460,11 @@ def test_training_loops_on_a_gpu(loop: Loop, offload: ps.Offload) -> None:
 @needs_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_options_on_a_gpu(name: str) -> None:
-    loop = train_with_closure if name == "all together" else train_with_accumulation
+    loop = train_with_closure if name == "closure" else train_with_accumulation
     assert_same_with_offload(loop, device="cuda:0", **CASES[name])
-    if name not in ("all together", "sums in float32", "half precision"):
+    if name not in ("closure", "fp32 accumulation", "half precision"):
         assert_same_with_offload(train_with_clipping, device="cuda:0", **CASES[name])
-    if name in ("a loss that counts", "sums in float32"):
+    if name in ("loss with count", "fp32 accumulation"):
         assert_same_with_offload(train_with_failed_steps, device="cuda:0", **CASES[name])
 
 
@@ -492,9 +491,9 @@ def test_every_schedule_on_a_gpu(schedule: str) -> None:
         lambda p, lr: torch.optim.Adagrad(p, lr=lr),
         lambda p, lr: torch.optim.Adafactor(p, lr=lr),
     ],
-    ids=["foreach", "one by one", "fused", "capturable", "momentum", "Adagrad", "Adafactor"],
+    ids=["foreach", "for loop", "fused", "capturable", "momentum", "Adagrad", "Adafactor"],
 )
-@pytest.mark.parametrize("state", [True, False], ids=["state too", "weights alone"])
+@pytest.mark.parametrize("state", [True, False], ids=["weights and state", "weights only"])
 def test_optimizers_on_a_gpu(make: Callable[..., torch.optim.Optimizer], state: bool) -> None:
     offload = ps.Offload(optimizer=state, activations=False, weights=True, bucket=1)
     assert_same_with_offload(train_with_checkpoint, device="cuda:0", offload=offload, make=make)
@@ -503,7 +502,7 @@ def test_optimizers_on_a_gpu(make: Callable[..., torch.optim.Optimizer], state: 
 @pytest.mark.cuda
 @needs_gpu
 def test_recurrent_layers_on_a_gpu() -> None:
-    """Their weights are parts of one memory, and stay so: torch warns if they are not."""
+    """The weights of an LSTM must stay in one contiguous buffer, or torch warns."""
 
     class First(nn.Module):
         def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
@@ -520,7 +519,7 @@ def test_recurrent_layers_on_a_gpu() -> None:
 @needs_gpu
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_gpu_holds_two_of_eight_stages(schedule: str) -> None:
-    """Their weights, and the gradients of three: one leaves, one is added to, one comes."""
+    """The GPU holds the weights of two stages, and gradients of three: one per copy direction, one in use."""
     torch.manual_seed(0)
     device, one = torch.device("cuda:0"), 32 * MIB
     layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
@@ -541,7 +540,7 @@ def test_gpu_holds_two_of_eight_stages(schedule: str) -> None:
     with ps.Pipeline(plan, F.mse_loss, devices=[device] * 8, offload=offload, **options) as pipe:
         assert torch.cuda.memory_allocated() - empty < one / 4
         optimizer = pipe.offload_optimizer(torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9, foreach=False))
-        for counts in (False, True):  # the first time kernels are loaded, workspaces made, and weights looked at
+        for counts in (False, True):  # the first round loads kernels and allocates workspaces
             optimizer.zero_grad()
             settled = torch.cuda.memory_allocated()
             of_evaluation = peak(lambda: pipe.evaluate(x))
@@ -559,13 +558,13 @@ def test_gpu_holds_two_of_eight_stages(schedule: str) -> None:
 @pytest.mark.cuda
 @needs_gpu
 def test_model_larger_than_gpu_memory() -> None:
-    """What is built, trained and evaluated does not have its weights on the GPU at any time."""
+    """Build, train and evaluate a model whose weights never fit on the GPU."""
     device = torch.device("cuda:0")
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))  # 512 MiB, and as much of gradients
+    layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))  # 512 MiB, and 512 MiB of gradients
     with torch.no_grad():
         for weight in layers.parameters():
-            weight.mul_(3**0.5)  # so that what goes through all of them does not vanish
+            weight.mul_(3**0.5)  # keeps activations from vanishing
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 480 * MIB) / total, device)

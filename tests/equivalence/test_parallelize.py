@@ -1,4 +1,4 @@
-"""Stages that the user's ``parallelize`` has made parallel, on four processes: all is as with the plain model."""
+"""Training with ``parallelize`` over four processes equals the plain model."""
 
 from __future__ import annotations
 

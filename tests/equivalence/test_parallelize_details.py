@@ -1,4 +1,4 @@
-"""What DDP, FSDP2 and tensor parallel stages do in single matters, and how one replica's failure ends."""
+"""DDP, FSDP2 and tensor-parallel stages: BatchNorm, dropout, scaler, hooks, mixed precision, failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.support.ranks import RankExited, Ranks, run_ranks
 
 
 def train_with_unused_parameters(rank: int, parallelize: Callable[..., Any]) -> None:
-    """What no replica uses has no gradient, and what one uses has one everywhere, as in one process."""
+    """A parameter used by no replica has no gradient; one used by any replica has a gradient on all."""
     mesh = mesh_of(DATA)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), ConditionalLayer(), nn.Linear(6, CLASSES))
@@ -72,7 +72,7 @@ def test_parameters_unused_on_some_replicas(four_ranks: Ranks, parallelize: Call
 
 
 def train_batchnorm(rank: int, parallelize: Callable[..., Any]) -> None:
-    """As in one process that runs the micro-batches of the first replica, then those of the second."""
+    """Equal to one process that runs the micro-batches of the first replica, then those of the second."""
     mesh = mesh_of(DATA)
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)).double()
@@ -95,7 +95,7 @@ def test_batchnorm(four_ranks: Ranks, parallelize: Callable[..., Any]) -> None:
 
 
 def train_dropout(rank: int, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
-    """With a seed, a layer draws what it draws in one pipeline of one process."""
+    """With a seed, layers use the same random numbers as in a pipeline in one process."""
     mesh = mesh_of(sizes)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), Block(), Block(), nn.Dropout(0.5), nn.Linear(6, CLASSES))
@@ -126,7 +126,7 @@ def test_seeded_dropout(four_ranks: Ranks, parallelize: Callable[..., Any], size
 
 
 def train_with_scaler(rank: int, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
-    """An overflow in one process's part keeps every rank from stepping."""
+    """An overflow on one rank skips the step on every rank."""
     mesh = mesh_of(sizes)
     torch.manual_seed(0)
     model = blocks()
@@ -170,11 +170,11 @@ def test_clip_grad_norm_types(
     four_ranks.check(train_case, parallelize, sizes, {"norm": norm})
 
 
-# ── DDP's hooks, FSDP's types ────────────────────────────────────────────────────────────────────────────────────
+# ── DDP hooks, FSDP mixed precision, frozen parameters ─────────────────────────────────────────────────────────────
 
 
 def train_with_comm_hook(rank: int, shards: Sequence[int]) -> None:
-    """A hook of DDP's is called with the stage's gradients, once per step, and what it gives is what they become."""
+    """DDP calls its communication hook once per bucket and step; the gradients become the hook's results."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     mesh = mesh_of(DATA)
@@ -220,7 +220,7 @@ def test_ddp_comm_hooks_are_called(four_ranks: Ranks, shards: tuple[int, int]) -
 
 
 def train_in_mixed_precision(rank: int, schedule: str) -> None:
-    """FSDP's own mixed precision: bfloat16 in stages and on edges, gradients summed in float32."""
+    """FSDP's mixed precision: bfloat16 in stages and messages, gradients summed in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     def parallelize(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
@@ -279,7 +279,7 @@ def test_fp32_accumulation_with_ddp(four_ranks: Ranks) -> None:
 
 
 def freeze_between_steps(rank: int, parallelize: Callable[..., Any]) -> None:
-    """What is frozen, and what is in training mode, may change between steps."""
+    """``requires_grad`` may change between steps."""
     mesh = mesh_of(DATA)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES))
@@ -330,7 +330,7 @@ def test_weight_gradients_are_deferred_to_w(
     four_ranks.check(check_deferred_weight_grads, parallelize, sizes, expected)
 
 
-# ── failing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class FailsOnLargeInput(nn.Module):
@@ -341,7 +341,7 @@ class FailsOnLargeInput(nn.Module):
 
 
 def fail_on_one_replica(rank: int, parallelize: Callable[..., Any]) -> tuple[str, bool]:
-    """One replica fails in the middle of a step: all learn of it, and parameters are what they were."""
+    """One replica fails in a step: all ranks raise, and parameters are unchanged."""
     mesh = mesh_of(DATA)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Sequential(FailsOnLargeInput(), nn.Linear(6, CLASSES)))
@@ -363,7 +363,7 @@ def fail_on_one_replica(rank: int, parallelize: Callable[..., Any]) -> tuple[str
 
 
 def exit_between_steps(rank: int) -> str:
-    """The last process ends between steps; its neighbour is in a collective of torch's then."""
+    """The last process exits between steps while its peer waits in a torch collective."""
     options: dict[str, Any] = {"mesh": ps.Mesh(**TENSOR), "microbatches": 2, "parallelize": tensor_parallel}
     pipe = ps.Pipeline(ps.split(blocks(), stages=2), F.cross_entropy, **options)
     pipe.step(*batch(0, 8))
@@ -382,7 +382,7 @@ def test_error_names_the_killed_process() -> None:
 
 
 def fail_beside_a_collective(rank: int) -> str:
-    """One of two processes that share a stage fails in it; the other one is in a collective of torch's with it then."""
+    """One of two ranks that share a stage fails while the other waits in a torch collective."""
     model = blocks()
     plan = ps.split(model, stages=2)
     options: dict[str, Any] = {"mesh": ps.Mesh(**TENSOR), "microbatches": 2, "parallelize": tensor_parallel}
@@ -396,7 +396,7 @@ def fail_beside_a_collective(rank: int) -> str:
 
 
 def test_failure_ends_collectives_of_other_ranks() -> None:
-    """And does so while the process that has failed lives on."""
+    """The failed process stays alive."""
     for message in run_ranks(fail_beside_a_collective, 4, timeout=60.0):
         assert message.startswith("rank 1, stage 0, micro-batch 0, action 0F0: ZeroDivisionError"), message
 

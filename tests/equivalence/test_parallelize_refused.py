@@ -1,4 +1,4 @@
-"""What ``parallelize`` cannot make of a stage is refused, on all ranks."""
+"""Unsupported results of ``parallelize`` raise an error on all ranks."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_unsupported_parallelize_is_refused(
 
 
 def local_ties_error(rank: int, parallelize: Callable[..., Any]) -> str:
-    """Stages 0 and 3 are both on the first rank: two calls of fully_shard make two parameters of their one."""
+    """Stages 0 and 3 are on the first rank: two calls of fully_shard would split their tied parameter in two."""
     mesh = mesh_of(DATA)
     options: dict[str, Any] = {"mesh": mesh, "schedule": "zbv", "microbatches": 4, "parallelize": parallelize}
     plan = ps.split(TiedModel(), stages=4)

@@ -1,6 +1,6 @@
-"""Mixed precision: a pipelined step is the plain loop over the same micro-batches, bit for bit.
+"""Mixed precision: a pipelined step is bitwise equal to the plain loop over the same micro-batches.
 
-Every case is a function of the mesh: it runs over threads (None), and on every rank of two processes.
+Every case is a function of the mesh: it runs in threads (None) and over two processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Case = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Some kernels group their sums by the number of threads: the plain loop is to have as many as a rank has."""
+    """The plain loop uses as many operator threads as a rank: the order of some sums depends on their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=["threads", "processes"])
 def run_case(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Runs a case over threads, or on two processes."""
+    """Run a case in threads, or over two processes."""
 
     def run(case: Case, *args: Any) -> None:
         if request.param == "threads":
@@ -54,7 +54,7 @@ def _on_rank(rank: int, case: Case, args: tuple[Any, ...]) -> None:
     case(ps.Mesh(pipe=2), *args)
 
 
-# ── one model, one mini-batch, the plain loop ────────────────────────────────────────────────────────────────
+# ── model, data, comparisons ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -97,7 +97,7 @@ def assert_parameters(pipe: ps.Pipeline, expected: nn.Module) -> None:
         assert torch.equal(parameter, wanted[name]), name
 
 
-# ── autocast ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── autocast ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def autocast(mesh: ps.Mesh | None, dtype: torch.dtype, schedule: str, recompute: str) -> None:
@@ -127,11 +127,11 @@ def test_autocast(run_case: Any, dtype: torch.dtype, schedule: str, recompute: s
     run_case(autocast, dtype, schedule, recompute)
 
 
-# ── GradScaler ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── GradScaler ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def train_with_and_without_scaler(mesh: ps.Mesh | None, schedule: str) -> None:
-    """Scales that are powers of two change nothing, with momentum, clipping and accumulation over two steps."""
+    """Power-of-two scales change nothing, with momentum, clipping and accumulation over two steps."""
     trained = []
     for enabled in (True, False):
         model = network()
@@ -162,7 +162,7 @@ def test_scaler_does_not_change_float32_training(run_case: Any, schedule: str) -
 
 
 def train_float16(mesh: ps.Mesh | None, schedule: str) -> None:
-    """The scale begins too high, so that some steps are not done; it falls, and grows again."""
+    """The initial scale is too high: some steps are skipped, the scale falls and grows again."""
     model = network()
     plain = copy.deepcopy(model)
     options: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 2}
@@ -215,7 +215,7 @@ def inf_in_one_stage(mesh: ps.Mesh | None, stage: str) -> None:
         assert scaler.get_scale() == 2.0**15
         optimizer.zero_grad()
         pipe.step(*data())
-        scaler.step(optimizer)  # all of them go on
+        scaler.step(optimizer)  # no rank skips this one
         scaler.update()
         assert all(not torch.equal(p, dict(before.named_parameters())[n]) for n, p in pipe.named_parameters())
 
@@ -226,7 +226,7 @@ def test_inf_in_one_stage_skips_the_step_on_all_ranks(run_case: Any, stage: str)
 
 
 def stage_without_parameters(mesh: ps.Mesh | None, frozen: bool) -> None:
-    """The second stage has no parameters, or none that get gradients."""
+    """The second stage has no parameters, or only frozen ones."""
     torch.manual_seed(0)
     tail = nn.Linear(WIDTH, WIDTH).requires_grad_(False) if frozen else nn.Tanh()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), tail)
@@ -250,7 +250,7 @@ def test_scaler_with_a_rank_without_gradients(run_case: Any, frozen: bool) -> No
 
 
 def scale_loss_of_kind(mesh: ps.Mesh | None, kind: str) -> None:
-    """A sum with its count, where a factor puts gradients right at the end; a mean over targets that count; a sum."""
+    """A sum with its count, which is divided at the end of the step; a mean with ignored targets; a sum."""
     x, y = data()
     y[::3] = -100
     grads = []
@@ -287,13 +287,13 @@ def test_scaling_the_loss_of_a_forward_call() -> None:
             torch.testing.assert_close(parameter, dict(plain.named_parameters())[name])
 
 
-# ── accumulate="fp32" ────────────────────────────────────────────────────────────────────────────────────────
+# ── accumulate="fp32" ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def summed(
     model: nn.Module, x: Tensor, y: Tensor, loss_fn: Any = F.cross_entropy, factor: float = 1 / PARTS
 ) -> dict[str, Tensor]:
-    """The float32 sums of the micro-batches' gradients, which are in the model's own type."""
+    """Float32 sums over micro-batches of gradients in the model's dtype."""
     totals: dict[str, Tensor] = {}
     for a, b in parts(x, y):
         one = copy.deepcopy(model)
@@ -331,7 +331,7 @@ def test_fp32_accumulation_rounds_once(run_case: Any, dtype: torch.dtype, schedu
 
 
 def accumulate_over_steps(mesh: ps.Mesh | None, schedule: str) -> None:
-    """Between steps the sum is in the parameter's type: rounded once per step. The norm is that of what is left."""
+    """Between steps the sum has the parameter's dtype, rounded once per step; clipping uses the rounded gradients."""
     model = network().bfloat16()
     expected: dict[str, Tensor] = {}
     with pipeline(copy.deepcopy(model), schedule, mesh, accumulate="fp32") as pipe:
@@ -370,9 +370,9 @@ def test_fp32_accumulation_scales_before_rounding(run_case: Any, schedule: str) 
 
 
 def train_tied(mesh: ps.Mesh | None, schedule: str) -> None:
-    """One weight at both ends. The sum is that of both places' micro-batches, in float32 to the end.
+    """A weight tied between the first and the last stage: gradients of both are summed in float32.
 
-    Over threads both add to one sum, in no fixed order: the last bit of a float32 sum may differ, and at times show.
+    In threads both add to one sum in no fixed order, so the last bit may differ.
     """
     torch.manual_seed(0)
     first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -403,7 +403,7 @@ def test_fp32_accumulation_of_tied_weights(run_case: Any, schedule: str) -> None
 
 
 class UnusedModule(nn.Module):
-    """Has a module, and does not use it."""
+    """Registers a module without using it."""
 
     def __init__(self, held: nn.Module) -> None:
         super().__init__()
@@ -445,7 +445,7 @@ def test_fp32_accumulation_of_local_ties() -> None:
 
 
 class FailsInBackward(nn.Module):
-    """Passes its input on, and fails in the backward of one micro-batch of the step that is told to."""
+    """An identity that fails in the backward of one micro-batch if enabled."""
 
     fails = False
 

@@ -1,4 +1,4 @@
-"""Forwards that run twice give what they give once: every schedule, every mode, both transports."""
+"""Recomputation gives the plain model's results: every schedule and mode, in threads and over processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_schedule_over_two_processes(schedule: str, two_ranks: Ranks) -> N
 
 
 def searched_schedule(placement: tuple[int, ...]) -> Schedule:
-    """An order that recomputes some micro-batches of some stages, and some of them ahead of time."""
+    """A schedule that recomputes some micro-batches of some stages, partly ahead of the backward."""
     found = auto(Costs(latency=1.0), placement, 6, cap=2.0, recompute=None, seconds=0.05, repeatable=True)
     actions = [action for order in found.schedule.orders for action in order]
     again = sum(action.kind == "R" for action in actions)

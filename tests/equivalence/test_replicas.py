@@ -1,4 +1,4 @@
-"""Two pipelines of two ranks, on parts of one mini-batch: each ends a step as one process on the whole of it would."""
+"""Two replicas of a two-rank pipeline with shards of one mini-batch equal one process with the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVEN, UNEVEN, TINY, ONE_EMPTY = (6, 6), (7, 2), (1, 1), (5, 0)
 SHARDS = [EVEN, UNEVEN, TINY, ONE_EMPTY, (0, 3)]
 
 
-# ── models and losses ────────────────────────────────────────────────────────────────────────────────────────────
+# ── models and losses ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def mlp() -> nn.Module:
@@ -30,7 +30,7 @@ def mlp() -> nn.Module:
 
 
 class SparseEmbedding(nn.Module):
-    """Numbers to rows, by what the input's sign is; its gradient is sparse."""
+    """An embedding with sparse gradients, indexed by the sign of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,14 +104,14 @@ def check_gradients(pipe: ps.Pipeline, plain: nn.Module) -> None:
             torch.testing.assert_close(dense(parameter.grad), dense(there), msg=lambda text, n=name: f"{n}: {text}")
 
 
-# ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def train(
     rank: int, name: str, loss: str, shards: Sequence[int], options: dict[str, Any], stages: int = 2, steps: int = 3
 ) -> None:
     mesh = ps.Mesh(data=2, pipe=2)
-    torch.manual_seed(mesh.data_rank)  # replicas begin with different weights, and take the first one's
+    torch.manual_seed(mesh.data_rank)  # replicas start with different weights and must take those of the first one
     model = MODELS[name]()
     torch.manual_seed(0)
     plain = MODELS[name]()
@@ -129,7 +129,7 @@ def train(
             expected.backward()
             torch.testing.assert_close(result.loss, expected.detach())
             check_gradients(pipe, plain)
-            if step != 1:  # the gradients of the second step are added to by the third
+            if step != 1:  # the third step accumulates into the gradients of the second
                 if name != "sparse":
                     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
                     torch.testing.assert_close(pipe.clip_grad_norm_(0.5), norm)
@@ -184,7 +184,7 @@ def test_parameters_unused_on_some_replicas(four_ranks: Ranks) -> None:
 
 
 def train_with_unused_parameters(rank: int) -> None:
-    """What no replica uses has no gradient, and what one uses has one everywhere, as in one process."""
+    """A parameter used by no replica has no gradient; one used by any replica has a gradient on all."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), ConditionalLayer(), nn.Linear(6, CLASSES))
@@ -204,7 +204,7 @@ def train_with_unused_parameters(rank: int) -> None:
             assert model[2].second.weight.grad is not None
 
 
-# ── BatchNorm, random numbers, precision ─────────────────────────────────────────────────────────────────────────
+# ── BatchNorm, random numbers, precision ───────────────────────────────────────────────────────────────────────────
 
 
 def batchnorm_model(momentum: float | None) -> nn.Module:
@@ -222,7 +222,7 @@ def check_buffers(pipe: ps.Pipeline, plain: nn.Module) -> None:
 
 
 def train_batchnorm(rank: int, momentum: float | None, shards: Sequence[int], schedule: str, recompute: str) -> None:
-    """As in one process that runs the micro-batches of the first replica, then those of the second."""
+    """Equal to one process that runs the micro-batches of the first replica, then those of the second."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = batchnorm_model(momentum)
@@ -256,7 +256,7 @@ def test_microbatch_batchnorm(
 
 
 def train_deferred_batchnorm(rank: int, momentum: float | None, shards: Sequence[int]) -> None:
-    """Statistics of the whole mini-batch. (A layer's input must not depend on how others normalise.)"""
+    """Statistics of the whole mini-batch; layer inputs do not depend on the normalisation of other layers."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, CLASSES)).double()
@@ -278,7 +278,7 @@ def test_deferred_batchnorm(four_ranks: Ranks, momentum: float | None, shards: t
 
 
 def train_dropout(rank: int) -> None:
-    """With a seed, two replicas of two micro-batches draw what one pipeline of four draws."""
+    """With a seed, two replicas with two micro-batches use the random numbers of one pipeline with four."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, CLASSES))
@@ -297,7 +297,7 @@ def test_seeded_dropout(four_ranks: Ranks) -> None:
 
 
 def train_with_scaler(rank: int, shards: Sequence[int]) -> None:
-    """An overflow in one replica's part keeps every rank from stepping."""
+    """An overflow on one replica skips the step on every rank."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = mlp()
@@ -355,11 +355,11 @@ def test_fp32_accumulation(four_ranks: Ranks) -> None:
     four_ranks.check(accumulate_in_float32)
 
 
-# ── who brings what ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── inputs and targets ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def train_with_inputs_on_some_ranks(rank: int, inputs: Sequence[int], targets: Sequence[int]) -> None:
-    """Only the named ranks of each pipeline are given inputs and targets."""
+    """Only the given ranks of each pipeline have inputs and targets."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = mlp()

@@ -1,4 +1,4 @@
-"""Layers that TorchScript runs, in stages of every front end."""
+"""TorchScript layers in stages of every front end."""
 
 from __future__ import annotations
 

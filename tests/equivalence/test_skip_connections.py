@@ -1,4 +1,4 @@
-"""Values that skip stages arrive, and their gradients are summed where they were made."""
+"""Skip connections between stages, and the sums of their gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.ranks import Ranks
 
 
 def dense_skips(schedule: str, ranks: int, microbatches: int = 4, batch: int = 10) -> SkipCase:
-    """Two layers a stage, and every layer uses every other one before it."""
+    """Two layers per stage; every layer uses all earlier ones."""
     stages = stages_for(schedule, ranks)
     links = tuple(tuple(range(i)) for i in range(2 * stages))
     return SkipCase(links, 1, (2,) * stages, schedule, microbatches, batch)

@@ -1,4 +1,4 @@
-"""A pipelined step equals the plain model's, whatever the model, the cut, the schedule, the sizes, the transport."""
+"""A pipelined step equals the plain model's for all models, cuts, schedules, sizes and executors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL_LAYERS = ("relu_", "tuple_edge", "twice", "dict_edge", "scale", "convs", "fr
 
 
 def case_with_all_layers(schedule: str, ranks: int, microbatches: int, batch: int, loss: str = "ignore") -> Case:
-    """A model with every trap in it."""
+    """A case with most kinds of layers, a frozen one and a shared one."""
     stages = stages_for(schedule, ranks)
     return Case(ALL_LAYERS, True, 7 * ranks, schedule, stages, microbatches, batch, loss)
 

@@ -1,4 +1,4 @@
-"""Hugging Face models in pipelines: steps that equal the plain model's, in threads and over ranks."""
+"""Steps of Hugging Face models equal the plain model's, in threads and over processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mini_batch(build: Callable[..., nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def assert_steps(pipe: ps.Pipeline, plain: nn.Module, batch: dict[str, Any]) -> None:
-    """Three steps of an optimizer with the model's own loss: it, gradients and parameters are the plain model's."""
+    """Compare losses, gradients and parameters over three optimizer steps with the model's own loss."""
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     own = dict(plain.named_parameters(remove_duplicate=False))
@@ -85,7 +85,7 @@ def test_evaluation_returns_the_model_outputs() -> None:
         torch.testing.assert_close(pipe(**batch)["logits"], model(**batch).logits, **TOLERANCE)
 
 
-# ── over ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── over processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def steps_on_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, Any], stages: int) -> None:

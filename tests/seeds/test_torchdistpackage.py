@@ -66,7 +66,7 @@ def accuracy(output: Tensor, target: Tensor, topk: tuple[int, ...]) -> list[floa
     return [float(best[:, :k].any(1).float().mean()) for k in topk]
 
 
-# ── the document's programs ──────────────────────────────────────────────────────────────────────────────────────
+# ── the document's programs ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def partitioned(model: nn.Module, DDP: Any) -> Any:
@@ -170,7 +170,7 @@ def evaluate(model: Any, data_loader: Any, criterion: Any, device: torch.device)
             return output, loss, acc1, acc5
 
 
-# ── and what they are compared with ──────────────────────────────────────────────────────────────────────────────
+# ── and what they are compared with ────────────────────────────────────────────────────────────────────────────────
 
 
 def programs(rank: int, device_type: str, wrapper: str, own_bwd_fn: bool) -> None:

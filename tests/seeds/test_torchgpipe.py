@@ -34,7 +34,7 @@ def assert_matches_plain(model: GPipe, plain: nn.Module, input: Tensor, **tolera
     assert_same(found, list(gradients(plain).values()), **tolerance)
 
 
-# ── Applying GPipe ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── Applying GPipe ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_four_partitions_and_eight_microbatches(device_type: str) -> None:
@@ -75,7 +75,7 @@ def test_missing_devices_are_refused() -> None:
         GPipe(model, balance=[1, 1, 1, 1], devices=[4, 5, 6, 7], chunks=8)
 
 
-# ── Input and Output Device ──────────────────────────────────────────────────────────────────────────────────────
+# ── Input and Output Device ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_input_and_target_go_to_the_first_and_last_device(device_type: str) -> None:
@@ -112,7 +112,7 @@ def test_input_and_target_go_to_the_first_and_last_device(device_type: str) -> N
     assert_same([p.detach().cpu() for p in model.parameters()], [p.detach() for p in plain.parameters()], atol=1e-5)
 
 
-# ── Automatic Balancing ──────────────────────────────────────────────────────────────────────────────────────────
+# ── Automatic Balancing ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_balance_by_size(device_type: str) -> None:
     assert balance_by_size(model, batch(), partitions=2) == [1, 3]
 
 
-# ── Restrictions ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Restrictions ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ResNet(nn.Module):
@@ -205,7 +205,7 @@ def test_other_structures_are_refused(device_type: str, kind: str) -> None:
         model((batch(), "label"))
 
 
-# ── Skip Connections ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Skip Connections ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_skip_connection_as_a_tuple(device_type: str) -> None:
@@ -258,7 +258,7 @@ def test_skip_connection_as_a_tuple(device_type: str) -> None:
     assert_matches_plain(model, plain, batch(16), atol=1e-5)
 
 
-# ── Long Skip Connections ────────────────────────────────────────────────────────────────────────────────────────
+# ── Long Skip Connections ──────────────────────────────────────────────────────────────────────────────────────────
 
 # The shared memory between Layer1 and Layer8.
 skip_buf = None
@@ -357,7 +357,7 @@ def test_long_skip_by_microbatch_with_recompute(device_type: str, eight_layers: 
         model(batch(16))
 
 
-# ── Detecting Recomputation ──────────────────────────────────────────────────────────────────────────────────────
+# ── Detecting Recomputation ────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Counter(nn.Module):
