@@ -21,7 +21,7 @@ from penstock.profile.measure import _kept_together, measure_costs
 from penstock.split import measure as split_measure
 from penstock.split.trunk.line import trunk_chain
 from tests.split.trunk_models import Usual
-from tests.support.models import assert_same, batch, everything, labels, mlp, snapshot
+from tests.support.models import assert_same, batch, labels, mlp, snapshot, stateful_model
 
 FLOAT = 4
 HAS_GPU = torch.cuda.is_available()
@@ -476,7 +476,7 @@ def test_progress_is_shown() -> None:
 
 @pytest.mark.parametrize("device", [None, "cpu", CUDA])
 def test_nothing_in_the_model_or_the_generators_changes(device: str | None) -> None:
-    model = everything()
+    model = stateful_model()
     told: list[str] = []
     model[0].weight.register_post_accumulate_grad_hook(lambda p: told.append("grad"))
     before, states = snapshot(model), (torch.get_rng_state(), random.getstate())
@@ -507,7 +507,7 @@ def test_nothing_in_the_model_or_the_generators_changes(device: str | None) -> N
 
 
 def test_a_layer_that_fails_is_named_and_the_model_is_as_it_was() -> None:
-    model = everything()
+    model = stateful_model()
     model.append(nn.Linear(5, 5))
     before = snapshot(model)
     with pytest.raises(ps.PlanError, match=r"layer 8 \(number 9 of 9\) does not run on the sample: RuntimeError"):
