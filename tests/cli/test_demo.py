@@ -106,7 +106,7 @@ def test_processes(few: Path, tmp_path: Path) -> None:
     place = tmp_path / "a" / "b"
     options = ("--device-iterations", 2, "--offload-optimiser", "--profile", "--profile-dir", place, "--debug")
     arguments = ("--processes", "--schedule", "zbv", "--data", few, "--epochs", 1, "--batch-size", 50, *options)
-    done = programs.run(programs.warm("-m", "penstock", "demo", *arguments), programs.environment(), tmp_path)
+    done = programs.run(programs.forked_python("-m", "penstock", "demo", *arguments), programs.environment(), tmp_path)
     out = done.stdout
     assert (done.returncode, done.stderr) == (0, "")
     assert "4 stages on 2 processes trained 3 steps of 8 micro-batches by zbv, with the optimiser's state on the" in out
@@ -124,7 +124,7 @@ def test_processes(few: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_whose_last_stage_is_not_on_rank_0(few: Path, tmp_path: Path) -> None:
     arguments = ("--processes", "--stages", 2, "--data", few, "--epochs", 1)
-    done = programs.run(programs.warm("-m", "penstock", "demo", *arguments), programs.environment(), tmp_path)
+    done = programs.run(programs.forked_python("-m", "penstock", "demo", *arguments), programs.environment(), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     (ours, plain), *_ = re.findall(r"^test accuracy: pipeline (\S+), plain (\S+)$", done.stdout, re.MULTILINE)
     assert ours == plain != "0.0%"
