@@ -33,8 +33,9 @@ class ProgressUI:
     def advance(self, text: str | None, steps: int = 1) -> None:
         """Count steps. ``text`` replaces the text beside the bar; None keeps it."""
         if self.progress is not None and self.task is not None:
-            fields = {} if text is None else {"text": text}
-            self.progress.update(self.task, advance=steps, **fields)
+            self.progress.advance(self.task, steps)
+            if text is not None:
+                self.progress.update(self.task, text=text)
 
     def line(self, text: str) -> None:
         """Print a line that stays."""

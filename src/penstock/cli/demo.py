@@ -376,7 +376,7 @@ def _sum_over_ranks(mesh: ps.Mesh | None, *numbers: float) -> list[float]:
     sums = torch.tensor(numbers, dtype=torch.double)
     if mesh is not None:
         dist.all_reduce(sums)
-    return sums.tolist()  # type: ignore[no-any-return]
+    return sums.tolist()
 
 
 def _print_details(plan: ps.Plan, schedule: ps.Schedule, batch: Tensor) -> None:

@@ -95,10 +95,7 @@ def run(
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write to --log-dir {log_dir!r}: {error.strerror}") from None
-    if endpoint := master or rdzv_endpoint:
-        rendezvous = {"rdzv_backend": "static" if master else "c10d", "rdzv_endpoint": endpoint}
-    else:  # the store is in this process, on a port that the system chooses: any rank may end without it
-        rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1"}
+    endpoint = master or rdzv_endpoint
     config = LaunchConfig(
         min_nodes=nnodes,
         max_nodes=nnodes,
@@ -107,8 +104,11 @@ def run(
         max_restarts=0,
         logs_specs=_Logs(directory, all_ranks),
         log_line_prefix_template="[rank ${rank}] ",
+        # On one machine, the store is in this process, on a port that the system chooses: any rank may end without it.
+        rdzv_backend="static" if master else "c10d",
+        rdzv_endpoint=endpoint or "localhost:0",
         rdzv_configs={"rank": node_rank} if master else {},
-        **rendezvous,
+        local_addr=None if endpoint else "127.0.0.1",
     )
     mesh = {"PENSTOCK_PIPE": str(stages), "PENSTOCK_DATA": str(data), "PENSTOCK_TENSOR": str(tensor)}
     keep = log_dir is not None

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer.core import TyperCommand
 
 from penstock.cli import UsageError, complete_schedule, option
@@ -113,15 +112,15 @@ def schedule(
     if len(actions) > 1:
         raise UsageError(f"{actions[0]} and {actions[1]} exclude each other: give one")
     if list_all:
-        table = Table.grid(padding=(0, 2, 0, 0))
         for each, kind in SCHEDULES.items():
-            table.add_row(each, kind.description)
-        table.add_row(_AUTO, "searched: for your costs, memory and placement")
-        return Console(highlight=False).print(table)
+            print(f"{each:<12}  {kind.description}")
+        print(f"{_AUTO:<12}  searched: for your costs, memory and placement")
+        return
     if verify_file is not None:
         if name is not None:
             raise UsageError(f"--verify checks a file: leave out {name!r}")
-        return _verify(verify_file)
+        _verify(verify_file)
+        return
     if name is None:
         raise UsageError("which schedule? Give its name before the options; --list lists all")
     if p * m * (v or 1) > _MAX_CELLS:
