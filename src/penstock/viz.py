@@ -272,16 +272,29 @@ def to_svg(simulation: Simulation) -> str:
     there are too many actions for its width, a column shows the main kind of its actions, without tooltips.
     """
     schedule = simulation.schedule
+    chunks = _chunks(schedule)
+    num_chunks = 1 + max(chunks.values())
     if max(map(len, schedule.orders)) > _MAX_WIDTH / 3:
-        rows, chart_width = _column_boxes(simulation), float(_MAX_WIDTH)
+        gantt = _Gantt(simulation, _MAX_WIDTH)
+        scale = _MAX_WIDTH / (simulation.makespan or 1.0)
+        rows = [
+            [_Box(cell.begin, cell.end - cell.begin, cell.kind, _shade(cell.chunk, num_chunks), "") for cell in cells]
+            for cells in map(gantt.cells, range(schedule.num_ranks))
+        ]
     else:
         durations = simulation.costs.durations(schedule.num_stages)
         shortest = min((t for kind in schedule.kinds for t in durations[kind] if t), default=1.0)
         scale = min(_UNIT / shortest, _MAX_WIDTH / simulation.makespan) if simulation.makespan else 1.0
-        rows, chart_width = _action_boxes(simulation, scale), simulation.makespan * scale
+        rows = [
+            [
+                _Box(start * scale, (end - start) * scale, a.kind, _shade(chunks[a.stage], num_chunks), str(a))
+                for a, start, end in zip(order, starts, ends, strict=True)
+            ]
+            for order, starts, ends in zip(schedule.orders, simulation.starts, simulation.ends, strict=True)
+        ]
     left = _LETTER * len(f"rank {schedule.num_ranks - 1}") + 12
     legend, legend_width = _svg_legend(simulation)
-    width = left + max(chart_width, legend_width)
+    width = left + max(simulation.makespan * scale, legend_width)
     height = schedule.num_ranks * (_ROW + _GAP) + 30
     title = _printable(describe_schedule(schedule))
     lines = [
@@ -295,34 +308,9 @@ def to_svg(simulation: Simulation) -> str:
     for rank, boxes in enumerate(rows):
         y = rank * (_ROW + _GAP)
         lines.append(f'<text x="0" y="{y + 15}">rank {rank}</text>')
-        lines.extend(_svg_box(box._replace(x=left + box.x), y) for box in boxes)
+        lines.extend(_svg_box(box._replace(x=left + box.x), y) for box in boxes if box.width)
     lines.append(f'<g transform="translate({left},{height - 22})">{legend}</g>')
     return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def _action_boxes(simulation: Simulation, scale: float) -> Iterator[list[_Box]]:
-    chunks = _chunks(simulation.schedule)
-    num_chunks = 1 + max(chunks.values())
-    for order, starts, ends in zip(simulation.schedule.orders, simulation.starts, simulation.ends, strict=True):
-        yield [
-            _Box(start * scale, (end - start) * scale, a.kind, _shade(chunks[a.stage], num_chunks), str(a))
-            for a, start, end in zip(order, starts, ends, strict=True)
-            if end > start
-        ]
-
-
-def _column_boxes(simulation: Simulation) -> Iterator[list[_Box]]:
-    """The columns of a text drawing; equal neighbours are one box."""
-    gantt = _Gantt(simulation, _MAX_WIDTH)
-    for rank in range(simulation.schedule.num_ranks):
-        boxes: list[_Box] = []
-        for cell in gantt.cells(rank):
-            box = _Box(cell.begin, cell.end - cell.begin, cell.kind, _shade(cell.chunk, gantt.num_chunks), "")
-            if boxes and boxes[-1][2:] == box[2:] and boxes[-1].x + boxes[-1].width == box.x:
-                boxes[-1] = boxes[-1]._replace(width=boxes[-1].width + box.width)
-            elif box.width:
-                boxes.append(box)
-        yield boxes
 
 
 def _svg_box(box: _Box, y: float) -> str:
