@@ -29,16 +29,9 @@ if TYPE_CHECKING:
 
 KINDS = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
-# Four shades of each kind, dark to light, for the stages of a rank: of a terminal's 256 colours, and for SVG.
-# White text is legible on the first two, black text on the others.
-_TEXT_SHADES = {
-    "F": (25, 32, 75, 153),
-    "B": (28, 34, 113, 157),
-    "I": (30, 37, 80, 159),
-    "W": (130, 166, 214, 222),
-    "R": (90, 133, 176, 225),
-}
-_SVG_SHADES = {
+# Four shades of each kind, dark to light, for the stages of a rank. White text is legible on the first two, black text
+# on the others.
+_SHADES = {
     "F": ("#1d4f91", "#2f6db5", "#8db8ea", "#c3dcf8"),
     "B": ("#226b35", "#2d7f43", "#8fcf9e", "#c6e9cd"),
     "I": ("#0b6a72", "#12808a", "#7fd0d6", "#bdeaed"),
@@ -60,7 +53,7 @@ def _shade(chunk: int, num_chunks: int) -> int:
 
 def _text_style(kind: str, chunk: int, num_chunks: int) -> str:
     shade = _shade(chunk, num_chunks)
-    return f"{'black' if shade > 1 else 'bright_white'} on color({_TEXT_SHADES[kind][shade]})"
+    return f"{'black' if shade > 1 else 'bright_white'} on {_SHADES[kind][shade]}"
 
 
 # A Gantt chart in columns -------------------------------------------------------------------------------------
@@ -317,7 +310,7 @@ def _svg_box(box: _Box, y: float) -> str:
     """A rectangle, its action as a tooltip, and as much of the action as fits: F0, or 0."""
     tip = f"<title>{box.text}</title>" if box.text else ""
     inset = 0.5 if box.width > 4 else 0
-    x, width, fill = _svg_number(box.x), _svg_number(box.width - inset), _SVG_SHADES[box.kind][box.shade]
+    x, width, fill = _svg_number(box.x), _svg_number(box.width - inset), _SHADES[box.kind][box.shade]
     rect = f'<rect x="{x}" y="{y}" width="{width}" height="{_ROW}" fill="{fill}">{tip}</rect>'
     without_stage = box.text.lstrip("0123456789")
     for text in (without_stage, without_stage[1:]):
@@ -332,7 +325,7 @@ def _svg_legend(simulation: Simulation) -> tuple[str, float]:
     parts, x = [], 0.0
     for kind in COMPUTE:
         if kind in simulation.schedule.kinds:
-            parts.append(f'<rect x="{_svg_number(x)}" y="0" width="12" height="12" fill="{_SVG_SHADES[kind][1]}"/>')
+            parts.append(f'<rect x="{_svg_number(x)}" y="0" width="12" height="12" fill="{_SHADES[kind][1]}"/>')
             parts.append(f'<text x="{_svg_number(x + 17)}" y="11">{kind} {KINDS[kind]}</text>')
             x += 17 + _LETTER * (len(KINDS[kind]) + 4)
     bubble = f"bubble {simulation.bubble:.1%}"

@@ -129,8 +129,8 @@ def _links(
             channel = channels.setdefault((kind, schedule.placement[src], schedule.placement[dst]), [0.0])
             incoming[kind][dst].append(arrivals)
             outgoing[kind][src].append((arrivals, latency, transfer, channel))
-    for links in (incoming, outgoing):
-        links["I"], links["R"] = links["B"], links["W"]  # type: ignore[index]
+    incoming["I"], incoming["R"] = incoming["B"], incoming["W"]
+    outgoing["I"], outgoing["R"] = outgoing["B"], outgoing["W"]
     return incoming, outgoing
 
 
