@@ -1,4 +1,4 @@
-"""What stands for Python in tests of whole programs runs scripts as Python does."""
+"""``fork_python``, which tests use to start programs, behaves like Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXITS = {
     "no Python": "1 +",
     "exit": f"{PROGRAM}\nsys.exit()",
     "a code": f"{PROGRAM}\nsys.exit(7)",
-    "a word": f"{PROGRAM}\nsys.exit('no')",
+    "a message": f"{PROGRAM}\nsys.exit('no')",
     "a signal": f"{PROGRAM}\nprint('lost?', end='')\nos.abort()",
 }
 COMMAND_LINES = (
@@ -59,7 +59,7 @@ def test_output_and_exit_status_match_python(exit_kind: str, tmp_path: Path) -> 
     for command_line in (COMMAND_LINES[number % 4], COMMAND_LINES[(number + 1) % 4]):
         command = [word.replace("CODE", EXITS[exit_kind]) for word in command_line]
         expected, found = run_to_end(python(*command), tmp_path), run_to_end(forked_python(*command), tmp_path)
-        if "-m" in command_line:  # who has called is in the traceback
+        if "-m" in command_line:  # the traceback contains runpy's frames
             expected, found = ((*result[:2], result[2].splitlines()[-1:]) for result in (expected, found))
         assert found == expected
 
@@ -87,4 +87,4 @@ def test_signals_are_forwarded_and_orphans_are_killed() -> None:
         assert process.stdout is not None
         number = int(process.stdout.readline())
         process.kill()
-        wait_until(lambda: not alive(number), "it lives on")
+        wait_until(lambda: not alive(number), "the program outlives its proxy")
