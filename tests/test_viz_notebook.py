@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.profile.planner.candidates import Candidate, Configuration, Rejection
+from penstock.profile.planner.result import Candidate, Configuration, Rejection
 from penstock.schedule import SCHEDULES, Costs, build, from_text, simulate
 from penstock.split.plan import Edge, Plan, StageSpec, Tie
 

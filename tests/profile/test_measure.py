@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.profile import measure as measure_module
 from penstock.profile import timing
-from penstock.profile.costs import Crossing, ModelCosts, Overhead, SharedParameters
+from penstock.profile.costs import Crossing, ModelCosts, Overhead, Profile, SharedParameters
 from penstock.profile.measure import _kept_together, measure_costs
 from penstock.split import measure as split_measure
 from penstock.split.trunk.line import trunk_chain
@@ -213,7 +213,7 @@ def test_what_an_action_takes_by_itself_is_taken_off(clock: Clock) -> None:
     assert (first.forward, first.input_gradient, first.weight_gradient, first.recompute) == (8.0, 20.0, 300.0, 1.0)
     assert second.work == 0.0
     assert costs.overhead == Overhead(0.5, 0.5, 0.5, 0.5, 0.5)
-    assert costs.scaled(1).overhead == costs.overhead
+    assert Profile((costs,)).at(1).overhead == costs.overhead
 
 
 def test_a_frozen_start_has_no_backward(clock: Clock) -> None:
