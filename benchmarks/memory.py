@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as ps
-import penstock.engine.distributed as our_process
+import penstock.engine.connections as our_connections
 from benchmarks.common import spawn
 from benchmarks.report import check, table
 
@@ -83,7 +83,7 @@ class CountingGroup:
 
 def watch() -> None:
     """Record tensors at the sends and receives of Penstock and torch."""
-    open_group, batch_p2p = our_process.open_group, torch_schedules._batch_p2p
+    open_group, batch_p2p = our_connections.open_group, torch_schedules._batch_p2p
 
     def counting_group(store: Any, name: str, *rest: Any) -> Any:
         group = open_group(store, name, *rest)
@@ -96,7 +96,7 @@ def watch() -> None:
             alive_counts.note(sent if operation.op is dist.isend else "receive buffers", [operation.tensor])
         return batch_p2p(operations, desc)
 
-    our_process.open_group = counting_group
+    our_connections.open_group = counting_group
     torch_schedules._batch_p2p = counting_batch
 
 
