@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.data import mnist
+from penstock.data import load_mnist
 from tests.support.programs import environment, run_in_process
 from tests.support.ranks import start_ranks
 
@@ -50,7 +50,7 @@ def first_loss(name: str, example: Any) -> float:
     if name == "unet":
         x, y = example.pictures(16, seed=0)
         return float(nn.BCEWithLogitsLoss()(example.network()(x), y))
-    x, y = next(mnist.load()[0].batches({"mnist": 80, "resnet": 64}[name], shuffle=0))
+    x, y = next(load_mnist()[0].batches({"mnist": 80, "resnet": 64}[name], shuffle=0))
     parts = 4 if name == "resnet" else 1  # BatchNorm uses statistics of micro-batches
     model = example.network()
     return sum(float(F.cross_entropy(model(a), b)) for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True)) / parts

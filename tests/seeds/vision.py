@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from penstock.data.mnist import load
+from penstock.data import load_mnist
 
 __all__ = ["SHARED", "fake_torchvision", "full_mnist_folder"]
 
@@ -36,7 +36,7 @@ class MNIST(Dataset[tuple[Any, int]]):
     def __init__(
         self, root: str, train: bool = True, download: bool = False, transform: Callable[[Any], Any] | None = None
     ) -> None:
-        self.digits = load(self.folder)[0 if train else 1]
+        self.digits = load_mnist(self.folder)[0 if train else 1]
         self.transform = transform
 
     def __len__(self) -> int:
