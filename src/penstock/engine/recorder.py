@@ -152,9 +152,9 @@ def measure_clock_offset(
 def _offset_in_group(control: ControlChannel, clock: Callable[[], int]) -> ClockOffset:
     """The offset from the first rank of a group, which answers all others one after the other.
 
-        rank 1   asked ●───────────────● answered       rank 0 read its clock half-way, or at most half the round trip
-                        ╲             ╱                 away from that: the shortest of several round trips counts
-        rank 0           ●────────────
+    rank 1   asked ●───────────────● answered       rank 0 read its clock half-way, or at most half the round trip
+                    ╲             ╱                 away from that: the shortest of several round trips counts
+    rank 0           ●────────────
     """
     best = ClockOffset(0.0, float("inf"))
     if control.group.rank() == 0:
@@ -401,12 +401,12 @@ class StepRecorder:
         program = self._program(runner)
         record = program.record = ProgramRecord(program.keys)
         run.programs.append(record)
-        stamps, clock, progress = record.stamps, self.clock, runner.progress
-        for progress.at, call in enumerate(program.calls):
-            stamps[progress.at] = clock()
+        stamps, clock = record.stamps, self.clock
+        for runner.at, call in enumerate(program.calls):
+            stamps[runner.at] = clock()
             call()
         stamps[-1] = clock()
-        progress.at = -1
+        runner.at = -1
 
     def _program(self, runner: Runner) -> RecordedProgram:
         """The runner's calls: made for its first run, again for its second without measuring saved bytes, then kept."""

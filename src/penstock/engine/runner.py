@@ -1,7 +1,7 @@
 """A program becomes a list of calls, compiled once; a step runs down that list.
 
-    0F3        wait_F ─▶ forward ─▶ send_F          waits and sends of other ranks are calls of their own, so that a
-    0B3        wait_B ─▶ backward ─▶ send_B         rank that waits is seen to wait, and not to compute
+0F3        wait_F ─▶ forward ─▶ send_F          waits and sends of other ranks are calls of their own, so that a
+0B3        wait_B ─▶ backward ─▶ send_B         rank that waits is seen to wait, and not to compute
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.profiler import record_function
 
 from penstock._torch import profiler_enabled
 from penstock.engine.channel.base import Channel
-from penstock.engine.failure.status import Progress
+from penstock.engine.failure.status import ProgramPosition
 from penstock.engine.message import Message, merge_messages
 from penstock.engine.offload.activations import prefetch_points
 from penstock.engine.stage import Slot, StageEngine
@@ -33,37 +33,25 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class LRUCache(Generic[K, V]):
+class LRUCache(OrderedDict[K, V]):
     """Up to ``size`` values; a new one evicts the least recently used.
 
     Ranks that use the same keys in the same order evict the same ones.
     """
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self.size = size
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._values
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def __getitem__(self, key: K) -> V:
-        self._values.move_to_end(key)
-        return self._values[key]
+        self.move_to_end(key)
+        return super().__getitem__(key)
 
     def __setitem__(self, key: K, value: V) -> None:
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > self.size:
-            self._values.popitem(last=False)
-
-    def values(self) -> Iterable[V]:
-        return self._values.values()
-
-    def clear(self) -> None:
-        self._values.clear()
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self.size:
+            del self[next(iter(self))]
 
 
 @dataclass
@@ -103,23 +91,21 @@ _OTHER = CallInfo()
 BoundCall = tuple[Call, Instruction, CallInfo]
 
 
-class Runner:
+class Runner(ProgramPosition):
     """A compiled program of one rank."""
 
     def __init__(
         self, calls: Sequence[Call], instructions: Sequence[Instruction], infos: Sequence[CallInfo] | None = None
     ) -> None:
+        super().__init__(instructions)
         self.calls = tuple(calls)
-        self.instructions = tuple(instructions)
         self.infos = (_OTHER,) * len(self.calls) if infos is None else tuple(infos)
-        self.progress = Progress()
         self.recorded_calls: object = None  # the calls as the last recorder runs them
 
     def run(self) -> None:
-        progress = self.progress
-        for progress.at, call in enumerate(self.named_calls()):
+        for self.at, call in enumerate(self.named_calls()):  # noqa: B020
             call()
-        progress.at = -1
+        self.at = -1
 
     def named_calls(self) -> Sequence[Call]:
         """The calls; while torch's profiler is on, each is a range with the name of its action."""
@@ -141,11 +127,6 @@ class Runner:
         parts = slice(at), slice(at, None)
         first, second = (Runner(self.calls[at], self.instructions[at], self.infos[at]) for at in parts)
         return first, second
-
-    @property
-    def current(self) -> Instruction | None:
-        """The instruction that is running, or that failed."""
-        return self.instructions[self.progress.at] if self.progress.at >= 0 else None
 
 
 def _profiled(name: str, call: Call) -> None:
