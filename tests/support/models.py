@@ -154,8 +154,10 @@ def penstock_threads() -> set[threading.Thread]:
 
 def threads_end(threads: Iterable[threading.Thread], seconds: float = 5.0) -> bool:
     """Whether all these threads end soon."""
+    threads = list(threads)
+    if threads:
+        gc.collect()  # a pipeline that failed ends its threads when it is collected
     end = time.monotonic() + seconds
     for thread in threads:
-        gc.collect()
         thread.join(max(0.0, end - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)

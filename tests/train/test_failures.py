@@ -79,7 +79,6 @@ def faulty(stage: int, fault: Fault) -> nn.Sequential:
 def _threads_of_closed_pipelines_end() -> Iterator[None]:
     before = penstock_threads()
     yield
-    gc.collect()
     assert threads_end(penstock_threads() - before)
 
 
