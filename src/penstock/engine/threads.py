@@ -471,11 +471,10 @@ class _CrossStageGrads:
         found = stage.gradients(grads, slot, (*self.parameters, *entries), True)
         for leaf, grad in zip(entries, found[len(self.parameters) :], strict=True):
             self._add(leaf, grad)
-        for leaf, grad in zip(slot.inputs, slot.grads, strict=True):
+        for leaf, grad in zip(slot.inputs, (grad for row in slot.grads for grad in row), strict=True):
             self._add(leaf, grad)
-        slot.grads = [self.found.pop(id(leaf), None) for leaf in slot.inputs]
-        if slot.inputs_per_edge:
-            slot.edge_grads = split_grads(slot.grads, slot.inputs_per_edge)
+        mine = [self.found.pop(id(leaf), None) for leaf in slot.inputs]
+        slot.grads = split_grads(mine, slot.inputs_per_edge) if slot.inputs_per_edge else [mine]
         return self.parameters, found[: len(self.parameters)]
 
     def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
