@@ -11,7 +11,7 @@ import torch
 from penstock.engine.channel.base import Channel, Endpoint, Group, WaitTimer, open_group, uses_nccl
 from penstock.engine.channel.dynamic import DynamicBackwardChannel, DynamicEndpoints, DynamicForwardChannel
 from penstock.engine.channel.local import LocalChannel
-from penstock.engine.channel.process import BackwardChannel, ForwardChannel, ProcessChannel
+from penstock.engine.channel.process import BackwardChannel, ForwardChannel
 from penstock.engine.failure.sockets import abort_nccl
 from penstock.engine.failure.watch import Watch
 from penstock.engine.replicas import ReplicaGroup
@@ -115,8 +115,7 @@ class RankProgram:
 
     def close(self) -> None:
         for channel in self.channels:
-            if isinstance(channel, ProcessChannel | DynamicForwardChannel):
-                channel.close()
+            channel.close()
 
 
 @dataclass

@@ -121,14 +121,14 @@ class DistributedExecutor(Executor):
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        return self._timed("step", lambda: self._run_step(value, targets, outputs))
+        return self._timed("step", lambda: self._run_minibatch(value, targets, outputs, training=True))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
         """The outputs are on the rank of the last stage, the loss on every rank.
 
         All replicas take part where there is a loss, and each by itself where none is wanted.
         """
-        return self._timed("evaluate", lambda: self._run_evaluation(value, targets, outputs, loss))
+        return self._timed("evaluate", lambda: self._run_minibatch(value, targets, outputs, training=False, loss=loss))
 
     def _timed(self, kind: str, work: Callable[[], StepOutcome]) -> StepOutcome:
         self.wait_timer.seconds, start = 0.0, perf_counter()
@@ -137,49 +137,45 @@ class DistributedExecutor(Executor):
         self.bubble = None if self.device.type == "cuda" else self.wait_timer.seconds / (perf_counter() - start)
         return outcome
 
-    def _run_step(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
+    def _run_minibatch(
+        self, value: Any, targets: Any, outputs: Outputs, *, training: bool, loss: bool = True
+    ) -> StepOutcome:
         with self.recording_span("announce"):
-            header, messages = self.announce(value, targets, training=True)
-        sizes, loss = header.sizes, self.loss
+            header, messages = self.announce(value, targets, training=training)
+        sizes, end = header.sizes, self.loss
+        if not training:
+            messages = [message._replace(wants=()) for message in messages]
+            if loss and not sizes and any(self.control.gather(targets is not None)):
+                targets = ()
         targets = self.protocol.exchange_targets(header, targets)
-        if loss is not None:
-            if targets is None and loss.rule.wants_targets and sizes:
+        if end is not None:
+            missing = targets is None and end.rule.wants_targets
+            if training and missing and sizes:
                 where = f"rank {self.ranks[self.rank]}, which has the last stage"
                 how = " in each step: this one has none" if header.targets_rank == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")
-            loss.begin(sizes, split_targets(targets, sizes, self.device), outputs, training=True)
-        with self.committing_statistics(training=True):
-            if self.reducer is not None:
-                self.reducer.begin()
+            parts = split_targets(targets, sizes, self.device) if training or (loss and not missing) else None
+            end.begin(sizes, parts, outputs, training=training)
+        reducer = self.reducer if training else None
+        with self.committing_statistics(training=training):
+            if reducer is not None:
+                reducer.begin()
             self.gather_shards()
             edges = input_edges(messages)
-            with self.ties.reducing() if self.ties.copies else nullcontext():
-                grads = self._run_program(header, messages, grad=True)
-                if self.reducer is not None:
+            with self.ties.reducing() if training and self.ties.copies else nullcontext():
+                grads = self._run_program(header, messages, grad=training)
+                if reducer is not None:
                     with self.recording_span("reduce"):
-                        self.reducer.finish()
+                        reducer.finish()
+            if not training:
+                for sharded in self.sharded:
+                    sharded.reshard()
             with self.recording_span("loss"):
                 total, factor, samples = self._broadcast_loss()
-            if grads:
+            if training and grads:
                 backward_inputs(edges, grads, factor)
-        return StepOutcome(total, factor, loss.take_outputs() if loss is not None else None, samples, len(sizes))
-
-    def _run_evaluation(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> StepOutcome:
-        with self.recording_span("announce"):
-            header, messages = self.announce(value, targets, training=False)
-        sizes, loss = header.sizes, self.loss
-        if not sizes and wants_loss and any(self.control.gather(targets is not None)):
-            targets = ()
-        targets = self.protocol.exchange_targets(header, targets)
-        if loss is not None:
-            loss.begin(sizes, loss.evaluation_targets(targets, sizes, self.device) if wants_loss else None, outputs)
-        with self.committing_statistics(training=False):
-            self.gather_shards()
-            self._run_program(header, [message._replace(wants=()) for message in messages], grad=False)
-            for sharded in self.sharded:
-                sharded.reshard()
-            total, _, samples = self._broadcast_loss()
-        return StepOutcome(total, None, loss.take_outputs() if loss is not None else None, samples, len(sizes))
+        kept = None if end is None else end.take_outputs()
+        return StepOutcome(total, factor if training else None, kept, samples, len(sizes))
 
     def announce(
         self, value: Any, targets: Any, *, training: bool, caller_loss: bool = False
@@ -247,10 +243,10 @@ class DistributedExecutor(Executor):
 
     def _broadcast_loss(self) -> tuple[Tensor | None, float | None, int]:
         """Loss, gradient factor and samples, from the rank of the last stage to all ranks."""
-        control, loss = self.control, self.loss
+        loss = self.loss
         self.status.phase = LOSS
         if loss is None:
-            present, number, factor, double, samples = control.recv_row(self.last_rank, 5)
+            present, number, factor, double, samples = self.control.recv_row(self.last_rank, 5)
             dtype = torch.float64 if double else torch.float32
             received = torch.tensor(number, dtype=dtype, device=self.device) if present else None
             return received, factor or None, int(samples)
@@ -260,13 +256,10 @@ class DistributedExecutor(Executor):
             with self.status.waiting(others, "for its GPU, and that for what comes from"):
                 torch.cuda.current_stream(self.device).synchronize()
         value, own_factor = loss.finish()
-        if value is None:
-            row = [0.0, 0.0, 0.0, 0.0, loss.batch]
-        else:
+        row = [0.0, 0.0, 0.0, 0.0, loss.batch]
+        if value is not None:
             row = [1.0, float(value), own_factor or 0.0, float(value.dtype == torch.float64), loss.batch]
-        for rank in range(len(self.ranks)):
-            if rank != self.last_rank:
-                control.send_row(rank, row)
+        self.protocol.send_all(row)
         return value, own_factor, loss.batch
 
     def call(self, value: Any) -> Any:
@@ -347,7 +340,7 @@ class DistributedExecutor(Executor):
             if end["left"]:
                 return [part()], f"rank {rank} left it by an error"
         offset = self._clock_offset(recorder)
-        recorder.aligned.set_end(recorder.elapsed(), offset)
+        recorder.aligned.end = (recorder.elapsed(), offset)
         return self.guarded(lambda: self._gather_parts(part())), None
 
     def _clock_offset(self, recorder: StepRecorder) -> Any:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from penstock.engine.forward_context import forward_state
 from penstock.engine.message import detach_tensors, flatten, unflatten
-from penstock.engine.microbatch import can_join, join, split_targets
+from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
 from penstock.split.chain import CountedOutput
@@ -301,12 +301,6 @@ class LossAndOutputs:
         self.counts = []
         shares = self.rule.weights(sizes, self.rule.denominator(sizes, ())) if self.rule.call is None else ()
         self.model_loss = ModelLoss([float(share) for share in shares])
-
-    def evaluation_targets(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
-        """The targets of each micro-batch; None where there is no loss to compute."""
-        if targets is None and self.rule.wants_targets:
-            return None
-        return split_targets(targets, sizes, device)
 
     def __call__(self, microbatch: int, output: Any) -> Any:
         """Keep the output; return the loss, or the output itself where there is no loss to compute.

@@ -94,13 +94,13 @@ class StepProtocol:
     ) -> StepHeader:
         """Announce a mini-batch to the other ranks; ``targets``: whether this rank was given any."""
         if not sizes:
-            self._send_all([EMPTY, 0])
+            self.send_all([EMPTY, 0])
             return StepHeader(-1, training, context, (), ())
         metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
         key = (training, caller_loss, context, sizes, tuple(metas), () if self.dynamic else self._modes(), targets)
         if key in self.numbers:
             number = self.numbers[key]
-            self._send_all([KNOWN, number])
+            self.send_all([KNOWN, number])
             return self.headers[number]
         distinct: list[MessageMeta] = []
         kinds = []
@@ -110,7 +110,7 @@ class StepProtocol:
             kinds.append(distinct.index(meta))
         header = StepHeader(self.count, training, context, sizes, tuple(kinds), caller_loss)
         self.count += 1
-        self._send_all([NEW, header.number])
+        self.send_all([NEW, header.number])
         for rank in self.others:
             self.control.send(rank, header)
         self._complete(header, distinct, targets)
@@ -119,16 +119,16 @@ class StepProtocol:
 
     def fetch_inputs(self) -> Any:
         """The inputs, from a rank that was given them; None where no rank was."""
-        self._send_all([QUERY_INPUTS, 0])
+        self.send_all([QUERY_INPUTS, 0])
         having = [rank for rank in self.others if self.control.recv_row(rank, 1)[0]]
         if not having:
             return None
-        self._send_all([SEND_INPUTS, having[0]])
+        self.send_all([SEND_INPUTS, having[0]])
         return self.control.recv(having[0])
 
     def reject(self, message: str) -> None:
         """Tell the other ranks that there is no step, and why."""
-        self._send_all([REJECTED, 0])
+        self.send_all([REJECTED, 0])
         for rank in self.others:
             self.control.send(rank, message)
         self.control.wait_sends()
@@ -221,7 +221,7 @@ class StepProtocol:
             known[found] = value
         return known[edge]
 
-    def _send_all(self, row: Sequence[float]) -> None:
+    def send_all(self, row: Sequence[float]) -> None:
         for rank in self.others:
             self.control.send_row(rank, row)
 

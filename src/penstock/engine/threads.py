@@ -128,7 +128,8 @@ class ThreadExecutor(Executor):
         with self._running("evaluate"):
             own_loss, (first, last) = self._loss, self._devices
             sizes, messages = split_inputs(value, self.source.count, first)
-            parts = own_loss.evaluation_targets(targets, sizes, last) if loss else None
+            has_loss = loss and not (targets is None and own_loss.rule.wants_targets)
+            parts = split_targets(targets, sizes, last) if has_loss else None
             program = self.program(False, len(sizes))
             own_loss.begin(sizes, parts, outputs)
             program.io.inputs = [message.detached()._replace(wants=()) for message in messages]

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -51,27 +52,17 @@ class Channel(Protocol):
 
     def ops(self, microbatch: int) -> ChannelOps: ...
 
-
-class IndexedChannel(Protocol):
-    """A channel between processes, whose methods take the micro-batch."""
-
-    def send(self, microbatch: int, payload: Any) -> None: ...
-
-    def wait_recv(self, microbatch: int) -> None: ...
-
-    def get(self, microbatch: int) -> Any: ...
-
-    def post_recv(self, microbatch: int) -> None: ...
-
-    def wait_send(self, microbatch: int) -> None: ...
+    def close(self) -> None:
+        """Drop the messages that are in flight."""
 
 
-def bind_ops(channel: IndexedChannel, microbatch: int) -> ChannelOps:
-    """Bind the methods of a channel between processes to one micro-batch."""
+def bind_ops(channel: Any, microbatch: int) -> ChannelOps:
+    """Bind the methods of a channel between processes, which take the micro-batch, to one micro-batch."""
     methods = (channel.send, channel.wait_recv, channel.get, channel.post_recv, channel.wait_send)
     return ChannelOps(*(partial(method, microbatch) for method in methods))
 
 
+@dataclass(slots=True)
 class WaitTimer:
     """Seconds that one rank has waited for others, from which the measured bubble of a step follows.
 
@@ -79,11 +70,8 @@ class WaitTimer:
     says nothing there.
     """
 
-    __slots__ = ("busy", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.busy = 0.0  # duration of the rank's last program without the waiting in it
+    seconds: float = 0.0
+    busy: float = 0.0  # duration of the rank's last program without the waiting in it
 
 
 class ChannelError(Exception):
