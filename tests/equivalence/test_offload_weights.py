@@ -24,6 +24,8 @@ from tests.support.copies import LateCopies
 from tests.support.ranks import Ranks
 from tests.support.weights import LateWeights, offload_weights_everywhere, use_late_weights
 
+pytestmark = pytest.mark.slow
+
 ALL = ps.Offload(activations=False, weights=True)
 
 
