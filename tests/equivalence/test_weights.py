@@ -490,7 +490,7 @@ def test_optimizers_on_a_gpu(make: Callable[..., torch.optim.Optimizer], state: 
 @pytest.mark.cuda
 @on_a_gpu
 def test_recurrent_layers_on_a_gpu() -> None:
-    """Their weights are parts of one memory, and stay so: torch warns if they are not."""
+    """Their weights are parts of one storage, and stay on the device: torch warns if they are not parts of one."""
 
     class First(nn.Module):
         def forward(self, pair: tuple[Tensor, Any]) -> Tensor:

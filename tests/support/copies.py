@@ -14,6 +14,10 @@ __all__ = ["LateCopies"]
 Event = tuple["LateCopies", int, int]  # whose, stream, number of the copy on it
 
 
+def _no_value(tensor: Tensor) -> float:
+    return float("nan") if tensor.is_floating_point() or tensor.is_complex() else 85
+
+
 class LateCopies:
     """Every copy is queued until its event, or that of a later copy, is waited for.
 
@@ -36,7 +40,7 @@ class LateCopies:
     def allocate_host(self, like: Tensor) -> Tensor:
         self.made += 1
         tensor = torch.empty_like(like, device="cpu")
-        return tensor.fill_(85) if tensor.dtype is torch.uint8 else tensor.fill_(float("nan"))
+        return tensor.fill_(_no_value(tensor))
 
     def to_host(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Event | None = None) -> Event:
         event = self, 0, 0
@@ -51,7 +55,7 @@ class LateCopies:
         for source, target in pairs:
             self.bytes_to_device += source.nbytes
             self.log.append("to device")
-            target.fill_(85 if target.dtype is torch.uint8 else float("nan"))
+            target.fill_(_no_value(target))
             self._targets.append(weakref.ref(target))
             alive = [t for t in (reference() for reference in self._targets) if t is not None]
             self.most_on_device = max(self.most_on_device, sum(t.nbytes for t in alive))

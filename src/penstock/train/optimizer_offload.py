@@ -28,8 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock._torch import storage_id
-from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, UpdateLease
-from penstock.engine.offload.weights import HostWeights
+from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams
+from penstock.engine.offload.weights import HostWeights, UpdateLease
 from penstock.errors import PlanError
 from penstock.format import parse_bytes
 
