@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from penstock.engine.offload.copies import CopyStreams
+
 __all__ = ["LateCopies"]
 
 Event = tuple["LateCopies", int, int]  # whose, stream, number of the copy on it
@@ -18,7 +20,7 @@ def _no_value(tensor: Tensor) -> float:
     return float("nan") if tensor.is_floating_point() or tensor.is_complex() else 85
 
 
-class LateCopies:
+class LateCopies(CopyStreams):
     """Every copy is queued until its event, or that of a later copy, is waited for.
 
     A queued copy holds neither its source nor its target: memory that is freed before the copy was waited for fails an

@@ -22,7 +22,7 @@ class LateWeights(HostWeights):
     def __init__(self, modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> None:
         self.late = LateCopies()
         self.most = 0
-        super().__init__(modules, devices, lambda device: self.late)
+        super().__init__(modules, devices, dict.fromkeys(devices, self.late))
 
     def _transfer(self, own: Sequence[object], step: PrefetchStep) -> None:
         super()._transfer(own, step)  # type: ignore[arg-type]

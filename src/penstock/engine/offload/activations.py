@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock._torch import storage_id
-from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, HostBuffer, HostBufferPool
+from penstock.engine.offload.copies import CopyEvent, CopyStreams, HostBuffer, HostBufferPool
 from penstock.errors import PipelineError
 from penstock.schedule.lower import Instruction
 
@@ -37,7 +37,7 @@ def activation_offload(device: torch.device, pool: HostBufferPool, module: nn.Mo
     """The offload of a stage on a GPU; None on the CPU."""
     if device.type != "cuda":
         return None
-    return ActivationOffload(device, CudaCopyStreams(device), pool, [*module.parameters(), *module.buffers()])
+    return ActivationOffload(device, CopyStreams(device), pool, [*module.parameters(), *module.buffers()])
 
 
 def prefetch_points(instructions: Sequence[Instruction]) -> dict[int, list[tuple[int, int]]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,39 +23,8 @@ CopyEvent = Any  # the end of a copy; on CUDA a torch.cuda.Event
 Pairs = Iterable[tuple[Tensor, Tensor]]  # sources and targets
 
 
-class CopyStreams(Protocol):
-    """Copies from a device to the host and back. Tests have one that delays every copy as long as possible."""
-
-    bytes_to_host: int
-    bytes_to_device: int
-
-    def allocate_host(self, like: Tensor) -> Tensor:
-        """Host memory for a copy of ``like``."""
-        ...
-
-    def to_host(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
-        """Start copies to the host. Sources must live until their event was waited for."""
-        ...
-
-    def to_device(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
-        """Start copies to the device. Targets must live until their event was waited for, or be ``discard``ed."""
-        ...
-
-    def wait(self, event: CopyEvent, target: Tensor | None = None) -> None:
-        """Make later work of the current stream, which uses ``target``, wait for ``event``."""
-        ...
-
-    def synchronize(self, event: CopyEvent) -> None:
-        """Wait on the host."""
-        ...
-
-    def discard(self, target: Tensor) -> None:
-        """Free the target of a copy whose event nobody has waited for."""
-        ...
-
-
-class CudaCopyStreams:
-    """Two CUDA streams, one in each direction.
+class CopyStreams:
+    """Copies from a CUDA device to the host and back, on a stream in each direction.
 
     Device memory comes from the compute stream's pool: it is free for that stream's next allocation as soon as the
     stream waits for the copy. So the host never waits, and peaks are the same in each step.
@@ -68,15 +37,18 @@ class CudaCopyStreams:
         self._to_device = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def allocate_host(self, like: Tensor) -> Tensor:
+        """Host memory for a copy of ``like``."""
         layout = torch.empty_like(like, device="meta")  # dense, with the dimension order of ``like``
         return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
+        """Start copies to the host. Sources must live until their event was waited for."""
         event, size = self._copy(self._to_host, pairs, after)
         self.bytes_to_host += size
         return event
 
     def to_device(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
+        """Start copies to the device. Targets must live until their event was waited for, or be ``discard``ed."""
         event, size = self._copy(self._to_device, pairs, after)
         self.bytes_to_device += size
         return event
@@ -93,15 +65,18 @@ class CudaCopyStreams:
         return stream.record_event(), size
 
     def wait(self, event: CopyEvent, target: Tensor | None = None) -> None:
+        """Make later work of the current stream, which uses ``target``, wait for ``event``."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)
         if target is not None:  # the user may be on another stream than the one it was allocated on
             target.record_stream(current)
 
     def synchronize(self, event: CopyEvent) -> None:
+        """Wait on the host."""
         event.synchronize()
 
     def discard(self, target: Tensor) -> None:
+        """Free the target of a copy whose event nobody has waited for."""
         target.record_stream(self._to_device)
 
 

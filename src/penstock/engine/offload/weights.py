@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._torch import storage_id
-from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams
+from penstock.engine.offload.copies import CopyEvent, CopyStreams
 from penstock.engine.replicas.fp32_accumulate import set_grad
 from penstock.errors import PlanError
 from penstock.schedule.lower import Instruction
@@ -319,12 +319,8 @@ class UpdateLease:
 
 def host_weights(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> HostWeights | None:
     """The host weights of stages on GPUs; None without any such stage."""
-
-    def copies_for(device: torch.device) -> CopyStreams | None:
-        return CudaCopyStreams(device) if device.type == "cuda" else None
-
-    weights = HostWeights(modules, devices, copies_for)
-    return weights if weights.copies else None
+    copies = {device: CopyStreams(device) for device in {devices[stage] for stage in modules} if device.type == "cuda"}
+    return HostWeights(modules, devices, copies) if copies else None
 
 
 class HostWeights:
@@ -337,10 +333,9 @@ class HostWeights:
         self,
         modules: Mapping[int, nn.Module],
         devices: Sequence[torch.device],
-        copies_for: Callable[[torch.device], CopyStreams | None],
+        copies: Mapping[torch.device, CopyStreams],
     ) -> None:
-        all_copies = {device: copies_for(device) for device in dict.fromkeys(devices[stage] for stage in modules)}
-        self.copies = {device: copies for device, copies in all_copies.items() if copies is not None}
+        self.copies = copies
         self.modules = {stage: module for stage, module in modules.items() if devices[stage] in self.copies}
         self.devices = devices
         self.resident = False
