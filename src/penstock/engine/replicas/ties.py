@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.channel.base import ChannelError
 from penstock.engine.channel.groups import Group
 from penstock.engine.failure.status import RankStatus
+from penstock.engine.replicas import channel_errors
 from penstock.engine.replicas.dtensor import is_dtensor, to_local
 from penstock.engine.replicas.fp32_accumulate import fp32_sums, set_grad
 from penstock.errors import PlanError
@@ -155,11 +155,9 @@ class ProcessTies(Ties):
 
     def _wait(self, number: int, start: Callable[[Group], Any]) -> None:
         others = self.others[number]
-        try:
-            with self.status.waiting(others, "for the other copies of a tied parameter from"):
-                start(self.groups[number]).wait()
-        except RuntimeError as error:
-            raise ChannelError(others[0] if len(others) == 1 else None, str(error)) from None
+        waiting = self.status.waiting(others, "for the other copies of a tied parameter from")
+        with channel_errors(others[0] if len(others) == 1 else None), waiting:
+            start(self.groups[number]).wait()
 
     def _compare_layouts(self, tie: Tie, parameter: nn.Parameter) -> None:
         """Sharded copies must have equal placements: their local parts are summed."""
