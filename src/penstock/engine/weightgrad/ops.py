@@ -45,14 +45,18 @@ _DeferringFunction = Callable[..., Tensor]  # a queue, then the arguments of a t
 class _Rule(NamedTuple):
     """One kind of op: ``forward(x, weight, bias, *options)`` returns y, or y with statistics for the backward.
 
-    ``input_grad(g, x, weight, bias, statistics, options)`` returns the gradient of x. ``work`` adds to the gradients
-    of the parameters. With ``autocast`` the arguments are cast as for a matrix product.
+    ``input_grad(g, x, weight, bias, statistics, options)`` returns the gradient of x. ``work(entry)`` adds to the
+    gradients of the parameters. With ``autocast`` the arguments are cast as for a matrix product.
     """
 
     forward: Callable[..., Any]
     input_grad: Callable[..., Tensor] | None
     work: Callable[..., None]
     autocast: bool
+
+
+# One entry of the queue: the rule, x and its version, g and its version, weight, bias, statistics, options, recorder.
+_Entry = tuple[_Rule, Tensor, int, Tensor, int, Tensor, Tensor | None, tuple[Tensor, ...], _Options, WeightGradRecorder]
 
 
 class _DeferringOp(Function):
@@ -171,19 +175,9 @@ def _deferring_addmm(queue: WeightGradQueue, input: Tensor, mat1: Tensor, mat2: 
     return _addmm(input, mat1, mat2, **options)
 
 
-def _product_work(
-    rule: _Rule,
-    x: Tensor,
-    x_version: int,
-    g: Tensor,
-    g_version: int,
-    weight: Tensor,
-    bias: Tensor | None,
-    _statistics: Any,
-    _options: _Options,
-    recorder: WeightGradRecorder,
-) -> None:
+def _product_work(entry: _Entry) -> None:
     """Add ``g.T @ x`` (linear) or ``x.T @ g`` to the weight's gradient, and the sum of ``g`` to the bias's."""
+    rule, x, x_version, g, g_version, weight, bias, _, _, recorder = entry
     if x._version != x_version or g._version != g_version:
         raise modified_error(weight)
     if g.dim() != 2:
@@ -242,18 +236,8 @@ def _kernel_rule(forward: Callable[..., Any], backward: Callable[..., Any], *, a
         grads: Sequence[Tensor] = backward(g, *arguments, [True, False, False])
         return grads[0]
 
-    def work(
-        rule: _Rule,
-        x: Tensor,
-        x_version: int,
-        g: Tensor,
-        g_version: int,
-        weight: Tensor,
-        bias: Tensor | None,
-        statistics: tuple[Tensor, ...],
-        options: _Options,
-        recorder: WeightGradRecorder,
-    ) -> None:
+    def work(entry: _Entry) -> None:
+        _, x, x_version, g, g_version, weight, bias, statistics, options, recorder = entry
         if x._version != x_version or g._version != g_version:
             raise modified_error(weight)
         both = bias is not None and bias.requires_grad
@@ -419,21 +403,10 @@ def embedding(
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
-def _embedding_work(
-    rule: _Rule,
-    indices: Tensor,
-    indices_version: int,
-    g: Tensor,
-    g_version: int,
-    weight: Tensor,
-    _bias: None,
-    _statistics: Any,
-    options: _Options,
-    recorder: WeightGradRecorder,
-) -> None:
+def _embedding_work(entry: _Entry) -> None:
+    _, indices, indices_version, g, g_version, weight, _, _, (padding, scale), recorder = entry
     if indices._version != indices_version or g._version != g_version:
         raise modified_error(weight)
-    padding, scale = options
     grad, shared = weight.grad, recorder.shared
     in_use = shared and id(weight) in shared
     if grad is None or in_use or scale or not g.is_cpu or grad.is_sparse or grad.dtype is not g.dtype:

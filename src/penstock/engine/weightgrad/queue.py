@@ -67,7 +67,7 @@ class WeightGradQueue:
     def __init__(self, recorder: WeightGradRecorder) -> None:
         self.recorder = recorder
         self.keeps_edges = True  # as the recorder's was when F began
-        self.entries: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.entries: list[tuple[Callable[[Any], None], tuple[Any, ...]]] = []  # functions, and their argument
         self.open = False  # I is running: the nodes of this micro-batch may queue their work
         self.casts: dict[int, tuple[Tensor, int, Tensor]] = {}  # parameters cast by autocast, during F
         self._recording = _RecordingContext(self)
@@ -96,8 +96,8 @@ class WeightGradQueue:
         set_grad_enabled(False)
         try:
             while entries:
-                work, arguments = entries.pop()
-                work(*arguments)
+                work, entry = entries.pop()
+                work(entry)
         finally:
             set_grad_enabled(before)
             entries.clear()
@@ -291,7 +291,8 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -
     return None
 
 
-def _compute_and_accumulate(parameter: Tensor, compute: Callable[[], Tensor | None], shared: frozenset[int]) -> None:
+def _compute_and_accumulate(entry: tuple[Tensor, Callable[[], Tensor | None], frozenset[int]]) -> None:
+    parameter, compute, shared = entry
     value = compute()
     if value is None:
         return
