@@ -27,9 +27,9 @@ from penstock._torch import storage_id
 from penstock.engine.offload.copies import CopyEvent, CopyStreams, HostBuffer, HostBufferPool
 from penstock.errors import PipelineError
 from penstock.schedule.lower import Instruction
+from penstock.schedule.schedule import COMPUTE
 
 _ALIGNMENT = 512  # bytes, that of CUDA memory: kernels may be chosen by alignment, and round differently
-_COMPUTE = frozenset("FRBIW")
 _TENSORS = (Tensor, nn.Parameter)
 
 
@@ -47,7 +47,7 @@ def prefetch_points(instructions: Sequence[Instruction]) -> dict[int, list[tuple
     actions lie between its forward and its backward.
     """
     points: dict[int, list[tuple[int, int]]] = {}
-    actions = [at for at, i in enumerate(instructions) if i.kind in _COMPUTE]
+    actions = [at for at, i in enumerate(instructions) if i.kind in COMPUTE]
     forwards: dict[tuple[int, int], int] = {}
     for number, at in enumerate(actions):
         kind, stage, k, _ = instructions[at]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,14 +81,12 @@ class CopyStreams:
         target.record_stream(self._to_device)
 
 
+@dataclass(slots=True, eq=False)
 class HostBuffer:
     """Host memory, and the event of the last copy that uses it."""
 
-    __slots__ = ("last_copy", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.last_copy: CopyEvent | None = None
+    tensor: Tensor
+    last_copy: CopyEvent | None = None
 
 
 class HostBufferPool:
@@ -111,13 +110,9 @@ class HostBufferPool:
                 return self._idle[size].pop()
             if self.budget is not None and not self._evict_idle(size, self.budget):
                 return None
+            buffer = HostBuffer(allocate(size))
             self.bytes += size
-        try:
-            return HostBuffer(allocate(size))
-        except BaseException:
-            with self._lock:
-                self.bytes -= size
-            raise
+            return buffer
 
     def release(self, buffer: HostBuffer) -> None:
         """May be called from any thread, and from a finalizer that interrupts ``acquire``: takes no lock."""

@@ -175,7 +175,7 @@ class _DeferredLayer:
         self.real: dict[str, Tensor | None] = {}  # the layer's own buffers, while it has probes
         self.shown: list[Tensor] = []  # the tensors behind the probes, and their versions
         self.versions: list[int] = []
-        self.probes: list[Tensor] = []
+        self.probes: list[_StatisticsProbe] = []
         self.data_read = False  # a custom forward has read ``.data``, through which writes leave no version
         self.outer: list[bool] = []  # ``counting`` of the enclosing contexts
         self.scratch = ScratchStatistics(module)
@@ -194,7 +194,9 @@ class _DeferredLayer:
         # torch's forward does not write to the probes. A custom one may: it gets copies, so that it can be undone.
         self.shown = [clone_buffer(mean), clone_buffer(var)] if self.custom_forward else [mean, var]
         self.versions = [version_of(tensor) for tensor in self.shown]
-        self.probes = [_probe(tensor, self) for tensor in self.shown]
+        self.probes = [tensor.detach().as_subclass(_StatisticsProbe) for tensor in self.shown]
+        for probe in self.probes:
+            probe.layer = self
         # A custom forward may use this number; torch's only increments it.
         scratch = self.scratch.current()["num_batches_tracked"]
         number = clone_buffer(tracked) if self.custom_forward and tracked is not None else scratch
@@ -306,12 +308,6 @@ class _StatisticsProbe(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with DisableTorchFunctionSubclass():
             return self.detach().clone()
-
-
-def _probe(real: Tensor, layer: _DeferredLayer) -> Tensor:
-    probe = real.detach().as_subclass(_StatisticsProbe)
-    probe.layer = layer
-    return probe
 
 
 class RunningStatistics:

@@ -133,7 +133,9 @@ class GradReducer:
     def _start_sums(self, parameters: Iterable[nn.Parameter], replicas: ReplicaGroup) -> None:
         kinds: dict[tuple[torch.dtype, torch.device, DdpSettings | None], list[nn.Parameter]] = {}
         for parameter in parameters:
-            dtype, ddp = _dtype(parameter), self.ddp.get(id(parameter))
+            # Not the gradient's dtype: the gradient may be missing in one replica.
+            dtype = torch.float32 if id(parameter) in fp32_sums else parameter.dtype
+            ddp = self.ddp.get(id(parameter))
             capacity, hooked = (self.bucket, False) if ddp is None else (ddp.bucket_bytes, bool(ddp.hooks))
             if not hooked and to_local(parameter).numel() * dtype.itemsize >= capacity:
                 grad = _local_grad(parameter, dtype).contiguous()
@@ -175,11 +177,6 @@ class GradReducer:
                 grads = [g for g in self.replicas.gather(grad) if g is not None]
                 total = sum(grads[1:], grads[0])
                 set_grad(parameter, total.to(parameter.device).coalesce() if total.is_sparse else total)
-
-
-def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype in which gradients are summed. Not taken from the gradient, which may be missing in one replica."""
-    return torch.float32 if id(parameter) in fp32_sums else parameter.dtype
 
 
 def _local_grad(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:

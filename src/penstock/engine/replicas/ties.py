@@ -60,9 +60,6 @@ class Ties:
                 if old is not None:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
-    def close(self) -> None:
-        self.copies.clear()
-
 
 class LocalTies(Ties):
     """Ties over several devices of this process."""
@@ -179,7 +176,7 @@ class ProcessTies(Ties):
         return all(parameter is not copies[0] or group.rank() == 0 for copies, group in pairs)
 
     def close(self) -> None:
-        super().close()
+        self.copies.clear()
         self.groups.clear()
 
 
@@ -229,14 +226,9 @@ def _separate_modules(modules: Mapping[int, nn.Module], places: Mapping[int, Has
             stateless = next(chain(module.parameters(), module.buffers()), None) is None
             if stateless or first_place.setdefault(id(module), place) == place:
                 continue
-            copies.setdefault(id(module), _shallow_copy(module))
+            if id(module) not in copies:
+                copied = copies[id(module)] = copy.copy(module)
+                for name in ("_parameters", "_buffers", "_modules"):  # its own dictionaries, to replace members in
+                    copied.__dict__[name] = dict(vars(module)[name])
             owner, _, leaf = path.rpartition(".")
             modules[stage].get_submodule(owner)._modules[leaf] = copies[id(module)]
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    """The same members in dictionaries of its own, so that they can be replaced."""
-    copied = copy.copy(module)
-    for name in ("_parameters", "_buffers", "_modules"):
-        copied.__dict__[name] = dict(vars(module)[name])
-    return copied
