@@ -20,7 +20,7 @@ replica's c follows from its statistics before and after the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -271,14 +271,9 @@ class _InstallProbes:
             layer.install(self.counting)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        failure: PlanError | None = None
-        for layer in self.layers:
-            try:
-                layer.remove(kind is None)
-            except PlanError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+        with ExitStack() as stack:  # all of them, even if one raises
+            for layer in self.layers:
+                stack.callback(layer.remove, kind is None)
 
 
 class _StatisticsProbe(Tensor):

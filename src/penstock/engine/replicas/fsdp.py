@@ -58,6 +58,7 @@ class FsdpStage:
         self._states: list[Any] = [fsdp_state(root) for root in roots]
         for state in self._states:
             state._lazy_init()
+        self.device: torch.device = self._states[0]._device
         all_states = [each for state in self._states for each in state._state_ctx.all_states]
         self.groups = [group for state in all_states for group in fsdp_param_groups(state)]
         self.parameters: dict[int, Any] = {
@@ -70,11 +71,6 @@ class FsdpStage:
         for root in roots:
             root.set_reshard_after_forward(False)
         self._set_reduction(False)
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self._states[0]._device
-        return device
 
     @property
     def converts_grads(self) -> bool:
