@@ -324,11 +324,12 @@ class RunningStatistics:
             return
         gathered = self.gather([_read_statistics(layer) for layer, _ in before])
         for (layer, old), *new in zip(before, *gathered, strict=True):
-            for number, name in enumerate(STATISTICS[:2], start=1):
+            updates, *values = zip(old, *new, strict=True)
+            for name, (before_step, *after) in zip(STATISTICS, values, strict=False):
                 running: Any = getattr(layer, name)
-                running.copy_(_combine(layer.momentum, old, new, number))
+                running.copy_(_combine(layer.momentum, updates, before_step, after))
             tracked: Any = layer.num_batches_tracked
-            tracked.fill_(old[0] + sum(replica[0] - old[0] for replica in new))
+            tracked.fill_(sum(updates) - len(new) * updates[0])
 
 
 _Statistics = tuple[int, Tensor, Tensor]  # the number of updates, mean and variance on the host
@@ -338,19 +339,21 @@ def _read_statistics(layer: Any) -> _Statistics:
     return int(layer.num_batches_tracked), layer.running_mean.cpu().clone(), layer.running_var.cpu().clone()
 
 
-def _combine(momentum: float | None, old: _Statistics, new: list[_Statistics], number: int) -> Tensor:
-    """Apply the updates of all replicas to statistic ``number`` of ``old``, one replica after the other."""
-    start = old[number].double()
-    total, count = start, old[0]
-    for replica in new:
-        updates = replica[0] - old[0]
-        if updates:
+def _combine(momentum: float | None, updates: Sequence[int], old: Tensor, new: Sequence[Tensor]) -> Tensor:
+    """Apply the updates of all replicas to a statistic, one replica after the other.
+
+    ``updates`` has the number of updates in ``old``, then in ``new``.
+    """
+    total, count = old.double(), updates[0]
+    for value, number in zip(new, updates[1:], strict=True):
+        added_updates = number - updates[0]
+        if added_updates:
             # With momentum None the statistics are the mean of all updates: an old value keeps its share of them.
-            share = old[0] / replica[0] if momentum is None else (1 - momentum) ** updates
-            keep = count / (count + updates) if momentum is None else share
-            added = replica[number].double() - share * start
+            share = updates[0] / number if momentum is None else (1 - momentum) ** added_updates
+            keep = count / (count + added_updates) if momentum is None else share
+            added = value.double() - share * old.double()
             if momentum is None:
-                added *= replica[0] / (count + updates)
+                added *= number / (count + added_updates)
             total = keep * total + added
-            count += updates
+            count += added_updates
     return total

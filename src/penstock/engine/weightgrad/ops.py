@@ -73,7 +73,7 @@ class _DeferringOp(Function):
         else:
             ctx.save_for_backward(x, weight if wants else None)
         # A node's output that is a view could not be changed in place.
-        return unsafe_view(out, out.shape) if out._is_view() else out  # type: ignore[no-any-return]
+        return unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
