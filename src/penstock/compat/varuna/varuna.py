@@ -1,9 +1,14 @@
-"""``Varuna``: a model with ``CutPoint``s, one process per stage and replica."""
+"""``Varuna``: a model with ``CutPoint``s, one process per stage and replica.
+
+``stage_to_rank_map="0,2;1,3;"`` has two stages: the first on ranks 0 and 2, the second on 1 and 3. The n-th ranks of
+all stages form the n-th pipeline: 0 → 1 and 2 → 3.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -17,16 +22,71 @@ from torch.optim import SGD, Optimizer
 import penstock as ps
 from penstock import hooks
 from penstock.compat.varuna import checkpoint
-from penstock.compat.varuna.utils import (
-    StageToRankMap,
-    check_model,
-    device_of,
-    get_this_rank_config_varuna,
-    parse_stage_to_rank_map,
-    positive,
-)
 
-__all__ = ["Varuna"]
+__all__ = ["Varuna", "get_this_rank_config_varuna", "get_varuna_config"]
+
+# ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_stage_to_rank_map(stage_to_rank_map: str) -> dict[int, list[int]]:
+    """The ranks of each stage in order: equally many for each, and each rank once."""
+    try:
+        stages = stage_to_rank_map.strip().rstrip(";").split(";")
+        rows = [[int(rank) for rank in stage.split(",")] for stage in stages]
+    except (AttributeError, ValueError):
+        raise ps.PlanError(
+            f"stage_to_rank_map says which ranks run each stage, as in '0,2;1,3;', got {stage_to_rank_map!r}"
+        ) from None
+    counts, ranks = [len(row) for row in rows], [rank for row in rows for rank in row]
+    if len(set(counts)) > 1:
+        raise ps.PlanError(f"every stage must have equally many ranks, but {stage_to_rank_map!r} has {counts}")
+    if len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        raise ps.PlanError(f"every rank has one stage, and is a number from 0 on: {stage_to_rank_map!r}")
+    return dict(enumerate(rows))
+
+
+def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
+    """The number of stages and of replicas."""
+    stages = parse_stage_to_rank_map(stage_to_rank_map)
+    return len(stages), len(stages[0])
+
+
+def get_this_rank_config_varuna(stage_to_rank_map: str, rank: int) -> tuple[int, int]:
+    """The stage of a rank and the number of its replica."""
+    for stage, ranks in parse_stage_to_rank_map(stage_to_rank_map).items():
+        if rank in ranks:
+            return stage, ranks.index(rank)
+    raise RuntimeError(f"rank {rank} is not in stage_to_rank_map {stage_to_rank_map!r}: only its ranks run a stage")
+
+
+def positive(name: str, number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ps.PlanError(f"{name} must be a whole number of samples from 1, got {number!r}")
+    return number
+
+
+def check_model(model: Any, fp16: bool) -> None:
+    """Check that the model is on the CPU and, for ``fp16``, has float32 parameters."""
+    if not isinstance(model, nn.Module):
+        raise ps.PlanError(f"Varuna takes an nn.Module, got {type(model).__name__}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise AssertionError(f"the model must be on the CPU, where it is cut, but {name} is on {tensor.device}")
+        if fp16 and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float16:
+            raise ps.PlanError(f"fp16=True computes in float16 from parameters in float32, but {name} is in float16")
+
+
+def device_of(device: int | str | torch.device, local_rank: int = -1) -> torch.device | str:
+    """A number is that of a GPU, or the CPU where there are no GPUs."""
+    if not isinstance(device, int):
+        return device
+    if not torch.cuda.is_available():
+        return "cpu"
+    number = device if device >= 0 else local_rank
+    return f"cuda:{number}" if number >= 0 else "cuda"
+
+
+# ── the model ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Varuna(nn.Module):
@@ -41,7 +101,7 @@ class Varuna(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        stage_to_rank_map: StageToRankMap,
+        stage_to_rank_map: str,
         get_batch_fn: Any = None,
         batch_size: int | None = None,
         chunk_size: int | None = None,
@@ -79,7 +139,7 @@ class Varuna(nn.Module):
         call = dry_run_input if get_batch_fn is None else get_batch_fn
         sample = call(1, device="cpu") if callable(call) else call
         plan = ps.split(model, stages=self.partitions, balance="uniform", sample=sample, shared_weights=shared_weights)
-        self._cuts = checkpoint.Cuts.of(plan)
+        self._cuts = checkpoint.Cuts(plan)
         replicas = zip(*self.stage_to_rank_map.values(), strict=True)
         group = [rank for replica in replicas for rank in replica]
         mesh = ps.Mesh(data=self.data_depth, pipe=self.partitions, group=group, device=own_device)
@@ -102,7 +162,7 @@ class Varuna(nn.Module):
         self._all_parameters = SGD(own, lr=0.0) if own else None
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="penstock checkpoint")
         self._copying: Future[None] | None = None
-        self._loaded: checkpoint.LoadedCheckpoint | None = None  # for an optimizer that is set later
+        self._loaded: dict[str, Any] | None = None  # a checkpoint, for an optimizer that is set later
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -147,11 +207,12 @@ class Varuna(nn.Module):
         return float(loss), overflow, norm
 
     def _step_fp16(self, value: Any) -> tuple[Tensor, bool]:
-        """A step under autocast, and whether its gradients are not finite: then only the earlier ones are kept."""
+        """A step under autocast, and whether gradients are not finite: then all of them are dropped."""
         if self._scaler is None:
             raise ps.PlanError("with fp16=True the loss is scaled: call set_optimizer(optimizer) before step")
-        before = [(parameter, parameter.grad) for parameter in self.pipeline.parameters()]
-        self.pipeline.zero_grad()
+        for parameter in self.pipeline.parameters():
+            if parameter.grad is not None:  # of earlier steps
+                parameter.grad.mul_(self._scaler.get_scale())
         overflow = True
         try:
             with torch.autocast(self.device.type, torch.float16):
@@ -159,11 +220,8 @@ class Varuna(nn.Module):
             self._scaler.unscale_(self._all_parameters)
             overflow = self._scaler.update()
         finally:
-            for parameter, grad in before:
-                if grad is not None and parameter.grad is not None and not overflow:
-                    grad.add_(parameter.grad)
-                if grad is not None or overflow:
-                    parameter.grad = grad
+            if overflow:
+                self.pipeline.zero_grad()
         return loss, overflow
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
@@ -186,30 +244,23 @@ class Varuna(nn.Module):
         """Write ``varuna_ckpt_<step>`` to ``global_store``, a folder that all ranks share: one file per cut.
 
         Every rank calls it. With ``tempdir`` the files are written in the background, from copies in host memory; the
-        future is done when this rank's are. With ``shard`` every replica writes a part.
+        future is done when this rank's are. The first replica writes; ``shard`` has no effect.
         """
         step = self.iteration if step is None else step
         if self._copying is not None:
             wait([self._copying])  # it may be of the same step
-        folder = checkpoint.folder_of(global_store, step)
+        folder = Path(global_store) / f"varuna_ckpt_{step}"
         first = self.stage == 0 and self.rank_within_stage == 0
-        self._on_all_ranks(lambda: checkpoint.begin(folder) if first else None, f"begin {folder}")
-        part, parts = (self.rank_within_stage, self.data_depth) if shard else (0, 1)
-        writers = [ranks[d] for ranks in self.stage_to_rank_map.values() for d in range(parts)]
+        self._on_all_ranks(lambda: _begin(folder) if first else None, f"begin {folder}")
+        writers = [ranks[0] for ranks in self.stage_to_rank_map.values()]
         files: dict[str, Any] = {}
+        states, groups = checkpoint.save_optimizer(self.optimizer, self._saved_names())
         if self.rank in writers:
-            layers, state = self.pipeline.plan.groups[self.stage], self.pipeline.state_dict()
-            states = checkpoint.optimizer_states(self.optimizer, self._saved_names())
-            files = self._cuts.contents(layers, state, states, part, parts)
+            files = self._cuts.contents(self.pipeline.plan.groups[self.stage], self.pipeline.state_dict(), states)
         if first:
-            files[checkpoint.COMMON] = {
-                "step": step,
-                "cuts": len(self._cuts.layers),
-                "writers": writers,
-                "shards": parts,
-                "groups": checkpoint.optimizer_options(self.optimizer),
-                "scaler": {} if self._scaler is None else self._scaler.state_dict(),
-            }
+            scaler = {} if self._scaler is None else self._scaler.state_dict()
+            common = {"step": step, "cuts": len(self._cuts.layers), "writers": writers}
+            files[checkpoint.COMMON] = {**common, "groups": groups, "scaler": scaler}
         if tempdir is None:
             self._on_all_ranks(lambda: checkpoint.write(folder, files, self.rank), f"write {folder}")
             return None
@@ -222,41 +273,39 @@ class Varuna(nn.Module):
 
         Every rank calls it. An optimizer that is set later gets its state then.
         """
-        folder = checkpoint.folder_of(global_store, iteration)
+        folder = Path(global_store) / f"varuna_ckpt_{iteration}"
         names = list(self.pipeline.state_dict())
-        loaded: list[checkpoint.LoadedCheckpoint] = []
-        read = lambda: loaded.append(checkpoint.read(folder, self._cuts, names, check_complete))  # noqa: E731
-        self._on_all_ranks(read, f"read {folder}")
-        (self._loaded,) = loaded
-        self.pipeline.load_state_dict(self._loaded.state)
-        self._loaded.state.clear()
-        self.iteration = iteration
-        if self.optimizer is not None:
-            self._resume()
+        loaded = self._on_all_ranks(lambda: self._cuts.read(folder, names, check_complete), f"read {folder}")
+        self.pipeline.load_state_dict(loaded.pop("state"))
+        self._loaded, self.iteration = loaded, iteration
+        self._resume()
 
     def _resume(self) -> None:
         """Load a checkpoint's optimizer state and loss scale, once."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is None or self.optimizer is None:
+        if self._loaded is None or self.optimizer is None:
             return
-        loaded.restore(self.optimizer, self._saved_names())
-        if self._scaler is not None and loaded.scaler and not self._constant_scale:
-            self._scaler.load_state_dict(loaded.scaler)
+        loaded, self._loaded = self._loaded, None
+        if loaded["groups"] is not None:
+            checkpoint.load_optimizer(self.optimizer, self._saved_names(), loaded["optimizer"], loaded["groups"])
+        if self._scaler is not None and loaded["scaler"] and not self._constant_scale:
+            self._scaler.load_state_dict(loaded["scaler"])
 
     def _saved_names(self) -> dict[int, str]:
         """The names under which this rank's parameters are saved, by id."""
         saved_as = self._cuts.saved_as
         return {id(p): saved_as[name] for name, p in self.pipeline.named_parameters() if name in saved_as}
 
-    def _on_all_ranks(self, work: Callable[[], None], purpose: str) -> None:
-        """Run ``work``; where it fails on any rank, raise an error on all."""
+    def _on_all_ranks(self, work: Callable[[], Any], purpose: str) -> Any:
+        """The result of ``work``; where it fails on any rank, raise an error on all."""
+        result: Any = None
         failure: Exception | None = None
         try:
-            work()
+            result = work()
         except Exception as error:
             failure = error
         if self.pipeline.max_over_ranks(float(failure is not None)):
             raise failure or ps.PipelineError(f"another rank could not {purpose}: see its error")
+        return result
 
     # ── as a module ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -273,16 +322,12 @@ class Varuna(nn.Module):
         """The buffers of this rank's stage, under the model's names."""
         yield from self.partitioned_model.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The parameters and buffers of this rank's stage, under the model's names."""
-        if args or kwargs:
-            raise ps.PlanError("state_dict() of a Varuna model takes no arguments: it is no part of another module")
-        return dict(self.pipeline.state_dict())
+        return self.pipeline.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         """Load this rank's part of the state of the whole model, or of this stage."""
-        if assign:
-            raise ps.PlanError("assign=True would replace the parameters that the optimizer updates: leave it out")
         self.pipeline.load_state_dict(state_dict, strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -292,6 +337,12 @@ class Varuna(nn.Module):
         super().train(mode)
         self.pipeline.train(mode)
         return self
+
+
+def _begin(folder: Path) -> None:
+    """Invalidate an earlier checkpoint of the same step."""
+    shutil.rmtree(folder / "markers", ignore_errors=True)
+    (folder / "markers").mkdir(parents=True)
 
 
 def _arguments(inputs: Any) -> dict[str, Any]:
