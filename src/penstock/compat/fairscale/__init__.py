@@ -15,10 +15,10 @@ def _no_attribute(name: str) -> NoReturn:
     )
 
 
-_modules = (torchgpipe, balance, batchnorm, skip, pipe, model_parallel)
+_modules = (torchgpipe, balance, batchnorm, skip, pipe)
 _names = {name: entry for module in _modules for name, entry in vars(module).items()}
-_names |= {"verify_module": pipe.verify_children, "__getattr__": _no_attribute}
-_parallel = " ".join(model_parallel.__all__)
+_names |= {**model_parallel.NAMES, "verify_module": pipe.verify_children, "__getattr__": _no_attribute}
+_parallel = " ".join(model_parallel.NAMES)
 
 publish(
     __name__,

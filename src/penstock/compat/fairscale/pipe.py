@@ -10,8 +10,8 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain, combinations, islice
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.compat import unwrap_local_errors
-from penstock.compat.fairscale import model_parallel
+from penstock.compat.fairscale.model_parallel import parallel_group
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.gpipe import (
     GPipe,
@@ -86,16 +86,6 @@ class LazyModule:
         return self.function()
 
 
-@dataclass(frozen=True)
-class Partition:
-    """The layers of this rank."""
-
-    module: nn.Sequential
-
-    def __len__(self) -> int:
-        return len(self.module)
-
-
 Layer = nn.Module | Callable[[], nn.Module]
 
 
@@ -131,13 +121,13 @@ class AsyncPipe(nn.Module):
         self.chunks, self.checkpoint = chunks, checkpoint
         self.lock = threading.Lock()
         self.worker_map, self.input_device = worker_map, input_device
-        self.group: dist.ProcessGroup = model_parallel.get_pipeline_parallel_group() if group is None else group
+        self.group: dist.ProcessGroup = parallel_group("pipeline") if group is None else group
         ranks, rank = self.group.size(), self.group.rank()
         if ranks < len(self.balance):
             counts = f"ranks: {ranks}, partitions: {len(self.balance)}"
             raise IndexError(f"too few ranks to hold given partitions ({counts})")
         self.final_stage = rank == len(self.balance) - 1
-        self.partitions: list[Partition] = []
+        self.partitions: list[SimpleNamespace] = []
         self.partition: nn.Sequential | None = None
         self.pipeline: ps.Pipeline | None = None  # built by the first call, on all ranks
         self._pipeline_config: Any = None
@@ -152,7 +142,7 @@ class AsyncPipe(nn.Module):
             for part in lazy:
                 part.build()
         assert isinstance(mine, nn.Sequential)
-        self.partitions = [Partition(mine)]
+        self.partitions = [SimpleNamespace(module=mine)]
         self.add_module("0", mine)
         self.partition = mine  # fairscale's checkpoints have this second name as well
 

@@ -8,7 +8,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from types import CodeType
 from typing import Any, NoReturn, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock import hooks
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.skip import verify_skippables
 
@@ -103,16 +103,12 @@ A balance can be measured, see {self._balance_module}:
         check(input)
         if not self.partitions:
             return input
-        count = min(self.chunks, min(_lengths(input), default=1))
-        if count == 0:  # no samples, hence no micro-batches
-            for partition, device in zip(self.partitions, self.devices, strict=True):
-                input = partition(_move(input, device))
-            return input
         output: TensorOrTensors = self._pipeline()(input)
         check(output)
         if not self.training or not torch.is_grad_enabled() or self.checkpoint == "never":
             return output
-        return _mark_recomputed(output, count - (self.checkpoint == "except_last"))
+        lengths = [len(leaf) for leaf in hooks.tree_flatten(input)[0] if leaf.dim()]
+        return _mark_recomputed(output, min([self.chunks, *lengths]) - (self.checkpoint == "except_last"))
 
     def _pipeline(self) -> ps.Pipeline:
         """The pipeline of the present mode: nothing is recomputed in evaluation mode."""
@@ -217,16 +213,6 @@ def check(input: TensorOrTensors) -> None:
             raise TypeError(f"expected Tensor, but got {type(item).__name__}")
 
 
-def _lengths(value: Any) -> list[int]:
-    if isinstance(value, tuple):
-        return [length for item in value for length in _lengths(item)]
-    return [len(value)] if value.dim() else []
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    return tuple(_move(item, device) for item in value) if isinstance(value, tuple) else value.to(device)
-
-
 # ── marks in autograd's graph ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -242,18 +228,12 @@ class Checkpoint(torch.autograd.Function):
         return grads[0]
 
 
-class Recompute(Checkpoint):
-    """An identity, as ``Checkpoint``."""
-
-
 def _mark_recomputed(output: TensorOrTensors, count: int) -> TensorOrTensors:
-    """The output, with ``count`` Checkpoint and Recompute nodes in its graph."""
+    """The output, with ``count`` Checkpoint nodes in its graph."""
     items = [output] if isinstance(output, Tensor) else list(output)
     marked = next((i for i, item in enumerate(items) if isinstance(item, Tensor) and item.requires_grad), None)
-    if marked is not None:
-        for _ in range(count):
-            for function in (Recompute, Checkpoint):
-                items[marked] = function.apply(items[marked])  # type: ignore[no-untyped-call]
+    for _ in range(count if marked is not None else 0):
+        items[marked] = Checkpoint.apply(items[marked])  # type: ignore[no-untyped-call, index, call-overload]
     return items[0] if isinstance(output, Tensor) else tuple(items)
 
 
@@ -266,38 +246,24 @@ def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
     Partitions work on several micro-batches at a time, so the value may belong to another one. A variable that a
     forward reads before it sets it (a counter) is accepted.
     """
-    reads: list[tuple[tuple[int, str], int, str]] = []  # variable, partition, layer
-    writes: list[tuple[tuple[int, str], int, str]] = []
+    uses = []  # partition, layer, and the variables that it reads and sets
     for j, partition in enumerate(partitions):
         for layer in partition.modules():
-            read, written = _globals_used(layer)
-            reads += [(variable, j, type(layer).__name__) for variable in read]
-            writes += [(variable, j, type(layer).__name__) for variable in written - read]
-    for variable, i, writer in writes:
-        for same, j, reader in reads:
-            if same == variable and j != i:
+            function = inspect.unwrap(type(layer).forward)
+            found = [(i.opname, i.argval) for i in dis.get_instructions(getattr(function, "__code__", ""))]
+            read, written = (
+                {(function.__module__, name) for operation, name in found if operation == kind}
+                for kind in ("LOAD_GLOBAL", "STORE_GLOBAL")
+            )
+            uses.append((j, type(layer).__name__, read, written - read))
+    for i, writer, _, written in uses:
+        for j, reader, read, _ in uses:
+            if j != i and read & written:
                 raise ps.PlanError(
-                    f"{reader} in partition {j} reads the global variable {variable[1]!r}, which {writer} in partition "
-                    f"{i} sets: partitions work on several micro-batches at a time, and the value may be of another "
-                    "one. Pass it on with torchgpipe.skip: @skippable(stash=[…]), yield stash(…)"
+                    f"{reader} in partition {j} reads the global variable {min(read & written)[1]!r}, which {writer} "
+                    f"in partition {i} sets: partitions work on several micro-batches at a time, and the value may be "
+                    "of another one. Pass it on with torchgpipe.skip: @skippable(stash=[…]), yield stash(…)"
                 )
-
-
-def _globals_used(layer: nn.Module) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
-    """The global variables that a layer's forward reads and writes, as (namespace, name)."""
-    function: Any = inspect.unwrap(getattr(layer.forward, "__func__", layer.forward))
-    read: set[tuple[int, str]] = set()
-    written: set[tuple[int, str]] = set()
-    codes = [function.__code__] if isinstance(getattr(function, "__code__", None), CodeType) else []
-    for code in codes:  # grows by nested functions
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        for instruction in dis.get_instructions(code):
-            variable = (id(function.__globals__), str(instruction.argval))
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                read.add(variable)
-            elif instruction.opname == "STORE_GLOBAL":
-                written.add(variable)
-    return read, written
 
 
 # ── current_microbatch ───────────────────────────────────────────────────────────────────────────────────────────

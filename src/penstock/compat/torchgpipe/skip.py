@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import total_ordering
 from types import new_class
 from typing import Any, ClassVar
 
@@ -15,7 +13,7 @@ import penstock as ps
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]
 
-pop, stash = ps.pop, ps.stash
+Namespace, pop, stash = ps.Namespace, ps.pop, ps.stash
 
 _USE_ERRORS = {
     "stash not declared": "{} has not been declared as stashable",
@@ -34,24 +32,6 @@ _MATCH_ERRORS = {
     "* no module declared '{name}' as poppable but stashed",
     "not popped": "no module declared '{name}' as poppable but stashed",
 }
-
-
-@total_ordering
-class Namespace(ps.Namespace, metaclass=ABCMeta):
-    """A namespace for ``layer.isolate``; ``None`` is the default one. Namespaces have an arbitrary order."""
-
-    @property
-    def id(self) -> str:
-        return f"{hash(self) & (2**64 - 1):016x}"
-
-    def __lt__(self, other: Any) -> bool:
-        return isinstance(other, Namespace) and other is not None and self.id < other.id
-
-    def __repr__(self) -> str:
-        return f"<Namespace '{self.id}'>"
-
-
-Namespace.register(type(None))
 
 
 class Skippable(nn.Module):
