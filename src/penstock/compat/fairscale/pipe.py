@@ -38,32 +38,10 @@ InputDevice: TypeAlias = int | str | torch.device | None
 
 
 class Pipe(GPipe):
-    """``torchgpipe.GPipe``, except that parameters may be shared by partitions on one device.
-
-    The input must be on the first device.
-    """
+    """``torchgpipe.GPipe``, except that parameters may be shared by partitions on one device."""
 
     _name = "Pipe"
     _balance_module = "fairscale.nn.pipe.balance"
-
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
-        """The module's output for a mini-batch, concatenated, on the last device."""
-        check(input)
-        if self.devices:
-            self._check_device(input)
-        return super().forward(input)
-
-    def _check_device(self, value: Any) -> None:
-        if isinstance(value, tuple):
-            for item in value:
-                self._check_device(item)
-            return
-        first = self.devices[0]
-        if value.device.type != first.type or first.index not in (None, value.device.index):
-            raise RuntimeError(
-                f"the input is on {value.device}, but the first partition on {first}, and Pipe does not move "
-                "inputs: pass input.to(pipe.devices[0])"
-            )
 
     def _verify(self, module: nn.Sequential) -> None:
         verify_children(module)

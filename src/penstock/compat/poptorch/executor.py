@@ -101,11 +101,12 @@ class PoplarExecutor:
         self.model = model
         self._modes: dict[str, bool] = {path: module.training for path, module in model.named_modules()}
         self._pipe: ps.Pipeline | None = None
-        self._updater: Updater | None = None
+        self._scaler: ps.GradScaler | None = None
         self._attached = self._destroyed = False
         self._seconds: list[float] = []
+        self._optimizer: Any = None
         if training:
-            self._updater = Updater(self.options, optimizer or optim.SGD(model.parameters(), lr=0.01))
+            self.setOptimizer(optimizer or optim.SGD(model.parameters(), lr=0.01))
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -129,7 +130,7 @@ class PoplarExecutor:
         return self._outputs.result()
 
     def _run(self, pipe: ps.Pipeline, inputs: Any) -> None:
-        if self._updater is None:
+        if not self._training:
             self._seconds = [pipe.evaluate(inputs, outputs=self._outputs).seconds]
             return
         iterations: int = self.options.device_iterations
@@ -138,9 +139,29 @@ class PoplarExecutor:
         pipe.zero_grad()
         for k in range(iterations):
             part = [leaf.chunk(iterations)[k] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-            self._updater.prepare(pipe)
+            if self._scaler is None:
+                pipe.loss_scale = float(getattr(self._optimizer, "loss_scaling", 1.0))
             self._seconds.append(pipe.step(hooks.tree_unflatten(part, spec)).seconds)
-            self._updater.apply(pipe)
+            self._update(pipe)
+
+    def _update(self, pipe: ps.Pipeline) -> None:
+        """Update the parameters after a step, and clear the gradients."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+        elif pipe.loss_scale != 1.0:
+            for parameter in pipe.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(pipe.loss_scale)
+        max_norm = getattr(self._optimizer, "max_grad_norm", None)
+        if max_norm is not None:
+            pipe.clip_grad_norm_(max_norm)
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        pipe.align_ties()
+        pipe.zero_grad()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Build the pipeline for calls like this one, without running it."""
@@ -181,10 +202,12 @@ class PoplarExecutor:
                 f"Here {turns} works, but stages are idle",
                 stacklevel=4,
             )
-        off_chip = {f"{kind}s": options.TensorLocations.off_chip(kind) for kind in ("activation", "weight")}
-        off_chip["optimizer"] = options.TensorLocations.off_chip("optimizer")
+        off_chip = {f"{kind}s": options._off_chip(kind) for kind in ("activation", "weight")}
+        off_chip["optimizer"] = options._off_chip("optimizer")
         if not self._training:
             off_chip |= {"activations": False, "optimizer": False}
+        wide = getattr(self._optimizer, "accum_type", None) is torch.float32
+        half = any(parameter.dtype.itemsize < 4 for parameter in self.model.parameters())
         mean = options.Training.accumulation_and_replication_reduction_type == ReductionType.Mean
         pipe = ps.Pipeline(
             plan,
@@ -196,11 +219,11 @@ class PoplarExecutor:
             outputs=self._outputs,
             seed=options.random_seed,
             recompute="always" if options._Popart.toDict().get("autoRecomputation") else "never",
-            accumulate="fp32" if self._updater is not None and self._updater.accumulates_fp32 else None,
+            accumulate="fp32" if wide and half else None,
             offload=ps.Offload(**off_chip) if any(off_chip.values()) else None,
         )
-        if self._updater is not None:
-            self._updater.attach(pipe)
+        if self._training:
+            self._attach_optimizer(pipe)
         return pipe
 
     def isCompiled(self) -> bool:
@@ -208,9 +231,37 @@ class PoplarExecutor:
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Continue with another optimizer, or with changed settings. One of the same class keeps the state."""
-        if self._updater is None:
+        if not self._training:
             raise Error("setOptimizer needs a model made by poptorch.trainingModel")
-        self._updater.use(optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise Error(f"an optimizer is a poptorch.optim or torch.optim one, got {type(optimizer).__name__}")
+        previous, self._optimizer = self._optimizer, optimizer
+        if previous is optimizer:
+            return
+        if type(previous) is type(optimizer) and not optimizer.state:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            optimizer.state.update((p, state) for p, state in previous.state.items() if id(p) in own)
+        if self._pipe is not None:
+            self._attach_optimizer(self._pipe)
+
+    def _attach_optimizer(self, pipe: ps.Pipeline) -> None:
+        """Scale the loss, and keep the optimizer's state where the options say."""
+        optimizer, off_chip = self._optimizer, [self.options._off_chip(kind) for kind in ("weight", "optimizer")]
+        if self._scaler is None and self.options.Training.automatic_loss_scaling:
+            self._scaler = ps.GradScaler(pipe)
+        if hooks.is_offloaded(optimizer):
+            if off_chip[0]:
+                raise Error("this optimizer offloads the weights of another model: create a new one")
+            return
+        for parameter, state in optimizer.state.items():  # created or loaded on another device
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[name] = value.to(parameter.device)
+        if any(off_chip):
+            wrapped = vars(optimizer).pop("step", None)  # by an LR scheduler that was created before
+            pipe.offload_optimizer(optimizer)
+            if wrapped is not None:
+                optimizer.step.__func__._wrapped_by_lr_sched = optimizer._opt_called = True
 
     # ── modes, weights, devices ──────────────────────────────────────────────────────────────────────────────
 
@@ -291,7 +342,7 @@ class PoplarExecutor:
         """Write the model, its options and its optimizer to a file, for ``poptorch.load``."""
         self.copyWeightsToHost()
         content = {"model": self.model, "options": self.options, "training": self._training, "modes": self._modes}
-        torch.save({**content, "optimizer": None if self._updater is None else self._updater.optimizer}, filename)
+        torch.save({**content, "optimizer": self._optimizer}, filename)
 
     def compileAndExport(self, filename: str, *args: Any, **kwargs: Any) -> None:
         """``compile`` and ``save``."""
@@ -340,10 +391,9 @@ def find_loss(output: Any) -> Tensor:
     """The loss in a model's output: the tensor that ``identity_loss`` marked, or the only scalar with a gradient."""
     tensors = [leaf for leaf in hooks.tree_flatten(output)[0] if isinstance(leaf, Tensor)]
     trainable = [leaf for leaf in tensors if leaf.requires_grad]
-    found = [leaf for leaf in tensors if hasattr(leaf, _MARK)]
-    found = (
-        found or [leaf for leaf in trainable if leaf.dim() == 0] or [leaf for leaf in trainable if leaf.numel() == 1]
-    )
+    marked = [leaf for leaf in tensors if hasattr(leaf, _MARK)]
+    scalars = [leaf for leaf in trainable if leaf.dim() == 0]
+    found = marked or scalars or [leaf for leaf in trainable if leaf.numel() == 1]
     if not found:
         raise Error(
             "Couldn't find a loss in graph: a training model's forward must return its loss, one number that depends "
@@ -428,86 +478,3 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
         "backwards pass is performed automatically when invoking the model. If you're using an inferenceModel, you "
         "should use a trainingModel instead."
     )
-
-
-# ── updates ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Updater:
-    """Applies an optimizer to a pipeline's gradients: loss scale, clipping, the step, state in host memory."""
-
-    def __init__(self, options: Options, optimizer: Any) -> None:
-        self.weights_off_chip: bool = options.TensorLocations.off_chip("weight")
-        self.off_chip: bool = self.weights_off_chip or options.TensorLocations.off_chip("optimizer")
-        self.automatic: bool = options.Training.automatic_loss_scaling
-        self.optimizer: Any = None
-        self._pipeline: ps.Pipeline | None = None
-        self._scaler: ps.GradScaler | None = None
-        self.use(optimizer)
-
-    def use(self, optimizer: Any) -> None:
-        """Continue with ``optimizer``. A new one of the same class takes over the state of the previous one."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise Error(f"an optimizer is a poptorch.optim or torch.optim one, got {type(optimizer).__name__}")
-        previous, self.optimizer = self.optimizer, optimizer
-        if previous is optimizer:
-            return
-        if type(previous) is type(optimizer) and not optimizer.state:
-            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            optimizer.state.update((p, state) for p, state in previous.state.items() if id(p) in own)
-        if self._pipeline is not None:
-            self.attach(self._pipeline)
-
-    def attach(self, pipeline: ps.Pipeline) -> None:
-        """Work on the gradients of this pipeline."""
-        self._pipeline = pipeline
-        if self._scaler is None and self.automatic:
-            self._scaler = ps.GradScaler(pipeline)
-        if hooks.is_offloaded(self.optimizer):
-            if self.weights_off_chip:
-                raise Error("this optimizer offloads the weights of another model: create a new one")
-            return
-        for parameter, state in self.optimizer.state.items():  # created or loaded on another device
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim():
-                    state[name] = value.to(parameter.device)
-        if self.off_chip:
-            wrapped = vars(self.optimizer).pop("step", None)  # by an LR scheduler that was created before
-            pipeline.offload_optimizer(self.optimizer)
-            if wrapped is not None:
-                self.optimizer.step.__func__._wrapped_by_lr_sched = self.optimizer._opt_called = True
-
-    def prepare(self, pipeline: ps.Pipeline) -> None:
-        """Set the loss scale before a step."""
-        if self._scaler is None and pipeline.loss_scale != self._scale:
-            pipeline.loss_scale = self._scale
-
-    def apply(self, pipeline: ps.Pipeline) -> None:
-        """Update the parameters after a step, and clear the gradients."""
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
-        elif self._scale != 1.0:
-            for parameter in pipeline.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._scale)
-        max_norm = getattr(self.optimizer, "max_grad_norm", None)
-        if max_norm is not None:
-            pipeline.clip_grad_norm_(max_norm)
-        if self._scaler is None:
-            self.optimizer.step()
-        else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
-        pipeline.align_ties()
-        pipeline.zero_grad()
-
-    @property
-    def accumulates_fp32(self) -> bool:
-        """Whether half-precision gradients are to be accumulated in single precision."""
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        wide = getattr(self.optimizer, "accum_type", None) is torch.float32
-        return wide and any(parameter.dtype.itemsize < 4 for parameter in parameters)
-
-    @property
-    def _scale(self) -> float:
-        return float(getattr(self.optimizer, "loss_scaling", 1.0))

@@ -10,11 +10,11 @@ import copy
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, NamedTuple, Self
 
 from penstock.compat.poptorch.base import Error, FrozenOptions, OutputMode, ReductionType, positive, require
 from penstock.compat.poptorch.blocks import PipelinedExecution, Strategy
@@ -22,79 +22,6 @@ from penstock.compat.poptorch.blocks import PipelinedExecution, Strategy
 __all__ = ["Options", "TensorLocationSettings"]
 
 _warned: set[str] = set()
-_UNSET = object()
-
-
-class Group:
-    """Settings that can be changed until they are frozen.
-
-    ``_settings`` maps a setting to the name and the default of its value, and a function that checks the value.
-    ``_ignored`` names the settings that have no effect here; ``_refused`` maps settings that would change results, and
-    are not supported, to a remedy.
-    """
-
-    _title = ""
-    _settings: ClassVar[Mapping[str, tuple[str, Any, Callable[..., Any]]]] = {}
-    _ignored = ""
-    _refused: ClassVar[Mapping[str, str]] = {}
-
-    def __init__(self) -> None:
-        values = {name: default for name, default, _ in self._settings.values() if default is not _UNSET}
-        self.__dict__.update(_values=values, _is_frozen=False)
-
-    def _set(self, **values: Any) -> Self:
-        if self._is_frozen:
-            raise FrozenOptions("Can't modify frozen Options: change a copy of them, options.clone()")
-        self._values.update(values)
-        return self
-
-    def _apply(self, name: str, *args: Any, **kwargs: Any) -> Self:
-        value, _, check = self._settings[name]
-        return self._set(**{value: check(name, *args, *kwargs.values())})
-
-    def _ignore_or_refuse(self, name: str, *args: Any, **kwargs: Any) -> Self:
-        values = [*args, *kwargs.values()]
-        full = f"{self._title}.{name}".removeprefix(".")
-        if name in self._refused and values not in ([False], [None], [0, 1]):  # switched off, or one process
-            raise Error(f"poptorch.Options: {full} is not supported: {self._refused[name]}")
-        if name not in self._refused and full not in _warned:
-            _warned.add(full)
-            warnings.warn(f"poptorch.Options: {full} has no effect here", stacklevel=2)
-        return self._set(**{name: values[0] if len(values) == 1 else tuple(values) or True})
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._settings:
-            return partial(self._apply, name)
-        if name in self._refused or name in self._ignored.split():
-            return partial(self._ignore_or_refuse, name)
-        values = self.__dict__.get("_values", {})
-        if name not in values:
-            raise AttributeError(f"poptorch.Options has no {self._title}.{name}, or it has no meaning here")
-        return values[name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._set()  # an error if they are frozen
-        raise AttributeError(f"values are set by methods: {self._title}.…(…)")
-
-    def _groups(self) -> dict[str, Group]:
-        return {name: value for name, value in self.__dict__.items() if isinstance(value, Group)}
-
-    def _freeze(self) -> None:
-        self.__dict__["_is_frozen"] = True
-        for group in self._groups().values():
-            group._freeze()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_is_frozen": False}  # a copy can be changed
-
-    def toDict(self) -> dict[str, Any]:
-        """All values by name, those of groups in dicts of their own."""
-        return {**self._values, **{name: group.toDict() for name, group in self._groups().items()}}
-
-    def __repr__(self) -> str:
-        shown = {**self._values, **self._groups()}.items()
-        name = f"_{self._title}Options" if self._title else "Options"
-        return f"{name}({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
 
 # ── checks of values ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,79 +73,141 @@ def _seed(name: str, value: Any) -> Any:
     return value
 
 
-# ── the groups ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the settings ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+_UNSET = object()
 
 
-class TensorLocations(Group):
-    """``options.TensorLocations``: ``setActivationLocation``, ``setWeightLocation``, ``setOptimizerLocation``."""
+class Settings(NamedTuple):
+    """The settings of a group."""
 
-    _title = "TensorLocation"
-    _settings: ClassVar = {
-        f"set{kind}Location": (f"location_{kind.lower()}", _UNSET, _location)
-        for kind in ("Activation", "Weight", "Optimizer", "Accumulator")
-    }
-    _ignored = "numIOTiles"
-
-    def off_chip(self, kind: str) -> bool:
-        location = self._values.get(f"location_{kind}")
-        return location is not None and location._content.get("onChip") == 0
+    values: dict[str, tuple[str, Any, Callable[..., Any]]] = {}  # noqa: RUF012
+    """Name and default of a setting's value, and the function that checks it."""
+    ignored: str = ""
+    """Settings that have no effect here."""
+    refused: dict[str, str] = {}  # noqa: RUF012
+    """Settings that would change results, and are not supported, with a remedy."""
 
 
-class Training(Group):
-    """``options.Training``.
+_reduction = "accumulation_and_replication_reduction_type"
 
-    ``gradientAccumulation`` is the number of micro-batches per update. Their gradients, and those of replicas, are
-    averaged, or summed by ``accumulationAndReplicationReductionType``. ``setAutomaticLossScaling`` scales the loss by
-    ``penstock.GradScaler``; updates with an inf or nan are skipped.
-    """
-
-    _title = "Training"
-    _settings: ClassVar = {
-        "gradientAccumulation": ("gradient_accumulation", 1, positive),
-        "accumulationAndReplicationReductionType": (
-            "accumulation_and_replication_reduction_type",
-            ReductionType.Mean,
-            _reduction_type,
-        ),
-        "setAutomaticLossScaling": ("automatic_loss_scaling", False, lambda name, enabled: bool(enabled)),
-    }
-    _ignored = "setMeanAccumulationAndReplicationReductionStrategy setConvolutionDithering"
-
-
-class Precision(Group):
-    """``options.Precision``: torch's own rules apply; ``model.half()`` and autocast work."""
-
-    _title = "Precision"
-    _ignored = (
+SETTINGS = {
+    "Options": Settings(
+        {
+            "deviceIterations": ("device_iterations", 1, positive),
+            "replicationFactor": ("replication_factor", 1, positive),
+            "setExecutionStrategy": ("execution_strategy", _UNSET, _strategy),
+            "randomSeed": ("random_seed", None, _seed),
+            "enableProfiling": ("profile_dir", None, lambda name, directory=".": str(directory)),
+        },
+        "autoRoundNumIPUs availableMemoryProportion setAvailableMemoryProportion broadcastBuffers connectionType "
+        "disableModuleNamescope enableExecutableCaching enableStableNorm logCycleCount logDir maxRepeatLogs modelName "
+        "relaxOptimizerAttributesChecks showCompilationProgressBar sourceLocationExcludes appendToLocationExcludes "
+        "syncPattern updatableNamedBuffers useIpuId useIpuModel",
+        {
+            "anchorTensor": "return the value from the forward, or register a hook",
+            "enableSyntheticData": "a call takes the data that it is given",
+            "inputReplicaGrouping": "replicas have their own samples, and the same weights",
+            "useOfflineIpuTarget": "there is nothing to compile for an IPU",
+        },
+    ),
+    "Training": Settings(
+        {
+            "gradientAccumulation": ("gradient_accumulation", 1, positive),
+            "accumulationAndReplicationReductionType": (_reduction, ReductionType.Mean, _reduction_type),
+            "setAutomaticLossScaling": ("automatic_loss_scaling", False, lambda name, enabled: bool(enabled)),
+        },
+        "setMeanAccumulationAndReplicationReductionStrategy setConvolutionDithering",
+    ),
+    "TensorLocation": Settings(
+        {
+            f"set{kind}Location": (f"location_{kind.lower()}", _UNSET, _location)
+            for kind in ("Activation", "Weight", "Optimizer", "Accumulator")
+        },
+        "numIOTiles",
+    ),
+    "Precision": Settings(  # torch's own rules apply; model.half() and autocast work
+        {},
         "autocastEnabled halfFloatCasting runningStatisticsAlwaysFloat runningVarianceAlwaysFloat "
-        "enableStochasticRounding setPartialsType"
-    )
-    _refused: ClassVar = {"enableFloatingPointExceptions": "use torch.autograd.set_detect_anomaly(True)"}
+        "enableStochasticRounding setPartialsType",
+        {"enableFloatingPointExceptions": "use torch.autograd.set_detect_anomaly(True)"},
+    ),
+    "Jit": Settings(ignored="traceModel"),
+    "Distributed": Settings(  # a PopTorch program is one process here
+        {},
+        "IPUoFConfigFiles setEnvVarNames disable",
+        {"configureProcessId": "replicas in several processes are penstock.Mesh(data=…), see docs/migrating.md"},
+    ),
+    "Popart": Settings(ignored="setPatterns"),
+}
 
 
-class Jit(Group):
-    """``options.Jit``."""
+class Group:
+    """Settings that can be changed until they are frozen."""
 
-    _title = "Jit"
-    _ignored = "traceModel"
+    def __init__(self, title: str) -> None:
+        known = SETTINGS[title].values.values()
+        values = {name: default for name, default, _ in known if default is not _UNSET}
+        self.__dict__.update(_title=title, _values=values, _is_frozen=False)
 
+    def _set(self, **values: Any) -> Self:
+        if self._is_frozen:
+            raise FrozenOptions("Can't modify frozen Options: change a copy of them, options.clone()")
+        self._values.update(values)
+        return self
 
-class Distributed(Group):
-    """``options.Distributed``: a PopTorch program is one process here."""
+    def _apply(self, name: str, *args: Any, **kwargs: Any) -> Self:
+        value, _, check = SETTINGS[self._title].values[name]
+        return self._set(**{value: check(name, *args, *kwargs.values())})
 
-    _title = "Distributed"
-    _ignored = "IPUoFConfigFiles setEnvVarNames disable"
-    _refused: ClassVar = {
-        "configureProcessId": "replicas in several processes are penstock.Mesh(data=…), see docs/migrating.md"
-    }
-    processId, numProcesses = 0, 1
+    def _ignore(self, name: str, *args: Any, **kwargs: Any) -> Self:
+        values, refused = [*args, *kwargs.values()], SETTINGS[self._title].refused
+        full = f"{self._title}.{name}".removeprefix("Options.")
+        if name in refused and values not in ([False], [None], [0, 1]):  # switched off, or one process
+            raise Error(f"poptorch.Options: {full} is not supported: {refused[name]}")
+        if name not in refused and full not in _warned:
+            _warned.add(full)
+            warnings.warn(f"poptorch.Options: {full} has no effect here", stacklevel=2)
+        return self._set(**{name: values[0] if len(values) == 1 else tuple(values) or True})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        known = SETTINGS[self._title]
+        if name in known.values:
+            return partial(self._apply, name)
+        if name in known.refused or name in known.ignored.split():
+            return partial(self._ignore, name)
+        if name not in self._values:
+            raise AttributeError(f"poptorch.Options has no {self._title}.{name}, or it has no meaning here")
+        return self._values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._set()  # an error if they are frozen
+        raise AttributeError(f"values are set by methods: {self._title}.…(…)")
+
+    def _groups(self) -> dict[str, Group]:
+        return {name: value for name, value in self.__dict__.items() if isinstance(value, Group)}
+
+    def _freeze(self) -> None:
+        self.__dict__["_is_frozen"] = True
+        for group in self._groups().values():
+            group._freeze()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_is_frozen": False}  # a copy can be changed
+
+    def toDict(self) -> dict[str, Any]:
+        """All values by name, those of groups in dicts of their own."""
+        return {**self._values, **{name: group.toDict() for name, group in self._groups().items()}}
+
+    def __repr__(self) -> str:
+        name = "Options" if self._title == "Options" else f"_{self._title}Options"
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in {**self._values, **self._groups()}.items())})"
 
 
 class Popart(Group):
     """``options._Popart``: of PopART's settings, ``autoRecomputation`` has an effect here."""
-
-    _title = "Popart"
-    _ignored = "setPatterns"
 
     def set(self, key: str, value: Any) -> Self:
         """``autoRecomputation``: 0 keeps all activations (the default here), any other number recomputes them."""
@@ -237,36 +226,23 @@ class Options(Group):
       ``ShardedExecution``;
     - ``randomSeed(seed)``: random numbers depend on the seed, the call, the micro-batch and the layer only;
     - ``enableProfiling(directory)``: write a Chrome trace of each model's first call, ``training.json`` or
-      ``inference.json``.
+      ``inference.json``;
+    - ``Training.gradientAccumulation(n)``: the number of micro-batches per update. Their gradients are averaged, or
+      summed by ``Training.accumulationAndReplicationReductionType``;
+    - ``Training.setAutomaticLossScaling(enabled)``: scale the loss by ``penstock.GradScaler``;
+    - ``TensorLocations.setActivationLocation(location)`` and others: keep tensors in host memory.
     """
 
-    Training: Training
-    TensorLocations: TensorLocations
-    _settings: ClassVar = {
-        "deviceIterations": ("device_iterations", 1, positive),
-        "replicationFactor": ("replication_factor", 1, positive),
-        "setExecutionStrategy": ("execution_strategy", None, _strategy),
-        "randomSeed": ("random_seed", None, _seed),
-        "enableProfiling": ("profile_dir", None, lambda name, directory=".": str(directory)),
-    }
-    _ignored = (
-        "autoRoundNumIPUs availableMemoryProportion setAvailableMemoryProportion broadcastBuffers connectionType "
-        "disableModuleNamescope enableExecutableCaching enableStableNorm logCycleCount logDir maxRepeatLogs modelName "
-        "relaxOptimizerAttributesChecks showCompilationProgressBar sourceLocationExcludes appendToLocationExcludes "
-        "syncPattern updatableNamedBuffers useIpuId useIpuModel"
-    )
-    _refused: ClassVar = {
-        "anchorTensor": "return the value from the forward, or register a hook",
-        "enableSyntheticData": "a call takes the data that it is given",
-        "inputReplicaGrouping": "replicas have their own samples, and the same weights",
-        "useOfflineIpuTarget": "there is nothing to compile for an IPU",
-    }
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("Options")
         self._set(execution_strategy=PipelinedExecution(), output_mode=OutputMode.Default, output_return_period=1)
-        groups = {"Training": Training(), "TensorLocations": TensorLocations(), "Precision": Precision()}
-        self.__dict__.update(groups, Jit=Jit(), Distributed=Distributed(), _Popart=Popart())
+        groups = {name: Group(name) for name in ("Training", "Precision", "Jit", "Distributed")}
+        groups["Distributed"]._set(processId=0, numProcesses=1)
+        self.__dict__.update(groups, TensorLocations=Group("TensorLocation"), _Popart=Popart("Popart"))
+
+    def _off_chip(self, kind: str) -> bool:
+        location = self.TensorLocations._values.get(f"location_{kind}")
+        return location is not None and location._content.get("onChip") == 0
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """The outputs that a call returns; ``EveryN`` returns every ``output_return_period``-th."""

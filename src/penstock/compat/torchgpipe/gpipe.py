@@ -233,7 +233,7 @@ def _mark_recomputed(output: TensorOrTensors, count: int) -> TensorOrTensors:
     items = [output] if isinstance(output, Tensor) else list(output)
     marked = next((i for i, item in enumerate(items) if isinstance(item, Tensor) and item.requires_grad), None)
     for _ in range(count if marked is not None else 0):
-        items[marked] = Checkpoint.apply(items[marked])  # type: ignore[no-untyped-call, index, call-overload]
+        items[marked] = Checkpoint.apply(items[marked])  # type: ignore[no-untyped-call, index]
     return items[0] if isinstance(output, Tensor) else tuple(items)
 
 
@@ -249,7 +249,7 @@ def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
     uses = []  # partition, layer, and the variables that it reads and sets
     for j, partition in enumerate(partitions):
         for layer in partition.modules():
-            function = inspect.unwrap(type(layer).forward)
+            function: Any = inspect.unwrap(type(layer).forward)
             found = [(i.opname, i.argval) for i in dis.get_instructions(getattr(function, "__code__", ""))]
             read, written = (
                 {(function.__module__, name) for operation, name in found if operation == kind}
