@@ -13,10 +13,8 @@ from torch import Tensor
 
 import penstock as ps
 from penstock.compat.varuna import AutoConfig, Profiler
-from penstock.compat.varuna.profiler import even_cuts
 from penstock.profile.costs import Link, Profile
 from penstock.profile.links import Links
-from penstock.profile.planner.segments import Segments
 from tests.compat.varuna_models import Tower, data
 from tests.support.ranks import Ranks
 
@@ -72,8 +70,8 @@ def test_ranks_measure_the_links_between_them(three: Ranks, tmp_path: Path) -> N
     config, free = AutoConfig(2, 2, 8, tmp_path), AutoConfig(2, 2, 8, tmp_path)
     assert config.profile.sizes[0].link == Link(2e-4, 1e9)  # the worst of both
     free.profile = free.profile.with_link(Link())
-    for real, ideal in zip(config.choices, free.choices, strict=True):  # messages, and sums over replicas
-        assert real.seconds > ideal.seconds
+    for grid in ((1, 2), (2, 1)):  # messages, and sums over replicas
+        assert config.predict(config.profile.sizes[0], *grid) > free.predict(free.profile.sizes[0], *grid)
 
 
 # ── costs that are known ─────────────────────────────────────────────────────────────────────────────────────────
@@ -89,27 +87,17 @@ def known(folder: Path, layers: int = 4) -> Path:
 def test_fastest_configuration(tmp_path: Path) -> None:
     config = AutoConfig(2, 2, 8, known(tmp_path))
     assert config.get_min() == (1, 1, 4 * 4 * 3.0)  # two replicas, which divide the samples, and do nothing twice
-    alone, both = sorted(config.choices, key=lambda choice: choice.stages)
-    assert (alone.replicas, both.replicas) == (2, 1)
-    assert alone.memory == 4 * 20 + 4 * 10
+    (costs,) = config.profile.sizes
+    assert config.predict(costs, 2, 1)[1] == 4 * 20 + 4 * 10
     # The first rank has two layers forward, again and backward, 8 times; and waits for its first gradient, which comes
     # after 8 seconds, when it has two forwards and one again done.
-    assert both.seconds == 8 * (2 + 2 + 4) + 8 - 6
-    assert both.memory == 2 * 20 + 2 * 10
+    assert config.predict(costs, 1, 2) == (8 * (2 + 2 + 4) + 8 - 6, 2 * 20 + 2 * 10)
 
 
 def test_models_too_large_for_one_gpu(tmp_path: Path) -> None:
     assert AutoConfig(2, 2, 8, known(tmp_path), gpu_memory_capacity=100).get_min()[0] == 2
-    with pytest.raises(ps.PlanError, match=r"fits into 50 bytes: the smallest needs 60"):
+    with pytest.raises(ps.PlanError, match=r"2 GPUs have no configuration that fits into 50 bytes"):
         AutoConfig(2, 2, 8, tmp_path, gpu_memory_capacity=50).get_min()
-
-
-def test_the_model_is_cut_as_varuna_cuts_it(tmp_path: Path) -> None:
-    for cuts in (3, 6, 7):
-        plan = ps.split(Tower(cuts), stages=3, balance="uniform", sample=data(4))
-        profile = Profiler(Tower(cuts), get_batch, "cpu", out_folder=tmp_path).profile_all([4], seconds=0.0)
-        ends = even_cuts(Segments(profile.at(4)), 3)
-        assert [len(stage.layers) for stage in plan.stages] == [j - i for i, j in zip((0, *ends), ends, strict=False)]
 
 
 def test_invalid_arguments(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``GPipe``: an ``nn.Sequential`` in partitions, one per device."""
+"""``GPipe``: an ``nn.Sequential`` in partitions, one per device, with skip connections and deferred BatchNorm."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dis
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NoReturn, Self, TypeAlias
+from types import new_class
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock import hooks
-from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
-from penstock.compat.torchgpipe.skip import verify_skippables
+from penstock._torch import BatchNorm
 
-__all__ = ["GPipe", "current_microbatch", "verify_module"]
+__all__ = [
+    *("DeferredBatchNorm", "GPipe", "Namespace", "Skippable", "current_microbatch", "pop"),
+    *("skippable", "stash", "verify_module", "verify_skippables"),
+]
 
 Device = torch.device | int | str
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -281,3 +284,149 @@ def current_microbatch() -> Tensor | None:
         )
     current = ps.current_microbatch()
     return None if current is None else _keys.setdefault(current, torch.empty(0))
+
+
+# ── skip connections ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+Namespace, pop, stash = ps.Namespace, ps.pop, ps.stash
+
+_USE_ERRORS = {
+    "stash not declared": "{} has not been declared as stashable",
+    "pop not declared": "{} has not been declared as poppable",
+    "left to stash": "{} must be stashed but have not",
+    "left to pop": "{} must be popped but have not",
+    "not stashed": "{} has not been stashed",
+}
+
+_MATCH_ERRORS = {
+    "both in one layer": "'{first}' declared '{name}' both as stashable and as poppable",
+    "stashed twice": "'{last}' redeclared '{name}' as stashable but not isolated by namespace",
+    "popped twice": "'{last}' redeclared '{name}' as poppable but not isolated by namespace",
+    "not stashed": "'{last}' declared '{name}' as poppable but it was not stashed",
+    "popped before stashed": "'{last}' declared '{name}' as poppable but it was not stashed\n"
+    "* no module declared '{name}' as poppable but stashed",
+    "not popped": "no module declared '{name}' as poppable but stashed",
+}
+
+
+class Skippable(nn.Module):
+    """The base of classes made by ``skippable``: a wrapper around the layer, which is ``self.module``."""
+
+    module_cls: ClassVar[type[nn.Module]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.module = self.module_cls(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except ps.SkipUseError as error:
+            if error.fault is None:
+                raise
+            names = ", ".join(f"'{name}'" for name in error.names)
+            raise ps.SkipUseError(_USE_ERRORS[error.fault].format(names), error.fault, error.names) from error
+
+    def forward(self, input: Any) -> Any:
+        return self.module(input)
+
+    def __repr__(self) -> str:
+        return f"@skippable({self.module})"
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
+    """Class decorator: the layer's ``forward`` is a generator that stashes and pops tensors of these names.
+
+    ``yield stash("name", tensor)`` stores a tensor or None; ``tensor = yield pop("name")`` retrieves it.
+    """
+    declare = ps.skippable(stash, pop)
+
+    def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
+        body = {
+            "module_cls": module_cls,
+            "__module__": module_cls.__module__,
+            "__qualname__": module_cls.__qualname__,
+            "__doc__": module_cls.__doc__,
+        }
+        return declare(new_class(module_cls.__name__, (Skippable,), exec_body=lambda own: own.update(body)))
+
+    return decorate
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Raise one ``TypeError`` that lists every stash without a pop and every pop without a stash."""
+    try:
+        ps.verify_skippables(nn.Sequential(OrderedDict(module.named_children())))
+    except ps.SkipError as error:
+        lines = []
+        for fault in error.faults:
+            first, last = (fault.modules[i].rsplit(" (", 1)[0] for i in (0, -1))
+            lines.append(f"* {_MATCH_ERRORS[fault.kind].format(name=fault.name, first=first, last=last)}")
+        raise TypeError("one or more pairs of stash and pop do not match:\n\n" + "\n".join(lines)) from None
+
+
+# ── deferred BatchNorm ───────────────────────────────────────────────────────────────────────────────────────────────
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DeferredBatchNorm(BatchNorm):
+    """Normalises micro-batches by their own statistics and updates the running statistics once per ``chunks`` of them.
+
+    In a ``GPipe`` the pipeline updates them at the end of each mini-batch, whatever its number of micro-batches.
+    """
+
+    sum: Tensor
+    sum_squares: Tensor
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True, chunks: int = 1
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
+        # Entries of torchgpipe's checkpoints, zero between mini-batches; unused here.
+        self.register_buffer("sum", torch.zeros(num_features))
+        self.register_buffer("sum_squares", torch.zeros(num_features))
+        self.chunks = chunks
+        self.tracked = 0
+        self._statistics: hooks.DeferredStatistics | None = None  # of the mini-batch that has begun
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        # A pipeline that defers the update itself, or traces shapes, replaces the buffers by tensor subclasses.
+        if not self.training or type(self.running_mean) is not Tensor:
+            return super().forward(input)
+        if self._statistics is None:
+            self._statistics = hooks.DeferredStatistics(self)
+        recomputing = ps.is_recomputing()
+        with self._statistics.ignoring if recomputing else self._statistics.counting:
+            output = super().forward(input)
+        self.tracked += not recomputing
+        if self.tracked == self.chunks:
+            self._statistics.commit()
+            self._statistics, self.tracked = None, 0
+        return output
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
+        """Replace BatchNorm layers in ``module``; parameters, buffers and modes are kept."""
+        return _convert(module, chunks, {})
+
+
+def _convert(module: M, chunks: int, converted: dict[int, nn.Module]) -> M:
+    result: nn.Module = module
+    deferred = isinstance(module, DeferredBatchNorm) and module.chunks == chunks
+    if isinstance(module, BatchNorm) and module.track_running_stats and not deferred:
+        if id(module) not in converted:
+            new = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, chunks)
+            new._parameters.update(module._parameters)
+            for name in ("sum", "sum_squares"):  # of the layer's device and dtype
+                new._buffers[name] = None if module.running_mean is None else torch.zeros_like(module.running_mean)
+            new._buffers.update(module._buffers)
+            converted[id(module)] = new.train(module.training)
+        result = converted[id(module)]
+    for name, child in module.named_children():
+        result.add_module(name, _convert(child, chunks, converted))
+    return result  # type: ignore[return-value]

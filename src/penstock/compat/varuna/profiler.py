@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,22 +84,12 @@ class Profiler:
         return profile
 
 
-class Choice(NamedTuple):
-    """A way to train, with the seconds of a step and the peak memory of a GPU."""
-
-    stages: int
-    replicas: int
-    chunk_size: int
-    seconds: float
-    memory: float
-
-
 class AutoConfig:
     """Predicts a step of ``Varuna`` in every configuration, by the costs that ``Profiler`` left in ``profile_folder``.
 
     The model is cut and scheduled as by ``Varuna``: equally many cut points per stage, 1F1B, all stages but the last
     recomputed. Micro-batches have the measured sizes. ``gpu_memory_capacity`` is in bytes, or text such as ``"16GiB"``;
-    the default is that of this machine's GPU. ``gpus_per_vm`` has no effect.
+    the default is that of this machine's GPU. ``gpus_per_vm`` and ``verbose`` have no effect.
     """
 
     def __init__(
@@ -119,33 +108,32 @@ class AutoConfig:
             self.memory = float(hooks.parse_bytes(gpu_memory_capacity))
         elif torch.cuda.is_available():
             self.memory = float(torch.cuda.get_device_properties(0).total_memory)
-        if verbose:
-            print(*self.choices, sep="\n")
 
     def get_min(self) -> tuple[int, int, float]:
         """The number of stages, the micro-batch size and the seconds of a step of the fastest configuration."""
-        fitting = [choice for choice in self.choices if choice.memory <= self.memory]
-        if not fitting:
-            least = min((choice.memory for choice in self.choices), default=inf)
+        found = []
+        for data, pipe in device_grids(self.num_gpus):
+            if pipe <= len(self.profile.sizes[0].layers) and data <= self.batch_size:
+                for costs in self.profile.sizes:
+                    seconds, memory = self.predict(costs, data, pipe)
+                    if memory <= self.memory:
+                        found.append((seconds, pipe, costs.samples))
+        if not found:
             raise ps.PlanError(
-                f"{self.num_gpus} GPUs have no configuration that fits into {self.memory:.0f} bytes: the smallest "
-                f"needs {least:.0f}; use more GPUs, or profile smaller micro-batches"
+                f"{self.num_gpus} GPUs have no configuration that fits into {self.memory:.0f} bytes: use more GPUs, or "
+                "profile smaller micro-batches"
             )
-        best = min(fitting, key=lambda choice: choice.seconds)
-        return best.stages, best.chunk_size, best.seconds
+        seconds, stages, size = min(found)
+        return stages, size, seconds
 
-    @cached_property
-    def choices(self) -> list[Choice]:
-        """All configurations, those that do not fit the memory included."""
-        layers = len(self.profile.sizes[0].layers)
-        grids = [(d, p) for d, p in device_grids(self.num_gpus) if p <= layers and d <= self.batch_size]
-        return [self._predict(costs, data, pipe) for data, pipe in grids for costs in self.profile.sizes]
-
-    def _predict(self, costs: ModelCosts, data: int, pipe: int) -> Choice:
+    def predict(self, costs: ModelCosts, data: int, pipe: int) -> tuple[float, float]:
+        """The seconds of a step with ``data`` replicas of ``pipe`` stages, and the peak memory of a GPU."""
         samples = -(-self.batch_size // data)
         count = -(-samples // costs.samples)
         segments = Segments(self.profile.at(-(-samples // count)))
-        cuts = even_cuts(segments, pipe)
+        n = segments.n  # stages have equally many layers, as Varuna makes them
+        crossing = [0.0, *(costs.bytes_between(range(cut), range(cut, n)) for cut in range(1, n))]
+        cuts = tuple(accumulate(hooks.partition([1] * n, pipe, crossing=crossing)))
         ranks = Ranks((1.0,) * pipe, (inf,) * pipe, (1.0,) * pipe)
         modes = recompute_modes(dict.fromkeys(range(pipe - 1), "always"), pipe)
         schedule = with_recompute(build("1f1b", pipe, count), modes)
@@ -156,11 +144,4 @@ class AutoConfig:
         static = rank_static_bytes(segments, range(pipe), cuts, pipe)
         seconds = max(ends[-1] + extra for ends, extra in zip(simulation.ends, all_reduce, strict=True))
         memory = max(held + peak for held, peak in zip(static, simulation.peak_memory, strict=True))
-        return Choice(pipe, data, costs.samples, seconds, memory)
-
-
-def even_cuts(segments: Segments, stages: int) -> tuple[int, ...]:
-    """The ends of stages with equally many layers, as ``Varuna`` makes them."""
-    n, costs = segments.n, segments.costs
-    crossing = [0.0, *(costs.bytes_between(range(cut), range(cut, n)) for cut in range(1, n))]
-    return tuple(accumulate(hooks.partition([1] * n, stages, crossing=crossing, memory=[], limits=None)))
+        return seconds, memory

@@ -6,11 +6,11 @@ all stages form the n-th pipeline: 0 → 1 and 2 → 3.
 
 from __future__ import annotations
 
-import copy
 import math
+import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.optim import SGD, Optimizer
 
 import penstock as ps
 from penstock import hooks
-from penstock.compat.varuna import checkpoint
 
 __all__ = ["Varuna", "get_this_rank_config_varuna", "get_varuna_config"]
 
@@ -139,7 +138,7 @@ class Varuna(nn.Module):
         call = dry_run_input if get_batch_fn is None else get_batch_fn
         sample = call(1, device="cpu") if callable(call) else call
         plan = ps.split(model, stages=self.partitions, balance="uniform", sample=sample, shared_weights=shared_weights)
-        self._cuts = checkpoint.Cuts(plan)
+        self._cuts = Cuts(plan)
         replicas = zip(*self.stage_to_rank_map.values(), strict=True)
         group = [rank for replica in replicas for rank in replica]
         mesh = ps.Mesh(data=self.data_depth, pipe=self.partitions, group=group, device=own_device)
@@ -156,13 +155,9 @@ class Varuna(nn.Module):
         self.partitioned_model = self.pipeline.stage_modules[self.stage]
         self.optimizer: Optimizer | None = None
         self._scaler: ps.GradScaler | None = None
-        self._constant_scale = False
         # The scaler unscales all gradients of this rank, whatever parameters the program's optimizer has.
         own = list(self.pipeline.parameters())
         self._all_parameters = SGD(own, lr=0.0) if own else None
-        self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="penstock checkpoint")
-        self._copying: Future[None] | None = None
-        self._loaded: dict[str, Any] | None = None  # a checkpoint, for an optimizer that is set later
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -186,7 +181,6 @@ class Varuna(nn.Module):
         self.optimizer, self._constant_scale = optimizer, loss_scale != "dynamic"
         if self.fp16:
             self._scaler = ps.GradScaler(self.pipeline, **options)
-        self._resume()
 
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool, float]:
         """Forward and backward of a mini-batch; return the loss, whether gradients overflowed, and their norm.
@@ -243,52 +237,46 @@ class Varuna(nn.Module):
     ) -> Future[None] | None:
         """Write ``varuna_ckpt_<step>`` to ``global_store``, a folder that all ranks share: one file per cut.
 
-        Every rank calls it. With ``tempdir`` the files are written in the background, from copies in host memory; the
-        future is done when this rank's are. The first replica writes; ``shard`` has no effect.
+        Every rank calls it, after ``set_optimizer``. With ``tempdir`` it returns a future, which is done. The first
+        replica writes; ``shard`` has no effect.
         """
         step = self.iteration if step is None else step
-        if self._copying is not None:
-            wait([self._copying])  # it may be of the same step
         folder = Path(global_store) / f"varuna_ckpt_{step}"
-        first = self.stage == 0 and self.rank_within_stage == 0
-        self._on_all_ranks(lambda: _begin(folder) if first else None, f"begin {folder}")
         writers = [ranks[0] for ranks in self.stage_to_rank_map.values()]
+        states, groups = _save_optimizer(self._required_optimizer(), self._saved_names())
         files: dict[str, Any] = {}
-        states, groups = checkpoint.save_optimizer(self.optimizer, self._saved_names())
         if self.rank in writers:
             files = self._cuts.contents(self.pipeline.plan.groups[self.stage], self.pipeline.state_dict(), states)
-        if first:
+        if self.rank == writers[0]:
             scaler = {} if self._scaler is None else self._scaler.state_dict()
             common = {"step": step, "cuts": len(self._cuts.layers), "writers": writers}
-            files[checkpoint.COMMON] = {**common, "groups": groups, "scaler": scaler}
+            files[COMMON] = {**common, "groups": groups, "scaler": scaler}
+        self._on_all_ranks(lambda: _begin(folder, self.rank == writers[0]), f"begin {folder}")
+        self._on_all_ranks(lambda: _write(folder, files, self.rank), f"write {folder}")
         if tempdir is None:
-            self._on_all_ranks(lambda: checkpoint.write(folder, files, self.rank), f"write {folder}")
             return None
-        # The files are written from copies, while training changes the parameters.
-        self._copying = self._copy_thread.submit(checkpoint.write, folder, copy.deepcopy(files), self.rank)
-        return self._copying
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:
         """Resume from a checkpoint of any depth: parameters, buffers, optimizer state and loss scale.
 
-        Every rank calls it. An optimizer that is set later gets its state then.
+        Every rank calls it, after ``set_optimizer``.
         """
         folder = Path(global_store) / f"varuna_ckpt_{iteration}"
-        names = list(self.pipeline.state_dict())
+        optimizer, names = self._required_optimizer(), list(self.pipeline.state_dict())
         loaded = self._on_all_ranks(lambda: self._cuts.read(folder, names, check_complete), f"read {folder}")
-        self.pipeline.load_state_dict(loaded.pop("state"))
-        self._loaded, self.iteration = loaded, iteration
-        self._resume()
-
-    def _resume(self) -> None:
-        """Load a checkpoint's optimizer state and loss scale, once."""
-        if self._loaded is None or self.optimizer is None:
-            return
-        loaded, self._loaded = self._loaded, None
-        if loaded["groups"] is not None:
-            checkpoint.load_optimizer(self.optimizer, self._saved_names(), loaded["optimizer"], loaded["groups"])
+        self.pipeline.load_state_dict(loaded["state"])
+        self.iteration = iteration
+        _load_optimizer(optimizer, self._saved_names(), loaded["optimizer"], loaded["groups"])
         if self._scaler is not None and loaded["scaler"] and not self._constant_scale:
             self._scaler.load_state_dict(loaded["scaler"])
+
+    def _required_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise ps.PlanError("a checkpoint has the optimizer's state: call set_optimizer(optimizer) before")
+        return self.optimizer
 
     def _saved_names(self) -> dict[int, str]:
         """The names under which this rank's parameters are saved, by id."""
@@ -339,12 +327,6 @@ class Varuna(nn.Module):
         return self
 
 
-def _begin(folder: Path) -> None:
-    """Invalidate an earlier checkpoint of the same step."""
-    shutil.rmtree(folder / "markers", ignore_errors=True)
-    (folder / "markers").mkdir(parents=True)
-
-
 def _arguments(inputs: Any) -> dict[str, Any]:
     """The model's keyword arguments; tensors of one sample among larger ones go to every micro-batch."""
     if not isinstance(inputs, Mapping):
@@ -362,3 +344,145 @@ def _find_loss(output: Any) -> Any:
     if isinstance(output, (tuple, list)) and output:
         return output[0]
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+
+
+# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+COMMON = "opt-common-state"
+
+
+class Cuts:
+    """The cut and the name under which each tensor is saved, the same at any depth.
+
+        varuna_ckpt_<step>/opt-fp32-params-<cut>    parameters and buffers, by the model's names
+                           opt-state-<cut>          the optimizer state of these parameters
+                           opt-common-state         optimizer options, loss scale, the ranks that write
+                           markers/complete_<rank>.txt
+
+    A cut is the part of the model between two CutPoints, active or not. A tensor that several cuts use is saved once,
+    with the first of them.
+    """
+
+    def __init__(self, plan: ps.Plan) -> None:
+        chain = plan.require_chain()
+        self.layers = list(chain.layers)
+        self.saved_as: dict[str, str] = {}  # one name for all names of a tensor
+        self.cut_of: dict[str, int] = {}  # the first cut that has it
+        first: dict[int, str] = {}
+        for number, layer in enumerate(self.layers):
+            for name, tensor in chain.members(layer):
+                self.saved_as.setdefault(name, first.setdefault(id(tensor), name))
+                self.cut_of.setdefault(self.saved_as[name], number)
+        for tie in plan.ties:
+            one = min((self.saved_as[name] for name in tie.names), key=self.cut_of.__getitem__)
+            self.saved_as.update(dict.fromkeys(tie.names, one))
+
+    def contents(
+        self, layers: Iterable[str], state: Mapping[str, Tensor], optimizer_states: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The files of these layers."""
+        unknown = [name for name in state if name not in self.saved_as]
+        if unknown:
+            raise ps.PlanError(f"{unknown[0]} is neither a parameter nor a buffer of any cut: it cannot be saved")
+        values: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            values.setdefault(self.saved_as[name], tensor)
+        files: dict[str, Any] = {}
+        for cut in map(self.layers.index, layers):
+            names = [name for name in values if self.cut_of[name] == cut]
+            files[f"opt-fp32-params-{cut}"] = _plain({name: values[name] for name in names})
+            files[f"opt-state-{cut}"] = {n: optimizer_states[n] for n in names if n in optimizer_states}
+        return files
+
+    def read(self, folder: Path, wanted: Iterable[str], check_complete: bool) -> dict[str, Any]:
+        """The common state of a checkpoint of any depth, with the tensors named ``wanted`` as ``"state"``.
+
+        ``"optimizer"`` has the optimizer's state of these tensors, by the names under which they are saved.
+        """
+        if not folder.is_dir():
+            there = sorted(path.name for path in folder.parent.glob("varuna_ckpt_*"))
+            raise ps.PlanError(f"{folder.parent} has no checkpoint {folder.name}: there are {there}")
+        common: dict[str, Any] = _load(folder / COMMON)
+        missing = [rank for rank in common["writers"] if not _marker(folder, rank).exists()]
+        if check_complete and missing:
+            raise ps.PipelineError(
+                f"the checkpoint {folder} is not complete: ranks {missing} have not written all of their part. Take an "
+                "earlier one"
+            )
+        if common["cuts"] != len(self.layers):
+            raise ps.PlanError(
+                f"the checkpoint {folder} is of a model with {common['cuts']} parts between its cut points, but this "
+                f"one has {len(self.layers)}"
+            )
+        saved = {name: self.saved_as[name] for name in wanted}
+        values: dict[str, Tensor] = {}
+        states: dict[str, Any] = {}
+        for cut in sorted({self.cut_of[name] for name in saved.values()}):
+            values |= _load(folder / f"opt-fp32-params-{cut}")
+            states |= _load(folder / f"opt-state-{cut}")
+        lacking = [name for name in saved.values() if name not in values]
+        if lacking:
+            raise ps.PlanError(f"the checkpoint {folder} has no {lacking[0]}: it is of another model")
+        return {**common, "state": {name: values[one] for name, one in saved.items()}, "optimizer": states}
+
+
+def _marker(folder: Path, rank: int) -> Path:
+    return folder / "markers" / f"complete_{rank}.txt"
+
+
+def _begin(folder: Path, first: bool) -> None:
+    """On the first rank, invalidate an earlier checkpoint of the same step."""
+    if first:
+        shutil.rmtree(folder / "markers", ignore_errors=True)
+        (folder / "markers").mkdir(parents=True)
+
+
+def _write(folder: Path, contents: Mapping[str, Any], rank: int) -> None:
+    """Write files, then this rank's marker."""
+    for name, content in contents.items():
+        torch.save(content, folder / name)
+    if contents:
+        _marker(folder, rank).write_text("complete\n")
+
+
+def _load(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise ps.PipelineError(f"{file} cannot be read, take an earlier checkpoint: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Tensors on the host, NumPy numbers as Python's: the latter would not be loaded with ``weights_only``."""
+    leaves, spec = hooks.tree_flatten(value)
+    tensors = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    plain = [leaf.item() if type(leaf).__module__ == "numpy" else leaf for leaf in tensors]
+    return hooks.tree_unflatten(plain, spec)
+
+
+def _save_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Any], Any]:
+    """The state of each parameter by its saved name (``names`` has it by id), and the options of the groups."""
+    packed = optimizer.state_dict()
+    states = {name: _plain(packed["state"][i]) for i, name in _numbered(optimizer, names) if i in packed["state"]}
+    skipped = ("params", "param_names")
+    return states, [_plain({k: v for k, v in group.items() if k not in skipped}) for group in packed["param_groups"]]
+
+
+def _load_optimizer(optimizer: Optimizer, names: Mapping[int, str], states: Mapping[str, Any], groups: Any) -> None:
+    """Load the saved state and options into an optimizer."""
+    packed = optimizer.state_dict()
+    if len(packed["param_groups"]) != len(groups):
+        raise ps.PlanError(
+            f"the optimizer has {len(packed['param_groups'])} groups of parameters, but the checkpoint's had "
+            f"{len(groups)}: make the same groups on every rank, empty ones too"
+        )
+    for group, options in zip(packed["param_groups"], groups, strict=True):
+        group.update(options)
+    packed["state"] = {i: states[name] for i, name in _numbered(optimizer, names) if name in states}
+    optimizer.load_state_dict(packed)
+
+
+def _numbered(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[int, str]]:
+    """The saved names of an optimizer's parameters with their numbers in its ``state_dict``."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(i, names[id(parameter)]) for i, parameter in enumerate(parameters) if id(parameter) in names]
