@@ -253,7 +253,8 @@ def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
     for j, partition in enumerate(partitions):
         for layer in partition.modules():
             function: Any = inspect.unwrap(type(layer).forward)
-            found = [(i.opname, i.argval) for i in dis.get_instructions(getattr(function, "__code__", ""))]
+            code = function.__code__ if hasattr(function, "__code__") else "pass"
+            found = [(i.opname, i.argval) for i in dis.get_instructions(code)]
             read, written = (
                 {(function.__module__, name) for operation, name in found if operation == kind}
                 for kind in ("LOAD_GLOBAL", "STORE_GLOBAL")
