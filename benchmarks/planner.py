@@ -1,14 +1,14 @@
-"""(j) The planner: how much its plans gain over torch's best, and whether what they predict comes true.
+"""(j) The planner: gain of its plans over torch's best schedule, and accuracy of its predictions.
 
 *8B-like*: 32 equal layers, an embedding of 0.13 and a head of 2.4 of them, on 8 gloo ranks, 16 micro-batches, with
-stages that sleep (see ``timed_stages``). torch's schedules have as many layers in each stage; the planner cuts between
-layers, or in their middle, and makes an order for it, in the memory that 1F1B has on the even cut. On paper the same
-case has a latency of 0.05 units; here it is what gloo has.
+stages that sleep (see ``timed_stages``). torch's schedules have equally many layers in each stage; the planner cuts
+between layers, or in their middle, and searches a schedule within the memory of 1F1B on the even cut. The simulated
+case has a latency of 0.05 units; the measured one has gloo's.
 
-*Uneven*: models of random layers, planned for straight, looped and V placement, and run the same way.
+*Uneven*: models of random layers, planned for straight, looped and V placement, and measured the same way.
 
 *Transformer*: the model of ``transformer`` with two ranks on two cores: measured, planned and run by ``ps.plan``, five
-times; with the bytes of each rank at its peak, of which a ledger knows all that operations make.
+times; with the peak bytes of each rank, measured with ``memory_tracker``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 import penstock as ps
-from benchmarks.common import in_turns, medians, spawn, together
-from benchmarks.ledger import Ledger
+from benchmarks.common import interleave_one_at_a_time, medians, spawn, time_on_all_ranks
+from benchmarks.memory_tracker import MemoryTracker
 from benchmarks.report import check, table
-from benchmarks.timed_stages import SleepyStage, loss_fn
+from benchmarks.timed_stages import TimedStage, loss_fn
 from benchmarks.transformer import SIZES, build_model
 from benchmarks.transformer import loss_fn as token_loss
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts
@@ -42,14 +42,14 @@ from penstock.schedule import Schedule, build, simulate
 __all__ = ["run", "show"]
 
 RANKS, MICROBATCHES = 8, 16
-UNIT = 0.02  # seconds of F, of I and of W of four layers
-HOP = 0.0003  # seconds that a message takes between two processes here
-PAPER = {"layers": 65.0, "half layers": 60.5}  # at most, where torch's best takes 80.7
+UNIT = 0.02  # seconds of F, I and W each, for four layers
+HOP = 0.0003  # seconds of a message between two processes here
+PAPER = {"layers": 65.0, "half layers": 60.5}  # upper bound; torch's best takes 80.7
 THEIRS: list[Any] = [Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
 
 
 def like_8b(halves: bool, unit: float, latency: float) -> Segments:
-    """The model as costs; four layers take ``unit`` for each kind of work, and keep 1."""
+    """Costs of the model; four layers take ``unit`` for each of F, I and W, and 1 unit of memory."""
     parts = 2 if halves else 1
 
     def one(name: str, layers: float, kept: float) -> LayerCosts:
@@ -61,7 +61,7 @@ def like_8b(halves: bool, unit: float, latency: float) -> Segments:
 
 
 def uneven(seed: int, unit: float) -> Segments:
-    """A model of 24 to 40 layers, none like another."""
+    """A model of 24 to 40 different layers."""
     of = random.Random(seed)
 
     def one(i: int) -> LayerCosts:
@@ -83,8 +83,8 @@ def planned(segments: Segments, shape: str, v: int, seconds: float, memory: floa
     return found
 
 
-class Sleeps:
-    """Pipelines of stages that sleep, each for as long as its layers take."""
+class TimedPipelines:
+    """Pipelines whose stages sleep for the time of their layers."""
 
     def __init__(self) -> None:
         self.data = torch.zeros(MICROBATCHES, 4)
@@ -95,7 +95,7 @@ class Sleeps:
         plan = ps.split(_model(chunks), balance=[1] * len(chunks))
         options: dict[str, Any] = {"microbatches": MICROBATCHES, "schedule": schedule, "outputs": None}
         with ps.Pipeline(plan, loss_fn, mesh=self.mesh, **options) as pipe:
-            yield lambda: together(lambda: pipe.step(self.data, self.data))
+            yield lambda: time_on_all_ranks(lambda: pipe.step(self.data, self.data))
 
     @contextmanager
     def theirs(self, kind: Any, chunks: Sequence[float]) -> Iterator[Callable[[], float]]:
@@ -107,11 +107,11 @@ class Sleeps:
         schedule = kind(stages[0] if count == RANKS else stages, MICROBATCHES, loss_fn=loss_fn)
         inputs = (self.data,) if 0 in own else ()
         more: dict[str, Any] = {"target": self.data, "losses": []} if count - 1 in own else {}
-        yield lambda: together(lambda: schedule.step(*inputs, return_outputs=False, **more))
+        yield lambda: time_on_all_ranks(lambda: schedule.step(*inputs, return_outputs=False, **more))
 
 
 def _model(chunks: Sequence[float]) -> nn.Sequential:
-    return nn.Sequential(*(SleepyStage(chunk, s == 0) for s, chunk in enumerate(chunks)))
+    return nn.Sequential(*(TimedStage(chunk, s == 0) for s, chunk in enumerate(chunks)))
 
 
 Plans = dict[str, tuple[list[float], Schedule | Any]]
@@ -120,16 +120,16 @@ Plans = dict[str, tuple[list[float], Schedule | Any]]
 def measure(plans: Plans, rounds: int, repeats: int) -> dict[str, list[float]]:
     """On each rank: seconds per step of every plan."""
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: 1 ns instead of 50 µs
-    sleeps = Sleeps()
+    sleeps = TimedPipelines()
     makers: dict[str, Any] = {}
     for name, (chunks, order) in plans.items():
         ours = isinstance(order, Schedule)
         makers[name] = partial(sleeps.ours, chunks, order) if ours else partial(sleeps.theirs, order, chunks)
-    return in_turns(makers, rounds, repeats=repeats)
+    return interleave_one_at_a_time(makers, rounds, repeats=repeats)
 
 
 def transformer(seconds: float, rounds: int) -> dict[str, Any]:
-    """On both ranks: the predicted and the measured seconds of a step."""
+    """On both ranks: predicted and measured seconds of a step."""
     dim, tokens, batch = SIZES["d=256"]
     model = build_model(dim)
     data = torch.randint(64, (batch * 8, tokens + 1))
@@ -140,7 +140,7 @@ def transformer(seconds: float, rounds: int) -> dict[str, Any]:
         measure_seconds=seconds, seconds=2.0,
     )  # fmt: skip
     with found.pipeline(token_loss, mesh=mesh, outputs=None) as pipe:
-        times = [together(lambda: pipe.step(x, y)) for _ in range(rounds + 3)][3:]
+        times = [time_on_all_ranks(lambda: pipe.step(x, y)) for _ in range(rounds + 3)][3:]
         memory = _memory(pipe, list(model), lambda: pipe.step(x, y))
     return {
         "plan": str(found.configuration),
@@ -152,15 +152,15 @@ def transformer(seconds: float, rounds: int) -> dict[str, Any]:
 
 
 def _memory(pipe: ps.Pipeline, layers: Sequence[nn.Module], step: Callable[[], object]) -> int:
-    """The bytes of a rank at the peak of a step: what it holds all the time, and what the step makes."""
+    """Peak bytes of a rank in a step: permanent ones and those that the step allocates."""
     optimizer = torch.optim.AdamW(pipe.parameters())
     optimizer.step()
     own = [(parameter, parameter.grad, *optimizer.state[parameter].values()) for parameter in pipe.parameters()]
     held = sum(tensor.nbytes for tensors in own for tensor in tensors if isinstance(tensor, torch.Tensor))
-    ledger = Ledger(1)
-    with ledger.watching([layers]):
+    tracker = MemoryTracker(1)
+    with tracker.watching([layers]):
         step()
-    return held + ledger.most_total
+    return held + tracker.most_total
 
 
 def run(quick: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/many-machines.md tells the truth: its program runs in all the ways it shows, and prints what it shows."""
+"""The program of docs/many-machines.md runs with the documented commands and prints the documented output."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from tests.support.programs import environment, run, torchrun, warm
+from tests.support.programs import environment, forked_python, run, torchrun
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "many-machines.md").read_text(encoding="utf-8")
 PROGRAM, *_ = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 CONSOLE = dict(re.findall(r"^```console\n\$ (.*)\n((?:.*\n)*?)```$", DOCUMENT, re.MULTILINE))
-WAYS = [command for command in CONSOLE if command.endswith(" train.py")]
+COMMANDS = [command for command in CONSOLE if command.endswith(" train.py")]
 EPOCH = re.compile(r"(epoch \d)  50 steps in \d+\.\d s  loss (\d\.\d{4})  [\d,]+ samples/s  bubble \d+\.\d%")
 
 
@@ -26,7 +26,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def compare(printed: str, command: str) -> None:
-    """Line by line, but for times; a slow machine also shows where it is within an epoch."""
+    """Compare line by line, except times; a slow machine also prints progress within an epoch."""
     first, *epochs = (line for line in printed.splitlines() if "  step " not in line)
     shown, *expected = CONSOLE[command].splitlines()
     assert first == shown
@@ -41,18 +41,18 @@ def compare(printed: str, command: str) -> None:
 
 @pytest.mark.parametrize("command", ["torchrun --nproc-per-node=4 train.py", "penstock run --stages 4 train.py"])
 def test_commands(script: Path, command: str) -> None:
-    """Threads are in test_docs, and two machines in other tests: what they print is the same."""
-    assert command in WAYS
-    assert len(WAYS) == 4
-    word, *arguments = command.split()
-    start = {"torchrun": torchrun, "penstock": partial(warm, "-m", "penstock")}[word]
+    """All commands print the same; test_docs runs threads, and other tests run two machines."""
+    assert command in COMMANDS
+    assert len(COMMANDS) == 4
+    launcher, *arguments = command.split()
+    start = {"torchrun": torchrun, "penstock": partial(forked_python, "-m", "penstock")}[launcher]
     done = run(start(*arguments), environment(OMP_NUM_THREADS="1"), cwd=script.parent)
     assert done.returncode == 0, done.stderr
-    for same in WAYS:
+    for same in COMMANDS:
         compare(done.stdout, same)
 
 
-def test_options_that_the_text_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
     main(["run", "--help"])
     options = capsys.readouterr().out
     named = set(re.findall(r"`(?:penstock run )?(--[a-z-]+)", DOCUMENT)) - {"--rdzv-backend", "--cpus-per-task"}

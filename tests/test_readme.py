@@ -1,4 +1,4 @@
-"""The README: its programs run, its numbers are those of the simulator and the benchmarks, its links exist."""
+"""The README's programs run, its figures match the simulator and the benchmarks, and its links exist."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def program(word: str) -> dict[str, Any]:
     return execute(code)
 
 
-def test_every_block_is_of_a_kind_that_is_tested() -> None:
+def test_all_code_blocks_are_tested() -> None:
     assert {language for language, _ in BLOCKS} == {"diff", "console", "python"}
     assert len(UNDER_TORCHRUN) == 1
     assert len(IN_PROCESS) == 2
@@ -54,7 +54,7 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
 
 
 def test_training_loops_before_and_after() -> None:
-    """Both sides of the diff train, and end with the same weights."""
+    """Both sides of the diff end with the same weights."""
     (diff,) = (code for language, code in BLOCKS if language == "diff")
     preamble = """
 import torch
@@ -83,7 +83,7 @@ def test_a_hugging_face_model() -> None:
     assert program("LlamaForCausalLM(config)")["result"].loss > 0
 
 
-def test_the_same_under_torchrun(tmp_path: Path) -> None:
+def test_training_loop_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(UNDER_TORCHRUN[0], encoding="utf-8")
     done = run(torchrun("--standalone", "--nproc-per-node=4", script))
@@ -95,7 +95,7 @@ def test_the_same_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "reduction"), [("average", None), ("total", "sum"), ("per_token", None)])
 def test_losses(name: str, reduction: str | None) -> None:
-    """Each gives the loss and the gradients that the plain model has on the whole of an uneven mini-batch."""
+    """Each loss gives the plain model's loss and gradients on a whole, uneven mini-batch."""
     (code,) = re.findall(r"^```python\n([^`]*def per_token.*?)^```$", TRAINING, re.MULTILINE | re.DOTALL)
     loss_fn: Callable[..., Any] = execute(code)[name]
     torch.manual_seed(0)
@@ -123,13 +123,13 @@ def test_commands() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_bubbles_of_the_pictures(name: str) -> None:
+def test_bubble_figures(name: str) -> None:
     simulation = simulate(build(name, 4, 8), Costs.per_rank(v=1))
     assert f"docs/pictures/{name}.svg" in README
     assert f"{simulation.bubble:.1%}" in README.partition("## Split")[0]
 
 
-def test_measurements_are_those_of_the_benchmarks() -> None:
+def test_figures_match_benchmark_results() -> None:
     rows = json.loads((ROOT / "benchmarks/results/one_gpu_h200.json").read_text())["rows"]
     for row in rows:
         if row["variant"] != "ours gpipe":

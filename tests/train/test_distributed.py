@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.channel.base import Endpoint
-from penstock.engine.channel.process import InFlight, TensorFormat
-from tests.support.models import Plain, assert_same, batch, gradients, labels, mlp, plain_step
+from penstock.engine.channel.process import InFlight
+from tests.support.models import PlainResult, assert_same, batch, gradients, labels, mlp, plain_step
 from tests.support.ranks import Ranks
 
 
@@ -29,7 +29,7 @@ def pipeline(model: nn.Sequential, loss_fn: Any = F.mse_loss, stages: int | None
     return ps.Pipeline(ps.split(model, stages=stages or dist.get_world_size()), loss_fn, **options)
 
 
-def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: Plain) -> None:
+def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: PlainResult) -> None:
     """Loss on every rank, gradients of its own parameters, outputs on the last."""
     assert_same(result.loss, expected.loss)
     own = [name for name, _ in pipe.named_parameters()]
@@ -50,9 +50,9 @@ def sends() -> Iterator[list[Endpoint]]:
     sent: list[Endpoint] = []
     several, one = Endpoint.send, InFlight.send_tensor
 
-    def count_one(message: InFlight, tensor: Tensor, format: TensorFormat) -> None:
-        sent.append(format.endpoint)
-        one(message, tensor, format)
+    def count_one(message: InFlight, tensor: Tensor) -> None:
+        sent.append(message.endpoint)
+        one(message, tensor)
 
     def count_several(endpoint: Endpoint, tensors: Sequence[Tensor]) -> list[Any]:
         sent.extend([endpoint] * len(tensors))

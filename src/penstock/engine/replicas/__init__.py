@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.channel.base import ChannelError
+from penstock.engine.channel.base import ChannelError, Group
 from penstock.engine.channel.control import ControlChannel
-from penstock.engine.channel.groups import Group
 from penstock.engine.failure.status import RankStatus
 
 __all__ = ["PendingSum", "ReplicaGroup", "broadcast_from_first"]

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.channel.base import ChannelError
-from penstock.engine.channel.groups import Group
+from penstock.engine.channel.base import ChannelError, Group
 from penstock.engine.failure.status import RankStatus
 from penstock.engine.replicas.dtensor import is_dtensor, to_local
 from penstock.engine.replicas.fp32_accumulate import fp32_sums, set_grad
