@@ -253,8 +253,9 @@ def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
     for j, partition in enumerate(partitions):
         for layer in partition.modules():
             function: Any = inspect.unwrap(type(layer).forward)
-            code = function.__code__ if hasattr(function, "__code__") else "pass"
-            found = [(i.opname, i.argval) for i in dis.get_instructions(code)]
+            found = [
+                (i.opname, i.argval) for i in (dis.get_instructions(function) if inspect.isfunction(function) else ())
+            ]
             read, written = (
                 {(function.__module__, name) for operation, name in found if operation == kind}
                 for kind in ("LOAD_GLOBAL", "STORE_GLOBAL")
