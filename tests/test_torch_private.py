@@ -203,18 +203,10 @@ def test_torch_dispatch_mode() -> None:
 
     with counter(_torch)():
         torch.ones(2) + 1
-        with _torch.disable_current_modes():
-            torch.ones(2) * 2
     assert torch.ops.aten.add.Tensor in seen
-    assert torch.ops.aten.mul.Tensor not in seen
     fallback = without("utils._python_dispatch.TorchDispatchMode")
     with missing("TorchDispatchMode"):
         counter(fallback)()
-
-
-def test_disable_current_modes_without_it() -> None:
-    with without("utils._python_dispatch._disable_current_modes").disable_current_modes():
-        assert torch.ones(2).sum() == 2
 
 
 @pytest.mark.parametrize("name", ["DisableTorchFunction", "DisableTorchFunctionSubclass"])
