@@ -10,11 +10,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from penstock.profile.report.advice import CAUSES, MIN_SAVING, Idle, layers_of, stage_seconds
+from penstock.format import format_size
+from penstock.profile.report.advice import CAUSES, MIN_SAVING, layers_of, stage_seconds
 from penstock.profile.report.findings import Findings, analyze
 from penstock.profile.trace.analysis import (
     TraceData,
-    bytes_text,
     milliseconds,
     plural,
     prediction_source,
@@ -37,21 +37,20 @@ _BAR_HEIGHT = 40
 
 def steps_shown(findings: Findings) -> list[StepRecord]:
     """The steps with a timeline, in order; ``findings.step`` is always one of them."""
-    steps = [step for step in findings.trace.steps if _num_actions(step)]
-    places = {id(step): place for place, step in enumerate(steps)}
-    found, room = {places[id(findings.step)]}, MAX_ACTIONS - _num_actions(findings.step)
+    steps = [step for step in findings.trace.steps if any(part.actions for part in step.parts)]
+    sizes = [sum(len(part.actions) for part in step.parts) for step in steps]
     times = sorted(range(len(steps)), key=lambda place: steps[place].seconds)
-    failed = (place for place, step in enumerate(steps) if step.failed)
-    for place in dict.fromkeys([times[-1], times[0], *failed, *_evenly_spread(len(steps))]):
-        if place not in found and _num_actions(steps[place]) <= room:
+    middle = next(place for place, step in enumerate(steps) if step is findings.step)
+    failed = [place for place, step in enumerate(steps) if step.failed]
+    # Any prefix of these is evenly spread: 0, 4, 2, 6, 1, 5, 3, 7.
+    bits = max(1, (len(steps) - 1).bit_length())
+    spread = sorted(range(len(steps)), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
+    found, room = {middle}, MAX_ACTIONS - sizes[middle]
+    for place in (times[-1], times[0], *failed, *spread):
+        if place not in found and sizes[place] <= room:
             found.add(place)
-            room -= _num_actions(steps[place])
+            room -= sizes[place]
     return [steps[place] for place in sorted(found)]
-
-
-def step_name(step: StepRecord) -> str:
-    """As in ``step 3``, or ``evaluate 4 (failed)``."""
-    return f"{step.kind} {step.number}" + (" (failed)" if step.failed else "")
 
 
 def step_picker(findings: Findings) -> str:
@@ -60,58 +59,45 @@ def step_picker(findings: Findings) -> str:
     shown = steps_shown(findings)
     if len(all_steps) < 2:
         return ""
-    ends = {id(f(all_steps, key=lambda step: step.seconds)): word for f, word in ((max, "slowest"), (min, "fastest"))}
+    slowest, fastest = (pick(all_steps, key=lambda step: step.seconds) for pick in (max, min))
+    kinds = ((findings.step, "the middle one"), (slowest, "slowest"), (fastest, "fastest"))
     options = []
     for number, step in enumerate(shown):
-        about = [*(["the middle one"] if step is findings.step else []), *filter(None, [ends.get(id(step))])]
-        text = f"{step_name(step)}: {milliseconds(step.seconds)}" + (f" ({', '.join(about)})" if about else "")
+        about = ", ".join(word for one, word in kinds if step is one)
+        text = f"{step.name}: {milliseconds(step.seconds)}" + (f" ({about})" if about else "")
         selected = " selected" if step is findings.step else ""
         options.append(f'<option value="{number}"{selected}>{escape(text)}</option>')
-    here = {id(step): number for number, step in enumerate(shown)}
     each = -(-len(all_steps) // _MAX_BARS)
     words = "Each bar is a step" if each == 1 else f"Each bar is the slowest of {each} steps"
-    words += f": {plural(len(all_steps), 'step')} of "
-    words += " to ".join(milliseconds(f(step.seconds for step in all_steps)) for f in (min, max))
+    words += f": {plural(len(all_steps), 'step')} of {milliseconds(fastest.seconds)} to {milliseconds(slowest.seconds)}"
     if len(shown) < len(all_steps):
-        words += (
-            f". {len(shown)} of them, in colour, have a timeline here: a page has timelines of about {MAX_ACTIONS:,} "
-            "actions"
-        )
+        words += f". {len(shown)} of them, in colour, have a timeline here"
     return (
         '<div class="bar-of-tools"><label>Step <select id="step">' + "".join(options) + "</select></label>"
         '<div role="group" aria-label="Step" class="buttons">'
         '<button type="button" data-do="before" aria-label="Previous step">‹</button> '
         '<button type="button" data-do="after" aria-label="Next step">›</button></div></div>'
-        + _bars([(step.seconds, here.get(id(step))) for step in all_steps], each, words)
-        + f'<p class="note">{escape(words)}. The rest of this page is of {escape(step_name(findings.step))}.</p>'
+        + _bars(all_steps, shown, each, words)
+        + f'<p class="note">{escape(words)}. The rest of this page is of {escape(findings.step.name)}.</p>'
     )
 
 
-def _bars(steps: Sequence[tuple[float, int | None]], each: int, words: str) -> str:
-    """A bar chart of durations, each bar for ``each`` steps; steps with a number can be chosen."""
-    groups = [steps[i : i + each] for i in range(0, len(steps), each)]
-    most = max(seconds for seconds, _ in steps) or 1.0
+def _bars(steps: Sequence[StepRecord], shown: Sequence[StepRecord], each: int, words: str) -> str:
+    """A bar chart of durations, each bar for ``each`` steps; steps that are shown can be chosen."""
+    number_of = {id(step): number for number, step in enumerate(shown)}
+    most = max(step.seconds for step in steps) or 1.0
     bars = []
-    for x, group in enumerate(groups):
-        height = max(seconds for seconds, _ in group) / most * _BAR_HEIGHT
-        numbers = [number for _, number in group if number is not None]
+    for x, begin in enumerate(range(0, len(steps), each)):
+        group = steps[begin : begin + each]
+        height = max(step.seconds for step in group) / most * _BAR_HEIGHT
+        numbers = [number_of[id(step)] for step in group if id(step) in number_of]
         place = f'x="{x + 0.1}" y="{_BAR_HEIGHT - height:.2f}" width="0.8" height="{height:.2f}"'
-        shown = f' data-step="{numbers[0]}" data-last="{numbers[-1]}"' if numbers else ""
-        bars.append(f"<rect {place}{shown}/>")
+        choice = f' data-step="{numbers[0]}" data-last="{numbers[-1]}"' if numbers else ""
+        bars.append(f"<rect {place}{choice}/>")
     return (
         f'<svg id="step-times" role="img" aria-label="{escape(words)}" '
-        f'viewBox="0 0 {max(len(groups), 8)} {_BAR_HEIGHT}" preserveAspectRatio="none">{"".join(bars)}</svg>'
+        f'viewBox="0 0 {max(len(bars), 8)} {_BAR_HEIGHT}" preserveAspectRatio="none">{"".join(bars)}</svg>'
     )
-
-
-def _num_actions(step: StepRecord) -> int:
-    return sum(len(part.actions) for part in step.parts)
-
-
-def _evenly_spread(count: int) -> list[int]:
-    """All numbers below ``count``, ordered so that any prefix is evenly spread: 0, 4, 2, 6, 1, 5, 3, 7."""
-    bits = max(1, (count - 1).bit_length())
-    return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
 
 
 # ── sections ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,7 +169,7 @@ def _tiles(findings: Findings) -> str:
     if findings.peaks:
         most = max(findings.peaks, key=lambda peak: peak.bytes)
         kind = "saved for backwards" if trace.memory == "saved" else trace.memory
-        tiles.append((bytes_text(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
+        tiles.append((format_size(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
     first = next(iter(findings.advice), None)
     gain = "–" if first is None else f"{'≤ ' * first.bound}{first.saved:.0%}"
     tiles.append((gain, "the first advice saves"))
@@ -191,20 +177,17 @@ def _tiles(findings: Findings) -> str:
 
 
 def _advice(findings: Findings) -> str:
-    return "".join(f"<p>{escape(text)}.</p>" for text in shared_gpu_notes(findings.trace)) + _changes(findings)
-
-
-def _changes(findings: Findings) -> str:
-    if findings.simulation is None and not findings.advice:
-        return "<p>None: this step cannot be simulated, for it is not whole.</p>"
+    notes = "".join(f"<p>{escape(text)}.</p>" for text in shared_gpu_notes(findings.trace))
     if not findings.advice:
-        return f"<p>None: no change was found that saves {MIN_SAVING:.0%} of a step or more.</p>"
+        none = f"no change was found that saves {MIN_SAVING:.0%} of a step or more"
+        none = "this step cannot be simulated, for it is not whole" if findings.simulation is None else none
+        return f"{notes}<p>None: {none}.</p>"
     items = "".join(
         f'<li data-saved="{advice.saved:.6f}"><b>{"≤ " * advice.bound}{advice.saved:.0%}</b> {escape(advice.text)}</li>'
         for advice in findings.advice
     )
     note = "Each change alone, simulated with the times that were measured. Gains do not add up."
-    return f'<ol class="advice">{items}</ol><p class="note">{note}</p>'
+    return f'{notes}<ol class="advice">{items}</ol><p class="note">{note}</p>'
 
 
 def _timeline_note(findings: Findings) -> str:
@@ -224,29 +207,20 @@ def _legend(findings: Findings) -> str:
 
 
 def _bubble(findings: Findings) -> str:
-    trace = findings.trace
-    paper = {idle.track: idle for idle in findings.idle_simulated}
     legend = "".join(
         f'<span><i style="background:var(--{cause})"></i><b>{cause}</b>: {_MEANINGS[cause]}</span>' for cause in CAUSES
     )
     rows = []
     for idle in findings.idle:
-        bar = _stack((cause, seconds / idle.total if idle.total else 0.0) for cause, seconds in idle.causes.items())
-        twin = paper.get(trace.tracks[idle.track].place)
-        if twin is not None:
-            bar += _stack((cause, s / twin.total if twin.total else 0.0) for cause, s in twin.causes.items())
-        rows.append([escape(rank_name(trace, idle.track)), *_shares(idle), bar])
-    total = [f"{share:.1%}" for share in (findings.bubble, *findings.causes.values())]
-    rows.append(["<b>all</b>", *(f"<b>{cell}</b>" for cell in total), ""])
-    caption = "Shares of the time from a step's first action to its last."
-    if paper:
-        caption += " The thin bar is the simulated step."
+        parts = {name: seconds / (idle.total or 1.0) for name, seconds in {"idle": idle.idle, **idle.causes}.items()}
+        bar = _stack((cause, parts[cause]) for cause in CAUSES)
+        name = escape(rank_name(findings.trace, idle.track))
+        rows.append([name, *(f"{share:.1%}" for share in parts.values()), bar])
+    total = (findings.bubble, *findings.causes.values())
+    rows.append(["<b>all</b>", *(f"<b>{share:.1%}</b>" for share in total), ""])
     head = ["rank", "idle", *CAUSES, '<span class="unseen">bar</span>']
+    caption = "Shares of the time from a step's first action to its last."
     return f'<div class="legend">{legend}</div>' + _table(head, rows, caption)
-
-
-def _shares(idle: Idle) -> list[str]:
-    return [f"{seconds / idle.total:.1%}" if idle.total else "–" for seconds in (idle.idle, *idle.causes.values())]
 
 
 def _memory_note(trace: TraceData) -> str:
@@ -264,22 +238,18 @@ def _memory(findings: Findings) -> str:
     rows = []
     for peak in findings.peaks:
         inside = [
-            f"stage {stage}: {plural(len(flight), 'micro-batch')} ({_numbers(flight)})"
-            + (f" of {bytes_text(trace.saved[stage])}" if trace.saved.get(stage) else "")
+            f"stage {stage}: {plural(len(flight), 'micro-batch')} ({', '.join(map(str, flight))})"
+            + (f" of {format_size(trace.saved[stage])}" if trace.saved.get(stage) else "")
             for stage, flight in peak.flight.items()
         ]
         if peak.rest:
-            inside.append(f"{bytes_text(peak.rest)} of parameters, gradients, optimizer and others")
+            inside.append(f"{format_size(peak.rest)} of parameters, gradients, optimizer and others")
         place = trace.tracks[peak.track].place
-        expected = "" if simulation is None else bytes_text(simulation.peak_memory[place])
+        expected = "" if simulation is None else format_size(simulation.peak_memory[place])
         who = escape(rank_name(trace, peak.track))
-        rows.append([who, bytes_text(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
+        rows.append([who, format_size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
     head = ["rank", "peak", "after", "what it is", "simulated, of activations"]
     return _table(head, rows, "The moment in which each rank keeps most.", texts=[3])
-
-
-def _numbers(flight: Sequence[int]) -> str:
-    return ", ".join(map(str, flight[:8])) + (", …" if len(flight) > 8 else "")
 
 
 def _stages(findings: Findings) -> str:
@@ -320,22 +290,12 @@ def _edges(findings: Findings) -> str:
     for edge in findings.edges:
         inside = edge.ranks[0] == edge.ranks[1]
         took = "within a rank" if inside else "–" if edge.seconds is None else milliseconds(edge.seconds)
-        speed = "–" if inside or not edge.bandwidth else f"{bytes_text(edge.bandwidth)}/s"
+        speed = "–" if inside or not edge.bandwidth else f"{format_size(edge.bandwidth)}/s"
         ends = f"{edge.src} → {edge.dst}", f"{edge.ranks[0]} → {edge.ranks[1]}"
-        total = edge.messages // 2 * (edge.forward + edge.backward) if edge.backward else edge.messages * edge.forward
-        rows.append(
-            [
-                *ends,
-                str(edge.messages),
-                bytes_text(edge.forward),
-                bytes_text(edge.backward),
-                bytes_text(total),
-                took,
-                speed,
-            ]
-        )
+        sizes = format_size(edge.forward), format_size(edge.backward)
+        rows.append([*ends, str(edge.messages), *sizes, took, speed])
     caption = "Bytes forward and back are those of one message. A time is known where a rank waited for messages."
-    head = ["stages", "ranks", "messages", "bytes forward", "bytes back", "bytes in all", "takes", "bandwidth"]
+    head = ["stages", "ranks", "messages", "bytes forward", "bytes back", "takes", "bandwidth"]
     return _table(head, rows, caption)
 
 
@@ -348,7 +308,7 @@ def _plan(trace: TraceData) -> str:
             str(trace.schedule.placement[number]) if number < trace.schedule.num_stages else "–",
             escape(str(devices[number])) or "–",
             f"{int(stage['parameters']):,}",
-            bytes_text(float(stage["bytes"])),
+            format_size(float(stage["bytes"])),
             escape(", ".join(map(str, stage["layers"]))),
         ]
         for number, stage in enumerate(stages)
@@ -379,15 +339,11 @@ def page(findings: Findings) -> str:
     return Template(template).substitute(
         style=style,
         script="".join(scripts),
-        data=_embedded(_data(findings)),
+        # With ``<`` escaped, no text can end the script element.
+        data=json.dumps(_data(findings), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         picker=step_picker(findings),
         **sections(findings),
     )
-
-
-def _embedded(data: Any) -> str:
-    """JSON for a script element: with ``<`` escaped, no text can end the element."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _data(findings: Findings) -> dict[str, Any]:
@@ -424,24 +380,19 @@ def _step(trace: TraceData, step: StepRecord, simulated: float | None) -> dict[s
         sent = sum(sent.bytes for sent in done.sends)
         return [*done.action, since(done.start), since(done.end), done.memory, sent, waits]
 
-    def shown(part: RankRecord) -> list[Span]:  # on a GPU, actions overlap them
-        on_host = all(done.launched is None for done in part.actions)
-        return [span for span in part.spans if on_host and span.end > zero]
+    def spans(part: RankRecord) -> list[Span]:
+        return [span for span in part.host_spans if span.end > zero]
 
     rows = [
         {
             "name": rank_name(trace, part.track),
             "place": trace.tracks[part.track].place,
             "actions": [row(done) for done in part.actions],
-            "spans": [[span.name, since(span.start), since(span.end)] for span in shown(part)],
+            "spans": [[span.name, since(span.start), since(span.end)] for span in spans(part)],
         }
         for part in parts
     ]
     ends = [done.end - zero for part in parts for done in part.actions]
-    ends += [span.end - zero for part in parts for span in shown(part)]
-    return {
-        "name": step_name(step),
-        "seconds": max([*ends, simulated or 0.0]),
-        "paper": simulated is not None,
-        "rows": rows,
-    }
+    ends += [span.end - zero for part in parts for span in spans(part)]
+    length = max([*ends, simulated or 0.0])
+    return {"name": step.name, "seconds": length, "paper": simulated is not None, "rows": rows}
