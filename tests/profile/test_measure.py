@@ -263,10 +263,13 @@ def test_an_action_in_a_row_takes_what_the_others_take_and_what_the_first_takes_
         seen.append((number, name))
         clock.now += next(times)
 
-    assert timing._TimedAction(action, [(0, "a"), (1, "b"), (2, "c"), (3, "d")], set()).seconds() == (7.0, 2.0)
+    assert timing.time_action(action, [(0, "a"), (1, "b"), (2, "c"), (3, "d")], set(), timing.measure_time)() == (
+        7.0,
+        2.0,
+    )
     assert seen == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
     times = iter([5.0])
-    assert timing._TimedAction(action, [(0, "a")], set()).seconds() == (5.0, 5.0), "alone, it is both"
+    assert timing.time_action(action, [(0, "a")], set(), timing.measure_time)() == (5.0, 5.0), "alone, it is both"
 
 
 def test_what_the_first_layer_takes_longer_is_the_stages_and_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:

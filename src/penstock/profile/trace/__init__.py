@@ -91,8 +91,8 @@ class Trace(TraceData):
         if plan:
             Plan._from_data(plan)  # raises for an invalid plan
         if predicted is not None:
-            ranks = [None if predicted[key] is None else tuple(predicted[key]) for key in ("memory", "saved")]
-            predicted = Prediction(float(predicted["seconds"]), predicted["by"], *ranks, predicted["samples"])
+            memory, saved = (None if predicted[key] is None else tuple(predicted[key]) for key in ("memory", "saved"))
+            predicted = Prediction(float(predicted["seconds"]), predicted["by"], memory, saved, predicted["samples"])
             if predicted.by not in PREDICTION_SOURCES:
                 raise PlanError(
                     f"the trace has a prediction by {predicted.by!r}: it must be in {[*PREDICTION_SOURCES]}"
