@@ -85,12 +85,6 @@ def test_frozen_parameters_buffers_and_ties() -> None:
     assert costs.shared == (SharedParameters((2, 3), 16 * FLOAT),)
 
 
-def test_half_precision_may_be_summed_in_float32() -> None:
-    model, sample = nn.Sequential(nn.Linear(4, 4)).bfloat16(), batch().bfloat16()
-    assert measured(model, sample).layers[0].gradients == 20 * 2
-    assert measured(model, sample, accumulate="fp32").layers[0].gradients == 20 * 4
-
-
 def test_a_value_that_several_layers_need_is_known_as_one() -> None:
     """The mask goes from the first block, where the embedding is, to all others."""
     x, mask = 4 * 6 * 8 * FLOAT, 4 * 6 * 6 * FLOAT
@@ -537,7 +531,6 @@ def test_a_layer_that_fails_is_named_and_the_model_is_as_it_was() -> None:
         ({"optimizer": lambda parameters: 1 / 0}, "cannot be measured"),
         ({"targets": labels(8)}, "no loss_fn"),
         ({"targets": labels(4), "loss_fn": nn.functional.cross_entropy}, "has 8 samples, but the targets have 4"),
-        ({"accumulate": "fp16"}, "accumulate='fp16'"),
         pytest.param({"device": "cuda"}, "has no CUDA device", marks=pytest.mark.skipif(HAS_GPU, reason="it has one")),
     ],
 )

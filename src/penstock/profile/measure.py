@@ -101,7 +101,6 @@ def measure_costs(
     optimizer: OptimizerLike = "adamw",
     loss_fn: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
-    accumulate: str | None = None,
     threads: int | None = None,
     hardware: str | Hardware | None = None,
     progress: ProgressUI | None = None,
@@ -110,7 +109,7 @@ def measure_costs(
 
     ``sample`` is the input of the model (a tensor, a tuple of arguments or a dict of keywords), with as many samples as
     the largest micro-batch. ``sizes`` are the micro-batch sizes to measure, by default all samples and a quarter of
-    them. With ``loss_fn`` and ``targets`` the last layer includes the loss. ``accumulate`` is that of the pipeline.
+    them. With ``loss_fn`` and ``targets`` the last layer includes the loss.
 
     Layers run on ``device``, by default where they are; on a CPU with ``threads`` threads, the share of a rank.
     ``progress`` is the progress display, by default a bar on a terminal.
@@ -124,8 +123,6 @@ def measure_costs(
         raise PlanError(f"seconds={seconds!r} must be a number from 0 up")
     target = None if hardware is None else get_hardware(hardware)
     clock = None if target is None else analytic_clock(target)
-    if accumulate not in (None, "fp32"):
-        raise PlanError(f"accumulate={accumulate!r} must be None or 'fp32', as the pipeline's")
     sample_arguments(sample)  # raises for an invalid sample
     accelerators_of(chain.model, sample)  # raises for meta tensors
     there, spread = _device(chain, sample, device)
@@ -159,7 +156,7 @@ def measure_costs(
             firsts, consecutive = zip(*map(median_times, timings), strict=True)
             launch = ActionTimes.median(one.minus(two) for one, two in zip(firsts, consecutive, strict=True))
             layers = [
-                _layer_costs(chain, one, times.minus(overhead), turns[0].deferred_bytes, ratios, accumulate)
+                _layer_costs(chain, one, times.minus(overhead), turns[0].deferred_bytes, ratios)
                 for one, times, turns in zip(measured.layers, consecutive, timings, strict=True)
             ]
             costs.append(
@@ -235,17 +232,15 @@ def _layer_costs(
     times: ActionTimes,
     deferred: int,
     state_ratios: Mapping[torch.dtype, float],
-    accumulate: str | None,
 ) -> LayerCosts:
     members = {id(tensor): tensor for _, tensor in chain.members(measured.name)}.values()
     trained = [t for t in members if isinstance(t, nn.Parameter) and t.requires_grad]
-    half = (torch.bfloat16, torch.float16) if accumulate == "fp32" else ()  # summed in float32 during a step
     return LayerCosts(
         name=measured.name,
         **asdict(times),
         activation=measured.activation_bytes,
         parameters=measured.parameter_bytes,
-        gradients=sum(p.numel() * (4 if p.dtype in half else p.element_size()) for p in trained),
+        gradients=sum(map(tensor_bytes, trained)),
         optimizer=sum(tensor_bytes(parameter) * state_ratios[parameter.dtype] for parameter in trained),
         buffers=sum(tensor_bytes(t) for t in members if not isinstance(t, nn.Parameter)),
         deferred=deferred,

@@ -1,10 +1,9 @@
 """Search cuts and schedule together: uneven cuts pay off only with an order that is made for them.
 
-    balanced and annealed cuts              ──▶ an order for each ──▶ the best of them
-    neighbours: cuts moved by one layer     ──▶ an order for each ──▶ the best of them, and so on
+    balanced and annealed cuts ──▶ an order for each ──▶ the best of them
 
-          ┌▶ neighbours with the same order ──▶ improve the order of the best of these ─┐
-          └───────────── the best of them and of the current one, improved ◀────────────┘
+    ┌▶ neighbours: cuts moved by one layer, with the same order ──▶ improve the order of the best of these ─┐
+    └──────────────────── the best of them and of the current one, improved ◀───────────────────────────────┘
 
 Where memory is scarce, the set of recomputed stages is searched in the same way: as few as possible.
 
@@ -208,15 +207,13 @@ class _Search:
     def run(self, shape: str, v: int, seconds: float, moves: bool) -> None:
         adaptable = 3 * len(self.placement) * self.m <= DETERMINISTIC_ACTIONS
         quick, left = min(QUICK, seconds / 40), seconds
-        for point in dict.fromkeys(self._initial_points(shape, v, annealed=moves and adaptable)):
+        for point in dict.fromkeys(self._initial_points(shape, v, annealed=moves)):
             self.try_point(point, quick)
             left -= quick
             if not moves and (len(self.found) == 2 or (self.found and left <= 0)):
                 break
         if not self.found:
             return
-        if moves:
-            left -= self.descend(quick, (0.2 if adaptable else 0.5) * left)
         if not (moves and adaptable):
             self.try_point(self.best_point, max(QUICK if moves else 0.0, left))
             return
@@ -271,21 +268,6 @@ class _Search:
             static = rank_static_bytes(self.segments, self.placement, point[0], len(self.ranks))
             recomputed = frozenset(a.stage for order in found.schedule.orders for a in order if a.kind == "R")
             self.found[point] = JointResult(point[0], recomputed, stages.costs, found, static)
-
-    def descend(self, each: float, budget: float) -> float:
-        """Move to better neighbours while there are any and some of the budget is left; return the time spent."""
-        seen, before, spent = set[Point](), None, 0.0
-        while self.best is not before:
-            before = self.best
-            for point in self._neighbours((before.cuts, before.recomputed)):
-                stages = None if point in seen else self.stages(point)
-                seen.add(point)
-                if stages is not None and stages.lower_bound(recompute_optional=False) < self.best.result.makespan:
-                    if spent > budget:
-                        return spent
-                    self.try_point(point, each)
-                    spent += each + 60 * stages.seconds_per_move
-        return spent
 
     def first_order(self, point: Point, seconds: float, turn: int) -> AdaptedSchedule:
         """One more order for a point."""

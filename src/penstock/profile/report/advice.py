@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.errors import PenstockError, ScheduleError
 from penstock.profile.trace.analysis import TraceData, milliseconds, traced_messages, typical_steps
-from penstock.profile.trace.records import ActionRecord, StepRecord
+from penstock.profile.trace.records import ActionRecord, StepRecord, covered_seconds
 from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.registry import SCHEDULES, build
@@ -115,20 +115,11 @@ def _idle(
 def _waits(done: ActionRecord, now: float, made: Mapping[int, float]) -> tuple[float, float]:
     """Seconds from ``now`` to an action in which a peer still computes, and in which there is any wait."""
     clipped = [(wait, max(wait.start, now), min(wait.end, done.start)) for wait in done.waits]
-    waiting = _covered((start, end) for _, start, end in clipped)
-    computing = _covered(
+    waiting = covered_seconds((start, end) for _, start, end in clipped)
+    computing = covered_seconds(
         (start, min(end, made.get(id(wait), end))) for wait, start, end in clipped if wait.what == "message"
     )
     return min(computing, waiting), waiting
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of their union."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
 
 
 def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:

@@ -18,7 +18,6 @@ from penstock.profile.trace.analysis import (
     milliseconds,
     plural,
     prediction_source,
-    shared_gpu_notes,
     typical_steps,
 )
 from penstock.profile.trace.records import ACTION_NAMES, ActionRecord, RankRecord, Span, StepRecord
@@ -116,15 +115,25 @@ def sections(findings: Findings) -> dict[str, str]:
     trace, schedule = findings.trace, findings.trace.schedule
     versions = ", ".join(f"{name} {version}" for name, version in trace.versions.items())
     missing = "" if trace.missing is None else f"One rank's part only: {trace.missing}. "
+    thin = ", and below it a thinner one for the same order, simulated with the median time of each action"
+    kinds = [(kind, f"{kind} {ACTION_NAMES[kind]}") for kind in "FRBIW" if kind in trace.order.kinds]
+    kinds.append(("wait", "wait"))
+    memory = "The bytes that each rank keeps for backwards to come"
+    if trace.memory != "saved":
+        memory = f"The bytes {trace.memory} on each rank's device"
     return {
         "title": escape(f"Penstock report: {schedule.name}"),
         "subtitle": escape(f"{missing}{findings.head}."),
         "tiles": _tiles(findings),
         "advice": _advice(findings),
-        "timeline_note": _timeline_note(findings),
-        "legend": _legend(findings),
+        "timeline_note": f"Each rank has a bar for its actions{'' if findings.simulation is None else thin}. "
+        "Grey lines between actions are waits; light boxes are spans around them. Time counts from the first action.",
+        "legend": "".join(
+            f'<span><i style="background:var(--{colour})"></i>{name}</span>'
+            for colour, name in [*kinds, ("wait", "wait")]
+        ),
         "bubble": _bubble(findings),
-        "memory_note": _memory_note(trace),
+        "memory_note": escape(f"{memory}, after each action. All rows have the same scale."),
         "memory": _memory(findings),
         "stages": _stages(findings),
         "edges": _edges(findings),
@@ -177,33 +186,16 @@ def _tiles(findings: Findings) -> str:
 
 
 def _advice(findings: Findings) -> str:
-    notes = "".join(f"<p>{escape(text)}.</p>" for text in shared_gpu_notes(findings.trace))
     if not findings.advice:
         none = f"no change was found that saves {MIN_SAVING:.0%} of a step or more"
         none = "this step cannot be simulated, for it is not whole" if findings.simulation is None else none
-        return f"{notes}<p>None: {none}.</p>"
+        return f"<p>None: {none}.</p>"
     items = "".join(
         f'<li data-saved="{advice.saved:.6f}"><b>{"≤ " * advice.bound}{advice.saved:.0%}</b> {escape(advice.text)}</li>'
         for advice in findings.advice
     )
     note = "Each change alone, simulated with the times that were measured. Gains do not add up."
-    return f'{notes}<ol class="advice">{items}</ol><p class="note">{note}</p>'
-
-
-def _timeline_note(findings: Findings) -> str:
-    text = "Each rank has a bar for what it did"
-    if findings.simulation is not None:
-        text += ", and below it a thinner one for the same order, simulated with the median time of each action"
-    text += ". Grey lines between actions are waits; light boxes are what is done around them."
-    first = min(part.actions[0].start for part in findings.step.of(range(len(findings.trace.tracks))))
-    before = max(0.0, first - findings.step.begin)
-    return escape(f"{text} Time counts from the first action, {milliseconds(before)} after the step's begin.")
-
-
-def _legend(findings: Findings) -> str:
-    kinds = sorted(findings.trace.order.kinds, key="FRBIW".index)
-    shown = [(kind, f"{kind} {ACTION_NAMES[kind]}") for kind in kinds] + [("wait", "wait")]
-    return "".join(f'<span><i style="background:var(--{colour})"></i>{name}</span>' for colour, name in shown)
+    return f'<ol class="advice">{items}</ol><p class="note">{note}</p>'
 
 
 def _bubble(findings: Findings) -> str:
@@ -221,14 +213,6 @@ def _bubble(findings: Findings) -> str:
     head = ["rank", "idle", *CAUSES, '<span class="unseen">bar</span>']
     caption = "Shares of the time from a step's first action to its last."
     return f'<div class="legend">{legend}</div>' + _table(head, rows, caption)
-
-
-def _memory_note(trace: TraceData) -> str:
-    what = "What each rank keeps for backwards to come"
-    if trace.memory != "saved":
-        what = f"The bytes {escape(trace.memory)} on each rank's device"
-    chosen = " The chart is of the step that is chosen above." if len(trace.steps) > 1 else ""
-    return f"{what}, after each action. All rows have the same scale.{chosen}"
 
 
 def _memory(findings: Findings) -> str:
@@ -273,13 +257,14 @@ def _stages(findings: Findings) -> str:
             row += [str(cut.after[stage]), milliseconds(better[stage])]
         rows.append([*row, bar])
     head = ["stage", "rank", "layers", "forward", "backward"]
-    head += [] if cut is None else ["layers, better cut", "both, better cut"]
     words = "No cut is better, as far as the times of stages tell."
+    caption = "The time of one micro-batch in each stage."
     if layers is None:
         words = "The trace's plan does not name the layers, so no other cut is suggested."
     elif cut is not None:
+        head += ["layers, better cut", "both, better cut"]
         words = f"{cut.text[0].upper()}{cut.text[1:]} saves {cut.saved:.1%}, if the layers of a stage cost alike."
-    caption = "The time of one micro-batch in each stage." + (" The thin bar is the better cut." if cut else "")
+        caption += " The thin bar is the better cut."
     return f"<p>{escape(words)}</p>" + _table([*head, '<span class="unseen">bar</span>'], rows, caption)
 
 
@@ -302,17 +287,12 @@ def _edges(findings: Findings) -> str:
 def _plan(trace: TraceData) -> str:
     stages = trace.plan.get("stages", [])
     devices = trace.plan.get("devices") or [""] * len(stages)
-    rows = [
-        [
-            str(number),
-            str(trace.schedule.placement[number]) if number < trace.schedule.num_stages else "–",
-            escape(str(devices[number])) or "–",
-            f"{int(stage['parameters']):,}",
-            format_size(float(stage["bytes"])),
-            escape(", ".join(map(str, stage["layers"]))),
-        ]
-        for number, stage in enumerate(stages)
-    ]
+    rows = []
+    for number, stage in enumerate(stages):
+        rank = str(trace.schedule.placement[number]) if number < trace.schedule.num_stages else "–"
+        sizes = f"{int(stage['parameters']):,}", format_size(float(stage["bytes"]))
+        layers = escape(", ".join(map(str, stage["layers"])))
+        rows.append([str(number), rank, escape(str(devices[number])) or "–", *sizes, layers])
     ties = [" = ".join(map(str, tie["names"])) for tie in trace.plan.get("ties", [])]
     shared = f"<p>Shared between stages: {escape('; '.join(ties))}</p>" if ties else ""
     tracks = [

@@ -317,7 +317,10 @@ def _summary(trace: TraceData) -> str:
         lines.append(f"bubble  {trace.bubble:.1%} measured")
         with suppress(PenstockError):  # records of one rank only, or of half of a call
             lines[-1] += f", {trace.simulation().bubble:.1%} simulated with the median time of each action"
-    lines += shared_gpu_notes(trace)
+    for tracks in trace.shared_gpus:
+        lines.append(
+            f"ranks {', '.join(str(trace.tracks[t].rank) for t in tracks)} share a GPU, its time and its memory"
+        )
     rows: list[tuple[str, ...]] = []
     for t, track in enumerate(trace.tracks):
         parts = [part for step in steps for part in step.of([t])]
@@ -329,12 +332,3 @@ def _summary(trace: TraceData) -> str:
             rows.append((str(track.rank), track.device, stages, *map(milliseconds, medians)))
     heads = ("rank", "device", "stages", "busy", "waits", "around", "other")
     return "\n".join([*lines, "", *format_table(heads, rows, right=range(3, 7))])
-
-
-def shared_gpu_notes(trace: TraceData) -> list[str]:
-    """A sentence for each GPU that ranks share."""
-    return [
-        f"ranks {', '.join(str(trace.tracks[t].rank) for t in tracks)} share a GPU: what they do on it takes as long "
-        "as all of it together, and its memory is counted for each"
-        for tracks in trace.shared_gpus
-    ]

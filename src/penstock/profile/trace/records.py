@@ -16,6 +16,15 @@ from penstock.schedule.schedule import Action, Schedule
 ACTION_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
+def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of some spans of time."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
     """A rank waits for a message, or for the completion of its send."""
@@ -59,11 +68,7 @@ class ActionRecord:
     @property
     def waited(self) -> float:
         """Seconds that the rank waited before it; concurrent waits count once."""
-        total, until = 0.0, float("-inf")
-        for wait in sorted(self.waits, key=lambda wait: wait.start):
-            total += max(0.0, wait.end - max(wait.start, until))
-            until = max(until, wait.end)
-        return total
+        return covered_seconds((wait.start, wait.end) for wait in self.waits)
 
     def to_row(self) -> list[Any]:
         waits = [[wait.peer, wait.start, wait.end, wait.what] for wait in self.waits]
@@ -150,8 +155,8 @@ class Track:
     replica: int  # its pipeline
     place: int  # its rank in that pipeline
     device: str
-    clock_error: float = 0.0  # maximal error of its clock relative to the first rank, in seconds
     gpu: str = ""  # UUID
+    clock_error: float = 0.0  # maximal error of its clock relative to the first rank, in seconds
 
 
 @dataclass(frozen=True, slots=True)
