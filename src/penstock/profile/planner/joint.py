@@ -1,6 +1,6 @@
 """Search cuts and schedule together: uneven cuts pay off only with an order that is made for them.
 
-    balanced and annealed cuts ──▶ an order for each ──▶ the best of them
+    balanced cuts ──▶ an order for each ──▶ the best of them
 
     ┌▶ neighbours: cuts moved by one layer, with the same order ──▶ improve the order of the best of these ─┐
     └──────────────────── the best of them and of the current one, improved ◀───────────────────────────────┘
@@ -20,7 +20,7 @@ from math import inf
 from random import Random
 
 from penstock.errors import ScheduleError
-from penstock.profile.planner.cuts import balanced, best_cuts, placement_of
+from penstock.profile.planner.cuts import find_cuts, placement_of
 from penstock.profile.planner.segments import Cuts, Ranks, Segments, choose_recompute, rank_static_bytes, stage_costs
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule
@@ -184,7 +184,7 @@ def joint_search(
     more if that makes the step faster. Without ``moves``, only the initial cuts are tried.
     """
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
-    search.run(shape, v, seconds, moves)
+    search.run(seconds, moves)
     return search.with_least_memory(min(QUICK, seconds / 40)) if search.found else None
 
 
@@ -204,10 +204,10 @@ class _Search:
     def best_point(self) -> Point:
         return min(self.found, key=lambda point: self.found[point].result.makespan)
 
-    def run(self, shape: str, v: int, seconds: float, moves: bool) -> None:
+    def run(self, seconds: float, moves: bool) -> None:
         adaptable = 3 * len(self.placement) * self.m <= DETERMINISTIC_ACTIONS
         quick, left = min(QUICK, seconds / 40), seconds
-        for point in dict.fromkeys(self._initial_points(shape, v, annealed=moves)):
+        for point in dict.fromkeys(self._initial_points()):
             self.try_point(point, quick)
             left -= quick
             if not moves and (len(self.found) == 2 or (self.found and left <= 0)):
@@ -311,20 +311,15 @@ class _Search:
             found = SearchResult(simulation.schedule, makespan, bound, simulation.peak_memory, problem.cap)
             self.add(adapted.point, stages, found)
 
-    def _initial_points(self, shape: str, v: int, *, annealed: bool) -> Iterator[Point]:
-        """Cuts to start from, for many micro-batches in flight and for few; ``annealed`` ones take longer to find."""
+    def _initial_points(self) -> Iterator[Point]:
+        """Cuts to start from, for many micro-batches in flight and for few."""
         p, m = len(self.ranks), self.m
         in_flight = [(float(count),) * p for count in sorted({min(m, p), min(m, max(1, p // 2)), 1})]
         in_flight.append(tuple(float(min(m, p - rank)) for rank in range(p)))
         for counts in in_flight:
             limits = replace(self.ranks, in_flight=counts)
-            cuts = balanced(self.segments, limits, self.placement)
-            if cuts is not None:
+            for cuts in find_cuts(self.segments, limits, self.placement):
                 yield cuts, self._recomputed(limits, cuts)
-            if annealed or cuts is None:
-                found = best_cuts(self.segments, limits, shape, v)
-                if found is not None:
-                    yield found, self._recomputed(limits, found)
 
     def _recomputed(self, ranks: Ranks, cuts: Cuts) -> frozenset[int]:
         """The stages to recompute so that every rank fits its memory."""

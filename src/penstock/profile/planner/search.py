@@ -16,7 +16,7 @@ from math import inf
 from penstock.errors import PlanError
 from penstock.format import format_size_exact
 from penstock.profile.costs import Link, ModelCosts
-from penstock.profile.planner.cuts import least_memory
+from penstock.profile.planner.cuts import least_memory, placement_of
 from penstock.profile.planner.joint import joint_search
 from penstock.profile.planner.result import Candidate, Configuration, Rejection
 from penstock.profile.planner.segments import Ranks, Segments
@@ -146,6 +146,7 @@ class _Evaluation:
             (1.0,) * p,
             configuration.recompute,
         )
+        self.placement = placement_of(configuration.shape, p, v)
         self.replica_link = cluster.link or segments.costs.link
         self.rejected: Rejection | None = None
         n, speed, layers = segments.n, self.ranks.speed, segments.costs.layers
@@ -178,7 +179,7 @@ class _Evaluation:
         edges = tuple(costs.bytes) if isinstance(costs.bytes, dict) else None
         simulation = simulate(schedule, costs, edges)
         gradients = [0.0] * configuration.pipe
-        for rank, (i, j) in zip(schedule.placement, pairwise((0, *found.cuts)), strict=True):
+        for rank, (i, j) in zip(self.placement, pairwise((0, *found.cuts)), strict=True):
             gradients[rank] += self.segments.total("gradients", i, j)
         reduced = map(self._all_reduce_seconds, gradients)
         end = max(ends[-1] + seconds for ends, seconds in zip(simulation.ends, reduced, strict=True))
@@ -227,7 +228,12 @@ def _nothing_fits(evaluations: Sequence[_Evaluation]) -> str:
             "and optimizer state: divide it into smaller layers, or shard it (parallelize=); "
         )
     closest = sorted(evaluations, key=lambda one: (one.configuration.v, one.memory_estimate()))[:REFINED]
-    factors = [least_memory(one.segments, one.ranks, one.configuration.shape, one.configuration.v) for one in closest]
+    factors = [
+        least_memory(
+            one.segments, one.ranks, placement_of(one.configuration.shape, len(one.ranks), one.configuration.v)
+        )
+        for one in closest
+    ]
     factor, best = min(zip(factors, closest, strict=True), key=lambda pair: pair[0])
     remedies = "more memory or devices, an optimizer with less state (optimizer=)"
     if all(one.configuration.recompute is False for one in evaluations):
