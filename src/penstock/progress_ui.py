@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 class ProgressUI:
     """Reports of a loop. ``live``: with a bar, whose text is visible."""
 
-    def __init__(self, console: Console, live: bool) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(10), TextColumn("{task.fields[text]}"))
-        self.live = live
-        self.progress = Progress(*columns, console=console, transient=True, disable=not live)
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.live = progress, not progress.disable
         self.task: TaskID | None = None
 
     def begin(self, title: str, total: int | None) -> None:
@@ -44,11 +43,15 @@ _live_bars = 0
 def progress_ui() -> Iterator[ProgressUI]:
     """A bar where stdout is a terminal, but not within a loop that has one already; otherwise lines only."""
     global _live_bars
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
     console = Console(file=sys.stdout)
-    ui = ProgressUI(console, live=console.is_terminal and not _live_bars)
-    _live_bars += ui.live
+    columns = (TextColumn("{task.description}"), BarColumn(10), TextColumn("{task.fields[text]}"))
+    live = console.is_terminal and not _live_bars
+    _live_bars += live
     try:
-        with ui.progress:
-            yield ui
+        with Progress(*columns, console=console, transient=True, disable=not live) as progress:
+            yield ProgressUI(progress)
     finally:
-        _live_bars -= ui.live
+        _live_bars -= live
