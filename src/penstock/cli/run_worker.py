@@ -28,24 +28,20 @@ def main() -> None:
     sys.excepthook = _record_exception
     faulthandler.enable()
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    sys.argv.pop(0)
     try:
-        _run(sys.argv[1:])
+        if sys.argv[0] == "-m":
+            sys.argv.pop(0)
+            sys.path[0] = os.getcwd()
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
             is_code = isinstance(error.code, int)
             _record("" if is_code else str(error.code), code=error.code if is_code else 1)
         raise
-
-
-def _run(arguments: list[str]) -> None:
-    is_module = arguments[0] == "-m"
-    sys.argv = arguments[is_module:]
-    if is_module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _record_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
