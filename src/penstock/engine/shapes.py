@@ -20,7 +20,6 @@ from torch.autograd.graph import GradientEdge
 from penstock._torch import BatchNorm, fake_tensor_mode, unsafe_view
 from penstock.engine.forward_context import CallerContext
 from penstock.engine.message import (
-    Message,
     MessageMeta,
     TensorMeta,
     detach_outputs,
@@ -116,8 +115,7 @@ class Propagation:
                     leaves[i] = unsafe_view(leaves[i], leaves[i].shape)
                 shared += [leaves[i] for i in meta.shared]
                 values.append(unflatten(leaves, meta.spec))
-            for context in self.context.contexts():
-                stack.enter_context(context)
+            stack.enter_context(self.context.entered())
             try:
                 output = self.fake.run(*values)
             except Exception as error:
@@ -131,14 +129,12 @@ class Propagation:
                 raise problem from error
             if isinstance(output, CountedOutput):  # of the last stage
                 output = output.output
-            parts: list[Message | None]
             if num_targets > 1:
                 parts, self.roots = detach_outputs_per_edge(output, num_targets)
             else:
                 part, self.roots = detach_outputs(output)
                 parts = [part]
-            parts = mark_shared(parts, shared)
-            self.outgoing = [meta_of(part) for part in parts if part is not None]
+            self.outgoing = [meta_of(part) for part in (mark_shared(parts, shared) if shared else parts)]
             return self.outgoing
 
     def backward(self, present: Sequence[Sequence[bool]] | None) -> list[list[bool]]:

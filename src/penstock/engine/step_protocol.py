@@ -232,11 +232,10 @@ class StepProtocol:
 
 def _to_host(value: Any) -> Any:
     """A value with its tensors detached and on the CPU."""
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Broadcast):
-            return Broadcast(move(leaf.tensor))
-        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-
     leaves, spec = flatten(value)
-    return unflatten([move(leaf) for leaf in leaves], spec)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[i] = leaf.detach().cpu()
+        elif isinstance(leaf, Broadcast):
+            leaves[i] = Broadcast(leaf.tensor.detach().cpu())
+    return unflatten(leaves, spec)

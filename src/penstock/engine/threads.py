@@ -72,11 +72,9 @@ class ThreadExecutor(Executor):
         source: ScheduleProvider,
         copies: Sequence[Sequence[nn.Parameter]] = (),
         limits: HangLimits | None = None,
-        *,
-        fp32_gradients: bool = False,
-        loss_parameters: Sequence[nn.Parameter] = (),
+        **gradients: Any,
     ) -> None:
-        super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
+        super().__init__(plan, stages, source, **gradients)
         self.limits = limits or HangLimits()
         self.ties = LocalTies(copies)
         self.streaming = False
@@ -157,7 +155,6 @@ class ThreadExecutor(Executor):
             self._programs.clear()
 
     def program(self, training: bool, microbatches: int) -> ThreadProgram:
-        """The compiled programs of a step or an evaluation."""
         key = (training, microbatches)
         if key not in self._programs:
             make = self.source.training if training else self.source.forward_only
@@ -188,10 +185,10 @@ class ThreadExecutor(Executor):
         timer = {s: timers[0 if one_thread else self.placement[s]] for s in self.stages}
         forwards: dict[Edge, LocalChannel] = {}
         for a, b in self.edges:
-            if lockstep:  # a skip connection over several stages may be as far ahead as the activations beside it
-                forwards[a, b] = LockstepChannel(microbatches, device[a], device[b], timer[b], timer[a], room=b - a - 1)
-            else:
-                forwards[a, b] = LocalChannel(microbatches, device[a], device[b], timer[b])
+            ends = (microbatches, device[a], device[b], timer[b])
+            # A skip connection over several stages may be as far ahead as the activations beside it.
+            lock = partial(LockstepChannel, sender_wait_timer=timer[a], room=b - a - 1)
+            forwards[a, b] = lock(*ends) if lockstep else LocalChannel(*ends)
         backwards = {(b, a): LocalChannel(microbatches, device[b], device[a], timer[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
@@ -342,7 +339,6 @@ class _StreamedBatch:
         self.report = executor.workers.start(tasks)
 
     def outputs(self) -> Any:
-        """Wait for the outputs."""
         self.executor.wait(self.program, self.report)
         messages = [message for message in self.program.io.outputs or () if message is not None]
         return self.model_loss.merge(join([unflatten(message.leaves, message.spec) for message in messages]))
@@ -556,7 +552,6 @@ class WorkerThreads:
 
     @property
     def threads(self) -> list[int]:
-        """The idents of the workers' threads."""
         return [thread.ident or 0 for thread in self._threads]
 
     @property

@@ -39,7 +39,6 @@ class InFlight:
         self.tensor = buffer
 
     def wait(self) -> None:
-        """Wait until the send or the receive is complete."""
         work, self.work = self.work, None
         start = perf_counter()
         try:

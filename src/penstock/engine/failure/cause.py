@@ -30,8 +30,6 @@ RANK_CLOSED = "it has closed its pipeline, or ended, while others still use it"
 
 @dataclass(frozen=True)
 class Cause:
-    """The first failure of a pipeline."""
-
     rank: int
     kind: str
     message: str
@@ -71,7 +69,6 @@ class FailureStore:
         *,
         prefix: str = "",
     ) -> Cause:
-        """Publish an error of this rank."""
         text = "".join(traceback.format_exception(error))
         kind = f"{prefix}{type(error).__name__}"
         return self.publish(Cause(self.rank, kind, text_of(error), text, stage, microbatch, action))
@@ -91,7 +88,7 @@ class FailureStore:
         end = time.monotonic() + CAUSE_WAIT
         try:
             while time.monotonic() < end:
-                closed = [rank for rank in peers if self.has_closed(rank)]
+                closed = [rank for rank in peers if self.have_closed(rank)]
                 found = self.read()  # after asking who has closed: a rank that fails publishes before it closes
                 if found is not None:
                     return found
@@ -109,16 +106,11 @@ class FailureStore:
         except RuntimeError:
             return  # the store is gone, and with it everyone who would read it
 
-    def has_closed(self, rank: int) -> bool:
-        closed: bool = self.store.check([f"closed/{rank}"])
-        return closed
-
-    def all_closed(self) -> bool:
-        closed: bool = self.store.check([f"closed/{rank}" for rank in self.ranks])
+    def have_closed(self, *ranks: int) -> bool:
+        closed: bool = self.store.check([f"closed/{rank}" for rank in ranks])
         return closed
 
     def read(self) -> Cause | None:
-        """The published cause, if there is one."""
         if not self.store.check(["cause"]):
             return None
         self.known_since = self.known_since or time.monotonic()

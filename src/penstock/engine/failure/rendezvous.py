@@ -82,7 +82,8 @@ class Rendezvous:
             self._wait(keys)
         if not self.complete:
             self.complete = True
-            self.watch.set_peer_addresses([self.store.get(f"address/{rank}") for rank in self.ranks])
+            addresses = [json.loads(self.store.get(f"address/{rank}")) for rank in self.ranks]
+            self.watch.sockets.peer_addresses |= {tuple(address["gloo"]) for address in addresses}
         return [json.loads(self.store.get(key)) for key in keys]
 
     def _wait(self, keys: list[str]) -> None:
@@ -102,21 +103,14 @@ class Rendezvous:
             pause = min(2 * pause, 0.05)
 
 
-def versions() -> dict[str, str]:
-    """The versions that must be equal on all ranks, because messages are pickled."""
+def pipeline_config(plan: Plan, source: ScheduleProvider, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that must be equal on all ranks: also versions, because messages are pickled."""
+    schedule = source.training(source.microbatches)
+    structure = (plan.stages, plan.edges, plan.ties)
     return {
         "penstock": __version__,
         "torch": torch.__version__,
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-    }
-
-
-def pipeline_config(plan: Plan, source: ScheduleProvider, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that must be equal on all ranks."""
-    schedule = source.training(source.microbatches)
-    structure = (plan.stages, plan.edges, plan.ties)
-    return {
-        **versions(),
         "micro-batches": source.microbatches,
         "plan": f"{plan.num_stages} stages ({digest(str(structure))})",
         "schedule": f"{schedule.name} ({digest(str(schedule))})",

@@ -87,7 +87,7 @@ class PipelineSockets:
     def __init__(self, store: Any, prefix: str) -> None:
         self.device: Any
         self.device, new = _new_sockets(dist.ProcessGroupGloo.create_default_device)
-        self.own_addresses = {local for local, remote in new if remote is None}  # on which it listens
+        self.address = next(local for local, remote in new if remote is None)  # on which the gloo device listens
         self.peer_addresses: set[Address] = set()  # of the peers' gloo devices
         self._client = StoreClient(store, prefix)
         self.store = self._client.store
@@ -95,13 +95,8 @@ class PipelineSockets:
         self.nccl: list[Any] = []
         _pipelines.add(self)
 
-    @property
-    def address(self) -> Address:
-        """The address of the gloo device."""
-        return next(iter(self.own_addresses))
-
     def owns(self, local: Address, remote: Address) -> bool:
-        return local in self.own_addresses or remote in self.peer_addresses
+        return local == self.address or remote in self.peer_addresses
 
     def shut_down(self) -> None:
         """Make everything fail that waits for these connections, now or later."""

@@ -45,6 +45,7 @@ from weakref import WeakSet
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock.engine.channel.base import ChannelError
+from penstock.engine.failure import sockets
 from penstock.engine.failure.cause import (
     PROCESS_DIED,
     RANK_CLOSED,
@@ -53,15 +54,6 @@ from penstock.engine.failure.cause import (
     is_connection_error,
     launcher_owns_store,
     store_unreachable,
-)
-from penstock.engine.failure.sockets import (
-    PipelineSockets,
-    StoreClient,
-    abort_foreign_groups,
-    connect_liveness,
-    is_broken,
-    open_liveness_port,
-    publish_foreign_connections,
 )
 from penstock.engine.failure.status import (
     TIMEOUT,
@@ -98,19 +90,19 @@ class Watch:
         """``ranks`` are the world ranks of the mesh, ``rank`` is this one's, and ``name`` the pipeline's."""
         self.rank = rank
         self.status = RankStatus()
-        self.sockets = PipelineSockets(store, name)
+        self.sockets = sockets.PipelineSockets(store, name)
         self._store = main_store = PrefixStore(name, store)
         self.failures = FailureStore(main_store, ranks, rank)
         self.cause: Cause | None = None
         self.interrupted = False  # whether the main thread was sent an interrupt
         self._pid = os.getpid()
         # The thread has its own connection to the store: the main thread may block on the other one.
-        self._client = StoreClient(store, name)
+        self._client = sockets.StoreClient(store, name)
         self._thread_failures = FailureStore(self._client.store, ranks, rank)
         self._limits = HangLimits()
         self._detector = HangDetector(self.status, self._limits)
         self._heartbeat = Heartbeat(self._client.store, rank, self._limits)
-        self._liveness_port = open_liveness_port(self.sockets.address[0])
+        self._liveness_port = sockets.open_liveness_port(self.sockets.address[0])
         addresses = {"gloo": self.sockets.address, "liveness": self._liveness_port.getsockname()[:2]}
         main_store.set(f"address/{rank}", json.dumps(addresses))
         place = list(ranks).index(rank)
@@ -130,10 +122,6 @@ class Watch:
         self._limits.stuck_after, self._limits.timeout = stuck_after, timeout
         # Longer than ours, so that ours comes first: gloo cannot say which rank hangs.
         self.sockets.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
-
-    def set_peer_addresses(self, addresses: Sequence[bytes]) -> None:
-        """Set the published addresses of all ranks, once all have arrived at the rendezvous."""
-        self.sockets.peer_addresses |= {tuple(json.loads(address)["gloo"]) for address in addresses}
 
     # ── around each call ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -183,9 +171,15 @@ class Watch:
         if not self._client.gone:
             if self.cause is not None or self.failures.known_since is not None:
                 with suppress(RuntimeError):  # the store is gone since
-                    publish_foreign_connections(self._store, self.rank)
+                    sockets.publish_foreign_connections(self._store, self.rank)
             self.failures.mark_closed()
-            self._keep_store_alive()
+            known = [x for x in (self.failures.known_since, self._thread_failures.known_since) if x is not None]
+            if known and self.rank == 0 and not launcher_owns_store():
+                # The store may end with this process: give the others time to read the cause.
+                end = max(known) + STORE_LINGER
+                ranks = self.failures.ranks
+                while time.monotonic() < end and not self._client.gone and not self.failures.have_closed(*ranks):
+                    time.sleep(0.02)
         self._stopping.set()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
@@ -212,15 +206,6 @@ class Watch:
             error = error.__context__
         self.on_exit(error)
 
-    def _keep_store_alive(self) -> None:
-        """If the store may end with this process, give the others time to read the cause."""
-        known = [since for since in (self.failures.known_since, self._thread_failures.known_since) if since is not None]
-        if not known or self.rank != 0 or launcher_owns_store():
-            return
-        end = max(known) + STORE_LINGER
-        while time.monotonic() < end and not self._client.gone and not self.failures.all_closed():
-            time.sleep(0.02)
-
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
@@ -242,7 +227,7 @@ class Watch:
             if cause is None:
                 return
             self.cause, self._stopped_at = cause, now
-            self._with_store(partial(publish_foreign_connections, rank=self.rank))
+            self._with_store(partial(sockets.publish_foreign_connections, rank=self.rank))
             if cause.kind == TIMEOUT and cause.rank == self.rank:
                 logger.error("%s", cause.error())
         if self.status.call_depth or snapshot.kind != "idle":
@@ -255,7 +240,7 @@ class Watch:
         failures = self._thread_failures
         cause = failures.read() or self._check_next_rank()
         if cause is None and snapshot.kind == "waits" and snapshot.age > 2:
-            closed = next((rank for rank in snapshot.ranks if failures.has_closed(rank)), None)
+            closed = next((rank for rank in snapshot.ranks if failures.have_closed(rank)), None)
             cause = None if closed is None else failures.publish(Cause(closed, "", RANK_CLOSED))
         if cause is None:
             self._heartbeat.send(snapshot, now)
@@ -269,13 +254,13 @@ class Watch:
         if self._next is None:
             return None
         if self._next_connection is not None:
-            broken = is_broken(self._next_connection)
+            broken = sockets.is_broken(self._next_connection)
         elif not self._client.store.check([f"address/{self._next}"]):
             return None
         else:
             host, port = json.loads(self._client.store.get(f"address/{self._next}"))["liveness"]
             try:
-                self._next_connection, broken = connect_liveness((host, port)), False
+                self._next_connection, broken = sockets.connect_liveness((host, port)), False
             except ConnectionRefusedError:
                 broken = True
             except OSError:  # unreachable: this rank does without
@@ -284,7 +269,7 @@ class Watch:
         if not broken:
             return None
         rank, self._next = self._next, None
-        if self._thread_failures.has_closed(rank):
+        if self._thread_failures.have_closed(rank):
             return None
         return self._thread_failures.publish(Cause(rank, "", PROCESS_DIED))
 
@@ -297,7 +282,7 @@ class Watch:
         aborts_foreign = waited > anywhere or (waited > in_collective and self.status.in_collective())
         if snapshot.kind == "works" and aborts_foreign:
             others = [rank for rank in self._thread_failures.ranks if rank != self.rank]
-            self._with_store(partial(abort_foreign_groups, ranks=others))
+            self._with_store(partial(sockets.abort_foreign_groups, ranks=others))
         limit = EXIT_AFTER if self.cause.kind == TIMEOUT else self._limits.timeout
         if limit is not None and waited > limit:
             _, stack = self.status.python_stack()
