@@ -46,7 +46,7 @@ def package(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_a_layer_imports_only_those_below_it() -> None:
+def test_layers_import_only_lower_layers() -> None:
     known = modules()
     wrong = [
         f"{module} imports {other}"
@@ -58,7 +58,7 @@ def test_a_layer_imports_only_those_below_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_imports_form_a_cycle() -> None:
+def test_no_import_cycles() -> None:
     known = modules()
 
     def node(module: str) -> str:
@@ -76,7 +76,7 @@ def test_no_imports_form_a_cycle() -> None:
         raise AssertionError("imports form a cycle: " + " -> ".join(error.args[1])) from None
 
 
-def test_schedules_do_without_torch() -> None:
+def test_schedule_does_not_import_torch() -> None:
     for module, path in modules().items():
         if package(module) == "schedule":
             assert "import torch" not in path.read_text(), module

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock import __version__
 from penstock._torch import default_store
 from penstock.engine.channel.base import ChannelError
 from penstock.engine.failure.watch import Watch
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
-from penstock.version import __version__
 
 _num_pipelines: Counter[tuple[int, ...]] = Counter()  # that this process has begun to build, by their ranks
 
