@@ -95,10 +95,6 @@ class Connections:
                     endpoints[a, b, direction].connect(sender=self.rank == a)
         return endpoints
 
-    @property
-    def closed(self) -> bool:
-        return not self.groups
-
     def close(self) -> None:
         """Leave all groups, after everything else has dropped its references to them."""
         abort_nccl([group for group in self.groups if group.name() == "nccl"])

@@ -18,9 +18,8 @@ from penstock.engine.channel.base import ChannelError, WaitTimer, uses_nccl
 from penstock.engine.channel.control import NORM, NUMBER, STATE, STEP, TRACE, ControlChannel
 from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
 from penstock.engine.executor import Executor, PipelineCall, apply_call, with_training_modes
-from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
 from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
-from penstock.engine.failure.watch import PipelineStopped
+from penstock.engine.failure.watch import PipelineStopped, Rendezvous, pipeline_config
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import Outputs, StepOutcome, check_joinable
 from penstock.engine.message import BorrowedInputs, Message, backward_inputs, flatten, input_edges, unflatten
@@ -393,7 +392,7 @@ class DistributedExecutor(Executor):
 
     @property
     def closed(self) -> bool:
-        return self.connections.closed and self.ended is None
+        return not self.connections.groups and self.ended is None
 
     def exit(self, error: BaseException | None) -> None:
         self.watch.on_exit(error)
@@ -401,7 +400,7 @@ class DistributedExecutor(Executor):
 
     def close(self) -> None:
         """Leave the channels. Ranks that still wait for this one learn of it at once."""
-        if self.connections.closed:
+        if not self.connections.groups:
             return
         self.watch.stop()
         self.programs.close()

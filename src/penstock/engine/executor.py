@@ -61,6 +61,8 @@ class Executor(ABC):
         self.stages: Mapping[int, StageEngine] = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.last_stage = plan.num_stages - 1
+        last = self.stages.get(self.last_stage)
+        self.loss: LossAndOutputs | None = None if last is None else last.loss  # on the rank of the last stage
         self.num_runs = {"step": 0, "call": 0}
         self.norms = deferred_statistics_of(self.stages)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
@@ -72,20 +74,9 @@ class Executor(ABC):
         self.loss_parameters = loss_parameters
         self._rescales: bool | None = None  # whether the loss returns counts that rescale gradients; None: unknown
 
-    @property
-    def loss(self) -> LossAndOutputs | None:
-        """Loss and outputs, on the rank of the last stage."""
-        stage = self.stages.get(self.last_stage)
-        return None if stage is None else stage.loss
-
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterable[nn.Parameter]:
         """The parameters of this process's stages, each once."""
-        seen: set[int] = set()
-        for stage in self.stages.values():
-            for parameter in stage.module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        return {id(p): p for stage in self.stages.values() for p in stage.module.parameters()}.values()
 
     def next_run_name(self, *, training: bool) -> str:
         """A name for a run, from which seeds derive; steps and other calls are counted separately."""
@@ -131,9 +122,9 @@ class Executor(ABC):
     def call(self, value: Any) -> Any:
         """``pipe(x)`` with gradients: the outputs in the caller's autograd graph."""
 
-    @abstractmethod
     def forward(self, value: Any) -> Any:
         """``pipe.forward(x)``: like ``call``; under a mesh the other ranks wait for the caller's backward."""
+        return self.call(value)
 
     def set_lockstep(self, value: bool) -> None:
         """Whether, in forward-only runs, a stage starts its next forward only when its last output is taken."""

@@ -223,8 +223,11 @@ def _check_no_hidden_tensors(leaf: Any, stage: int) -> None:
 
 def detach_outputs_per_edge(
     outputs: Any, count: int, stage: int | None = None
-) -> tuple[list[Message], list[GradientEdge]]:
-    """One message for each edge out of the stage, and the gradient edges of all of them."""
+) -> tuple[list[Message], Sequence[GradientEdge]]:
+    """One message for each of ``count`` edges out of the stage, and the gradient edges of all; at least one message."""
+    if count <= 1:
+        message, edges = detach_outputs(outputs, stage=stage)
+        return [message], edges
     if not isinstance(outputs, tuple) or len(outputs) != count:
         found = f"{len(outputs)} values" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
         raise PlanError(f"a stage with {count} edges to later stages gave {found}: give a tuple with a value for each")
@@ -306,6 +309,21 @@ class MessageMeta:
 
     def tensors(self) -> list[TensorMeta]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
+
+    def matches(self, message: Message) -> bool:
+        """Whether a message is described by this, but for shared leaves and the order of dimensions in memory."""
+        leaves, spec, wants, _ = message
+        if len(leaves) != len(self.leaves) or spec != self.spec or tuple(wants) != self.wants:
+            return False
+        for leaf, meta in zip(leaves, self.leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                if not isinstance(meta, TensorMeta) or leaf.shape != meta.shape:
+                    return False
+                if leaf.dtype is not meta.dtype or leaf.layout is not meta.layout:
+                    return False
+            elif leaf is not meta and (type(leaf) is not type(meta) or leaf != meta):
+                return False
+        return True
 
     def to_message(self, tensors: Iterable[Tensor]) -> Message:
         """The message with these tensors, which are as they were sent."""

@@ -291,11 +291,8 @@ class StageEngine:
             self.no_input_mutation_recomputing_in = _NO_MODE if changed or self.mutates_sometimes else self.mode
         elif careful:
             self._learn_input_mutation(leaves, wants, inputs)
-        if self.num_targets > 1:
-            messages, slot.roots = detach_outputs_per_edge(output, self.num_targets, self.index)
-        else:
-            found, slot.roots = detach_outputs(output, stage=self.index if self.loss is None else None)
-            messages = [found]
+        index = self.index if self.loss is None else None
+        messages, slot.roots = detach_outputs_per_edge(output, self.num_targets, index)
         if shared and self.loss is None:
             messages = mark_shared(messages, [leaves[i] for i in shared])
         slot.messages = [*messages]

@@ -102,13 +102,9 @@ class StepProtocol:
             number = self.numbers[key]
             self.send_all([KNOWN, number])
             return self.headers[number]
-        distinct: list[MessageMeta] = []
-        kinds = []
-        for meta in metas:
-            if meta not in distinct:
-                distinct.append(meta)
-            kinds.append(distinct.index(meta))
-        header = StepHeader(self.count, training, context, sizes, tuple(kinds), caller_loss)
+        distinct = list(dict.fromkeys(metas))
+        kinds = tuple(distinct.index(meta) for meta in metas)
+        header = StepHeader(self.count, training, context, sizes, kinds, caller_loss)
         self.count += 1
         self.send_all([NEW, header.number])
         for rank in self.others:

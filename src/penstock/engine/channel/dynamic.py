@@ -133,9 +133,9 @@ class DynamicForwardChannel:
         return meta.to_message(tensors)
 
     def send(self, microbatch: int, message: Any) -> None:
-        header = self._header(message)
         tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
         orders = [memory_order(tensor) for tensor in tensors]
+        header = self._header(message, orders)
         tensors = [x if order is None else x.permute(order) for x, order in zip(tensors, orders, strict=True)]
         self.pending[microbatch] = self.endpoint.send(tensors, header)
         read_arrived_headers(self.endpoints)
@@ -148,10 +148,14 @@ class DynamicForwardChannel:
         self.received.clear()
         self.endpoint.pending.clear()
 
-    def _header(self, message: Message) -> bytes | None:
+    def _header(self, message: Message, orders: list[tuple[int, ...] | None]) -> bytes | None:
         """The header of a message; None if it is that of the last message."""
-        if self.meta is not None and _matches_meta(message, self.meta):
-            return None
+        last = self.meta
+        # A message without structure has tensors alone; other values may be equal and differ, as 0.0 and -0.0.
+        if last is not None and message.spec is None and last.matches(message):
+            described = (last.shared, [tensor.order for tensor in last.tensors()])
+            if described == (tuple(message.shared), orders):
+                return None
         meta = meta_of(message)
         require_dense(meta, self.name)
         try:
@@ -175,22 +179,3 @@ class DynamicBackwardChannel(DynamicForwardChannel):
     def get(self, microbatch: int) -> Sequence[Tensor | None]:
         message: Message = super().get(microbatch)
         return message.leaves
-
-
-def _matches_meta(message: Message, meta: MessageMeta) -> bool:
-    """Whether a message without structure has this format; False for any message with structure."""
-    leaves, spec, wants, shared = message
-    if spec is not None or meta.spec is not None or len(leaves) != len(meta.leaves):
-        return False
-    if len(wants) != len(meta.wants) or len(shared) != len(meta.shared):
-        return False
-    for leaf, expected in zip(leaves, meta.leaves, strict=True):
-        if leaf is None or expected is None:
-            if leaf is not expected:
-                return False
-            continue
-        if leaf.dtype is not expected.dtype or leaf.shape != expected.shape or leaf.layout is not torch.strided:
-            return False
-        if memory_order(leaf) != expected.order:
-            return False
-    return True

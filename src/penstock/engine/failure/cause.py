@@ -14,6 +14,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,23 +56,13 @@ class FailureStore:
 
     def __init__(self, store: Store, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are the world ranks of the mesh, and ``rank`` is that of this process."""
-        self.store = PrefixStore("failure", store)
-        self.ranks = ranks
-        self.rank = rank
+        self.store, self.ranks, self.rank = PrefixStore("failure", store), ranks, rank
         self.known_since: float | None = None  # when this rank first knew a cause
 
-    def report(
-        self,
-        error: BaseException,
-        stage: int | None = None,
-        microbatch: int | None = None,
-        action: str | None = None,
-        *,
-        prefix: str = "",
-    ) -> Cause:
+    def report(self, error: BaseException, *place: Any, prefix: str = "") -> Cause:
+        """Publish an error of this rank; ``place`` are stage, micro-batch and action, where it has them."""
         text = "".join(traceback.format_exception(error))
-        kind = f"{prefix}{type(error).__name__}"
-        return self.publish(Cause(self.rank, kind, text_of(error), text, stage, microbatch, action))
+        return self.publish(Cause(self.rank, f"{prefix}{type(error).__name__}", text_of(error), text, *place))
 
     def report_broken_channel(self, error: ChannelError) -> Cause:
         """The cause of a broken channel: a published one, else publish that the channel broke."""
@@ -101,10 +92,8 @@ class FailureStore:
 
     def mark_closed(self) -> None:
         """Publish that this rank has closed the pipeline, by itself or after a failure."""
-        try:
+        with suppress(RuntimeError):  # the store may be gone, and with it everyone who would read it
             self.store.set(f"closed/{self.rank}", "1")
-        except RuntimeError:
-            return  # the store is gone, and with it everyone who would read it
 
     def have_closed(self, *ranks: int) -> bool:
         closed: bool = self.store.check([f"closed/{rank}" for rank in ranks])

@@ -44,7 +44,6 @@ from penstock._torch import nccl_backend, process_groups
 
 T = TypeVar("T")
 Address = tuple[str, int]
-AddressPair = tuple[Address, Address]  # local and remote
 ABORT_SECONDS = 10.0  # for NCCL to abort a group, before it is left alone
 _creation_lock = threading.Lock()  # held while new sockets are identified
 
@@ -144,7 +143,7 @@ def publish_foreign_connections(store: Any, rank: int) -> None:
 def abort_foreign_groups(store: Any, ranks: Iterable[int]) -> None:
     """Shut down the foreign connections to those of ``ranks`` that have published theirs; abort such NCCL groups."""
     published = [rank for rank in ranks if store.check([f"connections/{rank}"])]
-    pairs: set[AddressPair] = set()
+    pairs: set[tuple[Address, Address]] = set()  # local and remote
     for rank in published:
         pairs |= {(tuple(remote), tuple(local)) for local, remote in json.loads(store.get(f"connections/{rank}"))}
     for sock, local, remote in _sockets():
@@ -230,14 +229,10 @@ def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
             continue  # closed since
         with duplicate as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield sock, *_addresses(sock)
-
-
-def _addresses(sock: socket.socket) -> tuple[Address, Address | None]:
-    try:
-        return sock.getsockname()[:2], sock.getpeername()[:2]
-    except OSError:
-        return sock.getsockname()[:2], None
+                remote: Address | None = None
+                with contextlib.suppress(OSError):  # it is not connected
+                    remote = sock.getpeername()[:2]
+                yield sock, sock.getsockname()[:2], remote
 
 
 def _store_port(store: Any) -> int | None:
