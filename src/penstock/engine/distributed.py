@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,7 +110,6 @@ class DistributedExecutor(Executor):
             if self.loss is not None:
                 self.loss.replicas = self.replicas
         self.status.phase = NEXT_BATCH
-        rendezvous.timeout = math.inf
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -335,7 +333,8 @@ class DistributedExecutor(Executor):
                 with suppress(RuntimeError):  # the store may be gone
                     self.rendezvous.publish({"left": True})
             return [part()], f"rank {self.mesh.rank} left it by {type(error).__name__}: {error}".splitlines()[0]
-        ends = self.guarded(lambda: self.rendezvous.gather({"left": False}, "until this trace is ended by"))
+        end_here, how = {"left": False}, "until this trace is ended by"
+        ends = self.guarded(lambda: self.rendezvous.gather(end_here, how, limited=False))
         for rank, end in zip(self.mesh.world_ranks, ends, strict=True):
             if end["left"]:
                 return [part()], f"rank {rank} left it by an error"

@@ -401,8 +401,10 @@ class Rendezvous:
         self.store.set(keys[self.rank], json.dumps(value))
         return keys
 
-    def gather(self, value: Mapping[str, Any], how: str = "until this pipeline is begun by") -> list[dict[str, Any]]:
-        """Every rank's value; waits for all ranks, and raises if one does not arrive."""
+    def gather(
+        self, value: Mapping[str, Any], how: str = "until this pipeline is begun by", *, limited: bool = True
+    ) -> list[dict[str, Any]]:
+        """Every rank's value; waits for all ranks, and raises if one does not arrive, in time if that is limited."""
         keys = self.publish(value)
         start, pause = time.monotonic(), 0.001
         with self.watch.status.waiting([rank for place, rank in enumerate(self.ranks) if place != self.rank], how):
@@ -410,7 +412,7 @@ class Rendezvous:
                 cause = self.watch.cause or self.watch.failures.read()
                 if cause is not None and not self.store.check(keys):
                     raise cause.error()
-                if time.monotonic() - start > self.timeout:
+                if limited and time.monotonic() - start > self.timeout:
                     missing = [self.ranks[r] for r, key in enumerate(keys) if not self.store.check([key])]
                     raise PipelineError(
                         f"after {self.timeout:.0f} s, ranks {missing} have not begun to build this pipeline: every "
