@@ -1,4 +1,4 @@
-"""The picture of a schedule: what it shows, and that it fits."""
+"""Text charts of schedules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def simulated(name: str, p: int, m: int, v: int | None = None, **costs: float) -
 
 
 def chart(text: str) -> list[str]:
-    """The rows of the picture, without title, axis and what follows."""
+    """The rows of the chart, without title, axis and legend."""
     lines = text.splitlines()[2:]
     return lines[: lines.index("") - 1]
 
@@ -99,7 +99,7 @@ def test_all_actions_are_shown_at_full_width(name: str, v: int | None) -> None:
 
 
 def test_columns_show_the_share_of_each_kind() -> None:
-    """1F1B with 1000 micro-batches in 72 columns: a third of it is forward, as in the schedule."""
+    """1F1B with 1000 micro-batches in 72 columns: a third is forward, as in the schedule."""
     row = chart(viz.to_text_lines(simulated("1f1b", 4, 1000), 80))[3][8:]
     assert len(row) == 72
     assert row.count("F") == pytest.approx(24, abs=1)
@@ -125,7 +125,7 @@ def test_colour_is_the_kind_and_shade_the_stage() -> None:
 
 
 class Terminal(io.StringIO):
-    """A file that says it is a terminal."""
+    """A file whose ``isatty`` is true."""
 
     def isatty(self) -> bool:
         return True

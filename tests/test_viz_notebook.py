@@ -1,4 +1,4 @@
-"""What notebooks show of plans, schedules, simulations and traces: well-formed, escaped, and of a sane size."""
+"""HTML of plans, schedules, simulations and traces in notebooks: well-formed, escaped and of limited size."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.split.plan import Edge, Plan, StageSpec, Tie
 
 SVG = "{http://www.w3.org/2000/svg}"
 HTML_TEXT = "<script>alert('1')</script>&\x00\"]]>"
-LARGEST = 1_200_000  # letters, of what is shown
+LARGEST = 1_200_000  # characters of HTML
 
 
 def tree(html: str | None) -> ElementTree.Element:
-    """A page as its elements; an error where it is not well-formed, or where it holds a script."""
+    """The parsed HTML, which must be well-formed and contain no script."""
     assert html is not None
     assert len(html) < LARGEST
     root = ElementTree.fromstring(html)
@@ -48,7 +48,7 @@ class Skips(nn.Module):
         return self.third(early + late)
 
 
-# Schedules --------------------------------------------------------------------------------------------------
+# ── schedules ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -69,7 +69,7 @@ def test_names_are_escaped() -> None:
 
 
 def test_invalid_schedule_shows_the_reason() -> None:
-    """A notebook shows whatever a cell ends with: the reason, and no traceback."""
+    """A notebook shows the reason instead of a traceback."""
     schedule = from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     assert "deadlock: rank 0 waits at 0B0" in text(tree(schedule._repr_html_()))
     assert "is empty" not in text(tree(replace(schedule, name=HTML_TEXT, orders=((), ()))._repr_html_()))
@@ -99,7 +99,7 @@ def test_simulations() -> None:
     assert f"bubble {large.bubble:.1%}" in text(tree(large._repr_html_()))
 
 
-# Traces -----------------------------------------------------------------------------------------------------
+# ── traces ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_traces() -> None:
@@ -112,17 +112,17 @@ def test_traces() -> None:
     assert "trace of 1 step: 1f1b, 2 stages on 2 ranks, 2 micro-batches step " in text(page)
     tips = {element.text for element in page.iter(f"{SVG}title")}
     assert {"0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1"} <= tips
-    assert "no whole step" in text(empty)  # while it is recorded, it is not there
+    assert "no whole step" in text(empty)  # not available while the trace is recorded
     assert empty.find(f"{SVG}svg") is None
     evil = replace(trace, schedule=replace(trace.schedule, name=HTML_TEXT))
     assert "<script>alert('1')</script>&" in text(tree(evil._repr_html_()))
 
 
-# What a planner found ---------------------------------------------------------------------------------------
+# ── planner results ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def plan_result(layer: str = "c", stages: int = 3, microbatches: int = 4) -> ps.PlanResult:
-    """A stage of two layers, and of one layer each after it; every message takes a quarter of a second."""
+    """A first stage of two layers, then stages of one layer; every message takes a quarter of a second."""
     schedule = build("1f1b", stages, microbatches)
     names = ("a", "b", layer, *(f"layer{i}" for i in range(3, stages + 1)))
     edges = {(i, i + 1): 1.0 for i in range(stages - 1)}
@@ -145,7 +145,7 @@ def test_plan_result() -> None:
     assert said.endswith(" ".join(str(found).split()))
     assert f"a step of {found.seconds:.3g} s, {found.best.bubble:.1%} of it idle" in said
     assert "3 ranks, 4 micro-batches of 1 31 s 1% slower" in said
-    assert f"bubble {found.best.bubble:.1%}" in said  # of the picture: it is simulated again with the same costs
+    assert f"bubble {found.best.bubble:.1%}" in said  # the drawing simulates it again with the same costs
 
 
 def test_plan_result_from_a_file(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_plan_result_from_a_file(tmp_path: Path) -> None:
     assert ps.PlanResult.load(tmp_path / "planned.json") == found
     assert ps.PlanResult.load(tmp_path / "planned.json")._repr_html_() == found._repr_html_()
     data = json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    del data["costs"]  # as before they were kept
+    del data["costs"]  # an old file without the costs
     old = ps.PlanResult.from_json(json.dumps(data))
     page = tree(old._repr_html_())
     assert page.find(f"{SVG}svg") is None
@@ -175,7 +175,7 @@ def test_plan_result_sizes_and_escaping() -> None:
     assert alone.find(f"{SVG}svg") is not None
 
 
-# Plans ------------------------------------------------------------------------------------------------------
+# ── plans ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_plans() -> None:
