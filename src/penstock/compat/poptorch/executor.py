@@ -191,7 +191,7 @@ class PoplarExecutor:
                 else:  # scalars become a vector, unless there is just one
                     leaf = torch.stack(parts) if len(parts) > 1 else parts[0].clone()
                 leaf = leaf.cpu()
-                leaf.backward = _refuse_backward  # type: ignore[method-assign]
+                leaf.backward = _refuse_backward
             leaves.append(leaf)
         return hooks.tree_unflatten(leaves, specs[0])
 
@@ -373,7 +373,6 @@ class PoplarExecutor:
         torch.save({**content, "optimizer": self._optimizer}, filename)
 
     def compileAndExport(self, filename: str, *args: Any, **kwargs: Any) -> None:
-        """``compile`` and ``save``."""
         self.compile(*args, **kwargs)
         self.save(filename)
 

@@ -64,9 +64,6 @@ def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat
     return forward_backward(None, fwd_fn, None, inputs, num_microbatches=1, forward_only=True, dtype=dtype)
 
 
-# ── the pipeline ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class FunctionPipeline:
     """A ``penstock.Pipeline`` whose stages call functions that each rank has for itself."""
 
@@ -219,9 +216,6 @@ def _part(leaf: Tensor, count: int, index: int) -> Tensor:
     return part if part.requires_grad else part.data
 
 
-# ── partitions ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class CallableModule(nn.Module):
     """A function as a layer."""
 
@@ -242,7 +236,7 @@ def flatten_model(
     """
     entries: list[str | nn.Module] = []
     for layer in layer_list:
-        if not isinstance(layer, (str, nn.Module)) and not callable(layer):
+        if not isinstance(layer, str) and not callable(layer):
             raise NotImplementedError(f"a layer must be a name, a module or a function, got {layer!r}")
         entries.append(layer if isinstance(layer, (str, nn.Module)) else CallableModule(layer))
     layers = list(ps.flatten(model, entries, partial=True))
@@ -275,9 +269,6 @@ def flat_and_partition(sequential: nn.Module, flat_level: int = 1, partition_pol
         raise NotImplementedError(f"partition_policy must be 'uniform' or 'balanced', got {partition_policy!r}")
     layers = list(sequential.children())
     for _ in range(flat_level):
-        layers = [
-            child
-            for layer in layers
-            for child in (layer.children() if isinstance(layer, (nn.Sequential, nn.ModuleList)) else [layer])
-        ]
+        nested = [layer if isinstance(layer, (nn.Sequential, nn.ModuleList)) else [layer] for layer in layers]
+        layers = [child for children in nested for child in children]
     return nn.Sequential(*policies[partition_policy](layers))

@@ -24,8 +24,6 @@ from penstock import hooks
 
 __all__ = ["Varuna", "get_this_rank_config_varuna", "get_varuna_config"]
 
-# ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def parse_stage_to_rank_map(stage_to_rank_map: str) -> dict[int, list[int]]:
     """The ranks of each stage in order: equally many for each, and each rank once."""
@@ -81,9 +79,6 @@ def device_of(device: int | str | torch.device, local_rank: int = -1) -> torch.d
         return "cpu"
     number = device if device >= 0 else local_rank
     return f"cuda:{number}" if number >= 0 else "cuda"
-
-
-# ── the model ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Varuna(nn.Module):
