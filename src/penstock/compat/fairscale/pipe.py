@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, islice
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,10 @@ class Pipe(GPipe):
     _allows_duplicate_parameters = True
 
 
-class LazyModule:
+class LazyModule(NamedTuple):
     """A function that builds a layer. ``AsyncPipe`` calls it on the rank that owns the layer."""
 
-    def __init__(self, function: Callable[[], nn.Module]) -> None:
-        self.function = function
+    function: Callable[[], nn.Module]
 
     def __call__(self) -> nn.Module:
         return self.function()

@@ -153,20 +153,20 @@ class PoplarExecutor:
 
     def _update(self, pipe: ps.Pipeline) -> None:
         """Update the parameters after a step, and clear the gradients."""
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
+        optimizer, scaler = self._optimizer, self._scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         elif pipe.loss_scale != 1.0:
             for parameter in pipe.parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(pipe.loss_scale)
-        max_norm = getattr(self._optimizer, "max_grad_norm", None)
-        if max_norm is not None:
-            pipe.clip_grad_norm_(max_norm)
-        if self._scaler is None:
-            self._optimizer.step()
+        if getattr(optimizer, "max_grad_norm", None) is not None:
+            pipe.clip_grad_norm_(optimizer.max_grad_norm)
+        if scaler is None:
+            optimizer.step()
         else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+            scaler.step(optimizer)
+            scaler.update()
         pipe.align_ties()
         pipe.zero_grad()
 
@@ -197,14 +197,6 @@ class PoplarExecutor:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Build the pipeline for calls like this one, without running it."""
-        self._check_samples(args, kwargs)
-        if self._pipe is None:
-            with self._module_modes():
-                self._pipe = self._build(args, kwargs)
-            logger.debug("%s: %r\n%s", self._kind, self._pipe, self._pipe.plan)
-        self.copyWeightsToDevice()  # another wrapper of the same modules may have moved them
-
-    def _check_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._destroyed:
             raise Error("this model was destroyed: wrap it again")
         options = self.options
@@ -221,6 +213,11 @@ class PoplarExecutor:
                 f"Options.Training.gradientAccumulation({counts[2]}) = {parts} because it is used to calculate the "
                 "batch size which will be executed on the device in any given iteration.",
             )
+        if self._pipe is None:
+            with self._module_modes():
+                self._pipe = self._build(args, kwargs)
+            logger.debug("%s: %r\n%s", self._kind, self._pipe, self._pipe.plan)
+        self.copyWeightsToDevice()  # another wrapper of the same modules may have moved them
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ps.Pipeline:
         options, strategy = self.options, self.options.execution_strategy

@@ -35,6 +35,7 @@ class ProcessTopology:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._device: torch.device | None = None
         self.pipeline: Any = None  # of this process's pipe group, created by forward_backward
+        self.stage: Any = None  # of this process
 
     def setup_process_groups(self, config: Sequence[tuple[str, int]]) -> None:
         """Create the groups of ``[("data", 4), ("pipe", 2), ("tensor", 2)]``, with any dimensions in any order.
