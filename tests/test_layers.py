@@ -55,15 +55,10 @@ def test_a_layer_imports_only_those_below_it() -> None:
 def test_no_imports_form_a_cycle() -> None:
     known = modules()
 
-    def node(module: str) -> str:
-        """``split`` counts as one node: its parts know each other."""
-        return "penstock.split" if package(module) == "split" else module
-
     graph: dict[str, set[str]] = {}
     for module, path in known.items():
         if module != "penstock":  # the front of the package has the types of all public names
-            others = {node(other) for other in imports(path, known)} - {node(module), "penstock"}
-            graph.setdefault(node(module), set()).update(others)
+            graph[module] = set(imports(path, known)) - {"penstock"}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -15,7 +15,8 @@ from torch import nn
 import penstock as ps
 from penstock.profile.planner.candidates import Candidate, Configuration, Rejection
 from penstock.schedule import SCHEDULES, Costs, build, from_text, simulate
-from penstock.split.plan import Edge, Plan, StageSpec, Tie
+from penstock.split.chain import Edge
+from penstock.split.plan import Plan, StageSpec, Tie
 
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = "<script>alert('1')</script>&\x00\"]]>"

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from penstock.profile.trace import Trace as Trace
     from penstock.schedule.schedule import Action as Action
     from penstock.schedule.schedule import Schedule as Schedule
+    from penstock.split import balance_by_size as balance_by_size
+    from penstock.split import balance_by_time as balance_by_time
     from penstock.split import split as split
-    from penstock.split.balance import balance_by_size as balance_by_size
-    from penstock.split.balance import balance_by_time as balance_by_time
     from penstock.split.flatten import flatten as flatten
     from penstock.split.lazy import Lazy as Lazy
     from penstock.split.marks import BeginBlock as BeginBlock
@@ -68,8 +68,7 @@ _NAMES = {
     "profile.planner.result": "PlanResult",
     "profile.trace": "Trace",
     "schedule.schedule": "Action Schedule",
-    "split": "split",
-    "split.balance": "balance_by_size balance_by_time",
+    "split": "balance_by_size balance_by_time split",
     "split.flatten": "flatten",
     "split.lazy": "Lazy",
     "split.marks": "BeginBlock Block BlockFunction CutPoint Stage cut",

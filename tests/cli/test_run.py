@@ -277,9 +277,7 @@ def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_p
         (["--stages", "2", "--log-dir", "SCRIPT", "SCRIPT"], "cannot write to --log-dir"),
     ],
 )
-def test_usage_errors(
-    capsys: pytest.CaptureFixture[str], script: Path, argv: list[str], message: str
-) -> None:
+def test_usage_errors(capsys: pytest.CaptureFixture[str], script: Path, argv: list[str], message: str) -> None:
     assert main(["run", *(str(script) if word == "SCRIPT" else word for word in argv)]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.split import Edge
-from penstock.split.chain import Groups, LayerChain, build_plan
+from penstock.split.chain import Groups, LayerChain
+from penstock.split.plan import build_plan
 
 WIDTH = 6
 

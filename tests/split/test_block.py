@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.chain import build_plan
 from penstock.split.marks import (
     BeginBlock,
     Block,
@@ -20,7 +19,7 @@ from penstock.split.marks import (
     groups_by_device,
     groups_by_name,
 )
-from penstock.split.plan import run_stages
+from penstock.split.plan import build_plan, run_stages
 from penstock.split.trace.line import TraceChain, marked_chain, trace_chain
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, every_cut, untouched
 from tests.split.trace_models import BegunDigits, ConvLayer, DecoratedDigits, ScopedDigits, WithLoss

@@ -188,9 +188,7 @@ class ProgramCache:
         channels = (*forward.values(), *backward.values())
         return RankProgram(compile_program(program.instructions, bindings), io, channels)
 
-    def _channels(
-        self, header: StepHeader, endpoints: Endpoints
-    ) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
+    def _channels(self, header: StepHeader, endpoints: Endpoints) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
         count = len(header.sizes)
         dynamic = DynamicEndpoints(endpoints, self.staged) if self.dynamic else None
         forward: dict[Edge, Channel] = {}

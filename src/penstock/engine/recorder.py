@@ -152,9 +152,9 @@ def measure_clock_offset(
 def _offset_in_group(control: ControlChannel, clock: Callable[[], int]) -> ClockOffset:
     """The offset from the first rank of a group, which answers all others one after the other.
 
-        rank 1   asked ●───────────────● answered       rank 0 read its clock half-way, or at most half the round trip
-                        ╲             ╱                 away from that: the shortest of several round trips counts
-        rank 0           ●────────────
+    rank 1   asked ●───────────────● answered       rank 0 read its clock half-way, or at most half the round trip
+                    ╲             ╱                 away from that: the shortest of several round trips counts
+    rank 0           ●────────────
     """
     best = ClockOffset(0.0, float("inf"))
     if control.group.rank() == 0:

@@ -1,7 +1,7 @@
 """A program becomes a list of calls, compiled once; a step runs down that list.
 
-    0F3        wait_F ─▶ forward ─▶ send_F          waits and sends of other ranks are calls of their own, so that a
-    0B3        wait_B ─▶ backward ─▶ send_B         rank that waits is seen to wait, and not to compute
+0F3        wait_F ─▶ forward ─▶ send_F          waits and sends of other ranks are calls of their own, so that a
+0B3        wait_B ─▶ backward ─▶ send_B         rank that waits is seen to wait, and not to compute
 """
 
 from __future__ import annotations

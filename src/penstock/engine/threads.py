@@ -287,9 +287,9 @@ class ThreadExecutor(Executor):
     def stream(self, values: Iterable[Any]) -> Iterator[Any]:
         """The outputs of many mini-batches, in order, without draining the pipeline between them.
 
-            rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker starts with the next mini-batch when it has done its
-            rank 1      a0 a1 a2 b0 b1 b2 c0 …        part of the one before; the caller takes the outputs in order
-            rank 2         a0 a1 a2 b0 b1 b2 …
+        rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker starts with the next mini-batch when it has done its
+        rank 1      a0 a1 a2 b0 b1 b2 c0 …        part of the one before; the caller takes the outputs in order
+        rank 2         a0 a1 a2 b0 b1 b2 …
         """
         if self.weights is not None:  # they are on the device for one mini-batch at a time
             yield from super().stream(values)

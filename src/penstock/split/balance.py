@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from penstock.errors import PlanError
@@ -47,13 +46,13 @@ def balance_stages(
     if criterion is None and balance is not None:
         sizes = _check_sizes(chain, balance)
     else:
-        count = _check_stage_count(chain, stages)
+        count = check_stage_count(chain, stages)
         criterion = criterion or ("parameters" if sample is None else "time")
         if sample is None and criterion in ("time", "memory"):
             raise PlanError(f"balance={criterion!r} is measured: give sample=, the arguments of a call")
         limits = None if memory is None else _memory_limits(memory, count)
         measured = _measure_if_sample(chain, sample) if limits is not None or criterion in ("time", "memory") else None
-        sizes = _partition_layers(chain, count, criterion, measured, limits=limits)
+        sizes = partition_layers(chain, count, criterion, measured, limits=limits)
     ends = list(accumulate(sizes))
     groups = [chain.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     if memory is not None and criterion is None:
@@ -61,58 +60,11 @@ def balance_stages(
     return groups
 
 
-def balance_by_time(
-    model: nn.Module | LayerChain,
-    sample: Any,
-    stages: int,
-    *,
-    timeout: float = 1.0,
-    device: str | torch.device | None = None,
-) -> list[int]:
-    """Layers per stage that minimise the forward and backward time of the slowest stage on ``sample``.
-
-    Layers are measured for about ``timeout`` seconds, on ``device`` or where they are. The model is not changed.
-    """
-    chain = _chain(model)
-    count = _check_stage_count(chain, stages)
-    return _partition_layers(chain, count, "time", measure(chain, sample, timeout=timeout, device=device))
-
-
-def balance_by_size(
-    model: nn.Module | LayerChain,
-    sample: Any,
-    stages: int,
-    *,
-    chunks: int = 1,
-    param_scale: float = 2.0,
-    device: str | torch.device | None = None,
-) -> list[int]:
-    """Layers per stage that minimise the memory of the largest stage.
-
-    Counted are the parameters, ``param_scale`` times if they are trained (2: with gradients; 3 for SGD with momentum, 4
-    for Adam), and the tensors that one of the ``chunks`` micro-batches of ``sample`` saves for backward.
-    """
-    chain = _chain(model)
-    count = _check_stage_count(chain, stages)
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise PlanError(f"chunks must be a positive whole number, got {chunks!r}")
-    if not param_scale >= 0:
-        raise PlanError(f"param_scale must be a number from 0 up, got {param_scale!r}")
-    measured = measure(chain, sample, timeout=0.0, device=device)
-    return _partition_layers(chain, count, "memory", measured, scale=param_scale, chunks=chunks)
-
-
-def _chain(model: nn.Module | LayerChain) -> LayerChain:
-    from penstock.split import chain_of  # imports all front ends, some of which import this module
-
-    return model if isinstance(model, LayerChain) else chain_of(model)
-
-
 def _measure_if_sample(chain: LayerChain, sample: Any) -> Measurement | None:
     return None if sample is None else measure(chain, sample)
 
 
-def _partition_layers(
+def partition_layers(
     chain: LayerChain,
     stages: int,
     criterion: str,
@@ -245,7 +197,7 @@ def _check_sizes(chain: LayerChain, balance: Sequence[int] | str) -> list[int]:
     return sizes
 
 
-def _check_stage_count(chain: LayerChain, stages: int | None) -> int:
+def check_stage_count(chain: LayerChain, stages: int | None) -> int:
     if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
         raise PlanError(f"stages must be a positive number, got {stages!r}")
     if stages > len(chain.layers):

@@ -1,4 +1,4 @@
-"""``LayerChain``: a model as a sequence of layers, and the ``Plan`` made from groups of them.
+"""``LayerChain``: a model as a sequence of layers, from which a ``Plan`` is made.
 
     model ──front end──▶ LayerChain ──balance──▶ groups of layers ──▶ Plan, and one module per stage
 
@@ -24,11 +24,18 @@ from torch import Tensor, nn
 
 from penstock.errors import PlanError
 from penstock.split.lazy import build, members
-from penstock.split.plan import Edge, Plan, StageSpec, Tie
-from penstock.suggest import did_you_mean
 
 Groups = Sequence[Sequence[str]]
 """The layers of each stage."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The values sent from one stage to a later one, by name where they have names."""
+
+    src: int
+    dst: int
+    values: tuple[str, ...] = ()
 
 
 class LayerChain(ABC):
@@ -143,73 +150,3 @@ class CountedOutput:
 
     output: Any
     count: Tensor | None
-
-
-SharedWeights = Sequence[Sequence[str]]
-"""Groups of names of parameters to be tied, such as ``[("embed.weight", "head.weight")]``."""
-
-
-def find_ties(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> tuple[Tie, ...]:
-    """One tie per parameter that is used by several stages, or that ``shared`` gives several names."""
-    stages: dict[str, set[int]] = {}
-    parameters: dict[str, nn.Parameter] = {}
-    for stage, layers in enumerate(groups):
-        for layer in layers:
-            for name, tensor in chain.members(layer):
-                if isinstance(tensor, nn.Parameter):
-                    parameters[name] = tensor
-                    stages.setdefault(name, set()).add(stage)
-    identity = {name: id(parameter) for name, parameter in parameters.items()}
-    declared: set[int] = set()
-    for names in shared:
-        _check_shared(names, parameters)
-        merged = {identity[name] for name in names}
-        first = identity[names[0]]
-        declared.add(first)
-        identity = {name: first if key in merged else key for name, key in identity.items()}
-    names_of: dict[int, list[str]] = {}
-    for name, key in identity.items():
-        names_of.setdefault(key, []).append(name)
-    ties = []
-    for key, own_names in names_of.items():
-        used_by = tuple(sorted(set().union(*(stages[name] for name in own_names))))
-        if len(used_by) > 1 or (key in declared and len(own_names) > 1):
-            ties.append(Tie(tuple(own_names), used_by))
-    return tuple(ties)
-
-
-def _check_shared(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> None:
-    if isinstance(names, str) or len(names) < 2 or not all(isinstance(name, str) for name in names):
-        raise PlanError(f"shared_weights takes pairs of names, such as ('a.weight', 'b.weight'), got {names!r}")
-    for name in names:
-        if name not in parameters:
-            hint = did_you_mean(name, parameters)
-            raise PlanError(f"shared_weights names {name!r}, which is not a parameter of the model{hint}")
-    first, *others = (parameters[name] for name in names)
-    for name, other in zip(names[1:], others, strict=True):
-        if other.shape != first.shape or other.dtype != first.dtype:
-            raise PlanError(
-                f"shared_weights: {names[0]} is {first.dtype} of shape {tuple(first.shape)}, but {name} is "
-                f"{other.dtype} of shape {tuple(other.shape)}: they cannot be one parameter"
-            )
-
-
-def build_plan(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> Plan:
-    """The plan whose stage ``i`` has the layers ``groups[i]``, with the ties that ``shared`` declares."""
-    specs = []
-    for layers in groups:
-        tensors = {id(tensor): tensor for layer in layers for _, tensor in chain.members(layer)}.values()
-        parameters = sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        specs.append(StageSpec(tuple(layers), parameters, size))
-    device_of = chain.devices()
-    devices = [next((device_of[layer] for layer in layers if layer in device_of), None) for layers in groups]
-    known = tuple(device for device in devices if device is not None)
-    return Plan(
-        tuple(specs),
-        chain.edges(groups),
-        find_ties(chain, groups, shared),
-        devices=known if len(known) == len(groups) else None,
-        recipe={**chain.recipe, **({"shared_weights": [list(names) for names in shared]} if shared else {})},
-        chain=chain,
-    )

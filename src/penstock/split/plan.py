@@ -6,22 +6,23 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from penstock import _registry
 from penstock.errors import PlanError
 from penstock.format import format_table
-
-if TYPE_CHECKING:
-    from penstock.split.chain import LayerChain
-    from penstock.split.check import CheckReport
-
-__all__ = ["Edge", "Plan", "StageSpec", "Tie", "run_stages"]
+from penstock.split.chain import Edge, Groups, LayerChain
+from penstock.split.check import CheckReport, check_stages
+from penstock.suggest import did_you_mean
 
 FORMAT = 1
+
+FRONT_ENDS: dict[str, Callable[[nn.Module, Mapping[str, Any]], LayerChain]] = {}
+"""Makes the chain of a model again from the recipe of a plan, by ``recipe["front"]``. ``penstock.split`` fills it."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,6 @@ class StageSpec:
     layers: tuple[str, ...]
     parameters: int
     bytes: int
-
-
-@dataclass(frozen=True)
-class Edge:
-    """The values sent from one stage to a later one, by name where they have names."""
-
-    src: int
-    dst: int
-    values: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,14 +93,17 @@ class Plan:
             raise PlanError(f"there is no stage {index}: the plan has {self.num_stages} (0..{self.num_stages - 1})")
         return self.require_chain().stage(self.groups, index)
 
+    def stage_modules(self) -> list[nn.Module]:
+        return [self.stage_module(s) for s in range(self.num_stages)]
+
     def check(self, sample: Any, *, rtol: float | None = None, atol: float | None = None) -> CheckReport:
         """Compare the stages with the whole model on ``sample``, the arguments of a call.
 
         Outputs, buffers and all gradients are compared; the first difference is an error. The model is not changed.
         """
-        from penstock.split.check import check_plan
-
-        return check_plan(self, sample, rtol=rtol, atol=atol)
+        shared = self.recipe.get("shared_weights", ())
+        run = partial(run_stages, self)
+        return check_stages(self.require_chain(), self.stage_modules, run, sample, shared, rtol, atol)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. The model is not part of it."""
@@ -146,12 +141,12 @@ class Plan:
 
     def attach(self, model: nn.Module) -> Plan:
         """This plan with ``model``, which must have the same layers, parameter counts, edges and ties."""
-        from penstock.split import chain_from_recipe
-        from penstock.split.chain import build_plan
-
         if not isinstance(model, nn.Module):
             raise PlanError(f"a plan is attached to an nn.Module, got {type(model).__name__}")
-        chain = chain_from_recipe(model, self.recipe)
+        front = self.recipe.get("front")
+        if front not in FRONT_ENDS:
+            raise PlanError(f"the plan was made by a front end {front!r} that is not known here")
+        chain = FRONT_ENDS[front](model, self.recipe)
         planned = [layer for layers in self.groups for layer in layers]
         if sorted(planned) != sorted(chain.layers):
             raise PlanError(
@@ -220,7 +215,7 @@ def run_stages(
 ) -> Any:
     """Run the stages one after the other in this thread, on ``modules`` or new stage modules; the model's output."""
     chain = plan.require_chain()
-    modules = modules or [plan.stage_module(s) for s in range(plan.num_stages)]
+    modules = modules or plan.stage_modules()
     edge_values: dict[tuple[int, int], Any] = {}
     output: Any = None
     for s, module in enumerate(modules):
@@ -230,3 +225,73 @@ def run_stages(
         values = output if len(targets) > 1 else [output]
         edge_values.update(((s, dst), value) for dst, value in zip(targets, values, strict=False))
     return output
+
+
+SharedWeights = Sequence[Sequence[str]]
+"""Groups of names of parameters to be tied, such as ``[("embed.weight", "head.weight")]``."""
+
+
+def find_ties(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> tuple[Tie, ...]:
+    """One tie per parameter that is used by several stages, or that ``shared`` gives several names."""
+    stages: dict[str, set[int]] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for stage, layers in enumerate(groups):
+        for layer in layers:
+            for name, tensor in chain.members(layer):
+                if isinstance(tensor, nn.Parameter):
+                    parameters[name] = tensor
+                    stages.setdefault(name, set()).add(stage)
+    identity = {name: id(parameter) for name, parameter in parameters.items()}
+    declared: set[int] = set()
+    for names in shared:
+        _check_shared(names, parameters)
+        merged = {identity[name] for name in names}
+        first = identity[names[0]]
+        declared.add(first)
+        identity = {name: first if key in merged else key for name, key in identity.items()}
+    names_of: dict[int, list[str]] = {}
+    for name, key in identity.items():
+        names_of.setdefault(key, []).append(name)
+    ties = []
+    for key, own_names in names_of.items():
+        used_by = tuple(sorted(set().union(*(stages[name] for name in own_names))))
+        if len(used_by) > 1 or (key in declared and len(own_names) > 1):
+            ties.append(Tie(tuple(own_names), used_by))
+    return tuple(ties)
+
+
+def _check_shared(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> None:
+    if isinstance(names, str) or len(names) < 2 or not all(isinstance(name, str) for name in names):
+        raise PlanError(f"shared_weights takes pairs of names, such as ('a.weight', 'b.weight'), got {names!r}")
+    for name in names:
+        if name not in parameters:
+            hint = did_you_mean(name, parameters)
+            raise PlanError(f"shared_weights names {name!r}, which is not a parameter of the model{hint}")
+    first, *others = (parameters[name] for name in names)
+    for name, other in zip(names[1:], others, strict=True):
+        if other.shape != first.shape or other.dtype != first.dtype:
+            raise PlanError(
+                f"shared_weights: {names[0]} is {first.dtype} of shape {tuple(first.shape)}, but {name} is "
+                f"{other.dtype} of shape {tuple(other.shape)}: they cannot be one parameter"
+            )
+
+
+def build_plan(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> Plan:
+    """The plan whose stage ``i`` has the layers ``groups[i]``, with the ties that ``shared`` declares."""
+    specs = []
+    for layers in groups:
+        tensors = {id(tensor): tensor for layer in layers for _, tensor in chain.members(layer)}.values()
+        parameters = sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        specs.append(StageSpec(tuple(layers), parameters, size))
+    device_of = chain.devices()
+    devices = [next((device_of[layer] for layer in layers if layer in device_of), None) for layers in groups]
+    known = tuple(device for device in devices if device is not None)
+    return Plan(
+        tuple(specs),
+        chain.edges(groups),
+        find_ties(chain, groups, shared),
+        devices=known if len(known) == len(groups) else None,
+        recipe={**chain.recipe, **({"shared_weights": [list(names) for names in shared]} if shared else {})},
+        chain=chain,
+    )

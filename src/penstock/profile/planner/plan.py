@@ -29,7 +29,8 @@ from penstock.profile.planner.candidates import Cluster, check_options, configur
 from penstock.profile.planner.result import PlanResult
 from penstock.profile.planner.search import search
 from penstock.split import chain_of
-from penstock.split.chain import LayerChain, build_plan
+from penstock.split.chain import LayerChain
+from penstock.split.plan import build_plan
 from penstock.split.sample import sample_inputs
 from penstock.train.devices import assign_devices
 from penstock.train.mesh import Mesh
