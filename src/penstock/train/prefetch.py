@@ -7,12 +7,14 @@ caller     ── next() ─ step 0 ─ next() ─ step 1      next() makes the 
 
 from __future__ import annotations
 
-import atexit
 import copy
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,95 +25,50 @@ from penstock._torch import pytree
 T = TypeVar("T")
 
 
-class _EndOfSource(NamedTuple):
-    error: BaseException | None
-
-
-class _PrefetchQueues(Generic[T]):
-    """The state that thread and iterator share; it does not refer to the iterator, which can be freed.
-
-    The iterator's finalizer stops the thread. It may run at any line of any thread, so it uses ``SimpleQueue``, which
-    is reentrant, and no locks.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self.ready: SimpleQueue[T | _EndOfSource] = SimpleQueue()
-        self.room: SimpleQueue[None] = SimpleQueue()  # one item per free slot
-        self.stopped = False
-        for _ in range(depth):
-            self.room.put(None)
-
-    def stop(self) -> None:
-        self.stopped = True
-        self.room.put(None)
-
-
 class Prefetcher(Generic[T]):
     """An iterator that a thread fills from ``source``, up to ``depth`` items ahead.
 
-    The thread ends with the source, with an error in it, or soon after this iterator is freed. ``next`` must not be
-    called again after the end.
+    The thread ends with the source, with an error in it, or soon after this iterator is freed. ``lock`` is held while
+    the source produces an item.
     """
 
     def __init__(self, source: Iterator[T], depth: int, lock: threading.Lock, device: torch.device | None) -> None:
-        """``lock`` is held while the source produces an item."""
-        self._queues: _PrefetchQueues[T] = _PrefetchQueues(depth)
-        arguments = (source, self._queues, lock, device)
-        self.thread = threading.Thread(target=_prefetch_loop, args=arguments, name="penstock loader", daemon=True)
-        weakref.finalize(self, self._queues.stop)
-        _running[self.thread] = self._queues
-        self.thread.start()
+        self._source = source
+        self._lock = lock
+        self._stopped = SimpleNamespace(value=False)  # not an attribute of this object, which the thread may not hold
+        use_device = None if device is None else partial(torch.cuda.set_device, device)
+        # Its thread is joined when Python exits: one that ended inside torch's code would crash the process.
+        self._pool = ThreadPoolExecutor(1, "penstock loader", initializer=use_device)
+        self._items: deque[Future[T]] = deque()
+        weakref.finalize(self, setattr, self._stopped, "value", True)
+        for _ in range(depth):
+            self._request()
+
+    def _request(self) -> None:
+        self._items.append(self._pool.submit(_next_item, self._source, self._lock, self._stopped))
 
     def stop(self) -> None:
         """Stop the thread after its present item; items that are ready can still be taken."""
-        self._queues.stop()
-        self._queues.ready.put(_EndOfSource(None))
+        self._stopped.value = True
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        item = self._queues.ready.get()
-        if not isinstance(item, _EndOfSource):
-            self._queues.room.put(None)
-            return item
+        item = self._items.popleft().result()
+        self._request()
+        return item
+
+
+def _next_item(source: Iterator[T], lock: threading.Lock, stopped: SimpleNamespace) -> T:
+    with lock:
+        if stopped.value:
+            raise StopIteration
         try:
-            raise StopIteration if item.error is None else item.error
-        finally:
-            del item  # the error's traceback refers to this frame
-
-
-def _prefetch_loop(
-    source: Iterator[T], queues: _PrefetchQueues[T], lock: threading.Lock, device: torch.device | None
-) -> None:
-    try:
-        if device is not None:
-            torch.cuda.set_device(device)
-        while True:
-            queues.room.get()
-            with lock:
-                if queues.stopped:
-                    return
-                queues.ready.put(next(source))  # no local reference, so the caller can free it
-    except StopIteration:
-        queues.ready.put(_EndOfSource(None))
-    except BaseException as error:
-        queues.ready.put(_EndOfSource(error))
-    finally:
-        _running.pop(threading.current_thread(), None)
-
-
-_running: dict[threading.Thread, _PrefetchQueues[Any]] = {}
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Join the threads at exit: a daemon thread that ends inside torch's code would crash the process."""
-    running = dict(_running)
-    for queues in running.values():
-        queues.stop()
-    for thread in running:
-        thread.join(10)
+            return next(source)
+        except BaseException:
+            stopped.value = True
+            raise
 
 
 class CopiedBatch(NamedTuple):

@@ -133,7 +133,6 @@ class AsynchronousDataAccessor:
         self._drop_last = drop_last
         self._lock = threading.Lock()
         self._last: weakref.ref[hooks.Prefetcher[Any]] | None = None
-        self._thread: threading.Thread | None = None
         self._preloaded = self._start() if early_preload else None
 
     def __len__(self) -> int:
@@ -149,15 +148,15 @@ class AsynchronousDataAccessor:
         last = None if self._last is None else self._last()
         if last is not None:
             last.stop()
-        if self._thread is not None:
-            self._thread.join()
+        with self._lock:  # until the thread has loaded its batch
+            pass
 
     def _start(self) -> hooks.Prefetcher[Any]:
         self.terminate()  # torch's workers serve one iteration at a time
         batches = iter(self._dataset)
         rebatched = batches if self._size is None else _rebatch(batches, self._size, self._drop_last)
         iterator = hooks.Prefetcher(map(_copy_from_shared_memory, rebatched), self._depth, self._lock, None)
-        self._last, self._thread = weakref.ref(iterator), iterator.thread
+        self._last = weakref.ref(iterator)
         return iterator
 
 
