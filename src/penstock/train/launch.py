@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ __all__ = [
     "device_of_process",
     "init",
     "is_distributed",
-    "is_initialized",
     "is_rank0",
     "is_slurm",
     "omp_threads_set_by_user",
@@ -54,12 +53,7 @@ _joins = 0  # calls of ``_join``: the same number on every rank
 
 def is_distributed() -> bool:
     """Whether ``torchrun``, ``penstock run`` or ``srun`` started this process, so that there can be a mesh."""
-    return is_initialized() or "RANK" in os.environ or is_slurm(os.environ)
-
-
-def is_initialized() -> bool:
-    """Whether this process has a default process group."""
-    return dist.is_initialized()
+    return dist.is_initialized() or "RANK" in os.environ or is_slurm(os.environ)
 
 
 def init(
@@ -79,14 +73,17 @@ def init(
     """
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise PlanError(f"threads must be a whole number from 1, got {threads!r}")
-    if is_initialized():
+    if dist.is_initialized():
         if threads is not None:
             torch.set_num_threads(threads)
         return _set_current(device_of_process(device, False))
-    limit = _check_timeout(timeout)
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    if timeout is not None and timeout <= timedelta(0):
+        raise PlanError(f"timeout must be a number of seconds above 0, got {timeout.total_seconds():g}")
     _set_variables()
     here = _set_current(_device_here(device))
-    processes = _join(here, backend, limit)
+    processes = _join(here, backend, timeout)
     if threads is None and torch.get_num_threads() == _threads and not omp_threads_set_by_user(os.environ):
         threads = threads_per_process(processes, usable_cores(), os.environ)
     if threads is not None:
@@ -107,7 +104,7 @@ def device_of_process(device: torch.device | str | None, made: bool) -> torch.de
 
 def is_rank0() -> bool:
     """Whether this process is rank 0 or the only one; also before the process group exists."""
-    if is_initialized():
+    if dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
@@ -153,7 +150,7 @@ def _device_here(device: torch.device | str | None) -> torch.device:
         raise PlanError(f"device {wanted} is not there: this machine has {gpus} CUDA devices")
     if wanted.index is not None:
         return wanted
-    rank = os.environ.get("LOCAL_RANK") or (dist.get_rank() if is_initialized() else os.environ.get("RANK", "0"))
+    rank = os.environ.get("LOCAL_RANK") or (dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0"))
     return torch.device("cuda", int(rank) % gpus)
 
 
@@ -163,24 +160,17 @@ def _set_current(device: torch.device) -> torch.device:
     return device
 
 
-def _check_timeout(timeout: float | timedelta | None) -> timedelta | None:
-    if timeout is None:
-        return None
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0:
-        return timedelta(seconds=timeout)
-    if isinstance(timeout, timedelta) and timeout > timedelta(0):
-        return timeout
-    raise PlanError(f"timeout must be a number of seconds above 0, got {timeout!r}")
-
-
 def _join(device: torch.device, backend: str | None, timeout: timedelta | None) -> int:
     """Make the process group; returns the number of its processes on this machine."""
-    global _group, _device
+    global _group, _device, _joins
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store, _, _ = next(rendezvous("env://", rank, world, **({} if timeout is None else {"timeout": timeout})))
         host = socket.gethostname()
-        members = _exchange(store, rank, world, [host, _gpu_uuid(device)])
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        _joins += 1  # the store gathers what backend and threads depend on, before there is a process group
+        store.set(f"penstock/init/{_joins}/{rank}", json.dumps([host, gpu]))
+        members = [json.loads(m) for m in store.multi_get([f"penstock/init/{_joins}/{r}" for r in range(world)])]
         gpus = [gpu for _, gpu in members]
         if backend is None:
             # NCCL needs a GPU per process; processes that share one communicate through the host.
@@ -204,38 +194,23 @@ def _join(device: torch.device, backend: str | None, timeout: timedelta | None) 
     return int(os.environ.get("LOCAL_WORLD_SIZE", [name for name, _ in members].count(host)))
 
 
-def _exchange(store: Any, rank: int, world: int, value: Any) -> list[Any]:
-    """All-gather a JSON value through the store, before there is a process group."""
-    global _joins
-    _joins += 1
-    store.set(f"penstock/init/{_joins}/{rank}", json.dumps(value))
-    return [json.loads(entry) for entry in store.multi_get([f"penstock/init/{_joins}/{r}" for r in range(world)])]
-
-
-def _gpu_uuid(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
 def _leave() -> None:
-    """Destroy the group at exit. After an exception, do not wait for other ranks."""
+    """Destroy the group at exit. After an exception, do not wait for other ranks.
+
+    Without torchrun, rank 0 hosts the store: it waits until the others no longer need it.
+    """
     if getattr(sys, "last_value", None) is not None or not _made_by_init():
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _wait_for_exits()
-    dist.destroy_process_group()
-
-
-def _wait_for_exits() -> None:
-    """Rank 0 hosts the store: it waits until the others no longer need it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    store = default_store()
-    with suppress(RuntimeError):
-        if rank != 0:
-            store.set(f"penstock/exit/{_joins}/{rank}", "")
-        others = [f"penstock/exit/{_joins}/{r}" for r in range(1, world)]
+        rank, store = dist.get_rank(), default_store()
+        others = [f"penstock/exit/{_joins}/{r}" for r in range(1, dist.get_world_size())]
         end = time.monotonic() + _EXIT_WAIT
-        while rank == 0 and others and not store.check(others) and time.monotonic() < end:
-            time.sleep(0.005)
+        with suppress(RuntimeError):
+            if rank != 0:
+                store.set(f"penstock/exit/{_joins}/{rank}", "")
+            while rank == 0 and others and not store.check(others) and time.monotonic() < end:
+                time.sleep(0.005)
+    dist.destroy_process_group()
 
 
 def _made_by_init() -> bool:
@@ -335,9 +310,16 @@ def _number(environ: Mapping[str, str], *names: str, otherwise: int | None = Non
 
 def usable_cores(proc: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """The cores that this process may use: its CPU affinity, limited by the CPU quota of its cgroups."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota(proc, cgroups)
-    return bound if quota is None else max(1, min(bound, int(quota)))
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError):
+        for line in proc.read_text().splitlines():
+            if line.startswith("0::"):  # version 2
+                group = cgroups / line.removeprefix("0::").lstrip("/")
+                for place in (group, *group.parents):  # limits of parent groups apply too
+                    with suppress(OSError, ValueError):  # there is no file, or it says "max"
+                        quota, period = map(int, (place / "cpu.max").read_text().split())
+                        cores = min(cores, max(1, quota // period))
+    return cores
 
 
 def threads_per_process(processes: int, cores: int, environ: Mapping[str, str]) -> int:
@@ -358,33 +340,3 @@ def omp_threads_set_by_user(environ: Mapping[str, str]) -> bool:
     except OSError:
         return False
     return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in before.split(b"\0"))
-
-
-def _cpu_quota(proc: Path, cgroups: Path) -> float | None:
-    """The CPU quota of this process's cgroups, in cores; None without a quota."""
-    try:
-        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
-    except OSError:
-        return None
-    limits = []
-    for _, controllers, path in lines:
-        root = cgroups if not controllers else cgroups / "cpu"
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        group = root / path.lstrip("/")
-        for place in (group, *group.parents):  # limits of parent groups apply too
-            if root == place or root in place.parents:
-                limits.append(_cgroup_limit(place))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _cgroup_limit(group: Path) -> float | None:
-    try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text().strip()
-            period = (group / "cpu.cfs_period_us").read_text().strip()
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None

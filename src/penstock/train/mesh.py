@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PlanError
 from penstock.suggest import did_you_mean
-from penstock.train.launch import device_of_process, init, is_initialized
+from penstock.train.launch import device_of_process, init
 
 DIMENSIONS = ("data", "pipe", "tensor")
 
@@ -42,7 +42,7 @@ class Mesh:
     ) -> None:
         for name in sizes:
             _check_name(name)
-        made = not is_initialized()
+        made = not dist.is_initialized()
         if made:
             init(device)
         if group is None:

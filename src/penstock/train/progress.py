@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from penstock._torch import default_store
 from penstock.errors import PlanError
 from penstock.progress_ui import ProgressUI, progress_ui
-from penstock.train.launch import is_initialized, is_rank0
+from penstock.train.launch import is_rank0
 from penstock.train.pipeline import Pipeline
 from penstock.train.result import StepTotals
 
@@ -44,7 +44,7 @@ def progress(
     both cases. ``total`` is the number of steps if ``len(loader)`` does not give it. A summary line is printed at the
     end. All ranks run the same loop; only rank 0 prints. The bubble is the average over the ranks.
     """
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+    if every is not None and every < 1:
         raise PlanError(f"every must be a number of steps, got {every!r}")
     if total is None:
         with suppress(TypeError):
@@ -151,12 +151,8 @@ class _BubbleExchange:
         self.store: Any = None
         self.published_at = self.read_at = -math.inf
         self.entries: list[tuple[float | None, bool]] = []  # the other ranks' bubble, and whether it is the last
-        self.missing: set[int] = set()  # ranks that have not begun this loop
-        self.joined: list[str] = []
-        if is_initialized():
+        if dist.is_initialized():
             self.store = PrefixStore(f"penstock/progress/{_num_loops}", default_store())
-            self.rank = dist.get_rank()
-            self.missing = set(range(dist.get_world_size())) - {self.rank}
             self.publish(None)
 
     def publish(self, bubble: float | None, *, last: bool = False) -> None:
@@ -165,17 +161,16 @@ class _BubbleExchange:
         if self.store is not None and (last or now - self.published_at > _EXCHANGE_INTERVAL):
             self.published_at = now
             with suppress(RuntimeError):  # the store is gone, and with it every reader
-                self.store.set(str(self.rank), json.dumps([bubble, last]))
+                self.store.set(str(dist.get_rank()), json.dumps([bubble, last]))
 
     def read(self, *, now: bool = False) -> list[float | None]:
         """The other ranks' bubbles, from the store at most once per interval unless ``now``."""
         if self.store is not None and (now or time.monotonic() - self.read_at > _EXCHANGE_INTERVAL):
             self.read_at = time.monotonic()
             with suppress(RuntimeError):
-                joined = {rank for rank in self.missing if self.store.check([str(rank)])}
-                self.missing -= joined
-                self.joined += map(str, sorted(joined))
-                self.entries = [tuple(json.loads(entry)) for entry in self.store.multi_get(self.joined)]
+                others = [str(rank) for rank in range(1, dist.get_world_size())]  # rank 0 reads
+                begun = [rank for rank in others if self.store.check([rank])]
+                self.entries = [tuple(json.loads(entry)) for entry in self.store.multi_get(begun)]
         return [bubble for bubble, _ in self.entries]
 
     def wait_for_others(self) -> None:
