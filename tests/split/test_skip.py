@@ -24,10 +24,10 @@ from penstock.split.skip import (
     Namespace,
     SkipError,
     SkipUseError,
-    _thread_stash,
     pop,
     skippable,
     stash,
+    stashed_values,
     verify_skippables,
 )
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step, snapshot
@@ -254,7 +254,7 @@ def test_in_a_plan_nothing_but_the_edge_holds_a_skip() -> None:
 
 def held() -> dict[Any, Any]:
     """What this thread holds for layers that have not popped it."""
-    return _thread_stash.values
+    return stashed_values()
 
 
 def test_a_call_that_fails_leaves_no_values_to_the_next() -> None:

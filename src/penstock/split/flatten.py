@@ -9,7 +9,6 @@ names    stem    body┬0    lambda_2    head                a tree that mirrors
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -103,7 +102,9 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
     if not partial:
         _check_no_lost_members(model, names)
     paths = names.paths()
-    flat = FlatSequential(paths, names.tree_in_order())
+    known = [path for path, _ in model.named_modules(remove_duplicate=False) if path in names.tree]
+    order = dict.fromkeys((*known, *names.tree))  # of the model's parameters(); modules of no model come last
+    flat = FlatSequential(paths, {path: names.tree[path] for path in order})
     for module in flat.modules():
         if isinstance(module, _Branch):
             module.training = model.training
@@ -141,10 +142,10 @@ class _LayerNames:
                 self.foreign[id(entry)] = self._free_name(type(entry).__name__.lower(), number)
             self._add_layer(number, paths[0] if paths else self.foreign[id(entry)], entry)
         elif callable(entry) and not inspect.isclass(entry):
-            self._add_layer(number, self._free_name(_function_name(entry, number), number), _Function(entry))
+            name = getattr(entry, "__name__", type(entry).__name__).replace("<lambda>", f"lambda_{number}")
+            self._add_layer(number, self._free_name(name, number), _Function(entry))
         else:
-            what = f"the class {entry.__name__}: make a module of it" if inspect.isclass(entry) else repr(entry)
-            raise PlanError(f"entry {number} must be a name, a module or a function, but is {what}")
+            raise PlanError(f"entry {number} must be a name, a module or a function, but is {entry!r}")
 
     def paths(self) -> dict[str, list[str]]:
         """For each layer its path, and further paths under which the model has parts of it."""
@@ -155,16 +156,11 @@ class _LayerNames:
                 for part in self.tree[path].modules()
                 if part._parameters or part._buffers
                 for name in self.own.get(id(part), ())
-                if not _is_inside(name, path)
+                if not f"{name}.".startswith(f"{path}.")
             ]
             paths[layer] = [path, *(name for name in dict.fromkeys(others) if name)]
             self.tree.update((name, _at(self.model, name)) for name in paths[layer][1:])
         return paths
-
-    def tree_in_order(self) -> dict[str, nn.Module]:
-        """The tree in the order of the model's ``parameters()``; modules that are not part of the model come last."""
-        known = [path for path, _ in self.model.named_modules(remove_duplicate=False) if path in self.tree]
-        return {path: self.tree[path] for path in dict.fromkeys((*known, *self.tree))}
 
     def _add_layer(self, number: int, path: str, module: nn.Module) -> None:
         if _has_no_forward(module):
@@ -270,10 +266,6 @@ def _at(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def _is_inside(name: str, path: str) -> bool:
-    return name == path or name.startswith(f"{path}.")
-
-
 def _has_no_forward(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in module.__dict__
 
@@ -283,10 +275,3 @@ def _is_list(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList):
         return _has_no_forward(module)
     return is_plain_sequential(module) and not isinstance(module, FlatSequential)
-
-
-def _function_name(fn: Any, number: int) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    name = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", f"lambda_{number}")
-    return "".join(c if c.isalnum() else "_" for c in name)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from torch import nn
 
@@ -30,35 +30,17 @@ from penstock.errors import PenstockError, PlanError
 from penstock.split.flatten import is_plain_sequential, layers_of
 from penstock.split.lazy import Lazy
 
-__all__ = [
-    "Namespace",
-    "Skip",
-    "SkipError",
-    "SkipFault",
-    "SkipKey",
-    "SkipUseError",
-    "Skippable",
-    "match_skips",
-    "pop",
-    "skip_faults",
-    "skippable",
-    "stash",
-    "stashed_values",
-    "use_stash",
-    "verify_skippables",
-]
-
 M = TypeVar("M", bound=nn.Module)
-SkipUseFault = Literal["stash not declared", "pop not declared", "left to stash", "left to pop", "not stashed"]
 
 
 class SkipUseError(PenstockError, RuntimeError):
     """A layer stashes or pops a value that it did not declare, or pops one that was not stashed.
 
-    ``fault`` and ``names`` describe the error, where possible.
+    ``fault`` is "stash not declared", "pop not declared", "left to stash", "left to pop", "not stashed" or None, and
+    ``names`` are the names that it is about.
     """
 
-    def __init__(self, message: str, fault: SkipUseFault | None = None, names: Iterable[str] = ()) -> None:
+    def __init__(self, message: str, fault: str | None = None, names: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.fault = fault
         self.names = tuple(names)
@@ -96,27 +78,23 @@ def pop(name: str) -> Pop:
     return Pop(name)
 
 
-class _ThreadStash(threading.local):
-    def __init__(self) -> None:
-        self.values: dict[SkipKey, Any] = {}
-
-
-_thread_stash = _ThreadStash()
+_thread = threading.local()
 
 
 def stashed_values() -> dict[SkipKey, Any]:
     """The values of this thread that are stashed and not yet popped."""
-    return _thread_stash.values
+    values: dict[SkipKey, Any] = _thread.__dict__.setdefault("values", {})
+    return values
 
 
 @contextmanager
 def use_stash(values: dict[Any, Any]) -> Iterator[None]:
     """Let layers in this thread stash into ``values`` and pop from it."""
-    before, _thread_stash.values = _thread_stash.values, values
+    before, _thread.values = stashed_values(), values
     try:
         yield
     finally:
-        _thread_stash.values = before
+        _thread.values = before
 
 
 class Skippable:
@@ -140,7 +118,8 @@ class Skippable:
         names = list(declared) if only is None else _names("only", only)
         unknown = [name for name in names if name not in declared]
         if unknown:
-            raise PlanError(f"{_kind(self)} declares {_quoted(declared)}, but {_quoted(unknown)} was to be isolated")
+            kind = type(self).__name__
+            raise PlanError(f"{kind} declares {_quoted(declared)}, but {_quoted(unknown)} was to be isolated")
         self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names, namespace)}
         return self
 
@@ -192,12 +171,12 @@ def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 result = _run_generator(self, result, todo)
             except BaseException:
-                _thread_stash.values.clear()  # values of a failed call
+                stashed_values().clear()  # values of a failed call
                 raise
         left = [f"{verb} {_quoted(todo[kind])}" for kind, verb in ((Stash, "stash"), (Pop, "pop")) if todo[kind]]
         if left:
             raise SkipUseError(
-                f"{_kind(self)} declares to {' and to '.join(left)}, but its forward ended without",
+                f"{type(self).__name__} declares to {' and to '.join(left)}, but its forward ended without",
                 "left to stash" if todo[Stash] else "left to pop",
                 todo[Stash] or todo[Pop],
             )
@@ -224,34 +203,33 @@ def _run_generator(layer: Skippable, forward: Generator[Any, Any, Any], todo: Ma
 
 
 def _handle_request(layer: Skippable, request: Any, todo: Mapping[type, dict[str, None]]) -> Any:
+    """Stash or pop a value; returns the value of the layer's ``yield``."""
+    kind = type(layer).__name__
     if not isinstance(request, (Stash, Pop)):
         raise SkipUseError(
-            f"the forward of {_kind(layer)} yields a {type(request).__name__}: it may only yield ps.stash(…) and "
-            "ps.pop(…), and must return its output"
+            f"the forward of {kind} yields a {type(request).__name__}: it may only yield ps.stash(…) and ps.pop(…), "
+            "and must return its output"
         )
-    name, kind = request.name, type(request)
-    verb, done = ("stash", "stashed") if kind is Stash else ("pop", "popped")
-    if name not in todo[kind]:
-        declared = layer._skip_stash if kind is Stash else layer._skip_pop
-        if name in declared:
-            raise SkipUseError(f"{_kind(layer)} has {done} '{name}' already: a value is {done} once")
+    name, (verb, done) = request.name, ("stash", "stashed") if isinstance(request, Stash) else ("pop", "popped")
+    if name not in todo[type(request)]:
+        if name in (layer._skip_stash if isinstance(request, Stash) else layer._skip_pop):
+            raise SkipUseError(f"{kind} has {done} '{name}' already: a value is {done} once")
         raise SkipUseError(
-            f"{_kind(layer)} does not declare to {verb} '{name}': say @skippable({verb}=['{name}', …])",
-            "stash not declared" if kind is Stash else "pop not declared",
+            f"{kind} does not declare to {verb} '{name}': say @skippable({verb}=['{name}', …])",
+            f"{verb} not declared",
             [name],
         )
-    key = (layer._skip_namespaces.get(name), name)
+    key, values, answer = (layer._skip_namespaces.get(name), name), stashed_values(), None
     if isinstance(request, Stash):
-        _thread_stash.values[key] = request.value
-        answer = None
-    elif key in _thread_stash.values:
-        answer = _thread_stash.values.pop(key)
+        values[key] = request.value
+    elif key in values:
+        answer = values.pop(key)
     else:
         isolated = " in its namespace" if key[0] is not None else ""
         raise SkipUseError(
-            f"{_kind(layer)} pops '{name}', but no layer before it has stashed that{isolated}", "not stashed", [name]
+            f"{kind} pops '{name}', but no layer before it has stashed that{isolated}", "not stashed", [name]
         )
-    del todo[kind][name]
+    del todo[type(request)][name]
     return answer
 
 
@@ -268,13 +246,6 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "no names"
 
 
-def _kind(layer: Any) -> str:
-    return type(layer).__name__
-
-
-SkipFaultKind = Literal[
-    "not popped", "not stashed", "popped before stashed", "stashed twice", "popped twice", "both in one layer"
-]
 _RunOrder = tuple[int, ...]
 
 
@@ -282,14 +253,14 @@ _RunOrder = tuple[int, ...]
 class SkipFault:
     """A name whose stash and pop do not match, and the modules that declare it."""
 
-    kind: SkipFaultKind
+    kind: str
     name: str
     namespace: Namespace | None
-    modules: tuple[str, ...]
-    """The stashing module first, if any; or the first and second module of a repeated stash or pop."""
+    modules: tuple[str, str]
+    """The stashing and the popping module; the first and second of a repeated one; or the only one, twice."""
 
     def __str__(self) -> str:
-        name, first, last = f"'{self.name}'", self.modules[0], self.modules[-1]
+        name, (first, last) = f"'{self.name}'", self.modules
         return {
             "not popped": f"{name} is stashed by {first}, but no layer pops it",
             "not stashed": f"{name} is popped by {first}, but no layer stashes it",
@@ -321,11 +292,9 @@ class Skip:
     dst: str
 
 
-@dataclass(frozen=True)
-class _SkipUse:
-    """A stash or pop of a module. ``order`` is its position in nested Sequentials."""
+class _SkipUse(NamedTuple):
+    """A stash or pop in a layer, by one of its modules. ``order`` is the module's position in nested Sequentials."""
 
-    key: SkipKey
     layer: str
     module: str
     order: _RunOrder
@@ -340,10 +309,31 @@ def verify_skippables(model: nn.Module) -> None:
 
 def match_skips(layers: Mapping[str, nn.Module]) -> list[Skip]:
     """The skips between layers in this order, ordered by source; an error if stash and pop do not match."""
-    faults = skip_faults(layers)
+    stashes: dict[SkipKey, list[_SkipUse]] = {}
+    pops: dict[SkipKey, list[_SkipUse]] = {}
+    for number, (layer, module) in enumerate(layers.items()):
+        for name, part, order in _skippables(layer, module, (number,)):
+            use = _SkipUse(layer, f"{name} ({type(part).__name__})", order)
+            for key in part.stashes():
+                stashes.setdefault(key, []).append(use)
+            for key in part.pops():
+                pops.setdefault(key, []).append(use)
+    faults = []
+    for key in dict.fromkeys((*stashes, *pops)):
+        stashed, popped = stashes.get(key, []), pops.get(key, [])
+        found = [("stashed twice", stashed[0], use) for use in stashed[1:]]
+        found += [("popped twice", popped[0], use) for use in popped[1:]]
+        if not popped:
+            found.append(("not popped", stashed[0], stashed[0]))
+        elif not stashed:
+            found.append(("not stashed", popped[0], popped[0]))
+        elif stashed[0].module == popped[0].module:
+            found.append(("both in one layer", stashed[0], stashed[0]))
+        elif popped[0].order < stashed[0].order:
+            found.append(("popped before stashed", stashed[0], popped[0]))
+        faults += [SkipFault(kind, key[1], key[0], (first.module, last.module)) for kind, first, last in found]
     if faults:
         raise SkipError(faults)
-    stashes, pops = _declared(layers)
     spaces = list(dict.fromkeys(key[0] for key in stashes if key[0] is not None))
     skips = []
     for key, (stash,) in stashes.items():
@@ -351,44 +341,6 @@ def match_skips(layers: Mapping[str, nn.Module]) -> list[Skip]:
         label = name if space is None else f"{name}@{spaces.index(space) + 1}"
         skips.append(Skip(key, label, stash.layer, pops[key][0].layer))
     return skips
-
-
-def skip_faults(layers: Mapping[str, nn.Module]) -> list[SkipFault]:
-    """All mismatches of the skips between layers in this order."""
-    stashes, pops = _declared(layers)
-    faults = []
-
-    def fault(kind: SkipFaultKind, key: SkipKey, *uses: _SkipUse) -> None:
-        faults.append(SkipFault(kind, key[1], key[0], tuple(use.module for use in uses)))
-
-    for key in dict.fromkeys((*stashes, *pops)):
-        stashed, popped = stashes.get(key, []), pops.get(key, [])
-        for use in stashed[1:]:
-            fault("stashed twice", key, stashed[0], use)
-        for use in popped[1:]:
-            fault("popped twice", key, popped[0], use)
-        if not popped:
-            fault("not popped", key, stashed[0])
-        elif not stashed:
-            fault("not stashed", key, popped[0])
-        elif stashed[0].module == popped[0].module:
-            fault("both in one layer", key, stashed[0])
-        elif popped[0].order < stashed[0].order:
-            fault("popped before stashed", key, stashed[0], popped[0])
-    return faults
-
-
-def _declared(layers: Mapping[str, nn.Module]) -> tuple[dict[SkipKey, list[_SkipUse]], dict[SkipKey, list[_SkipUse]]]:
-    stashes: dict[SkipKey, list[_SkipUse]] = {}
-    pops: dict[SkipKey, list[_SkipUse]] = {}
-    for number, (layer, module) in enumerate(layers.items()):
-        for name, part, order in _skippables(layer, module, (number,)):
-            where = f"{name} ({type(part).__name__})"
-            for key in part.stashes():
-                stashes.setdefault(key, []).append(_SkipUse(key, layer, where, order))
-            for key in part.pops():
-                pops.setdefault(key, []).append(_SkipUse(key, layer, where, order))
-    return stashes, pops
 
 
 def _skippables(name: str, module: nn.Module, order: _RunOrder) -> Iterator[tuple[str, Skippable, _RunOrder]]:
