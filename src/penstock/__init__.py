@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from penstock.train.mesh import Mesh as Mesh
     from penstock.train.optimizer_offload import Offload as Offload
     from penstock.train.pipeline import Pipeline as Pipeline
+    from penstock.train.pipeline import StepResult as StepResult
     from penstock.train.progress import progress as progress
-    from penstock.train.result import StepResult as StepResult
     from penstock.train.scaler import GradScaler as GradScaler
 
 # The same names as above, by module: a test compares the two.
@@ -78,9 +78,8 @@ _NAMES = {
     "train.loader": "DataLoader",
     "train.mesh": "Mesh",
     "train.optimizer_offload": "Offload",
-    "train.pipeline": "Pipeline",
+    "train.pipeline": "Pipeline StepResult",
     "train.progress": "progress",
-    "train.result": "StepResult",
     "train.scaler": "GradScaler",
 }
 _MODULES = {name: f"penstock.{module}" for module, names in _NAMES.items() for name in names.split()}

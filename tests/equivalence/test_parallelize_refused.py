@@ -107,9 +107,14 @@ REFUSED: list[tuple[Any, dict[str, int], dict[str, Any], str]] = [
     (failing, DATA, {}, "no such layer"),
     (replicated, DATA, {}, "replicate.* leave that out"),
     (replicated_by_hooks, DATA, {}, "replicate.* leave that out"),
-    (fsdp, DATA, {"accumulate": "fp32"}, "accumulate='fp32' is not supported for sharded parameters"),
-    (tensor_parallel, TENSOR, {"accumulate": "fp32"}, "accumulate='fp32' is not supported for sharded parameters"),
-    (fsdp, DATA, {"offload": ps.Offload()}, "offload is not supported for sharded parameters"),
+    (fsdp, DATA, {"accumulate": "fp32"}, "accumulate= and offload= are not supported for sharded parameters"),
+    (
+        tensor_parallel,
+        TENSOR,
+        {"accumulate": "fp32"},
+        "accumulate= and offload= are not supported for sharded parameters",
+    ),
+    (fsdp, DATA, {"offload": ps.Offload()}, "offload= are not supported for sharded parameters"),
 ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.train import progress as module
-from penstock.train.result import StepTotals
+from penstock.train.pipeline import StepTotals
 from tests.support.ranks import Ranks
 
 LINE = re.compile(r"(?:(\S+)  )?step (\d+)(?:/(\d+))?  loss (\S+)  (\S+) samples/s  bubble (\S+)%")

@@ -69,11 +69,17 @@ def _partial(
     device_of: DeviceOf = lambda _: None,
 ) -> Tensor:
     """The contribution of local gradients to the norm: a sum of powers, or the maximum."""
+    total = torch.zeros(1, device=total_device)
     parts = [(to_local(p.grad), device_of(p) or p.grad.device) for p in parameters if p.grad is not None]
-    norms = _norms([(part, device) for part, device in parts if part.numel()], norm_type, total_device)
-    if not math.isinf(norm_type):
-        return norms.pow(norm_type).sum()
-    return norms.max() if len(norms) else torch.zeros((), device=total_device)
+    norms = [
+        # On the gradient's device, in at least single precision.
+        torch.linalg.vector_norm(g.to(device), norm_type, dtype=torch.float32 if g.dtype.itemsize < 4 else None)
+        for g, device in parts
+        if g.numel()
+    ]
+    if norms:
+        total = torch.stack([norm.to(total_device) for norm in norms])
+    return total.max() if math.isinf(norm_type) else total.pow(norm_type).sum()
 
 
 def _over_shards(parameters: Sequence[nn.Parameter], norm_type: float, total_device: torch.device) -> list[Tensor]:
@@ -90,13 +96,3 @@ def _over_shards(parameters: Sequence[nn.Parameter], norm_type: float, total_dev
             dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, processes)
         totals.append(total.to(total_device))
     return totals
-
-
-def _norms(grads: Sequence[tuple[Tensor, torch.device]], norm_type: float, total_device: torch.device) -> Tensor:
-    """The norm of each gradient, computed on its device in at least single precision."""
-    wide = {True: torch.float32, False: None}
-    norms = [
-        torch.linalg.vector_norm(g.to(device), norm_type, dtype=wide[g.dtype.itemsize < 4]).to(total_device)
-        for g, device in grads
-    ]
-    return torch.stack(norms) if norms else torch.zeros(0, device=total_device)

@@ -30,7 +30,9 @@ __all__ = [
     "is_distributed",
     "is_rank0",
     "is_slurm",
+    "num_gpus",
     "omp_threads_set_by_user",
+    "parse_device",
     "print0",
     "slurm_hosts",
     "slurm_tasks_per_node",
@@ -135,23 +137,30 @@ def _set_variables() -> None:
         raise PlanError(f"RANK is {rank}, but WORLD_SIZE says that there are {world} processes, from 0 on")
 
 
+def num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def parse_device(device: torch.device | str | int) -> torch.device:
+    """The CPU, or a CUDA device of this machine; an error for any other."""
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"{device!r} is not a device: {str(error).splitlines()[0]}") from error
+    if found.type not in ("cpu", "cuda"):
+        raise PlanError(f"device {found} cannot run a stage: stages run on 'cpu' and on 'cuda' devices")
+    if found.type == "cuda" and (found.index or 0) >= num_gpus():
+        raise PlanError(f"device {found} is not there: this machine has {num_gpus()} CUDA devices")
+    return found
+
+
 def _device_here(device: torch.device | str | None) -> torch.device:
     """The device with an explicit index; by default this process's GPU, or the CPU."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    try:
-        wanted = torch.device(device if device is not None else "cuda" if gpus else "cpu")
-    except RuntimeError as error:
-        raise PlanError(f"{device!r} is not a device: {error}") from error
-    if wanted.type == "cpu":
-        return torch.device("cpu")
-    if wanted.type != "cuda":
-        raise PlanError(f"device {wanted} cannot run a stage: stages run on 'cpu' and on 'cuda' devices")
-    if (wanted.index or 0) >= gpus:
-        raise PlanError(f"device {wanted} is not there: this machine has {gpus} CUDA devices")
-    if wanted.index is not None:
+    wanted = parse_device(device if device is not None else "cuda" if num_gpus() else "cpu")
+    if wanted.type == "cpu" or wanted.index is not None:
         return wanted
     rank = os.environ.get("LOCAL_RANK") or (dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0"))
-    return torch.device("cuda", int(rank) % gpus)
+    return torch.device("cuda", int(rank) % num_gpus())
 
 
 def _set_current(device: torch.device) -> torch.device:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PlanError
-from penstock.suggest import did_you_mean
 from penstock.train.launch import device_of_process, init
 
 DIMENSIONS = ("data", "pipe", "tensor")
@@ -125,24 +125,6 @@ class Mesh:
         return self.pipe_rank == self.pipe - 1
 
     @property
-    def first_rank(self) -> int:
-        """The global rank of the pipeline's first process."""
-        return self.pipe_ranks[0]
-
-    @property
-    def last_rank(self) -> int:
-        return self.pipe_ranks[-1]
-
-    @property
-    def prev_rank(self) -> int | None:
-        """The global rank of the previous process in the pipeline; None for the first."""
-        return None if self.is_first else self.pipe_ranks[self.pipe_rank - 1]
-
-    @property
-    def next_rank(self) -> int | None:
-        return None if self.is_last else self.pipe_ranks[self.pipe_rank + 1]
-
-    @property
     def device_mesh(self) -> DeviceMesh:
         """The grid as a ``DeviceMesh``. The first access creates it; all processes of the mesh must take part."""
         if self._device_mesh is None:
@@ -151,7 +133,8 @@ class Mesh:
             if self.world == dist.get_world_size():
                 self._device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
             else:  # DeviceMesh() would give groups other numbers in processes outside the mesh
-                groups = [_new_group(self._ranks_along[name]) for name in names]
+                ranks = [list(self._ranks_along[name]) for name in names]
+                groups: Any = [dist.new_group(each, use_local_synchronization=True) for each in ranks]
                 self._device_mesh = DeviceMesh.from_group(groups, self.device.type, grid, mesh_dim_names=names)
         return self._device_mesh
 
@@ -169,14 +152,7 @@ class Mesh:
 
 def _check_name(name: str) -> None:
     if name not in DIMENSIONS:
-        hint = did_you_mean(name, DIMENSIONS, otherwise=f": the dimensions are {', '.join(DIMENSIONS)}")
-        raise PlanError(f"a mesh has no dimension {name!r}{hint}")
-
-
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+        raise PlanError(f"a mesh has no dimension {name!r}: the dimensions are {', '.join(DIMENSIONS)}")
 
 
 def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:

@@ -284,30 +284,19 @@ class Offload:
     bucket: int | str = "384MiB"
 
     def __post_init__(self) -> None:
-        for name in ("optimizer", "activations", "weights"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"Offload({name}={getattr(self, name)!r}): say True or False")
         if not self.optimizer and not self.activations and not self.weights:
             raise PlanError("Offload(optimizer=False, activations=False) keeps nothing on the host: leave offload out")
         if self.budget is not None and not self.activations:
             raise PlanError(f"Offload(budget={self.budget!r}) is for activations, and activations=False")
-        self._bytes("budget")
-        self._bytes("bucket")
+        _ = self.budget_bytes, self.bucket_bytes  # an error for what is not a size
 
     @property
     def budget_bytes(self) -> int | None:
-        return self._bytes("budget")
+        return None if self.budget is None else parse_bytes(self.budget)
 
     @property
     def bucket_bytes(self) -> int:
-        return self._bytes("bucket") or 0
-
-    def _bytes(self, name: str) -> int | None:
-        size = getattr(self, name)
-        try:
-            return None if size is None and name == "budget" else parse_bytes(size)
-        except PlanError:
-            raise PlanError(f'Offload({name}={size!r}) is not a size: write a number of bytes or "2GiB"') from None
+        return parse_bytes(self.bucket)
 
 
 def offload_optimizer(optimizer: Optimizer, offload: Offload, weights: HostWeights | None = None) -> Optimizer:

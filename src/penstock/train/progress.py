@@ -17,8 +17,7 @@ from penstock._torch import default_store
 from penstock.errors import PlanError
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.train.launch import is_rank0
-from penstock.train.pipeline import Pipeline
-from penstock.train.result import StepTotals
+from penstock.train.pipeline import Pipeline, StepTotals
 
 T = TypeVar("T")
 

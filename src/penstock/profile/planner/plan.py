@@ -32,7 +32,7 @@ from penstock.split import chain_of
 from penstock.split.chain import LayerChain
 from penstock.split.plan import build_plan
 from penstock.split.sample import sample_inputs
-from penstock.train.devices import assign_devices
+from penstock.train.build import assign_devices
 from penstock.train.mesh import Mesh
 
 _STORE_TIMEOUT = timedelta(minutes=30)
