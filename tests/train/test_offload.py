@@ -662,7 +662,7 @@ def test_a_forgotten_optimizer_is_refused() -> None:
 
 def test_invalid_options_are_refused() -> None:
     for options, message in [
-        ({"budget": "lots"}, "is not a size"),
+        ({"budget": "lots"}, "budget='lots' is not a size"),
         ({"budget": -1}, r"budget=-1"),
         ({"budget": 0}, r"budget=0"),
         ({"budget": True}, r"budget=True"),

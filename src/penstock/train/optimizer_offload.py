@@ -292,11 +292,11 @@ class Offload:
 
     @property
     def budget_bytes(self) -> int | None:
-        return None if self.budget is None else parse_bytes(self.budget)
+        return None if self.budget is None else parse_bytes(self.budget, "budget")
 
     @property
     def bucket_bytes(self) -> int:
-        return parse_bytes(self.bucket)
+        return parse_bytes(self.bucket, "bucket")
 
 
 def offload_optimizer(optimizer: Optimizer, offload: Offload, weights: HostWeights | None = None) -> Optimizer:
