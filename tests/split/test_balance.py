@@ -249,16 +249,14 @@ def test_what_layers_share_counts_once_in_a_stage() -> None:
 
 def test_a_limit_that_cannot_be_kept_says_which_could() -> None:
     model = linears(10, 10, 10, 10, 10)
-    with pytest.raises(
-        ps.PlanError, match=rf"4 layers .* 3 stages .*{LAYER:,} bytes.*, the smallest .*{2 * LAYER:,} b"
-    ):
+    with pytest.raises(ps.PlanError, match=rf"4 layers .* 3 stages .*{LAYER:,} bytes.* must grow by .*{LAYER:,} b"):
         sizes(model, stages=3, memory=LAYER)
-    with pytest.raises(ps.PlanError, match=rf"each of the limits .* must grow by .*{LAYER - 1:,} bytes"):
+    with pytest.raises(ps.PlanError, match=rf"must grow by .*{LAYER - 1:,} bytes"):
         sizes(model, stages=2, memory=[LAYER + 1, 2 * LAYER])
 
 
 def test_a_layer_that_is_too_big_for_any_stage_is_named_with_both_numbers() -> None:
-    with pytest.raises(ps.PlanError, match=r"limit is 512 bytes .* layer 1 alone needs 1\.56 KiB \(1,600 bytes\)"):
+    with pytest.raises(ps.PlanError, match=r"at most 512 bytes.* layer 1 alone needs 1\.56 KiB \(1,600 bytes\)"):
         sizes(linears(1, 10, 10, 1), stages=3, memory=512)
 
 

@@ -93,7 +93,17 @@ def partition_layers(
     try:
         return partition(weights, stages, crossing=crossing, memory=pieces, limits=limits)
     except MemoryLimitError as error:
-        raise PlanError(_limit_message(chain, stages, limits or [], error, measured)) from None
+        what = "parameters, gradients and optimizer states" + ("" if measured is None else " and activations")
+        size, short = format_size_exact(error.limit), format_size_exact(error.short)
+        if error.item is None:
+            remedy = "use more stages, or raise the limit"
+        else:
+            alone = format_size_exact(error.needs)
+            remedy = f"layer {chain.layers[error.item]} alone needs {alone}: divide it into smaller layers"
+        raise PlanError(
+            f"{len(chain.layers)} layers do not fit into {stages} stages with their {what}: the limit of a stage (at "
+            f"most {size}) must grow by {short}; {remedy}"
+        ) from None
 
 
 def _parameter_counts(chain: LayerChain) -> list[int]:
@@ -137,31 +147,6 @@ def _memory_limits(memory: Any, stages: int) -> list[int]:
     if len(limits) != stages:
         raise PlanError(f"memory has {len(limits)} limits, but there are {stages} stages: give one for each, or one")
     return limits
-
-
-def _limit_message(
-    chain: LayerChain, stages: int, limits: list[int], error: MemoryLimitError, measured: Measurement | None
-) -> str:
-    what = "parameters, gradients and optimizer states" + ("" if measured is None else " and activations")
-    lines = [f"{len(chain.layers)} layers do not fit into {stages} stages with their {what}:"]
-    if len(set(limits)) == 1:
-        lines.append(
-            f"the limit is {format_size_exact(limits[0])} a stage, "
-            f"the smallest that fits {format_size_exact(limits[0] + error.short)}"
-        )
-    else:
-        lines.append(
-            f"each of the limits (the largest is {format_size_exact(max(limits))}) must grow by "
-            f"{format_size_exact(error.short)}"
-        )
-    if error.item is not None:
-        lines.append(
-            f"layer {chain.layers[error.item]} alone needs {format_size_exact(error.needs)}: "
-            "divide it into smaller layers"
-        )
-    else:
-        lines.append("use more stages, or raise the limit")
-    return "; ".join(lines).replace(":;", ":")
 
 
 def check_limits(chain: LayerChain, groups: Groups, memory: Any, sample: Any) -> None:

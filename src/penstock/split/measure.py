@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -82,7 +81,7 @@ class LayerRun:
 
     index: int
     name: str
-    stage: nn.Module
+    stage: Callable[..., Any]
     members: Sequence[Tensor]
     devices: set[torch.device]
     targets: Sequence[int]
@@ -90,7 +89,7 @@ class LayerRun:
 
     def inputs(self) -> list[Any]:
         """Fresh copies of the stage's inputs."""
-        return _fresh_inputs(self.values)
+        return [pytree.tree_map(lambda x: x.fresh() if isinstance(x, _EdgeTensor) else x, v) for v in self.values]
 
     def clear_grads(self) -> None:
         for tensor in self.members:
@@ -133,20 +132,24 @@ def measure(
         for s, layer in enumerate(chain.layers):
             values = [edge_values.pop((src, s)) for src in plan.sources(s) or [-1]]
             targets, passed, last = plan.targets(s), dict[int, _EdgeTensor](), s == count - 1
-            with _name_layer_in_errors(chain, s):
+            try:
                 stage = plan.stage_module(s)
+                call: Callable[..., Any] = stage
                 if last and finish is not None:
-                    stage = _StageWithLoss(stage, finish)
+                    call = partial(_run_with_loss, stage, finish)
                 members = [*stage.parameters(), *stage.buffers(), *(tensor for _, tensor in chain.members(layer))]
+                run = LayerRun(s, layer, call, members, devices, targets, values)
                 with temporary_copies(members, target):
-                    output, saved_bytes = _run_counting_memory(stage, values, members, storages)
+                    output, saved_bytes = _run_counting_memory(run, storages)
                     for dst, value in zip(targets, output if len(targets) > 1 else [output], strict=not last):
                         edge_values[s, dst] = _to_edge_tensors(value, storages, passed, None, dst)
                     del output
-                    run = LayerRun(s, layer, stage, members, devices, targets, values)
                     run.clear_grads()
                     forward, backward = timer(run)
                     run.clear_grads()
+            except Exception as error:
+                where = f"layer {layer} (number {s + 1} of {count})"
+                raise PlanError(f"{where} does not run on the sample: {type(error).__name__}: {error}") from error
             for tensor in passed.values():
                 for cut in range(s + 1, tensor.dst + 1):
                     crossing[cut] += tensor_bytes(tensor.data)
@@ -235,22 +238,11 @@ def _sizes(value: Any, passed: Sequence[_EdgeTensor]) -> dict[int, int]:
     return sizes
 
 
-class _StageWithLoss(nn.Module):
-    def __init__(self, stage: nn.Module, finish: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.stage, self.finish = stage, finish
-
-    def forward(self, *values: Any) -> Any:
-        return self.finish(self.stage(*values))
+def _run_with_loss(stage: nn.Module, finish: Callable[[Any], Any], *values: Any) -> Any:
+    return finish(stage(*values))
 
 
-def _fresh_inputs(values: Sequence[Any]) -> list[Any]:
-    return [pytree.tree_map(lambda leaf: leaf.fresh() if isinstance(leaf, _EdgeTensor) else leaf, v) for v in values]
-
-
-def _run_counting_memory(
-    stage: nn.Module, values: Sequence[Any], members: Sequence[Tensor], storages: _Storages
-) -> tuple[Any, dict[int, int]]:
+def _run_counting_memory(run: LayerRun, storages: _Storages) -> tuple[Any, dict[int, int]]:
     """Run forward and backward once, as a warm-up; the output, and the bytes saved for backward by storage number."""
     saved: list[weakref.ref[_SavedTensor]] = []
 
@@ -259,12 +251,12 @@ def _run_counting_memory(
         saved.append(weakref.ref(holder))
         return holder
 
-    inputs = _fresh_inputs(values)
+    inputs = run.inputs()
     copies = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    storages.enter(zip(copies, (one.storage for value in values for one in _edge_tensors(value)), strict=True))
+    storages.enter(zip(copies, (one.storage for value in run.values for one in _edge_tensors(value)), strict=True))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        output = stage(*inputs)
-    member_storages = {_storage(tensor)[0] for tensor in members}
+        output = run.stage(*inputs)
+    member_storages = {_storage(tensor)[0] for tensor in run.members}
     alive = [holder.tensor for ref in saved if (holder := ref()) is not None]  # the graph may be freed in part
     numbers = {storages.number(tensor) for tensor in alive if _storage(tensor)[0] not in member_storages}
     roots = backward_roots(output)
@@ -312,13 +304,3 @@ def _synchronized_time(devices: set[torch.device]) -> float:
     for device in devices:
         torch.accelerator.synchronize(device)
     return perf_counter()
-
-
-@contextmanager
-def _name_layer_in_errors(chain: LayerChain, index: int) -> Iterator[None]:
-    """Turn an exception into a ``PlanError`` that names the layer."""
-    try:
-        yield
-    except Exception as error:
-        where = f"layer {chain.layers[index]} (number {index + 1} of {len(chain.layers)})"
-        raise PlanError(f"{where} does not run on the sample: {type(error).__name__}: {error}") from error

@@ -58,14 +58,21 @@ def partition(
         raise ValueError(f"{len(cuts)} crossings for {n} items: give one for each, the first is not used")
     bounds = _bounds(memory, limits, n, parts)
 
-    low, high = max(span(i, i + 1) for i in range(n)), span(0, n)
+    def within(limit: int) -> list[list[int]]:
+        stops = _stops(span, n, limit)
+        return [list(map(min, bound, stops)) for bound in bounds]
+
+    lightest = max(span(i, i + 1) for i in range(n))
+    heaviest = _least(lightest, span(0, n), lambda limit: _fits(within(limit), n))
+    return _cheapest(within(heaviest), span, cuts)
+
+
+def _least(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The smallest number from ``low`` to ``high`` that fits; ``high`` does, and so do all above one that does."""
     while low < high:
-        limit = (low + high) // 2
-        if _fits(_tighter(bounds, _stops(span, n, limit)), n):
-            high = limit
-        else:
-            low = limit + 1
-    return _cheapest(_tighter(bounds, _stops(span, n, low)), span, cuts)
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
 
 
 def _integers(what: str, numbers: Sequence[float]) -> tuple[list[int], int]:
@@ -80,7 +87,7 @@ def _integers(what: str, numbers: Sequence[float]) -> tuple[list[int], int]:
 
 def _spans(what: str, items: Sequence[float | WeightPieces]) -> tuple[_Span, int]:
     """A function for the weight of the items ``i`` to ``j`` (exclusive), and the number of units in 1."""
-    bags = [_pieces(i, item) for i, item in enumerate(items)]
+    bags = [item if isinstance(item, Mapping) else {(i,): item} for i, item in enumerate(items)]
     pieces: dict[Hashable, float] = {}
     for i, bag in enumerate(bags):
         for key, weight in bag.items():
@@ -101,10 +108,6 @@ def _spans(what: str, items: Sequence[float | WeightPieces]) -> tuple[_Span, int
             seen.update(bag)
         rows.append(row)
     return (lambda i, j: rows[i][j - i]), unit
-
-
-def _pieces(i: int, item: float | WeightPieces) -> WeightPieces:
-    return item if isinstance(item, Mapping) else {(i,): item}
 
 
 def _stops(span: _Span, n: int, limit: int) -> list[int]:
@@ -136,28 +139,14 @@ def _bounds(
 
     if _fits(bounds(0), n):
         return bounds(0)
-    low, high = 1, span(0, n) - min(units)
-    while low < high:
-        more = (low + high) // 2
-        low, high = (low, more) if _fits(bounds(more), n) else (more + 1, high)
+    short = _least(1, span(0, n) - min(units), lambda more: _fits(bounds(more), n))
     largest = max(range(n), key=lambda i: span(i, i + 1))
     needs = span(largest, largest + 1)
-    raise MemoryLimitError(n, each, -(-low // unit), largest if needs > max(units) else None, -(-needs // unit))
-
-
-def _tighter(bounds: list[list[int]], stops: list[int]) -> list[list[int]]:
-    """The smaller of two ends, for each part and item. Parts that share their bounds share the result."""
-    made = {id(bound): list(map(min, bound, stops)) for bound in bounds}
-    return [made[id(bound)] for bound in bounds]
+    raise MemoryLimitError(n, each, -(-short // unit), largest if needs > max(units) else None, -(-needs // unit))
 
 
 def _fits(bounds: list[list[int]], n: int) -> bool:
     """Whether non-empty parts within these bounds can cover all items."""
-    if all(stops is bounds[0] for stops in bounds):  # greedy is optimal, and a part can always be split
-        at = 0
-        for stops in bounds:
-            at = n if at == n else stops[at]
-        return at == n
     reached = 1  # bit i: the parts so far can stop before item i
     for part, stops in enumerate(bounds):
         starts, reached = reached, 0
