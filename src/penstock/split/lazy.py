@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlanError
 
@@ -36,8 +36,6 @@ class Lazy(nn.Module):
         super().__init__()
         if not callable(fn) or isinstance(fn, nn.Module):
             raise PlanError(f"Lazy takes a function that builds a layer, got {type(fn).__name__}: say Lazy(lambda: …)")
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-            raise PlanError(f"the seed of a Lazy layer must be a whole number, got {seed!r}")
         self._fn = fn
         self._seed = seed
         self._mode: bool | None = None  # set by train() or eval()
@@ -171,12 +169,11 @@ def _generators(seed: int | None, *, restore: bool = False) -> Iterator[None]:
 
 def _without_data(module: nn.Module) -> nn.Module:
     """The module on the meta device; a copy if it has tensors elsewhere."""
-    uninitialized = (UninitializedParameter, UninitializedBuffer)
     memo: dict[int, Any] = {
         id(tensor): nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
         else tensor.to("meta")
         for tensor in (*module.parameters(), *module.buffers())
-        if not isinstance(tensor, uninitialized) and not tensor.is_meta
+        if not is_lazy(tensor) and not tensor.is_meta
     }
     return copy.deepcopy(module, memo) if memo else module

@@ -81,7 +81,7 @@ class LayerRun:
 
     index: int
     name: str
-    stage: Callable[..., Any]
+    stage: nn.Module
     members: Sequence[Tensor]
     devices: set[torch.device]
     targets: Sequence[int]
@@ -134,11 +134,10 @@ def measure(
             targets, passed, last = plan.targets(s), dict[int, _EdgeTensor](), s == count - 1
             try:
                 stage = plan.stage_module(s)
-                call: Callable[..., Any] = stage
                 if last and finish is not None:
-                    call = partial(_run_with_loss, stage, finish)
+                    stage = _StageWithLoss(stage, finish)
                 members = [*stage.parameters(), *stage.buffers(), *(tensor for _, tensor in chain.members(layer))]
-                run = LayerRun(s, layer, call, members, devices, targets, values)
+                run = LayerRun(s, layer, stage, members, devices, targets, values)
                 with temporary_copies(members, target):
                     output, saved_bytes = _run_counting_memory(run, storages)
                     for dst, value in zip(targets, output if len(targets) > 1 else [output], strict=not last):
@@ -238,8 +237,13 @@ def _sizes(value: Any, passed: Sequence[_EdgeTensor]) -> dict[int, int]:
     return sizes
 
 
-def _run_with_loss(stage: nn.Module, finish: Callable[[Any], Any], *values: Any) -> Any:
-    return finish(stage(*values))
+class _StageWithLoss(nn.Module):
+    def __init__(self, stage: nn.Module, finish: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.stage, self.finish = stage, finish
+
+    def forward(self, *values: Any) -> Any:
+        return self.finish(self.stage(*values))
 
 
 def _run_counting_memory(run: LayerRun, storages: _Storages) -> tuple[Any, dict[int, int]]:

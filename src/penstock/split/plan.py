@@ -127,16 +127,17 @@ class Plan:
     def _from_data(cls, data: dict[str, Any]) -> Plan:
         if data["penstock_plan"] != FORMAT:
             raise PlanError(f"plan format {data['penstock_plan']} cannot be read here: expected {FORMAT}")
+        placement: dict[str, Any] = {}
         for key in ("devices", "ranks"):
+            placement[key] = None if data[key] is None else tuple(data[key])
             if data[key] is not None and len(data[key]) != len(data["stages"]):
                 raise PlanError(f"the plan has {len(data['stages'])} stages, but {len(data[key])} {key}")
         return cls(
-            stages=tuple(StageSpec(tuple(s["layers"]), s["parameters"], s["bytes"]) for s in data["stages"]),
-            edges=tuple(Edge(e["src"], e["dst"], tuple(e["values"])) for e in data["edges"]),
-            ties=tuple(Tie(tuple(t["names"]), tuple(t["stages"])) for t in data["ties"]),
-            devices=None if data["devices"] is None else tuple(data["devices"]),
-            ranks=None if data["ranks"] is None else tuple(data["ranks"]),
+            tuple(StageSpec(tuple(s["layers"]), s["parameters"], s["bytes"]) for s in data["stages"]),
+            tuple(Edge(e["src"], e["dst"], tuple(e["values"])) for e in data["edges"]),
+            tuple(Tie(tuple(t["names"]), tuple(t["stages"])) for t in data["ties"]),
             recipe=data["recipe"],
+            **placement,
         )
 
     def attach(self, model: nn.Module) -> Plan:
@@ -154,23 +155,16 @@ class Plan:
                 f"({_shorten(chain.layers)}): this is a plan of another model"
             )
         fresh = build_plan(chain, self.groups, self.recipe.get("shared_weights", ()))
-        for index, (spec, other) in enumerate(zip(self.stages, fresh.stages, strict=True)):
-            if spec != other:
+        for what, ours, theirs in [
+            *((f"stage {i}", *pair) for i, pair in enumerate(zip(self.stages, fresh.stages, strict=True))),
+            ("edges", *(sorted((edge.src, edge.dst) for edge in plan.edges) for plan in (self, fresh))),
+            ("ties", *(sorted(" = ".join(tie.names) for tie in plan.ties) for plan in (self, fresh))),
+        ]:
+            if ours != theirs:
                 raise PlanError(
-                    f"the plan's stage {index} is {list(spec.layers)} with {spec.parameters} parameters, but the "
-                    f"model's is {list(other.layers)} with {other.parameters}: this is a plan of another model"
+                    f"the plan was made of another model, or its forward has changed: {what} of the plan: {ours}, of "
+                    f"the model: {theirs}. Split it again"
                 )
-        pairs = [sorted((edge.src, edge.dst) for edge in plan.edges) for plan in (self, fresh)]
-        if pairs[0] != pairs[1]:
-            raise PlanError(
-                f"the plan has edges {pairs[0]}, but the model's stages pass values along {pairs[1]}: its forward has "
-                "changed, so split it again"
-            )
-        if set(self.ties) != set(fresh.ties):
-            shown = [[" = ".join(tie.names) for tie in plan.ties] or ["nothing"] for plan in (self, fresh)]
-            raise PlanError(
-                f"the plan ties {', '.join(shown[0])}, but in the model {', '.join(shown[1])} is tied: split it again"
-            )
         return replace(self, chain=chain)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -244,7 +238,15 @@ def find_ties(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> 
     identity = {name: id(parameter) for name, parameter in parameters.items()}
     declared: set[int] = set()
     for names in shared:
-        _check_shared(names, parameters)
+        if isinstance(names, str) or len(names) < 2:
+            raise PlanError(f"shared_weights takes pairs of names, such as ('a.weight', 'b.weight'), got {names!r}")
+        for name in names:
+            if name not in parameters:
+                hint = did_you_mean(name, parameters)
+                raise PlanError(f"shared_weights names {name!r}, which is not a parameter of the model{hint}")
+            kinds = [(tuple(parameters[n].shape), parameters[n].dtype) for n in (names[0], name)]
+            if kinds[0] != kinds[1]:
+                raise PlanError(f"shared_weights: {names[0]} is {kinds[0]}, {name} is {kinds[1]}: they cannot be one")
         merged = {identity[name] for name in names}
         first = identity[names[0]]
         declared.add(first)
@@ -258,22 +260,6 @@ def find_ties(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> 
         if len(used_by) > 1 or (key in declared and len(own_names) > 1):
             ties.append(Tie(tuple(own_names), used_by))
     return tuple(ties)
-
-
-def _check_shared(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> None:
-    if isinstance(names, str) or len(names) < 2 or not all(isinstance(name, str) for name in names):
-        raise PlanError(f"shared_weights takes pairs of names, such as ('a.weight', 'b.weight'), got {names!r}")
-    for name in names:
-        if name not in parameters:
-            hint = did_you_mean(name, parameters)
-            raise PlanError(f"shared_weights names {name!r}, which is not a parameter of the model{hint}")
-    first, *others = (parameters[name] for name in names)
-    for name, other in zip(names[1:], others, strict=True):
-        if other.shape != first.shape or other.dtype != first.dtype:
-            raise PlanError(
-                f"shared_weights: {names[0]} is {first.dtype} of shape {tuple(first.shape)}, but {name} is "
-                f"{other.dtype} of shape {tuple(other.shape)}: they cannot be one parameter"
-            )
 
 
 def build_plan(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> Plan:

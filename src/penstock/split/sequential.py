@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlanError
 from penstock.split.chain import Edge, Groups, LayerChain
@@ -34,9 +34,21 @@ class SequentialChain(LayerChain):
         self.recipe = {"front": "sequential"}
         if not self.layers:
             raise PlanError("the nn.Sequential has no layers: there is nothing to split")
-        for layer in self.layers:
-            self._check_sizes_known(layer)
-        self._check_no_lost_members()
+        held: set[int] = set()
+        for layer, module in layers_of(model).items():
+            tensors = [tensor for _, tensor in self.members(layer)]
+            held.update(map(id, tensors))
+            if any(map(is_lazy, tensors)):
+                kind = type(module).__name__
+                raise PlanError(f"layer {layer} ({kind}) does not know its size yet: run the model on a batch first")
+        own = {**model._parameters, **model._buffers}
+        kept = {k: t for k, t in own.items() if t is not None and k not in model._non_persistent_buffers_set}
+        lost = [name for name, tensor in kept.items() if id(tensor) not in held]
+        if lost:
+            raise PlanError(
+                f"{', '.join(lost)} of the nn.Sequential itself would be lost, because no stage holds it: "
+                "make it part of the layer that uses it"
+            )
         self._skips = match_skips(layers_of(model))
 
     def members(self, layer: str) -> Iterator[tuple[str, Tensor]]:
@@ -92,23 +104,6 @@ class SequentialChain(LayerChain):
             if pair[0] != pair[1]:
                 crossing.setdefault(pair, []).append(skip)
         return crossing
-
-    def _check_sizes_known(self, layer: str) -> None:
-        unknown = (UninitializedParameter, UninitializedBuffer)
-        if any(isinstance(tensor, unknown) for _, tensor in self.members(layer)):
-            kind = type(layers_of(self.model)[layer]).__name__
-            raise PlanError(f"layer {layer} ({kind}) does not know its size yet: run the model on a batch first")
-
-    def _check_no_lost_members(self) -> None:
-        held = {id(tensor) for layer in self.layers for _, tensor in self.members(layer)}
-        non_persistent = self.model._non_persistent_buffers_set
-        own = {**self.model._parameters, **{k: v for k, v in self.model._buffers.items() if k not in non_persistent}}
-        lost = [name for name, tensor in own.items() if tensor is not None and id(tensor) not in held]
-        if lost:
-            raise PlanError(
-                f"{', '.join(lost)} of the nn.Sequential itself would be lost, because no stage holds it: "
-                "make it part of the layer that uses it"
-            )
 
 
 def _edge_keys(pair: tuple[int, int], skips: Sequence[Skip]) -> list[SkipKey | None]:
