@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,11 +54,6 @@ class LayerMeasurement:
     sends: tuple[Mapping[int, int], ...]
     """Per outgoing edge, ordered by destination: the bytes of each value by number. A value on several edges has one
     number."""
-
-    @property
-    def output_bytes(self) -> tuple[int, ...]:
-        """The bytes sent over each outgoing edge."""
-        return tuple(sum(values.values()) for values in self.sends)
 
 
 @dataclass(frozen=True)
@@ -230,11 +226,10 @@ def _edge_tensors(value: Any) -> list[_EdgeTensor]:
 
 def _sizes(value: Any, passed: Sequence[_EdgeTensor]) -> dict[int, int]:
     """The bytes of the tensors on an edge, by their number among the tensors that the layer sends."""
-    sizes: dict[int, int] = {}
+    sizes: Counter[int] = Counter()
     for one in _edge_tensors(value):
-        number = passed.index(one)
-        sizes[number] = sizes.get(number, 0) + tensor_bytes(one.data)
-    return sizes
+        sizes[passed.index(one)] += tensor_bytes(one.data)
+    return dict(sizes)
 
 
 class _StageWithLoss(nn.Module):

@@ -26,12 +26,8 @@ class MemoryLimitError(ValueError):
     """No partition is within the memory limits. Each limit would have to grow by ``short``."""
 
     def __init__(self, items: int, limits: Sequence[float], short: int, item: int | None, needs: int) -> None:
+        super().__init__(f"{items} items do not fit into {len(limits)} parts: {short} more would do")
         self.short, self.item, self.needs, self.limit = short, item, needs, max(limits)
-        alone = "" if item is None else f"; item {item} alone needs {needs}"
-        super().__init__(
-            f"{items} items cannot be divided into {len(limits)} parts within a limit of {self.limit:g} each: "
-            f"{short} more would do{alone}"
-        )
 
 
 def partition(

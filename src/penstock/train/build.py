@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,19 +80,13 @@ class Options(SimpleNamespace):
         return {**{name: getattr(self, name) for name in names}, **derived}
 
 
-@dataclass(frozen=True)
-class Built:
-    """The plan with its placement, the stages of this process, and their executor."""
+def build(
+    plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvous | None
+) -> tuple[Plan, ScheduleProvider, dict[int, nn.Module], FqnMap, Executor]:
+    """The plan with its placement, its schedules, the stages of this process with their names, and their executor.
 
-    plan: Plan
-    source: ScheduleProvider
-    modules: dict[int, nn.Module]
-    fqn: FqnMap
-    executor: Executor
-
-
-def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvous | None) -> Built:
-    """Build the executor. Everything is checked before anything is moved, made or started."""
+    Everything is checked before anything is moved, made or started.
+    """
     if not isinstance(plan, Plan):
         raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
     plan.require_chain()
@@ -160,7 +153,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
     else:
         assert rendezvous is not None
         executor = DistributedExecutor(placed, stages, source, copies, mesh, rendezvous, shared, **gradients)
-    return Built(placed, source, modules, fqn, executor)
+    return placed, source, modules, fqn, executor
 
 
 def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvider:

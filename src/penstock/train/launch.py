@@ -24,23 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 from penstock._torch import default_store
 from penstock.errors import PipelineError, PlanError
 
-__all__ = [
-    "device_of_process",
-    "init",
-    "is_distributed",
-    "is_rank0",
-    "is_slurm",
-    "num_gpus",
-    "omp_threads_set_by_user",
-    "parse_device",
-    "print0",
-    "slurm_hosts",
-    "slurm_tasks_per_node",
-    "slurm_variables",
-    "threads_per_process",
-    "usable_cores",
-]
-
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _EXIT_WAIT = 10.0  # seconds that rank 0, which hosts the store, waits at exit for the others
@@ -341,11 +324,5 @@ def threads_per_process(processes: int, cores: int, environ: Mapping[str, str]) 
 
 def omp_threads_set_by_user(environ: Mapping[str, str]) -> bool:
     """Whether the user has set OMP_NUM_THREADS. torchrun sets it to 1 if the user has not."""
-    threads = environ.get("OMP_NUM_THREADS")
-    if threads != "1" or "TORCHELASTIC_RUN_ID" not in environ:
-        return threads is not None
-    try:  # the environment of torchrun itself
-        before = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:
-        return False
-    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in before.split(b"\0"))
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1"
+    return "OMP_NUM_THREADS" in environ and not by_torchrun

@@ -156,7 +156,10 @@ def _check_name(name: str) -> None:
 
 
 def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """All three sizes, in the order given by the user. Omitted dimensions come first, or in the default order."""
+    """All three sizes, in the order given by the user. Omitted dimensions come first, or in the default order.
+
+    -1 is replaced by the world size divided by the other sizes.
+    """
     resolved = {name: 1 for name in DIMENSIONS if name not in sizes}
     if "pipe" in resolved and -1 not in sizes.values():
         resolved["pipe"] = -1
@@ -171,17 +174,13 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     resolved.update(sizes)
     if list(sizes) == [name for name in DIMENSIONS if name in sizes]:
         resolved = {name: resolved[name] for name in DIMENSIONS}
-    return _infer_size(resolved, f"Mesh({', '.join(given)})", world)
-
-
-def _infer_size(resolved: dict[str, int], given: str, world: int) -> dict[str, int]:
-    """Replace -1 by the world size divided by the other sizes."""
+    said = f"Mesh({', '.join(given)})"
     for name, size in resolved.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < -1 or size == 0:
-            raise PlanError(f"{given}: {name} must be a number of processes, or -1 for what is left, got {size!r}")
+            raise PlanError(f"{said}: {name} must be a number of processes, or -1 for what is left, got {size!r}")
     inferred = [name for name, size in resolved.items() if size == -1]
     if len(inferred) > 1:
-        raise PlanError(f"{given}: only one size can be -1, not both {' and '.join(inferred)}")
+        raise PlanError(f"{said}: only one size can be -1, not both {' and '.join(inferred)}")
     known = math.prod(size for size in resolved.values() if size != -1)
     if inferred and world % known == 0:
         resolved[inferred[0]] = world // known
@@ -189,6 +188,6 @@ def _infer_size(resolved: dict[str, int], given: str, world: int) -> dict[str, i
         product = " × ".join(str(size) for size in resolved.values() if size not in (1, -1)) or "1"
         needs = f"a multiple of {known}" if inferred else str(known)
         raise PlanError(
-            f"{given} needs {needs} processes ({product}), but the world has {world}: start as many, or change the mesh"
+            f"{said} needs {needs} processes ({product}), but the world has {world}: start as many, or change the mesh"
         )
     return resolved

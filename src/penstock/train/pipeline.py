@@ -133,19 +133,15 @@ class Pipeline(PipelineState):
         options = Options(**{name: arguments[name] for name in arguments if name not in ("self", "plan", "mesh")})
         rendezvous = Rendezvous(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
-            built = build(plan, options, mesh, rendezvous)
+            self.plan, self._source, self._modules, self._fqn, executor = build(plan, options, mesh, rendezvous)
         except BaseException as error:
             if rendezvous is not None:
                 rendezvous.cancel(error)
             raise
-        self.plan = built.plan
         self.mesh = mesh
         self._chain = plan.require_chain()
         self._model = self._chain.model
-        self._source = built.source
-        self._modules = built.modules
-        self._fqn = built.fqn
-        self._executor: Executor = built.executor
+        self._executor: Executor = executor
         self._rendezvous = rendezvous
         self._traced: Any = None  # the last ``Trace``
         self.prediction: Prediction | None = None  # of what this pipeline was made from, such as a plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.engine.executor import Executor
 from penstock.engine.replicas.dtensor import distribute_like
 from penstock.errors import PlanError
-from penstock.split.plan import Plan, Tie
+from penstock.split.plan import Plan
 from penstock.train.clip import clip_grad_norm, grad_norm
 from penstock.train.mesh import Mesh
 
@@ -47,40 +47,6 @@ def stages_state_dict(modules: Mapping[int, nn.Module], fqn: FqnMap) -> dict[str
         for name, tensor in module.state_dict().items():
             state.setdefault(fqn(name), tensor)
     return state
-
-
-def load_state(
-    model: nn.Module,
-    modules: Mapping[int, nn.Module],
-    state: Mapping[str, Any],
-    strict: bool,
-    ties: Sequence[Tie],
-    fqn: FqnMap,
-) -> None:
-    """Load the part of these stages from a state dict of the whole model, or of these stages.
-
-    A tied parameter may be there under one of its names only. DTensors take their shard of a plain tensor.
-    """
-    state = dict(state)
-    for tie in ties:
-        present = [name for name in tie.names if name in state]
-        if present:
-            state.update({name: state[present[0]] for name in tie.names if name not in state})
-    missing = sorted(set(stages_state_dict(modules, fqn)) - set(state))
-    unexpected = sorted(set(state) - set(map(fqn, model.state_dict())))
-    if strict and (missing or unexpected):
-        raise PlanError(
-            f"the state does not fit the model: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. "
-            "Load with strict=False to take what fits"
-        )
-    for module in modules.values():
-        fitting = {}
-        for name, own in module.state_dict().items():
-            if fqn(name) in state:
-                value = state[fqn(name)]
-                tensors = isinstance(value, Tensor) and isinstance(own, Tensor)
-                fitting[name] = distribute_like(value, own) if tensors else value
-        module.load_state_dict(fitting, strict=False)
 
 
 def share_buffers(source: nn.Module, target: nn.Module) -> None:
@@ -191,8 +157,29 @@ class PipelineState:
         return {name: state[name] for name in names if name in state}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict of the plain model, or of a pipeline with any cuts; under a mesh, a rank takes its part."""
-        load_state(self._model, self._modules, state, strict, self.plan.ties, self._fqn)
+        """Load a state dict of the plain model, or of a pipeline with any cuts; under a mesh, a rank takes its part.
+
+        A tied parameter may be there under one of its names only. DTensors take their shard of a plain tensor.
+        """
+        state, fqn = dict(state), self._fqn
+        for tie in self.plan.ties:
+            present = [name for name in tie.names if name in state]
+            state.update({name: state[present[0]] for name in tie.names if present and name not in state})
+        missing = sorted(set(stages_state_dict(self._modules, fqn)) - set(state))
+        unexpected = sorted(set(state) - set(map(fqn, self._model.state_dict())))
+        if strict and (missing or unexpected):
+            raise PlanError(
+                f"the state does not fit the model: missing {missing or 'nothing'}, unexpected "
+                f"{unexpected or 'nothing'}. Load with strict=False to take what fits"
+            )
+        for module in self._modules.values():
+            fitting = {}
+            for name, own in module.state_dict().items():
+                if fqn(name) in state:
+                    value = state[fqn(name)]
+                    tensors = isinstance(value, Tensor) and isinstance(own, Tensor)  # not so for extra state
+                    fitting[name] = distribute_like(value, own) if tensors else value
+            module.load_state_dict(fitting, strict=False)
 
     def train(self, mode: bool = True) -> Self:
         """Put the stages of this process into training mode, as ``nn.Module.train``."""
