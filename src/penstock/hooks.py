@@ -31,9 +31,9 @@ from penstock.split.trace.errors import mentions_marks
 from penstock.split.trace.line import marked_chain
 from penstock.split.trace.state import recorder
 from penstock.split.trunk.line import trunk_chain
-from penstock.train.clip import clip_grad_norm, grad_norm
 from penstock.train.optimizer_offload import is_offloaded
 from penstock.train.prefetch import Prefetcher
+from penstock.train.state import clip_grad_norm, grad_norm
 
 __all__ = [
     "DeferredStatistics",

@@ -184,18 +184,16 @@ def test_it_compares_gradients_also_where_they_are_off() -> None:
 # ── what is wrong ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_stage_that_drops_a_scale_is_found_at_the_first_layer_that_sees_it() -> None:
+def test_a_stage_that_drops_a_scale_is_found() -> None:
     def drops(stage: nn.Module, x: Tensor) -> Tensor:
         return stage[1](stage[0].linear(x))  # type: ignore[index, union-attr, no-any-return]
 
-    with pytest.raises(
-        ps.PlanError, match=r"the input of 2 \(stage 1\) differs by up to [\d.e-]+: at \[\d, \d\] it is"
-    ):
+    with pytest.raises(ps.PlanError, match=r"output \(stage 2\) differs by up to [\d.e-]+: at \[\d, \d\] it is"):
         broken(drops).check(batch())
 
 
-def test_a_stage_that_changes_its_output_is_found_at_the_next_layer() -> None:
-    with pytest.raises(ps.PlanError, match=r"3 stages do not compute .*: the input of 3 \(stage 2\) differs by up to"):
+def test_a_stage_that_changes_its_output_is_found() -> None:
+    with pytest.raises(ps.PlanError, match=r"3 stages do not compute .*: output \(stage 2\) differs by up to"):
         broken(lambda stage, x: stage(x) + 1).check(batch())
 
 
@@ -294,7 +292,7 @@ def test_other_random_numbers_are_found() -> None:
         torch.rand(1)
         return stage(x)  # type: ignore[no-any-return]
 
-    with pytest.raises(ps.PlanError, match=r"the output of 3 \(stage 2\) differs"):
+    with pytest.raises(ps.PlanError, match=r"output \(stage 2\) differs"):
         broken(draws).check(batch())
 
 

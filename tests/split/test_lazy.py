@@ -362,12 +362,6 @@ def test_a_function_is_needed(wrong: Any) -> None:
         Lazy(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["1", 1.0, True])
-def test_a_seed_is_a_whole_number(wrong: Any) -> None:
-    with pytest.raises(ps.PlanError, match="seed"):
-        Lazy(nn.ReLU, seed=wrong)
-
-
 def test_a_failing_fn_says_where_and_may_be_tried_again() -> None:
     class Fails:
         tried = 0

@@ -4,8 +4,7 @@
     staged   its stages in sequence ─▶ outputs, buffers ─▶ backward ─▶ gradients
                                       compared in this order, gradients from the last stage to the first
 
-Both runs start from the same state of parameters, buffers and random generators, and leave it unchanged. If they
-differ, the inputs and outputs of all modules are compared, to name the first value that differs.
+Both runs start from the same state of parameters, buffers and random generators, and leave it unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from penstock._torch import pytree
 from penstock.errors import PlanError
@@ -80,14 +78,14 @@ def check_stages(
     devices = accelerators_of(model, (args, kwargs))
     with torch.inference_mode(False), torch.enable_grad(), preserve_state(model, devices) as reset:
         try:
-            expected = _run(whole, args, kwargs, [model], lambda: None)
+            expected = _run(whole, args, kwargs, [model])
         except Exception as error:
             raise PlanError(f"the model does not run on the sample: {type(error).__name__}: {error}") from error
         reset()
         stages = make_stages()
         owners = _owners(model, stages)
         try:
-            found = _run(staged, args, kwargs, [*stages, model], lambda: running)
+            found = _run(staged, args, kwargs, [*stages, model])
         except Exception as error:
             raise PlanError(
                 f"stage {running} does not run on the sample, but the whole model does: {type(error).__name__}: {error}"
@@ -95,10 +93,8 @@ def check_stages(
         text = _first_difference(expected, found, owners, difference)
         if text is not None:
             reset()
-            repeated = _run(whole, args, kwargs, [model], lambda: None)
-            if _first_difference(expected, repeated, owners, difference) is None:
-                text = _first_module_difference(expected, found, difference) or text
-            else:
+            repeated = _run(whole, args, kwargs, [model])
+            if _first_difference(expected, repeated, owners, difference) is not None:
                 text += "; but the model itself gives other values when it is run again: allow for it by rtol and atol"
             raise PlanError(f"{len(stages)} stages do not compute what the whole model computes: {text}")
     return CheckReport(len(stages), len(expected.outputs), len(expected.buffers), len(expected.gradients))
@@ -122,36 +118,16 @@ class _RunValues:
     buffers: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
     """In the order of backward: from the last parameter to the first."""
-    modules: list[tuple[str, int | None, list[Tensor]]]
-    """The inputs and outputs of the model's modules: a description, the stage, the tensors."""
 
 
-def _run(
-    call: Callable[..., Any], args: Any, kwargs: Any, holders: Sequence[nn.Module], stage: Callable[[], int | None]
-) -> _RunValues:
+def _run(call: Callable[..., Any], args: Any, kwargs: Any, holders: Sequence[nn.Module]) -> _RunValues:
     """Run forward and backward; outputs, buffers of ``holders`` (whose last is the model), and gradients."""
     given, structure = pytree.tree_flatten((args, kwargs))
     inputs = [_input_leaf(value) for value in given]
     # Clones, since a leaf that requires a gradient may not be modified in place.
     args, kwargs = pytree.tree_unflatten([v.clone() if isinstance(v, Tensor) else v for v in inputs], structure)
-    names = {id(module): name for name, module in holders[-1].named_modules() if name}
-    modules: list[tuple[str, int | None, list[Tensor]]] = []
-
-    def record(kind: str, module: nn.Module, value: Any) -> None:
-        if id(module) in names:
-            tensors = [t.detach().clone() for _, t in named_leaves(value, "") if isinstance(t, Tensor)]
-            modules.append((f"{kind} {names[id(module)]}", stage(), tensors))
-
-    handles = [
-        register_module_forward_pre_hook(lambda module, args: record("the input of", module, args)),
-        register_module_forward_hook(lambda module, args, output: record("the output of", module, output)),
-    ]
     with temporary_copies(t for holder in holders for t in (*holder.parameters(), *holder.buffers())):
-        try:
-            output = model_output(call(*args, **kwargs))
-        finally:
-            for handle in handles:
-                handle.remove()
+        output = model_output(call(*args, **kwargs))
         outputs = {
             path: v.detach().clone() if isinstance(v, Tensor) else v for path, v in named_leaves(output, "output")
         }
@@ -165,7 +141,7 @@ def _run(
         gradients = {name: p.grad for name, p in reversed(list(holders[-1].named_parameters()))}
     floats = [value.grad for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     gradients.update((f"input {i}", grad) for i, grad in enumerate(floats))
-    return _RunValues(outputs, buffers, gradients, modules)
+    return _RunValues(outputs, buffers, gradients)
 
 
 def _input_leaf(value: Any) -> Any:
@@ -237,18 +213,4 @@ def _first_difference(
             return f"parameter {name} is in no stage: it would be lost"
         if detail := difference(grad, staged.gradients[name]):
             return f"the gradient of {name} (stage {own}) {detail}"
-    return None
-
-
-def _first_module_difference(whole: _RunValues, staged: _RunValues, difference: Difference) -> str | None:
-    """The first value that no stage reproduces. Stages may run a module several times, or not at all."""
-    for value, _, expected in whole.modules:
-        texts = []
-        for stage, tensors in [(stage, tensors) for other, stage, tensors in staged.modules if other == value]:
-            found = [text for a, b in zip(expected, tensors, strict=False) if (text := difference(a, b))]
-            if len(expected) != len(tensors):
-                found = [f"has {len(tensors)} tensors, in the whole model {len(expected)}"]
-            texts.append(f"{value} (stage {stage}) {found[0]}" if found else None)
-        if texts and all(texts):
-            return texts[0]
     return None

@@ -74,9 +74,6 @@ class _Function(nn.Module):
     def forward(self, input: Any) -> Any:
         return self._fn(input)
 
-    def extra_repr(self) -> str:
-        return getattr(self._fn, "__qualname__", repr(self._fn))
-
 
 def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False) -> FlatSequential:
     """The layers ``entries`` of ``model`` as an ``nn.Sequential`` that ``ps.split`` can cut.

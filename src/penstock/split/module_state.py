@@ -22,7 +22,11 @@ class ModuleState:
 
     def __init__(self, modules: Iterable[nn.Module], alone: bool = True) -> None:
         self.alone = alone
-        self.modules = [(module, dict(vars(module)), _contents(vars(module))) for module in modules]
+        self.modules = []  # with their attributes, and the contents of lists, dicts and sets among them
+        for module in modules:
+            containers = {k: v for k, v in vars(module).items() if isinstance(v, (dict, list, set))}
+            contents = {k: list(v.items()) if isinstance(v, dict) else list(v) for k, v in containers.items()}
+            self.modules.append((module, dict(vars(module)), contents))
         with DisableTorchFunction():  # this may run within a trace
             self.torch = torch.get_rng_state()
         self.python = random.getstate()
@@ -57,7 +61,8 @@ class ModuleState:
                 now.update(attributes)
             for name, items in contents.items():
                 if not _same(now[name], items):
-                    _refill(now[name], items)
+                    now[name].clear()
+                    (now[name].extend if isinstance(now[name], list) else now[name].update)(items)
         if not self.alone:
             return
         with DisableTorchFunction():
@@ -67,28 +72,11 @@ class ModuleState:
             sys.modules["numpy.random"].set_state(self.numpy)
 
 
-def _contents(attributes: dict[str, Any]) -> dict[str, list[Any]]:
-    """The contents of lists, dicts and sets among attributes, which a forward may change."""
-    return {
-        name: list(value.items()) if isinstance(value, dict) else list(value)
-        for name, value in attributes.items()
-        if isinstance(value, (dict, list, set)) and value is not attributes
-    }
-
-
 def _same(container: Any, items: list[Any]) -> bool:
     if isinstance(container, dict):
         now = list(container.items())
         return len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True))
     return len(container) == len(items) and all(a is b for a, b in zip(container, items, strict=True))
-
-
-def _refill(container: Any, items: list[Any]) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(items)
-    else:
-        container.update(items)
 
 
 @contextmanager

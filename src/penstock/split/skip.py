@@ -58,24 +58,22 @@ SkipKey = tuple[Namespace | None, str]
 
 
 @dataclass(frozen=True)
-class Stash:
+class SkipRequest:
+    """A stash or a pop, for which a layer's forward yields."""
+
+    verb: str
     name: str
-    value: Any
+    value: Any = None
 
 
-@dataclass(frozen=True)
-class Pop:
-    name: str
-
-
-def stash(name: str, value: Any) -> Stash:
+def stash(name: str, value: Any) -> SkipRequest:
     """``yield ps.stash("name", value)`` in a skippable layer's forward keeps a tensor (or None) for a later layer."""
-    return Stash(name, value)
+    return SkipRequest("stash", name, value)
 
 
-def pop(name: str) -> Pop:
+def pop(name: str) -> SkipRequest:
     """``value = yield ps.pop("name")`` in a skippable layer's forward gets the value that an earlier layer stashed."""
-    return Pop(name)
+    return SkipRequest("pop", name)
 
 
 _thread = threading.local()
@@ -166,19 +164,19 @@ def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def driven(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = forward(self, *args, **kwargs)
-        todo = {Stash: dict.fromkeys(self._skip_stash), Pop: dict.fromkeys(self._skip_pop)}
+        todo = {"stash": dict.fromkeys(self._skip_stash), "pop": dict.fromkeys(self._skip_pop)}
         if isinstance(result, Generator):
             try:
                 result = _run_generator(self, result, todo)
             except BaseException:
                 stashed_values().clear()  # values of a failed call
                 raise
-        left = [f"{verb} {_quoted(todo[kind])}" for kind, verb in ((Stash, "stash"), (Pop, "pop")) if todo[kind]]
+        left = [verb for verb, names in todo.items() if names]
         if left:
+            each = " and to ".join(f"{verb} {_quoted(todo[verb])}" for verb in left)
+            kind = type(self).__name__
             raise SkipUseError(
-                f"{type(self).__name__} declares to {' and to '.join(left)}, but its forward ended without",
-                "left to stash" if todo[Stash] else "left to pop",
-                todo[Stash] or todo[Pop],
+                f"{kind} declares to {each}, but its forward ended without", f"left to {left[0]}", todo[left[0]]
             )
         return result
 
@@ -186,7 +184,7 @@ def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return driven
 
 
-def _run_generator(layer: Skippable, forward: Generator[Any, Any, Any], todo: Mapping[type, dict[str, None]]) -> Any:
+def _run_generator(layer: Skippable, forward: Generator[Any, Any, Any], todo: Mapping[str, dict[str, None]]) -> Any:
     step: Callable[[], Any] = partial(next, forward)
     while True:
         try:
@@ -202,17 +200,18 @@ def _run_generator(layer: Skippable, forward: Generator[Any, Any, Any], todo: Ma
             del request, answer
 
 
-def _handle_request(layer: Skippable, request: Any, todo: Mapping[type, dict[str, None]]) -> Any:
+def _handle_request(layer: Skippable, request: Any, todo: Mapping[str, dict[str, None]]) -> Any:
     """Stash or pop a value; returns the value of the layer's ``yield``."""
     kind = type(layer).__name__
-    if not isinstance(request, (Stash, Pop)):
+    if not isinstance(request, SkipRequest):
         raise SkipUseError(
             f"the forward of {kind} yields a {type(request).__name__}: it may only yield ps.stash(…) and ps.pop(…), "
             "and must return its output"
         )
-    name, (verb, done) = request.name, ("stash", "stashed") if isinstance(request, Stash) else ("pop", "popped")
-    if name not in todo[type(request)]:
-        if name in (layer._skip_stash if isinstance(request, Stash) else layer._skip_pop):
+    name, verb = request.name, request.verb
+    if name not in todo[verb]:
+        if name in (layer._skip_stash if verb == "stash" else layer._skip_pop):
+            done = "stashed" if verb == "stash" else "popped"
             raise SkipUseError(f"{kind} has {done} '{name}' already: a value is {done} once")
         raise SkipUseError(
             f"{kind} does not declare to {verb} '{name}': say @skippable({verb}=['{name}', …])",
@@ -220,7 +219,7 @@ def _handle_request(layer: Skippable, request: Any, todo: Mapping[type, dict[str
             [name],
         )
     key, values, answer = (layer._skip_namespaces.get(name), name), stashed_values(), None
-    if isinstance(request, Stash):
+    if verb == "stash":
         values[key] = request.value
     elif key in values:
         answer = values.pop(key)
@@ -229,7 +228,7 @@ def _handle_request(layer: Skippable, request: Any, todo: Mapping[type, dict[str
         raise SkipUseError(
             f"{kind} pops '{name}', but no layer before it has stashed that{isolated}", "not stashed", [name]
         )
-    del todo[type(request)][name]
+    del todo[verb][name]
     return answer
 
 

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, Generic, TypeVar
@@ -80,7 +80,7 @@ class DataLoader(Generic[Sample]):
         self._lock = threading.Lock()  # one thread at a time reads the dataset
         self._next = _EpochPosition(0, 0)
         self._now: _EpochPosition | None = None
-        self._last: weakref.ref[_EpochIterator] | None = None
+        self._last: weakref.ref[Generator[Any, None, None]] | None = None
         self._structure: Any = None
         self._feed = _IndexFeed()
         options |= {"num_workers": num_workers, "pin_memory": bool(pin_memory) and self._copier.device is None}
@@ -196,7 +196,7 @@ class DataLoader(Generic[Sample]):
     def __iter__(self) -> Iterator[Any]:
         if self._torch.persistent_workers:  # they serve one iterator at a time
             last = None if self._last is None else self._last()
-            if last is not None and not last.ended:
+            if last is not None and last.gi_frame is not None:
                 raise PlanError(
                     "with persistent_workers=True there is one iteration at a time, but another one is in progress: "
                     "finish it, or delete its iterator"
@@ -208,9 +208,20 @@ class DataLoader(Generic[Sample]):
         if self._depth and (self._place.loads or self._stream):
             loaded = Prefetcher(loaded, self._depth, self._lock, self._copier.device)
         self._next, self._now = _EpochPosition(epoch + 1, 0), _EpochPosition(epoch, start)
-        iteration = _EpochIterator(loaded, self._copier, self._now)
+        iteration = self._receive(loaded, self._now)
         self._last = weakref.ref(iteration)
         return iteration
+
+    def _receive(self, loaded: Iterator[CopiedBatch], position: _EpochPosition) -> Generator[Any, None, None]:
+        """The batches of one epoch, without references to past ones."""
+        while True:
+            try:
+                batch = [self._copier.receive(next(loaded))]
+            except StopIteration:
+                position.ended = True
+                return
+            position.batches += 1
+            yield batch.pop()
 
     def _local_batches(self, epoch: int, start: int) -> Iterator[Any]:
         """The batches of this process. Set-up runs here, in the calling thread; loading runs on iteration."""
@@ -266,31 +277,6 @@ class _EpochPosition:
     epoch: int
     batches: int
     ended: bool = False
-
-
-class _EpochIterator:
-    """One epoch, batch by batch, without references to past batches."""
-
-    def __init__(self, source: Iterator[CopiedBatch], copier: BatchCopier, position: _EpochPosition) -> None:
-        self._source = source
-        self._copier = copier
-        self._position = position
-        self.ended = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self.ended:
-            raise StopIteration
-        try:
-            batch = self._copier.receive(next(self._source))
-        except BaseException as error:
-            self.ended = True
-            self._position.ended = isinstance(error, StopIteration)  # a batch that failed can be requested again
-            raise
-        self._position.batches += 1
-        return batch
 
 
 @dataclass(frozen=True)
