@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Quiet, check, verdict_lines, write
+from benchmarks.report import MachineLoad, check, verdict_lines, write
 
 BENCHMARKS = {
     "host_cost": "(a) host cost per action on a fake process group",
@@ -53,7 +53,7 @@ def main() -> int:
     failed = []
     for name in options.names or BENCHMARKS:
         print(f"\n── {name}: {BENCHMARKS[name]} " + "─" * 20, flush=True)
-        quiet = Quiet(patience=2.0 if options.quick else 120.0)
+        quiet = MachineLoad(max_wait=2.0 if options.quick else 120.0)
         begin = time.monotonic()
         try:
             module = importlib.import_module(f"benchmarks.{name}")

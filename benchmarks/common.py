@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["in_turns", "interleave", "medians", "spawn", "together"]
+__all__ = ["interleave", "interleave_one_at_a_time", "medians", "spawn", "time_on_all_ranks"]
 
 T = TypeVar("T")
 LEAD = 0.01  # seconds between the agreement on a common start and that start
 
 
-# ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ranks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def spawn(work: Callable[..., T], ranks: int, *args: Any, deadline: float, gloo: bool = True) -> list[T]:
@@ -102,7 +102,7 @@ def _free_port() -> int:
         return port
 
 
-# ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── measuring ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def interleave(
@@ -129,7 +129,7 @@ def interleave(
     return found
 
 
-def in_turns(
+def interleave_one_at_a_time(
     makers: Mapping[str, Callable[[], AbstractContextManager[Callable[[], T]]]],
     rounds: int,
     *,
@@ -152,7 +152,7 @@ def in_turns(
     return {name: [value for visited in visits for value in visited] for name, visits in found.items()}
 
 
-def together(work: Callable[[], object]) -> float:
+def time_on_all_ranks(work: Callable[[], object]) -> float:
     """Seconds from a moment common to all ranks until the last one is done with ``work``; the same on every rank."""
     start = _largest(time.monotonic() + LEAD)  # one clock for all processes of a machine
     time.sleep(max(0.0, start - time.monotonic()))

@@ -39,7 +39,7 @@ THEIRS: tuple[Any, ...] = (Schedule1F1B, ScheduleInterleavedZeroBubble)
 KINDS = ("receive buffers", "sent outputs", "input gradients")
 
 
-class Census:
+class AliveCounts:
     """The storages seen so far, by kind, and the most that were alive at a time."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Census:
         return {kind: len(references) for kind, references in self.seen.items()}
 
 
-census = Census()
+alive_counts = AliveCounts()
 
 
 class CountingGroup:
@@ -74,11 +74,11 @@ class CountingGroup:
         return getattr(self.group, name)
 
     def send(self, tensors: list[Tensor], *where: int) -> Any:
-        census.note(self.sent, tensors)
+        alive_counts.note(self.sent, tensors)
         return self.group.send(tensors, *where)
 
     def recv(self, tensors: list[Tensor], *where: int) -> Any:
-        census.note("receive buffers", tensors)
+        alive_counts.note("receive buffers", tensors)
         return self.group.recv(tensors, *where)
 
 
@@ -94,7 +94,7 @@ def watch() -> None:
         for operation in operations:
             forward = operation.peer > dist.get_rank()
             sent = "sent outputs" if forward else "input gradients"
-            census.note(sent if operation.op is dist.isend else "receive buffers", [operation.tensor])
+            alive_counts.note(sent if operation.op is dist.isend else "receive buffers", [operation.tensor])
         return batch_p2p(operations, desc)
 
     our_process.open_group = counting_group
@@ -137,20 +137,20 @@ def variants(number: int, mesh: ps.Mesh) -> dict[str, Callable[[], Callable[[], 
 
 def measure(numbers: tuple[int, ...]) -> dict[str, dict[str, dict[str, int]]]:
     """On each rank, for every variant and number of micro-batches: the most alive in a step, and alive after it."""
-    global census
+    global alive_counts
     watch()
     mesh = ps.Mesh(pipe=RANKS)
     found = {}
     for number in numbers:
         for name, make in variants(number, mesh).items():
-            census = Census()
+            alive_counts = AliveCounts()
             step = make()
             step()
             step()
-            census.most = dict.fromkeys(KINDS, 0)
+            alive_counts.most = dict.fromkeys(KINDS, 0)
             step()
-            after = census.count()
-            found[f"{name}/{number}"] = {"most": dict(census.most), "after": after}
+            after = alive_counts.count()
+            found[f"{name}/{number}"] = {"most": dict(alive_counts.most), "after": after}
             dist.barrier()
     return found
 

@@ -28,10 +28,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 import penstock as ps
-from benchmarks.common import in_turns, medians, spawn, together
-from benchmarks.ledger import Ledger
+from benchmarks.common import interleave_one_at_a_time, medians, spawn, time_on_all_ranks
+from benchmarks.memory_tracker import MemoryTracker
 from benchmarks.report import check, table
-from benchmarks.timed_stages import SleepyStage, loss_fn
+from benchmarks.timed_stages import TimedStage, loss_fn
 from benchmarks.transformer import SIZES, build_model
 from benchmarks.transformer import loss_fn as token_loss
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts
@@ -83,7 +83,7 @@ def planned(segments: Segments, shape: str, v: int, seconds: float, memory: floa
     return found
 
 
-class Sleeps:
+class TimedPipelines:
     """Pipelines of stages that sleep, each for as long as its layers take."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Sleeps:
         plan = ps.split(_model(chunks), balance=[1] * len(chunks))
         options: dict[str, Any] = {"microbatches": MICROBATCHES, "schedule": schedule, "outputs": None}
         with ps.Pipeline(plan, loss_fn, mesh=self.mesh, **options) as pipe:
-            yield lambda: together(lambda: pipe.step(self.data, self.data))
+            yield lambda: time_on_all_ranks(lambda: pipe.step(self.data, self.data))
 
     @contextmanager
     def theirs(self, kind: Any, chunks: Sequence[float]) -> Iterator[Callable[[], float]]:
@@ -107,11 +107,11 @@ class Sleeps:
         schedule = kind(stages[0] if count == RANKS else stages, MICROBATCHES, loss_fn=loss_fn)
         inputs = (self.data,) if 0 in own else ()
         more: dict[str, Any] = {"target": self.data, "losses": []} if count - 1 in own else {}
-        yield lambda: together(lambda: schedule.step(*inputs, return_outputs=False, **more))
+        yield lambda: time_on_all_ranks(lambda: schedule.step(*inputs, return_outputs=False, **more))
 
 
 def _model(chunks: Sequence[float]) -> nn.Sequential:
-    return nn.Sequential(*(SleepyStage(chunk, s == 0) for s, chunk in enumerate(chunks)))
+    return nn.Sequential(*(TimedStage(chunk, s == 0) for s, chunk in enumerate(chunks)))
 
 
 Plans = dict[str, tuple[list[float], Schedule | Any]]
@@ -120,12 +120,12 @@ Plans = dict[str, tuple[list[float], Schedule | Any]]
 def measure(plans: Plans, rounds: int, repeats: int) -> dict[str, list[float]]:
     """On each rank: seconds per step of every plan."""
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: 1 ns instead of 50 µs
-    sleeps = Sleeps()
+    sleeps = TimedPipelines()
     makers: dict[str, Any] = {}
     for name, (chunks, order) in plans.items():
         ours = isinstance(order, Schedule)
         makers[name] = partial(sleeps.ours, chunks, order) if ours else partial(sleeps.theirs, order, chunks)
-    return in_turns(makers, rounds, repeats=repeats)
+    return interleave_one_at_a_time(makers, rounds, repeats=repeats)
 
 
 def transformer(seconds: float, rounds: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def transformer(seconds: float, rounds: int) -> dict[str, Any]:
         measure_seconds=seconds, seconds=2.0,
     )  # fmt: skip
     with found.pipeline(token_loss, mesh=mesh, outputs=None) as pipe:
-        times = [together(lambda: pipe.step(x, y)) for _ in range(rounds + 3)][3:]
+        times = [time_on_all_ranks(lambda: pipe.step(x, y)) for _ in range(rounds + 3)][3:]
         memory = _memory(pipe, list(model), lambda: pipe.step(x, y))
     return {
         "plan": str(found.configuration),
@@ -157,10 +157,10 @@ def _memory(pipe: ps.Pipeline, layers: Sequence[nn.Module], step: Callable[[], o
     optimizer.step()
     own = [(parameter, parameter.grad, *optimizer.state[parameter].values()) for parameter in pipe.parameters()]
     held = sum(tensor.nbytes for tensors in own for tensor in tensors if isinstance(tensor, torch.Tensor))
-    ledger = Ledger(1)
-    with ledger.watching([layers]):
+    tracker = MemoryTracker(1)
+    with tracker.watching([layers]):
         step()
-    return held + ledger.most_total
+    return held + tracker.most_total
 
 
 def run(quick: bool = False) -> dict[str, Any]:

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import interleave, medians
-from benchmarks.ledger import Ledger, known_answer
+from benchmarks.memory_tracker import MemoryTracker, tracker_accuracy
 from benchmarks.recompute_cases import RANKS, Case, Step, Variant, cases, variants
 from benchmarks.report import check, table
 
@@ -50,11 +50,11 @@ __all__ = ["run", "show"]
 MIB = 2**20
 
 
-# ── what is expected ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is expected ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class StageBytes:
     """Bytes of one micro-batch, by stage of the plain model."""
 
     A: list[int]
@@ -63,38 +63,38 @@ class Anatomy:
     G: list[int]
 
 
-def anatomy(case: Case) -> Anatomy:
+def stage_bytes(case: Case) -> StageBytes:
     case = replace(case, device=torch.device("cpu"))
     model, stages = case.model()
     x, y = (tensor[: case.size] for tensor in case.data())
     F.mse_loss(model(x), y).backward()  # the gradients of the parameters are there from now on
-    ledger = Ledger(RANKS)
+    tracker = MemoryTracker(RANKS)
     held: list[Tensor] = []
-    with ledger.watching(stages):
+    with tracker.watching(stages):
         with torch.no_grad():
             model(x)
         # edges[s][t]: what stage s made and stage t is the last to use
         edges = [[0] * RANKS for _ in range(RANKS)]
         for s, t in combinations(range(RANKS), 2):
-            later = ledger.at_entry[t + 1][s] if t + 1 < RANKS else 0
-            edges[s][t] = ledger.at_entry[t][s] - later
-        ledger.reset()
+            later = tracker.at_entry[t + 1][s] if t + 1 < RANKS else 0
+            edges[s][t] = tracker.at_entry[t][s] - later
+        tracker.reset()
         loss = F.mse_loss(model(x), y)
         loss.backward()
-        worked = list(ledger.most)
+        worked = list(tracker.most)
         del loss
-        ledger.reset()
+        tracker.reset()
         hooks = [layers[-1].register_forward_hook(lambda m, a, output: held.append(output)) for layers in stages[:-1]]
         loss = F.mse_loss(model(x), y)  # a pipeline keeps each stage's input, whether its backward needs it or not
-        kept = list(ledger.alive)
+        kept = list(tracker.alive)
         del loss
         for hook in hooks:
             hook.remove()
     waiting = [sum(edges[s][t] * (t - s) for s in range(t)) for t in range(RANKS)]
-    return Anatomy(kept, [sum(row) for row in edges], worked, waiting)
+    return StageBytes(kept, [sum(row) for row in edges], worked, waiting)
 
 
-def expected(variant: Variant, parts: Anatomy, m: int) -> tuple[list[int], int]:
+def expected(variant: Variant, parts: StageBytes, m: int) -> tuple[list[int], int]:
     """The closed form: bytes of each stage, and in all."""
     if variant.schedule in ("whole", "accumulate"):
         n = m if variant.schedule == "whole" else 1
@@ -113,7 +113,7 @@ def expected(variant: Variant, parts: Anatomy, m: int) -> tuple[list[int], int]:
     return found, sum(found)
 
 
-# ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── running ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def most_alive(variant: Variant, device: torch.device, times: int) -> tuple[list[int], int]:
@@ -125,22 +125,22 @@ def most_alive(variant: Variant, device: torch.device, times: int) -> tuple[list
         variant.step()
         torch.cuda.synchronize(device)
         return [], torch.cuda.max_memory_allocated(device) - before
-    ledger = Ledger(RANKS)
+    tracker = MemoryTracker(RANKS)
     by_stage, total = [0] * RANKS, 0
-    with ledger.watching(variant.stages):
+    with tracker.watching(variant.stages):
         for _ in range(times):
             gc.collect()
-            ledger.reset()
+            tracker.reset()
             variant.step()
-            by_stage = [max(pair) for pair in zip(by_stage, ledger.most, strict=True)]
-            total = max(total, ledger.most_total)
-        ledger.leaving = True
+            by_stage = [max(pair) for pair in zip(by_stage, tracker.most, strict=True)]
+            total = max(total, tracker.most_total)
+        tracker.leaving = True
         variant.step()
     return by_stage, total
 
 
 def measure(case: Case, rounds: int, traced: int) -> dict[str, Any]:
-    parts = anatomy(case)
+    parts = stage_bytes(case)
     with ExitStack() as stack:
         found, missing = variants(case, stack)
         for variant in found:
@@ -178,7 +178,7 @@ def measure(case: Case, rounds: int, traced: int) -> dict[str, Any]:
     return {"model": case.name, "settings": settings, "KiB of a micro-batch by stage": kib(parts), "rows": rows}
 
 
-def kib(parts: Anatomy) -> dict[str, list[float]]:
+def kib(parts: StageBytes) -> dict[str, list[float]]:
     return {name: [size / 1024 for size in sizes] for name, sizes in asdict(parts).items()}
 
 
@@ -193,7 +193,7 @@ def timed(step: Step, device: torch.device) -> float:
 def run(quick: bool = False) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(1)  # else the plain model's threads wait for each other wherever others use the machine
-    known = known_answer()
+    known = tracker_accuracy()
     targets = [check("bytes counted over bytes known", known, least=1.0), check("the same", known, most=1.0)]
     models = []
     for case in cases(quick, device):

@@ -15,21 +15,21 @@ import torch
 
 import penstock
 
-__all__ = ["Quiet", "check", "table", "verdict_lines", "write"]
+__all__ = ["MachineLoad", "check", "table", "verdict_lines", "write"]
 
 
-# ── the machine ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the machine ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Quiet:
+class MachineLoad:
     """Whether other jobs use the machine: waits before a benchmark until they do not, and looks again after it.
 
     The load average also counts our own work, of this benchmark and the last, so the CPUs' own record decides.
     """
 
-    def __init__(self, patience: float, busy: float = 0.15) -> None:
+    def __init__(self, max_wait: float, busy: float = 0.15) -> None:
         self.busy = busy
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + max_wait
         while (used := self._others()) > busy and time.monotonic() < deadline:
             pass
         self.before = used
@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform()}
 
 
-# ── results ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── results ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check(what: str, value: float, *, most: float | None = None, least: float | None = None) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Case:
 
 
 @contextmanager
-def _heap_kept() -> Iterator[bool]:
+def _keep_heap() -> Iterator[bool]:
     """Meanwhile glibc does not give memory back to the system, nor map it apart. False where there is no glibc."""
     trim_threshold, top_pad, mmap_max = -1, -2, -4
     try:
@@ -140,7 +140,7 @@ def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _heap_kept() as heap_kept:
+        with _keep_heap() as heap_kept:
             rows = _rows(quick, device)
     finally:
         torch.set_num_threads(threads)

@@ -33,7 +33,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import penstock as ps
-from benchmarks.common import in_turns, medians, spawn, together
+from benchmarks.common import interleave_one_at_a_time, medians, spawn, time_on_all_ranks
 from benchmarks.report import check, table
 from penstock.schedule import Costs, Schedule, build, from_csv, simulate
 
@@ -52,7 +52,7 @@ THEIRS: list[Any] = [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZ
 overshoots: list[float] = []
 
 
-def doze(since: float, seconds: float) -> None:
+def sleep_until(since: float, seconds: float) -> None:
     """Be away until ``seconds`` after ``since``: asleep, and the last few microseconds awake."""
     end = since + seconds
     time.sleep(max(0.0, end - time.monotonic() - SPIN))
@@ -61,23 +61,23 @@ def doze(since: float, seconds: float) -> None:
     overshoots.append(now - end)
 
 
-class Through(torch.autograd.Function):
+class InputPath(torch.autograd.Function):
     """From the input to the output: sleeps in F, which began at ``since``, and in I."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chunk: float, since: float) -> Tensor:
         ctx.chunk = chunk
         y = x.clone()
-        doze(since, chunk)
+        sleep_until(since, chunk)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        doze(time.monotonic(), ctx.chunk)
+        sleep_until(time.monotonic(), ctx.chunk)
         return g, None, None
 
 
-class Weight(torch.autograd.Function):
+class WeightPath(torch.autograd.Function):
     """From the parameter to the output: sleeps in W."""
 
     @staticmethod
@@ -92,13 +92,13 @@ class Weight(torch.autograd.Function):
         def work() -> Tensor:
             since = time.monotonic()
             grad = torch.zeros_like(weight)
-            doze(since, chunk)
+            sleep_until(since, chunk)
             return grad
 
         return ps.defer_weight_grad(weight, work), None
 
 
-class SleepyStage(nn.Module):
+class TimedStage(nn.Module):
     """``x + weight``, in as much time as is asked for: what it takes itself is part of its sleep."""
 
     def __init__(self, chunk: float, first: bool) -> None:
@@ -110,19 +110,19 @@ class SleepyStage(nn.Module):
         since = time.monotonic()
         if self.first:
             x = x.detach().requires_grad_()  # so that the first stage has an I, like all others
-        y: Tensor = Through.apply(x + Weight.apply(self.weight, self.chunk), self.chunk, since)
+        y: Tensor = InputPath.apply(x + WeightPath.apply(self.weight, self.chunk), self.chunk, since)
         return y
 
 
 def model(stages: int, chunk: float) -> nn.Sequential:
-    return nn.Sequential(*(SleepyStage(chunk, s == 0) for s in range(stages)))
+    return nn.Sequential(*(TimedStage(chunk, s == 0) for s in range(stages)))
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return output.mean()
 
 
-class Sleeps:
+class TimedPipelines:
     """What every variant has in common on this rank: the chunk, the data, and what the variants' schedules are."""
 
     def __init__(self, chunk: float) -> None:
@@ -141,7 +141,7 @@ class Sleeps:
         pipe = ps.Pipeline(plan, loss_fn, microbatches=MICROBATCHES, schedule=name, mesh=self.mesh, outputs=None)
         self.simulate(shown, pipe.schedule)
         with pipe:
-            yield lambda: together(lambda: pipe.step(self.data, self.data))
+            yield lambda: time_on_all_ranks(lambda: pipe.step(self.data, self.data))
 
     @contextmanager
     def theirs(self, kind: Any, shown: str) -> Iterator[Callable[[], float]]:
@@ -159,18 +159,18 @@ class Sleeps:
             with tempfile.NamedTemporaryFile("r", suffix=".csv") as file:
                 schedule._dump_csv(file.name, format="compute_only")
                 self.simulate(shown, from_csv(file.read()))
-        yield lambda: together(lambda: schedule.step(*inputs, return_outputs=False, **last))
+        yield lambda: time_on_all_ranks(lambda: schedule.step(*inputs, return_outputs=False, **last))
 
 
 def measure(chunk: float, rounds: int, repeats: int) -> dict[str, Any]:
     """On each rank: seconds per step of every variant, simulated seconds, and by how much sleeps were too long."""
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: 1 ns instead of 50 µs
-    sleeps = Sleeps(chunk)
+    sleeps = TimedPipelines(chunk)
     makers = {f"ours {name}": partial(sleeps.ours, name, f"ours {name}") for name in OURS}
     for kind in THEIRS:
         shown = f"torch {kind.__name__.removeprefix('Schedule')}"
         makers[shown] = partial(sleeps.theirs, kind, shown)
-    seconds = in_turns(makers, rounds, repeats=repeats)
+    seconds = interleave_one_at_a_time(makers, rounds, repeats=repeats)
     ordered = sorted(overshoots)
     late = {"median": median(ordered), "90 %": ordered[len(ordered) * 9 // 10], "most": ordered[-1]}
     return {"seconds": seconds, "simulated": sleeps.simulated, "overshoot": late}

@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import penstock as ps
-from benchmarks.common import in_turns, interleave, medians, spawn, together
+from benchmarks.common import interleave, interleave_one_at_a_time, medians, spawn, time_on_all_ranks
 from benchmarks.report import check, table
 from penstock.schedule import build, simulate
 
@@ -106,7 +106,7 @@ class Training:
 
         def measured() -> float:
             loss: list[Tensor | None] = []
-            seconds = together(lambda: loss.append(step()))
+            seconds = time_on_all_ranks(lambda: loss.append(step()))
             seen.extend(float(value.detach()) for value in loss if value is not None)
             model.zero_grad()
             return seconds
@@ -171,7 +171,9 @@ def halves(model: nn.Sequential, x: Tensor, y: Tensor) -> float:
     def back() -> None:
         loss_fn(second(middle), targets).backward()
 
-    found = medians(interleave({"front": lambda: together(front), "back": lambda: together(back)}, 15, warmup=3))
+    found = medians(
+        interleave({"front": lambda: time_on_all_ranks(front), "back": lambda: time_on_all_ranks(back)}, 15, warmup=3)
+    )
     model.zero_grad()
     return found["front"] / found["back"]
 
@@ -185,7 +187,7 @@ def measure(dim: int, tokens: int, batch: int, rounds: int) -> dict[str, Any]:
     for kind, where in THEIRS.items():
         shown = f"torch {kind.__name__.removeprefix('Schedule')}"
         makers[shown] = partial(training.theirs, kind, where, shown)
-    seconds = in_turns(makers, rounds)
+    seconds = interleave_one_at_a_time(makers, rounds)
     found = halves(training.model, training.x, training.y)
     return {"seconds": seconds, "losses": training.losses, "halves": found}
 

@@ -34,7 +34,7 @@ _FIXTURES = {"two", "three", "four", "two_ranks", "four_ranks"}  # processes tha
 _STARTERS = {
     "subprocess",
     "multiprocessing",
-    *(f"tests.support.{name}" for name in ("ranks", "programs", "endings", "fork_python", "browser", "perfetto")),
+    *(f"tests.support.{name}" for name in ("ranks", "programs", "rank_programs", "fork_python", "browser", "perfetto")),
 }
 
 

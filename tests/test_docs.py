@@ -151,25 +151,25 @@ def on_rank(rank: int, code: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(("code", "ranks"), ON_RANKS)
 def test_program_on_ranks(code: str, ranks: int, tmp_path: Path) -> None:
-    (before,) = (text for word, text in BEFORE.items() if word in code)
+    (before,) = (text for keyword, text in BEFORE.items() if keyword in code)
     assert run_ranks(on_rank, ranks, f"{_IMPORTS}{before}\n{code}", tmp_path) == [None] * ranks
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
-def test_program_in_parts(name: str) -> None:
+def test_program_in_blocks(name: str) -> None:
     names: dict[str, Any] = {"__name__": "docs"}
     for block in blocks(PAGES[name]):
         if block.language == "python":
             execute(block.text, block.prints, names)
 
 
-def test_there_are_programs() -> None:
+def test_pages_contain_programs() -> None:
     assert len(PROGRAMS) >= 30
     assert len(ON_RANKS) >= 5
     assert sum(prints is not None for _, prints in (param.values for param in PROGRAMS)) >= 9
 
 
-def test_every_block_is_of_a_kind_that_is_tested() -> None:
+def test_all_code_blocks_are_tested() -> None:
     for name, page in PAGES.items():
         assert page.count("\n```") == 2 * len(re.findall(r"^```\w+\n.*?^```$", page, re.MULTILINE | re.DOTALL)), name
         assert {block.language for block in blocks(page)} <= {"python", "console", "text", "bash"}, name
@@ -202,7 +202,7 @@ def test_commands(
             assert f"\n{command.split()[1]}: " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def test_the_tutorial_is_as_short_as_it_says() -> None:
+def test_tutorial_length() -> None:
     code = [block.text for block in blocks(PAGES["two-hundred-lines"]) if block.language == "python"]
     assert len("".join(code).splitlines()) <= 200
 
@@ -211,7 +211,7 @@ def results(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def test_measured_figures_are_those_of_the_results() -> None:
+def test_figures_match_benchmark_results() -> None:
     rows = re.findall(r"^\| (.+) \|$", PAGES["memory"], re.MULTILINE)
 
     alive = {(row["variant"], row["alive"]): f"{row['m=4']} | {row['m=64']}" for row in results("memory")["rows"]}
@@ -237,7 +237,7 @@ def test_measured_figures_are_those_of_the_results() -> None:
     assert shown == [[f"{row['peak GiB']:.1f} GiB", f"{row['seconds']:.2f} s"] for row in offloaded]
 
 
-def test_contributing_names_what_there_is() -> None:
+def test_contributing_names_existing_targets_and_files() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 70  # a page
     rules = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -38,7 +38,7 @@ def texts(svg: ElementTree.Element) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "v"), VARIANTS, ids=label)
-def test_every_action_is_where_it_happens(name: str, v: int | None) -> None:
+def test_actions_are_drawn_at_their_times(name: str, v: int | None) -> None:
     simulation = simulate(build(name, 3, 5, v))
     found = boxes(parsed(simulation))
     expected = [
@@ -55,7 +55,7 @@ def test_every_action_is_where_it_happens(name: str, v: int | None) -> None:
         assert 0 <= time / last * unit - width <= 0.52  # a hair is left between two
 
 
-def test_words() -> None:
+def test_svg_texts() -> None:
     svg = parsed(simulate(build("zb_h1", 2, 3)))
     assert svg.attrib["role"] == "img"
     assert svg.attrib["aria-label"] == "zb_h1: 2 ranks, 2 stages, 3 micro-batches"
@@ -74,7 +74,7 @@ def test_stages_of_a_rank_have_shades() -> None:
     assert len({colours[key] for key in ("0F", "2F", "0B", "2B")}) == 4
 
 
-def test_it_follows_light_and_dark() -> None:
+def test_light_and_dark_colour_schemes() -> None:
     text = to_svg(simulate(build("1f1b", 2, 2)))
     assert "prefers-color-scheme:dark" in text
     assert "fill:currentColor" in text
@@ -83,7 +83,7 @@ def test_it_follows_light_and_dark() -> None:
     assert " id=" not in text  # and shares no names with other pictures
 
 
-def test_odd_ones() -> None:
+def test_edge_cases() -> None:
     name = 'a <b> & "c"\x07'
     schedule = from_text("0F0 0B0")
     svg = parsed(simulate(type(schedule)(name, schedule.placement, schedule.orders, 1)))
@@ -96,7 +96,7 @@ def test_odd_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_a_large_one_stays_small(name: str) -> None:
+def test_size_of_large_schedules(name: str) -> None:
     simulation = simulate(build(name, 8, 2000))
     text = to_svg(simulation)
     assert len(text) < 1_000_000
@@ -120,6 +120,6 @@ def generator() -> Any:
     return module
 
 
-def test_the_documents_have_what_would_be_drawn_now() -> None:
+def test_document_pictures_are_up_to_date() -> None:
     there = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "pictures").glob("*.svg")}
     assert there == generator().pictures(), "run python tools/draw_pictures.py"

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.data import mnist
-from tests.support.programs import environment, in_process
+from tests.support.programs import environment, run_in_process
 from tests.support.ranks import start_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -68,23 +68,23 @@ def script(name: str, *arguments: object) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
-def of_rank(rank: int, name: str, *arguments: object) -> str:
+def run_on_rank(rank: int, name: str, *arguments: object) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         script(name, *arguments)
     return printed.getvalue()
 
 
-def test_all_are_here_and_short() -> None:
+def test_all_examples_are_listed_and_short() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == NAMES
     for name in NAMES:
         assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 100
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_threads(name: str, tmp_path: Path) -> None:
+def test_examples_in_threads(name: str, tmp_path: Path) -> None:
     expected = first_loss(name, load(name))
     env = environment(OMP_NUM_THREADS="1")
-    done = in_process(script, name, "--steps", STEPS, *FEW.get(name, []), env=env, cwd=tmp_path)
+    done = run_in_process(script, name, "--steps", STEPS, *FEW.get(name, []), env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = losses(done.stdout, STEPS)
     assert found[0] == pytest.approx(expected, abs=2e-4)
@@ -92,12 +92,12 @@ def test_threads(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "names"), [(2, ["gpt", "llama", "resnet"]), (4, ["mnist", "unet"])])
-def test_processes(ranks: int, names: list[str]) -> None:
+def test_examples_over_processes(ranks: int, names: list[str]) -> None:
     """As under torchrun, with as many processes as the example says."""
     with start_ranks(ranks) as processes:
         for name in names:
             if name == "llama" and importlib.util.find_spec("transformers") is None:
                 continue
-            shown, *silent = processes.check(of_rank, name, "--steps", 2, *FEW.get(name, []), timeout=120)
+            shown, *silent = processes.check(run_on_rank, name, "--steps", 2, *FEW.get(name, []), timeout=120)
             assert losses(shown, 2)[0] == pytest.approx(first_loss(name, load(name)), abs=2e-4)
             assert not any(silent)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import environment, python, wait_for, warm
+from tests.support.programs import environment, forked_python, python, wait_until
 
-MUCH = """
+PROGRAM = """
 import atexit, multiprocessing, os, sys, threading, time
 import beside
 
@@ -25,42 +25,48 @@ atexit.register(lambda: print("bye", sys.exc_info()))
 threading.Thread(target=lambda: (time.sleep(0.2), print("late"))).start()
 late = Late()
 """
-ENDS = {
-    "by itself": MUCH,
-    "an error": f"{MUCH}\ndef f():\n    raise ValueError('no')\n\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    f()",
-    "a hook": f"{MUCH}\nsys.excepthook = lambda kind, error, trace: print(kind, error, trace.tb_lineno)\n1 / 0",
-    "a warning": f"{MUCH}\nimport warnings\nwarnings.warn('careful')\nprint('still here')",
+EXITS = {
+    "by itself": PROGRAM,
+    "an error": f"{PROGRAM}\ndef f():\n    raise ValueError('no')\n\n"
+    "try:\n    1 / 0\nexcept ZeroDivisionError:\n    f()",
+    "a hook": f"{PROGRAM}\nsys.excepthook = lambda kind, error, trace: print(kind, error, trace.tb_lineno)\n1 / 0",
+    "a warning": f"{PROGRAM}\nimport warnings\nwarnings.warn('careful')\nprint('still here')",
     "no Python": "1 +",
-    "exit": f"{MUCH}\nsys.exit()",
-    "a code": f"{MUCH}\nsys.exit(7)",
-    "a word": f"{MUCH}\nsys.exit('no')",
-    "a signal": f"{MUCH}\nprint('lost?', end='')\nos.abort()",
+    "exit": f"{PROGRAM}\nsys.exit()",
+    "a code": f"{PROGRAM}\nsys.exit(7)",
+    "a word": f"{PROGRAM}\nsys.exit('no')",
+    "a signal": f"{PROGRAM}\nprint('lost?', end='')\nos.abort()",
 }
-WAYS = (["-c", "CODE", "a"], ["-u", "script.py", "-c"], ["-W", "error", "-c", "CODE"], ["-m", "script", "--", "b"])
+COMMAND_LINES = (
+    ["-c", "CODE", "a"],
+    ["-u", "script.py", "-c"],
+    ["-W", "error", "-c", "CODE"],
+    ["-m", "script", "--", "b"],
+)
 
 
-def ended(command: list[str], place: Path) -> tuple[int, str, str]:
+def run_to_end(command: list[str], place: Path) -> tuple[int, str, str]:
     env = environment(WORD="hello", PYTHONPATH=str(place), PYTHONUNBUFFERED="")
     done = subprocess.run(command, env=env, cwd=place, input="drawer\n", capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_script_ends_as_one_of_pythons(end: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(ENDS[end])
+@pytest.mark.parametrize("exit_kind", EXITS)
+def test_output_and_exit_status_match_python(exit_kind: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(EXITS[exit_kind])
     (tmp_path / "beside.py").write_text("print(__name__)")
-    number = list(ENDS).index(end)
-    for way in (WAYS[number % 4], WAYS[(number + 1) % 4]):
-        command = [word.replace("CODE", ENDS[end]) for word in way]
-        expected, found = ended(python(*command), tmp_path), ended(warm(*command), tmp_path)
-        if "-m" in way:  # who has called is in the traceback
-            expected, found = ((*told[:2], told[2].splitlines()[-1:]) for told in (expected, found))
+    number = list(EXITS).index(exit_kind)
+    for command_line in (COMMAND_LINES[number % 4], COMMAND_LINES[(number + 1) % 4]):
+        command = [word.replace("CODE", EXITS[exit_kind]) for word in command_line]
+        expected, found = run_to_end(python(*command), tmp_path), run_to_end(forked_python(*command), tmp_path)
+        if "-m" in command_line:  # who has called is in the traceback
+            expected, found = ((*result[:2], result[2].splitlines()[-1:]) for result in (expected, found))
         assert found == expected
 
 
-def test_what_it_starts_is_like_it() -> None:
+def test_child_processes_have_torch_imported() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; print(*sys.modules)'])"
-    names = subprocess.run(warm("-c", code), capture_output=True, text=True, timeout=120).stdout.split()
+    names = subprocess.run(forked_python("-c", code), capture_output=True, text=True, timeout=120).stdout.split()
     assert {"torch", "penstock"} <= set(names)
 
 
@@ -69,16 +75,16 @@ def alive(number: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_it_takes_signals_and_does_not_outlive_what_stands_for_it() -> None:
+def test_signals_are_forwarded_and_orphans_are_killed() -> None:
     sleeps = "import os, signal, time; print(os.getpid(), flush=True); time.sleep(600)"
     for code, expected in ((sleeps, -15), (f"import signal; signal.signal(15, lambda *_: exit(3)); {sleeps}", 3)):
-        with subprocess.Popen(warm("-c", code), stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(forked_python("-c", code), stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             process.stdout.readline()
             process.terminate()
             assert process.wait(120) == expected
-    with subprocess.Popen(warm("-c", sleeps), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(forked_python("-c", sleeps), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         number = int(process.stdout.readline())
         process.kill()
-        wait_for(lambda: not alive(number), "it lives on")
+        wait_until(lambda: not alive(number), "it lives on")

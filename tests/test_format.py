@@ -8,7 +8,7 @@ from penstock.format import format_size, format_size_exact, format_table, format
 
 
 @pytest.mark.parametrize(
-    ("size", "words", "exact"),
+    ("size", "text", "exact"),
     [
         (0, "0 bytes", "0 bytes"),
         (1023, "1023 bytes", "1023 bytes"),
@@ -17,16 +17,16 @@ from penstock.format import format_size, format_size_exact, format_table, format
         (3e15, "2728.48 TiB", "2728.48 TiB (3,000,000,000,000,000 bytes)"),
     ],
 )
-def test_sizes(size: float, words: str, exact: str) -> None:
-    assert (format_size(size), format_size_exact(size)) == (words, exact)
+def test_sizes(size: float, text: str, exact: str) -> None:
+    assert (format_size(size), format_size_exact(size)) == (text, exact)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [(0.0, "0 s"), (2.5e-7, "2.5e-07 s"), (4.2e-5, "42 µs"), (0.0458, "45.8 ms"), (1.0, "1 s"), (4321.9, "4322 s")],
 )
-def test_times(seconds: float, words: str) -> None:
-    assert format_time(seconds) == words
+def test_times(seconds: float, text: str) -> None:
+    assert format_time(seconds) == text
 
 
 def test_tables() -> None:

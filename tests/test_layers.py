@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -25,9 +26,14 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """The package's modules that a file imports: at run time, within functions, or for its types."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "penstock":
@@ -40,7 +46,7 @@ def package(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_a_layer_imports_only_those_below_it() -> None:
+def test_layers_import_only_lower_layers() -> None:
     known = modules()
     wrong = [
         f"{module} imports {other}"
@@ -52,7 +58,7 @@ def test_a_layer_imports_only_those_below_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_imports_form_a_cycle() -> None:
+def test_no_import_cycles() -> None:
     known = modules()
 
     graph: dict[str, set[str]] = {}
@@ -65,7 +71,7 @@ def test_no_imports_form_a_cycle() -> None:
         raise AssertionError("imports form a cycle: " + " -> ".join(error.args[1])) from None
 
 
-def test_schedules_do_without_torch() -> None:
+def test_schedule_does_not_import_torch() -> None:
     for module, path in modules().items():
         if package(module) == "schedule":
             assert "import torch" not in path.read_text(), module

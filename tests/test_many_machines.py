@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from tests.support.programs import environment, run, torchrun, warm
+from tests.support.programs import environment, forked_python, run, torchrun
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "many-machines.md").read_text(encoding="utf-8")
 PROGRAM, *_ = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 CONSOLE = dict(re.findall(r"^```console\n\$ (.*)\n((?:.*\n)*?)```$", DOCUMENT, re.MULTILINE))
-WAYS = [command for command in CONSOLE if command.endswith(" train.py")]
+COMMANDS = [command for command in CONSOLE if command.endswith(" train.py")]
 EPOCH = re.compile(r"(epoch \d)  50 steps in \d+\.\d s  loss (\d\.\d{4})  [\d,]+ samples/s  bubble \d+\.\d%")
 
 
@@ -42,17 +42,17 @@ def compare(printed: str, command: str) -> None:
 @pytest.mark.parametrize("command", ["torchrun --nproc-per-node=4 train.py", "penstock run --stages 4 train.py"])
 def test_commands(script: Path, command: str) -> None:
     """Threads are in test_docs, and two machines in other tests: what they print is the same."""
-    assert command in WAYS
-    assert len(WAYS) == 4
-    word, *arguments = command.split()
-    start = {"torchrun": torchrun, "penstock": partial(warm, "-m", "penstock")}[word]
+    assert command in COMMANDS
+    assert len(COMMANDS) == 4
+    launcher, *arguments = command.split()
+    start = {"torchrun": torchrun, "penstock": partial(forked_python, "-m", "penstock")}[launcher]
     done = run(start(*arguments), environment(OMP_NUM_THREADS="1"), cwd=script.parent)
     assert done.returncode == 0, done.stderr
-    for same in WAYS:
+    for same in COMMANDS:
         compare(done.stdout, same)
 
 
-def test_options_that_the_text_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
     main(["run", "--help"])
     options = capsys.readouterr().out
     named = set(re.findall(r"`(?:penstock run )?(--[a-z-]+)", DOCUMENT)) - {"--rdzv-backend", "--cpus-per-task"}

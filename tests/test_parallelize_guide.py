@@ -21,8 +21,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 )
 
 
-def loss_of(rank: int, way: str | None) -> float:
-    before, sys.argv = sys.argv, ["train.py", way or ""]
+def run_program(rank: int, strategy: str | None) -> float:
+    before, sys.argv = sys.argv, ["train.py", strategy or ""]
     try:
         names: dict[str, object] = {"__name__": "guide"}
         exec(compile(PROGRAM, "guide", "exec"), names)
@@ -35,12 +35,12 @@ def loss_of(rank: int, way: str | None) -> float:
     return float(result.loss)
 
 
-def test_ways() -> None:
+def test_all_strategies_give_the_same_loss() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    expected = loss_of(0, None)
+    expected = run_program(0, None)
     torch.set_num_threads(threads)
     with start_ranks(4) as ranks:
-        for way in ("ddp", "fsdp", "tensor"):
-            for found in ranks.check(loss_of, way, timeout=120):
+        for strategy in ("ddp", "fsdp", "tensor"):
+            for found in ranks.check(run_program, strategy, timeout=120):
                 assert found == pytest.approx(expected, abs=1e-4)

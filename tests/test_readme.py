@@ -46,7 +46,7 @@ def program(word: str) -> dict[str, Any]:
     return execute(code)
 
 
-def test_every_block_is_of_a_kind_that_is_tested() -> None:
+def test_all_code_blocks_are_tested() -> None:
     assert {language for language, _ in BLOCKS} == {"diff", "console", "python"}
     assert len(UNDER_TORCHRUN) == 1
     assert len(IN_PROCESS) == 2
@@ -83,7 +83,7 @@ def test_a_hugging_face_model() -> None:
     assert program("LlamaForCausalLM(config)")["result"].loss > 0
 
 
-def test_the_same_under_torchrun(tmp_path: Path) -> None:
+def test_training_loop_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(UNDER_TORCHRUN[0], encoding="utf-8")
     done = run(torchrun("--standalone", "--nproc-per-node=4", script))
@@ -123,13 +123,13 @@ def test_commands() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_bubbles_of_the_pictures(name: str) -> None:
+def test_bubble_figures(name: str) -> None:
     simulation = simulate(build(name, 4, 8), Costs.per_rank(v=1))
     assert f"docs/pictures/{name}.svg" in README
     assert f"{simulation.bubble:.1%}" in README.partition("## Split")[0]
 
 
-def test_measurements_are_those_of_the_benchmarks() -> None:
+def test_figures_match_benchmark_results() -> None:
     rows = json.loads((ROOT / "benchmarks/results/one_gpu_h200.json").read_text())["rows"]
     for row in rows:
         if row["variant"] != "ours gpipe":

@@ -21,7 +21,7 @@ PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 BUILDER = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
 
 
-def test_the_navigation_has_every_page_once() -> None:
+def test_navigation_lists_every_page_once() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     assert sorted(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == PAGES
 
@@ -62,7 +62,7 @@ def test_every_schedule_is_in_the_reference() -> None:
         assert f"{kind.make.__module__}.{kind.make.__name__}" in named
 
 
-def test_it_builds_and_has_no_broken_link(tmp_path: Path) -> None:
+def test_site_builds_without_broken_links(tmp_path: Path) -> None:
     missing = [name for name in BUILDER if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: make docs installs what builds the site")

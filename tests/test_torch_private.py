@@ -427,7 +427,7 @@ def test_attributes_are_checked_on_import(monkeypatch: pytest.MonkeyPatch) -> No
         load()
 
 
-def test_pyproject_promises_the_tested_versions() -> None:
+def test_pyproject_torch_versions() -> None:
     pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
     first, last = _torch.TESTED[0], _torch.TESTED[-1]
     major, minor = last.split(".")

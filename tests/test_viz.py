@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import product
 
 import pytest
 from rich.console import Console
@@ -24,7 +25,7 @@ def chart(text: str) -> list[str]:
     return lines[: lines.index("") - 1]
 
 
-def test_the_whole_picture() -> None:
+def test_chart_of_a_schedule() -> None:
     text = viz.to_text_lines(simulated("1f1b", 2, 3), width=80)
     assert text.splitlines() == [
         "1f1b: 2 ranks, 2 stages, 3 micro-batches",
@@ -43,7 +44,7 @@ def test_the_whole_picture() -> None:
     ]
 
 
-def test_numbers_go_below_where_they_do_not_fit_beside() -> None:
+def test_microbatch_numbers_below_narrow_actions() -> None:
     assert chart(viz.to_text_lines(simulated("zb_h1", 2, 8), 40)) == [
         "rank 0  FF·IWFIWFIWFIWFIWFIWFIWIW",
         "        01 0021132243354465576677",
@@ -77,18 +78,17 @@ SIZES = [(1, 1), (2, 3), (4, 8), (4, 12), (4, 120), (12, 7), (16, 40)]
 
 
 @pytest.mark.parametrize(("name", "v"), VARIANTS, ids=label)
-@pytest.mark.parametrize("width", [60, 80, 133])
-def test_nothing_is_wider_than_asked(name: str, v: int | None, width: int) -> None:
-    for p, m in SIZES:
-        for comm in (0.0, 0.13):
-            simulation = simulated(name, p, m, v, comm=comm)
+def test_chart_fits_the_width(name: str, v: int | None) -> None:
+    for (p, m), comm in product(SIZES, (0.0, 0.13)):
+        simulation = simulated(name, p, m, v, comm=comm)
+        for width in (60, 80, 133):
             for text in (viz.to_text_lines(simulation, width), viz.to_rich(simulation, width).plain):
-                assert max(map(len, text.splitlines())) <= width
+                assert max(map(len, text.splitlines())) <= width, (p, m, comm, width)
                 assert f"rank {p - 1}" in text
 
 
 @pytest.mark.parametrize(("name", "v"), VARIANTS, ids=label)
-def test_every_action_is_shown_where_there_is_room(name: str, v: int | None) -> None:
+def test_all_actions_are_shown_at_full_width(name: str, v: int | None) -> None:
     simulation = simulated(name, 3, 4, v)
     shown = "".join(viz.to_text_lines(simulation, 1000).splitlines()[2:5]).upper()
     for order in simulation.schedule.orders:
@@ -99,7 +99,7 @@ def test_every_action_is_shown_where_there_is_room(name: str, v: int | None) -> 
     )
 
 
-def test_many_actions_in_a_column_keep_their_share() -> None:
+def test_columns_show_the_share_of_each_kind() -> None:
     """1F1B with 1000 micro-batches in 72 columns: a third of it is forward, as in the schedule."""
     row = chart(viz.to_text_lines(simulated("1f1b", 4, 1000), 80))[3][8:]
     assert len(row) == 72
@@ -107,17 +107,17 @@ def test_many_actions_in_a_column_keep_their_share() -> None:
     assert row.count("B") == pytest.approx(48, abs=1)
 
 
-def test_work_of_no_length_takes_no_room() -> None:
+def test_zero_length_actions_take_no_columns() -> None:
     assert chart(viz.to_text_lines(simulated("zb_h1", 1, 2, w=0), 80)) == ["rank 0  F0--I0--F1--I1--"]
     assert "simulated time 0" in viz.to_text_lines(simulated("1f1b", 2, 2, f=0, i=0, w=0), 80)
 
 
-def test_stages_that_do_not_fit_are_cut() -> None:
+def test_long_stage_lists_are_truncated() -> None:
     text = viz.to_text_lines(simulated("looped_bfs", 4, 2, 24), 80)
     assert any(line.startswith("   0  0 4 8 12 ") and "…" in line for line in text.splitlines())
 
 
-def test_colours_say_the_kind_and_shades_the_stage() -> None:
+def test_colour_is_the_kind_and_shade_the_stage() -> None:
     text = viz.to_rich(simulated("interleaved", 2, 2, 2), 80)
     styles = {str(span.style) for span in text.spans}
     assert {"bright_white on color(25)", "black on color(153)"} <= styles  # forward: first and second stage
@@ -162,7 +162,7 @@ def test_coloured_lines_do_not_wrap() -> None:
     assert len(capture.get().splitlines()) == len(text.plain.splitlines())
 
 
-def test_a_file_without_dots_gets_points() -> None:
+def test_ascii_file_gets_ascii_dots() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     viz.print_schedule(simulated("looped_bfs", 4, 2, 24), file)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.profile.planner.candidates import Candidate, Configuration, Rejection
+from penstock.profile.planner.result import Candidate, Configuration, Rejection
 from penstock.schedule import SCHEDULES, Costs, build, from_text, simulate
 from penstock.split.chain import Edge
 from penstock.split.plan import Plan, StageSpec, Tie
 
 SVG = "{http://www.w3.org/2000/svg}"
-EVIL = "<script>alert('1')</script>&\x00\"]]>"
+HTML_TEXT = "<script>alert('1')</script>&\x00\"]]>"
 LARGEST = 1_200_000  # letters, of what is shown
 
 
@@ -63,19 +63,19 @@ def test_schedules(name: str) -> None:
 
 
 def test_names_are_escaped() -> None:
-    schedule = replace(build("1f1b", 2, 2), name=EVIL)
+    schedule = replace(build("1f1b", 2, 2), name=HTML_TEXT)
     for page in (schedule._repr_html_(), schedule._repr_svg_(), simulate(schedule)._repr_html_()):
         assert "<script>alert('1')</script>&" in text(tree(page))
-    large = replace(build("1f1b", 100, 100), name=EVIL)
+    large = replace(build("1f1b", 100, 100), name=HTML_TEXT)
     assert "<script>alert('1')</script>&" in text(tree(large._repr_html_()))
 
 
-def test_a_schedule_that_cannot_run() -> None:
+def test_invalid_schedule_shows_the_reason() -> None:
     """A notebook shows whatever a cell ends with: the reason, and no traceback."""
     schedule = from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     assert "deadlock: rank 0 waits at 0B0" in text(tree(schedule._repr_html_()))
     assert schedule._repr_svg_() is None
-    assert "is empty" not in text(tree(replace(schedule, name=EVIL, orders=((), ()))._repr_html_()))
+    assert "is empty" not in text(tree(replace(schedule, name=HTML_TEXT, orders=((), ()))._repr_html_()))
 
 
 @pytest.mark.slow
@@ -123,14 +123,14 @@ def test_traces() -> None:
     assert {"0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1"} <= tips
     assert "no whole step" in text(empty)  # while it is recorded, it is not there
     assert empty.find(f"{SVG}svg") is None
-    evil = replace(trace, schedule=replace(trace.schedule, name=EVIL))
+    evil = replace(trace, schedule=replace(trace.schedule, name=HTML_TEXT))
     assert "<script>alert('1')</script>&" in text(tree(evil._repr_html_()))
 
 
 # What a planner found ---------------------------------------------------------------------------------------
 
 
-def planned(layer: str = "c", stages: int = 3, microbatches: int = 4) -> ps.PlanResult:
+def plan_result(layer: str = "c", stages: int = 3, microbatches: int = 4) -> ps.PlanResult:
     """A stage of two layers, and of one layer each after it; every message takes a quarter of a second."""
     schedule = build("1f1b", stages, microbatches)
     names = ("a", "b", layer, *(f"layer{i}" for i in range(3, stages + 1)))
@@ -138,15 +138,15 @@ def planned(layer: str = "c", stages: int = 3, microbatches: int = 4) -> ps.Plan
     costs = Costs((2.0,) + (1.0,) * (stages - 1), 1.0, 1.0, latency=0.25, bytes=edges)
     simulation = simulate(schedule, costs, tuple(edges))
     memory = tuple(2.0**20 * (stages - rank) for rank in range(stages))
-    way = Configuration(1, stages, "straight", 1, 8, microbatches)
+    configuration = Configuration(1, stages, "straight", 1, 8, microbatches)
     cuts = tuple(range(2, stages + 2))
-    best = Candidate(way, cuts, schedule, simulation.makespan, 20.0, memory, simulation.bubble, costs)
-    others = tuple(Rejection(replace(way, samples=n), f"{n}% slower", 30.0 + n) for n in range(1, 12))
-    return ps.PlanResult(best, (*others, Rejection(way, EVIL)), names)
+    best = Candidate(configuration, cuts, schedule, simulation.makespan, 20.0, memory, simulation.bubble, costs)
+    others = tuple(Rejection(replace(configuration, samples=n), f"{n}% slower", 30.0 + n) for n in range(1, 12))
+    return ps.PlanResult(best, (*others, Rejection(configuration, HTML_TEXT)), names)
 
 
-def test_planned() -> None:
-    found = planned()
+def test_plan_result() -> None:
+    found = plan_result()
     page = tree(found._repr_html_())
     tips = {element.text for element in page.iter(f"{SVG}title")}
     assert {str(action) for order in found.schedule.orders for action in order} <= tips
@@ -163,8 +163,8 @@ def test_planned() -> None:
     assert bars == [120, 90, 90, 120, 80, 40]
 
 
-def test_planned_that_was_saved(tmp_path: Path) -> None:
-    found = planned()
+def test_plan_result_from_a_file(tmp_path: Path) -> None:
+    found = plan_result()
     found.save(tmp_path / "planned.json")
     assert ps.PlanResult.load(tmp_path / "planned.json") == found
     assert ps.PlanResult.load(tmp_path / "planned.json")._repr_html_() == found._repr_html_()
@@ -181,16 +181,16 @@ def test_planned_that_was_saved(tmp_path: Path) -> None:
             ps.PlanResult.from_json(json.dumps({**data, "costs": wrong}))
 
 
-def test_planned_of_any_size_and_names() -> None:
-    assert "<script>alert('1')</script>&" in text(tree(planned(EVIL)._repr_html_()))
-    evil = replace(planned(), others=planned().others[-1:])
+def test_plan_result_sizes_and_escaping() -> None:
+    assert "<script>alert('1')</script>&" in text(tree(plan_result(HTML_TEXT)._repr_html_()))
+    evil = replace(plan_result(), others=plan_result().others[-1:])
     assert "<script>alert('1')</script>&" in text(tree(evil._repr_html_()))
-    full = planned()
+    full = plan_result()
     full = replace(full, best=replace(full.best, memory=(2.0**36, 2.0**20, 0.0)))
     assert "0 65,536 1 1 2 0" in text(tree(full._repr_html_()))
-    large = planned(stages=200, microbatches=100)
+    large = plan_result(stages=200, microbatches=100)
     assert "… 100 more" in text(tree(large._repr_html_()))
-    alone = tree(planned(stages=1)._repr_html_())
+    alone = tree(plan_result(stages=1)._repr_html_())
     assert alone.find(f"{SVG}svg") is not None
 
 
@@ -211,7 +211,7 @@ def test_plans() -> None:
     assert [row[1].text for row in placed.iter("tr")][1:] == ["0 cuda:0", "1 cuda:1", "0 cuda:0"]
 
 
-def test_everything_drawn_is_inside_of_the_picture() -> None:
+def test_drawing_stays_inside_the_view_box() -> None:
     stages = tuple(StageSpec((f"l{i}",), 1, 4) for i in range(40))
     edges = (*(Edge(i, i + 1) for i in range(39)), Edge(0, 39), Edge(3, 9))
     plan = Plan(stages, edges, (Tie(("a", "b", "c"), (0, 20, 39)), Tie(("d", "e"), (1, 2))))
@@ -231,8 +231,14 @@ def test_everything_drawn_is_inside_of_the_picture() -> None:
 
 
 def test_names_of_layers_are_escaped() -> None:
-    stage = StageSpec((EVIL,), 1, 4)
-    plan = Plan((stage, stage), (Edge(0, 1, (EVIL,)),), (Tie((EVIL, "b"), (0, 1)),), devices=(EVIL, EVIL), ranks=(0, 1))
+    stage = StageSpec((HTML_TEXT,), 1, 4)
+    plan = Plan(
+        (stage, stage),
+        (Edge(0, 1, (HTML_TEXT,)),),
+        (Tie((HTML_TEXT, "b"), (0, 1)),),
+        devices=(HTML_TEXT, HTML_TEXT),
+        ranks=(0, 1),
+    )
     page = plan._repr_html_()
     assert text(tree(page)).count("<script>alert('1')</script>&") == 5
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import environment, run, warm
+from tests.support.programs import environment, forked_python, run
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "when-it-fails.md").read_text(encoding="utf-8")
 (PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
@@ -20,23 +20,23 @@ slow = pytest.mark.skipif("PENSTOCK_SLOW" not in os.environ, reason="half a minu
 
 # The other two are what tests/train/test_watch.py is about.
 @pytest.mark.parametrize(
-    ("how", "code"), [("raise", 1), pytest.param("kill", 137, marks=slow), pytest.param("hang", 1, marks=slow)]
+    ("failure", "code"), [("raise", 1), pytest.param("kill", 137, marks=slow), pytest.param("hang", 1, marks=slow)]
 )
-def test_commands(how: str, code: int, tmp_path: Path) -> None:
-    command = f"penstock run --stages 4 train.py {how}"
-    patient = "timeout=(6, 16)" if how == "hang" else "timeout=None"  # where processes start slowly
-    (tmp_path / "train.py").write_text(PROGRAM.replace("timeout=(3, 8)", patient), encoding="utf-8")
-    done = run(warm("-m", *command.split()), environment(OMP_NUM_THREADS="1"), cwd=tmp_path)
+def test_commands(failure: str, code: int, tmp_path: Path) -> None:
+    command = f"penstock run --stages 4 train.py {failure}"
+    timeout = "timeout=(6, 16)" if failure == "hang" else "timeout=None"  # where processes start slowly
+    (tmp_path / "train.py").write_text(PROGRAM.replace("timeout=(3, 8)", timeout), encoding="utf-8")
+    done = run(forked_python("-m", *command.split()), environment(OMP_NUM_THREADS="1"), cwd=tmp_path)
     assert done.returncode == code, done.stderr
-    steps, said = CONSOLE[command].split("\n\n", 1) if how != "hang" else CONSOLE[command].split("\nrank 0 ", 1)
+    steps, messages = CONSOLE[command].split("\n\n", 1) if failure != "hang" else CONSOLE[command].split("\nrank 0 ", 1)
     assert done.stdout.splitlines() == steps.splitlines()
-    there = [told(line) for line in done.stderr.splitlines()]
-    for line in said.splitlines():
+    written = [normalize(line) for line in done.stderr.splitlines()]
+    for line in messages.splitlines():
         if "[…]" not in line:
-            assert any(line_there.endswith(told(line)) for line_there in there), (line, done.stderr)
+            assert any(line_there.endswith(normalize(line)) for line_there in written), (line, done.stderr)
 
 
-def told(line: str) -> str:
+def normalize(line: str) -> str:
     """Without how long it took, and without who was the first to give up."""
     return re.sub(r"timed out: .*, which has been", "timed out: ", re.sub(r"\b\d+ s\b", "some s", line))
 

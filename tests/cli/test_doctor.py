@@ -13,7 +13,7 @@ import torch
 
 from penstock.cli import doctor, main
 from penstock.cli.doctor import Exchange, Facts, Finding, Gpu, diagnose
-from tests.support.programs import environment, free_port, run, warm
+from tests.support.programs import environment, forked_python, free_port, run
 from tests.support.ranks import run_ranks
 
 GIB = 1 << 30
@@ -202,7 +202,7 @@ def test_a_gpu() -> None:
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    done = run(warm("-m", "penstock", "doctor", "--json"), environment(), cwd=tmp_path)
+    done = run(forked_python("-m", "penstock", "doctor", "--json"), environment(), cwd=tmp_path)
     assert done.stderr == ""
     found = json.loads(done.stdout)
     assert done.returncode == (not found["ok"])

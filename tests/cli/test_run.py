@@ -16,8 +16,17 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from penstock.cli import main
 from penstock.cli.run import _Failure, _first_failure, _Logs
 from penstock.train.launch import usable_cores
-from tests.support.endings import said
-from tests.support.programs import DEADLINE, commands, environment, free_port, python, run, wait_for, warm
+from tests.support.programs import (
+    DEADLINE,
+    environment,
+    forked_python,
+    free_port,
+    python,
+    run,
+    run_commands,
+    wait_until,
+)
+from tests.support.rank_programs import without_hostname_warnings
 
 PLACE = """
 import sys, torch, torch.distributed as dist
@@ -64,7 +73,7 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def penstock(*arguments: object, start: Callable[..., list[str]] = warm) -> list[str]:
+def penstock(*arguments: object, start: Callable[..., list[str]] = forked_python) -> list[str]:
     return start("-m", "penstock", "run", *arguments)
 
 
@@ -87,7 +96,7 @@ def test_output_of_rank_0_and_files_for_the_others(tmp_path: Path) -> None:
     done = run(penstock(*options, tmp_path / "place.py", "--data", "9"), temporary(tmp_path))
     threads = max(1, usable_cores() // 4)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"0 0 0 {threads} ['--data', '9']\n", "err 0\n")
-    files = {path.name: said(path.read_text()) for path in (tmp_path / "logs").iterdir()}
+    files = {path.name: without_hostname_warnings(path.read_text()) for path in (tmp_path / "logs").iterdir()}
     assert files == {
         **{f"rank{r}.out": f"{r} {r // 2} {r % 2} {threads} ['--data', '9']\n" for r in (1, 2, 3)},
         **{f"rank{r}.err": f"err {r}\n" for r in (1, 2, 3)},
@@ -101,7 +110,7 @@ def test_all_ranks_of_a_module(tmp_path: Path) -> None:
     (tmp_path / "package" / "train.py").write_text(f"from package import beside\n{SCRIPT}")
     (tmp_path / "package" / "beside.py").touch()
     command = ["run", "--stages", 2, "--all-ranks", "-m", "package.train", "go", "--", "-m"]
-    (done,) = commands([command], temporary(tmp_path), tmp_path)
+    (done,) = run_commands([command], temporary(tmp_path), tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 1] out 1 ['--', '-m']", "out 0 ['--', '-m']"]
     assert sorted(done.stderr.splitlines()) == ["[rank 1] err 1", "err 0"]
@@ -114,7 +123,7 @@ def test_two_machines(script: Path, tmp_path: Path, numbered: bool) -> None:
     where = f"127.0.0.1:{free_port()}"
     ways = [["--master", where, "--node-rank", k] for k in (0, 1)] if numbered else [["--rdzv-endpoint", where]] * 2
     machines = [["run", "--stages", 4, "--nnodes", 2, *way, script, "go"] for way in ways]
-    first, second = commands(machines, temporary(tmp_path), tmp_path)
+    first, second = run_commands(machines, temporary(tmp_path), tmp_path)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     if not numbered and not first.stdout:  # the first to connect has rank 0
         first, second = second, first
@@ -127,7 +136,7 @@ def test_two_machines(script: Path, tmp_path: Path, numbered: bool) -> None:
 
 
 def test_only_the_error_of_the_first_failed_rank_is_shown(script: Path, tmp_path: Path) -> None:
-    (done,) = commands([["run", "--stages", 2, script, "raise"]], temporary(tmp_path), tmp_path)
+    (done,) = run_commands([["run", "--stages", 2, script, "raise"]], temporary(tmp_path), tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     beginning, _, shown = done.stderr.partition("\npenstock: rank 1 failed, with exit code 1:\n\n")
@@ -138,7 +147,7 @@ def test_only_the_error_of_the_first_failed_rank_is_shown(script: Path, tmp_path
     assert f'File "{script}", line ' in traceback.splitlines()[1]  # and not how the script was started
     assert more.startswith("the output of ranks other than 0 is in ")
     directory = Path(more.split()[-1])
-    assert said((directory / "rank1.err").read_text()) == "err 1\n"
+    assert without_hostname_warnings((directory / "rank1.err").read_text()) == "err 1\n"
     assert sorted(path.name for path in directory.iterdir()) == ["rank1.err", "rank1.out"]
 
 
@@ -147,7 +156,7 @@ def test_only_the_error_of_the_first_failed_rank_is_shown(script: Path, tmp_path
     [("exit", 3, "rank 1 failed, with exit code 3\n"), ("kill", 137, "rank 1 was killed by SIGKILL:\n\nerr 1\n")],
 )
 def test_exit_codes(script: Path, tmp_path: Path, what: str, code: int, message: str) -> None:
-    (done,) = commands([["run", "--stages", 2, script, what]], temporary(tmp_path), tmp_path)
+    (done,) = run_commands([["run", "--stages", 2, script, what]], temporary(tmp_path), tmp_path)
     assert (done.returncode, done.stdout.count("\n")) == (code, 1)
     assert f"\npenstock: {message}" in done.stderr
     assert "Traceback" not in done.stderr
@@ -214,7 +223,7 @@ def sleeping(script: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[by
     launcher = subprocess.Popen(command, env=temporary(tmp_path), start_new_session=True, **quiet)
     pids: list[int] = []
     try:
-        wait_for(lambda: len(list((tmp_path / "pids").iterdir())) == 2 or launcher.poll(), "the ranks do not start")
+        wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 2 or launcher.poll(), "the ranks do not start")
         pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
         assert len(pids) == 2
         yield launcher, pids
@@ -245,7 +254,7 @@ def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_p
     with sleeping(script, tmp_path) as (launcher, pids):
         launcher.kill()
         launcher.wait()
-        wait_for(lambda: not any(map(alive, pids)), "the ranks live on")
+        wait_until(lambda: not any(map(alive, pids)), "the ranks live on")
 
 
 # Usage ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.compat.torchdistpackage import forward_backward
 from tests.compat.torchdistpackage_support import line, own_inputs
 from tests.support.models import batch
-from tests.support.ranks import Gone, Ranks, run_ranks
+from tests.support.ranks import RankExited, Ranks, run_ranks
 
 
 class Broken(Exception):
@@ -81,7 +81,7 @@ def is_killed(rank: int) -> None:
 
 def test_a_rank_that_is_killed_is_named() -> None:
     first, second, third = run_ranks(is_killed, 3)
-    assert isinstance(second, Gone)
+    assert isinstance(second, RankExited)
     for error in (first, third):
         assert isinstance(error, ps.PipelineError)
         assert error.rank == 1

@@ -1,4 +1,4 @@
-"""The one equality: after a pipelined step everything that can be observed is as after the plain model's."""
+"""Compare pipelined steps with the plain model: losses, outputs, gradients, updates and state."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.microbatch import microbatch_sizes
-from tests.equivalence.fronts import FrontCase
+from tests.equivalence.dynamic_models import DynamicShapesCase
+from tests.equivalence.front_end_models import FrontEndCase
 from tests.equivalence.models import Case, stages_per_rank
-from tests.equivalence.ragged import RaggedCase
-from tests.equivalence.webs import WebCase
+from tests.equivalence.skip_models import SkipCase
 
-AnyCase = Case | WebCase | FrontCase | RaggedCase
+AnyCase = Case | SkipCase | FrontEndCase | DynamicShapesCase
 
 
 def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,10 +33,10 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 
 def plain_step(model: nn.Module, case: AnyCase) -> tuple[Tensor, Tensor]:
-    """The plain model's loss and outputs; its gradients are left in the parameters.
+    """Loss and outputs of the plain model, whose parameters get the gradients.
 
-    The forward runs micro-batch by micro-batch, because a layer may look at its batch; the loss is the whole
-    mini-batch's.
+    The forward runs micro-batch by micro-batch, because a layer may depend on its batch; the loss is computed over the
+    whole mini-batch.
     """
     loss, outputs = _plain_loss(model, case)
     loss.backward()
@@ -50,7 +50,7 @@ def _plain_loss(model: nn.Module, case: AnyCase) -> tuple[Tensor, Tensor]:
 
 
 def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str] = ("cpu",)) -> None:
-    """Two steps with an optimizer between them, plain and pipelined. ``devices`` are given to the ranks in turn."""
+    """Compare two steps with an optimizer between them, plain and pipelined. Rank r uses ``devices[r % len]``."""
     model = case.build()
     plain = copy.deepcopy(model)
     ranks = case.stages // stages_per_rank(case.schedule)
@@ -91,8 +91,17 @@ def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str
             check_evaluation(pipe, plain, case)
 
 
+def check_on_rank(rank: int, case: AnyCase) -> None:
+    """``check_step`` in one of the processes of a pipeline; a failure names the case."""
+    try:
+        check_step(case, ps.Mesh())
+    except BaseException as error:
+        error.add_note(f"case: {case}")
+        raise
+
+
 def check_evaluation(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None:
-    """Under a mesh: the outputs of a call without a graph, and the loss of an evaluation."""
+    """Under a mesh: outputs of a call without grad, and the loss of ``evaluate``."""
     x, y = case.data()
     with torch.no_grad():
         loss, outputs = _plain_loss(plain, case)
@@ -103,7 +112,7 @@ def check_evaluation(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None
 
 
 def check_call(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None:
-    """A plain call of the pipeline: outputs, parameter and input gradients."""
+    """A call ``pipe(x)``: outputs, parameter and input gradients."""
     x, _ = case.data()
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     parts = theirs.split(list(microbatch_sizes(case.batch, case.microbatches)))
@@ -120,7 +129,7 @@ def check_call(pipe: ps.Pipeline, plain: nn.Module, case: AnyCase) -> None:
         _equal(pipe(x), expected.detach(), "outputs without grad")
 
 
-def _equal(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
-    assert (ours is None) == (theirs is None), f"{what}: {'missing' if ours is None else 'not expected'}"
+def _equal(ours: Tensor | None, theirs: Tensor | None, name: str) -> None:
+    assert (ours is None) == (theirs is None), f"{name}: {'missing' if ours is None else 'not expected'}"
     if ours is not None and theirs is not None:
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-9, atol=1e-11, msg=lambda text: f"{what}: {text}")
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")

@@ -1,7 +1,4 @@
-"""Worker processes that all files in here share: starting them takes longer than most cases.
-
-``two_ranks`` and ``four_ranks`` run the cases of ``tests.equivalence.ranks``, ``two`` and ``four`` any function.
-"""
+"""Rank processes that all files in here share: starting them takes longer than most cases."""
 
 from __future__ import annotations
 
@@ -9,29 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.equivalence import ranks as cases
 from tests.support.ranks import Ranks, start_ranks
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[cases.Ranks]:
-    with cases.ranks(2) as made:
-        yield made
+def two_ranks() -> Iterator[Ranks]:
+    with start_ranks(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[cases.Ranks]:
-    with cases.ranks(4) as made:
-        yield made
-
-
-@pytest.fixture(scope="session")
-def two() -> Iterator[Ranks]:
-    with start_ranks(2) as made:
-        yield made
-
-
-@pytest.fixture(scope="session")
-def four() -> Iterator[Ranks]:
-    with start_ranks(4) as made:
-        yield made
+def four_ranks() -> Iterator[Ranks]:
+    with start_ranks(4) as ranks:
+        yield ranks

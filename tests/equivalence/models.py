@@ -1,4 +1,4 @@
-"""Generated models as plain data, so that a case can be shrunk, printed, and sent to worker processes."""
+"""Models described by plain data, so that a case can be shrunk, printed and pickled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINING = [*(name for name in SCHEDULES if name != "forward_only"), "auto"]
 
 
 class Fork(nn.Module):
-    """One tensor becomes a tuple that starts with integers: the first leaf of an edge has no gradient."""
+    """A tensor becomes a tuple that starts with an integer tensor: the first value on the edge has no gradient."""
 
     def forward(self, x: Tensor) -> tuple[Any, ...]:
         return torch.arange(WIDTH, device=x.device).expand(len(x), -1), x, None, 2.5
@@ -32,7 +32,7 @@ class Gather(nn.Module):
 
 
 class Pack(nn.Module):
-    """A dict with a nested list; one of its tensors is used by nobody."""
+    """A dict with a nested list; one of its tensors is not used."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         return {"a": x, "more": [x * 2, x.detach()], "unused": x + 1}
@@ -45,7 +45,7 @@ class Unpack(nn.Module):
 
 
 class Scale(nn.Module):
-    """A parameter that no deferred op covers."""
+    """A parameter whose gradient cannot be deferred to W."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Twice(nn.Module):
 
 
 class Convs(nn.Module):
-    """Rows as little images and back."""
+    """Convolutions over the features of a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Convs(nn.Module):
 
 
 class Lookup(nn.Module):
-    """An embedding of integers that come from the data."""
+    """An embedding whose indices are computed from the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,15 +120,15 @@ class Case:
     """One model, one cut, one schedule, one mini-batch."""
 
     layers: tuple[str, ...]
-    repeat_first: bool  # the first linear stands there a second time, at the end
-    cuts: int  # seeds how the layers are divided
+    repeat_first: bool  # use the first linear again near the end
+    cuts: int  # random seed of the balance
     schedule: str
     stages: int
     microbatches: int
     batch: int
     loss: str  # "mean", "sum", "ignore" or "pair"
     recompute: str = "never"
-    weights: bool = False  # live on the host
+    weights: bool = False  # offload weights to the host
 
     def build(self) -> nn.Sequential:
         torch.manual_seed(len(self.layers) * 1000 + self.cuts)
@@ -142,7 +142,7 @@ class Case:
         return nn.Sequential(*parts).double()
 
     def balance(self, layers: int) -> list[int]:
-        """Some way to divide the layers into stages, none empty."""
+        """A random division of the layers into stages, none empty."""
         sizes = [1] * self.stages
         generator = torch.Generator().manual_seed(self.cuts)
         for _ in range(layers - self.stages):
@@ -164,7 +164,7 @@ class Case:
 
 
 def stages_for(schedule: str, ranks: int) -> int:
-    """As many stages as the schedule puts on so many ranks; two each where it may choose."""
+    """The number of stages of the schedule on so many ranks; two per rank where the schedule allows any number."""
     return ranks * stages_per_rank(schedule)
 
 

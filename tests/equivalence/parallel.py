@@ -1,4 +1,4 @@
-"""Steps, accumulation, clipping, an optimizer, evaluation, state: in parallel stages all is as in the plain model."""
+"""Compare training with parallelized stages with the plain model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from tests.equivalence.ways import CLASSES, MODELS, UNEVEN
+from tests.equivalence.parallel_models import CLASSES, MODELS, UNEVEN
 
 _meshes: dict[str, ps.Mesh] = {}
 
 
 def mesh_of(sizes: dict[str, int], device: str = "cpu") -> ps.Mesh:
-    """One mesh for all cases of a process: its groups take longer to make than most cases."""
+    """One mesh per process and shape, shared by all cases."""
     if str(sizes) not in _meshes:
         _meshes[str(sizes)] = ps.Mesh(**sizes, device=device)
     return _meshes[str(sizes)]
@@ -29,8 +29,8 @@ def batch(step: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[Ten
     return x, torch.randint(0, CLASSES, (size,), generator=generator)
 
 
-def part(mesh: ps.Mesh, shards: Sequence[int], *tensors: Tensor) -> list[Tensor]:
-    """This replica's samples; processes along ``tensor`` have the same."""
+def replica_samples(mesh: ps.Mesh, shards: Sequence[int], *tensors: Tensor) -> list[Tensor]:
+    """This replica's samples; ranks along ``tensor`` have the same."""
     start = sum(shards[: mesh.data_rank])
     return [tensor[start : start + shards[mesh.data_rank]] for tensor in tensors]
 
@@ -53,13 +53,13 @@ def check_gradients(pipe: ps.Pipeline, plain: nn.Module) -> None:
             assert parameter.grad.placements == parameter.placements, name
 
 
-def ignoring(output: Tensor, target: Tensor) -> Tensor:
+def cross_entropy_ignoring_0(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, ignore_index=0)
 
 
 def train(
     rank: int,
-    how: Callable[..., Any],
+    parallelize: Callable[..., Any],
     sizes: dict[str, int],
     options: dict[str, Any] | None = None,
     *,
@@ -69,29 +69,29 @@ def train(
     norm: float = 2.0,
     device: str = "cpu",
 ) -> None:
-    """Steps, accumulation, clipping, an optimizer, evaluation, state: all as with the plain model."""
+    """Compare steps, accumulation, clipping, an optimizer, evaluation and state with the plain model."""
     mesh = mesh_of(sizes, device)
     shards = shards if mesh.data > 1 else (sum(shards),)
-    torch.manual_seed(rank)  # processes begin with different weights, and take the first one's
+    torch.manual_seed(rank)  # ranks start with different weights and must take those of the first one
     model = MODELS[name]().double()
     torch.manual_seed(0)
     plain = MODELS[name]().double()
     if mesh.data_rank == mesh.tensor_rank == 0:
         model.load_state_dict(plain.state_dict())
     plan = ps.split(model, stages=mesh.pipe if stages is None else stages)
-    options = {"microbatches": 3, "mesh": mesh, "parallelize": how, **(options or {})}
+    options = {"microbatches": 3, "mesh": mesh, "parallelize": parallelize, **(options or {})}
     with ps.Pipeline(plan, nn.CrossEntropyLoss(ignore_index=0), **options) as pipe:
         trainable = [p for p in pipe.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=0.01, foreach=False) if trainable else None
         reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01)
         for step in range(3):
             x, y = batch(step, sum(shards), torch.float64)
-            result = pipe.step(*part(mesh, shards, x, y))
-            expected = ignoring(plain(x), y)
+            result = pipe.step(*replica_samples(mesh, shards, x, y))
+            expected = cross_entropy_ignoring_0(plain(x), y)
             expected.backward()
             check_equal(result.loss, expected.detach(), "loss")
             check_gradients(pipe, plain)
-            if step == 1:  # its gradients are added to by the next
+            if step == 1:  # the next step accumulates into its gradients
                 continue
             clipped = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm)
             check_equal(pipe.clip_grad_norm_(0.5, norm), clipped, "norm")
@@ -103,20 +103,18 @@ def train(
                 optimizer.zero_grad()
             reference.step()
             reference.zero_grad()
-        check_state(pipe, plain)
-        check_loading(pipe, plain)
+        check_state_and_loading(pipe, plain)
         pipe.eval()
         plain.eval()
         check_evaluation(pipe, plain, mesh, shards)
-        check_state(pipe, plain)
 
 
 @torch.no_grad()
 def check_evaluation(pipe: ps.Pipeline, plain: nn.Module, mesh: ps.Mesh, shards: Sequence[int]) -> None:
     x, y = batch(9, sum(shards), torch.float64)
-    mine, wanted = part(mesh, shards, x, y)
+    mine, wanted = replica_samples(mesh, shards, x, y)
     found = pipe.evaluate(mine, wanted)
-    check_equal(found.loss, ignoring(plain(x), y), "loss of an evaluation")
+    check_equal(found.loss, cross_entropy_ignoring_0(plain(x), y), "loss of an evaluation")
     outputs = pipe(mine) if min(shards) else found.outputs
     if pipe.has_last_stage and len(mine):
         check_equal(found.outputs, plain(mine), "outputs")
@@ -135,8 +133,8 @@ def check_state(pipe: ps.Pipeline, plain: nn.Module) -> None:
     assert {name for name, _ in pipe.named_parameters()} <= names
 
 
-def check_loading(pipe: ps.Pipeline, plain: nn.Module) -> None:
-    """A state dict of the plain model, and one of the pipeline's own, in parts where parameters are."""
+def check_state_and_loading(pipe: ps.Pipeline, plain: nn.Module) -> None:
+    """Load a state dict of the plain model, then the pipeline's own, sharded as its parameters are."""
     own = {name: tensor.detach().clone() for name, tensor in pipe.state_dict().items()}
     before = copy.deepcopy(plain.state_dict())
     for name, tensor in plain.state_dict().items():
@@ -148,9 +146,9 @@ def check_loading(pipe: ps.Pipeline, plain: nn.Module) -> None:
     check_state(pipe, plain)
 
 
-def squares(output: Tensor, target: Tensor) -> Tensor:
+def sum_of_squares(output: Tensor, target: Tensor) -> Tensor:
     return (output.sum(1) - target).square().sum()
 
 
-def case(rank: int, how: Callable[..., Any], sizes: dict[str, int], more: dict[str, Any]) -> None:
-    train(rank, how, sizes, **more)
+def train_case(rank: int, parallelize: Callable[..., Any], sizes: dict[str, int], more: dict[str, Any]) -> None:
+    train(rank, parallelize, sizes, **more)

@@ -1,4 +1,4 @@
-"""Cases as hypothesis draws them."""
+"""Hypothesis strategies for cases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.recompute import MODES
 from tests.equivalence.models import LAYERS, TRAINING, Case, stages_for
-from tests.equivalence.webs import WebCase
+from tests.equivalence.skip_models import SkipCase
 
 
 @st.composite
@@ -26,7 +26,7 @@ def cases(draw: st.DrawFn, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Case:
 
 
 @st.composite
-def webs(draw: st.DrawFn, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> WebCase:
+def skip_cases(draw: st.DrawFn, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> SkipCase:
     schedule = draw(st.sampled_from(TRAINING))
     stages = stages_for(schedule, draw(st.sampled_from(ranks)))
     sizes = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
@@ -34,7 +34,7 @@ def webs(draw: st.DrawFn, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> WebCase:
     links = tuple(
         tuple(sorted(draw(st.sets(st.integers(0, max(0, i - 1)), max_size=2)))) if i > 1 else () for i in range(layers)
     )
-    return WebCase(
+    return SkipCase(
         links=links,
         frozen=draw(st.integers(-1, layers - 2)),
         balance=tuple(sizes),

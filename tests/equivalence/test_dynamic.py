@@ -1,6 +1,6 @@
-"""What crosses an edge may depend on the data: with ``dynamic=True`` the step is still the plain model's.
+"""With ``dynamic=True``, shapes and structure of messages may depend on the data.
 
-Under a mesh nothing of it can be known beforehand. In threads nothing need be, and the option changes nothing.
+In threads the option changes nothing, because shapes need not be known beforehand.
 """
 
 from __future__ import annotations
@@ -9,59 +9,68 @@ from dataclasses import astuple
 
 import pytest
 
-from tests.equivalence.check import check_step
+from tests.equivalence.check import check_on_rank, check_step
+from tests.equivalence.dynamic_models import LAYER_PAIRS, DynamicCase, DynamicShapesCase, DynamicSkipCase
 from tests.equivalence.models import TRAINING, stages_for
-from tests.equivalence.ragged import PAIRS, DynamicCase, RaggedCase, RaggedWebCase
-from tests.equivalence.ranks import Ranks
-from tests.equivalence.test_steps import everything
+from tests.equivalence.test_steps import case_with_all_layers
+from tests.support.ranks import Ranks
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zbv", "gpipe")
 MODES = ("never", "always")
 
 
-def web(schedule: str, ranks: int, microbatches: int, batch: int, recompute: str = "never") -> RaggedWebCase:
-    """Two layers a stage, and every layer uses every other one before it: many edges share a channel."""
+def dynamic_skips(
+    schedule: str, ranks: int, microbatches: int, batch: int, recompute: str = "never"
+) -> DynamicSkipCase:
+    """Two layers per stage; every layer uses all earlier ones, so that many edges share a channel."""
     stages = stages_for(schedule, ranks)
     links = tuple(tuple(range(i)) for i in range(2 * stages))
-    return RaggedWebCase(links, 1, (2,) * stages, schedule, microbatches, batch, recompute=recompute)
+    return DynamicSkipCase(links, 1, (2,) * stages, schedule, microbatches, batch, recompute=recompute)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_threads(schedule: str, mode: str) -> None:
-    for first in PAIRS:
-        check_step(RaggedCase(first, schedule, 2, 4, 11, mode))
-    check_step(web(schedule, 2, 4, 10, mode))
+def test_dynamic_shapes_in_threads(schedule: str, mode: str) -> None:
+    for first in LAYER_PAIRS:
+        check_step(DynamicShapesCase(first, schedule, 2, 4, 11, mode))
+    check_step(dynamic_skips(schedule, 2, 4, 10, mode))
+
+
+def first_pairs(schedule: str, ranks: int) -> list[str]:
+    """First pairs of chains that together contain each pair once: a chain has a pair at every cut."""
+    return list(LAYER_PAIRS)[:: stages_for(schedule, ranks) - 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_over_two_processes(schedule: str, mode: str, two_ranks: Ranks) -> None:
-    for first in PAIRS:
-        two_ranks.check(RaggedCase(first, schedule, 2, 5, 13, mode))
-    two_ranks.check(RaggedCase("pieces", schedule, 2, 2, 160, mode))  # headers that are longer than a row
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_over_four_processes(schedule: str, mode: str, four_ranks: Ranks) -> None:
-    for first in ("rows", "either"):
-        four_ranks.check(RaggedCase(first, schedule, 4, 7, 20, mode))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_values_that_skip_stages(schedule: str, mode: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
-    two_ranks.check(web(schedule, 2, 4, 10, mode))
-    four_ranks.check(web(schedule, 4, 6, 13, mode))
+def test_dynamic_shapes_over_two_processes(schedule: str, mode: str, two_ranks: Ranks) -> None:
+    for first in first_pairs(schedule, 2):
+        two_ranks.check(check_on_rank, DynamicShapesCase(first, schedule, 2, 5, 13, mode))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_few_micro_batches_and_few_samples(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(RaggedCase("rows", schedule, 2, 1, 6))
-    two_ranks.check(RaggedCase("sometimes", schedule, 2, 6, 4))
+def test_dynamic_shapes_over_four_processes(schedule: str, four_ranks: Ranks) -> None:
+    for first in first_pairs(schedule, 4):
+        four_ranks.check(check_on_rank, DynamicShapesCase(first, schedule, 4, 7, 20))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_headers_longer_than_a_row(schedule: str, two_ranks: Ranks) -> None:
+    two_ranks.check(check_on_rank, DynamicShapesCase("slices", schedule, 2, 2, 160))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_dynamic_skip_connections(schedule: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
+    two_ranks.check(check_on_rank, dynamic_skips(schedule, 2, 4, 10))
+    four_ranks.check(check_on_rank, dynamic_skips(schedule, 4, 6, 13, "always"))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_few_microbatches_or_samples(schedule: str, two_ranks: Ranks) -> None:
+    two_ranks.check(check_on_rank, DynamicShapesCase("rows", schedule, 2, 1, 6))
+    two_ranks.check(check_on_rank, DynamicShapesCase("optional", schedule, 2, 6, 4))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_what_could_be_inferred_is_the_same_when_it_is_not(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(DynamicCase(*astuple(everything(schedule, 2, 4, 10))))
+def test_dynamic_mode_with_static_shapes(schedule: str, two_ranks: Ranks) -> None:
+    two_ranks.check(check_on_rank, DynamicCase(*astuple(case_with_all_layers(schedule, 2, 4, 10))))

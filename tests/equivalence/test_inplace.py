@@ -1,4 +1,4 @@
-"""Tensors that are changed in place: the plain model's result, or a word about it, and never a wrong number."""
+"""In-place changes of tensors give the plain model's result or an error, never a wrong result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.equivalence.models import TRAINING, stages_for
 from tests.support.ranks import Ranks
 
 
-class Double(nn.Module):
+class DoubleInPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
 
 
-class DoubleSome(nn.Module):
+class DoubleSomeMicrobatches(nn.Module):
     """In place for one of the micro-batches, out of place for the others."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,12 +63,12 @@ def assert_gradients(model: nn.Module, plain: nn.Module) -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-# ── inside a stage ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── inside a stage ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
 @pytest.mark.parametrize("bias", [True, False])
-def test_what_a_layer_gives_may_be_changed_whatever_its_shape(schedule: str, bias: bool) -> None:
+def test_layer_output_changed_in_place_inside_a_stage(schedule: str, bias: bool) -> None:
     layers = [nn.Linear(4, 4, bias=bias) for _ in range(stages_for(schedule, 2))]
     model = chain(*(part for layer in layers for part in (layer, nn.ReLU(inplace=True))), linear())
     plain, x, y = copy.deepcopy(model), batch(6, 3, 4), batch(6, 3, 4, seed=2)
@@ -82,8 +82,8 @@ def test_what_a_layer_gives_may_be_changed_whatever_its_shape(schedule: str, bia
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_stage_that_changes_its_input_now_and_then_fails_once(recompute: str) -> None:
-    model = chain(linear(), DoubleSome(), linear())
+def test_occasional_input_mutation_fails_once(recompute: str) -> None:
+    model = chain(linear(), DoubleSomeMicrobatches(), linear())
     plain, x, y = copy.deepcopy(model), batch(8, 4), batch(8, 4, seed=2)
     F.mse_loss(plain(x), y).backward()
     with ps.Pipeline(ps.split(model, balance=[1, 2]), F.mse_loss, microbatches=4, recompute=recompute) as pipe:
@@ -94,7 +94,7 @@ def test_a_stage_that_changes_its_input_now_and_then_fails_once(recompute: str) 
     assert_gradients(model, plain)
 
 
-# ── the caller's tensors ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the caller's tensors ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def by_step(pipe: ps.Pipeline, x: Tensor, y: Tensor) -> None:
@@ -105,39 +105,39 @@ def by_call(pipe: ps.Pipeline, x: Tensor, y: Tensor) -> None:
     F.mse_loss(pipe(x), y).backward()
 
 
-WAYS = [by_step, by_call]
-Way = Callable[[ps.Pipeline, Tensor, Tensor], None]
+RUNS = [by_step, by_call]
+Run = Callable[[ps.Pipeline, Tensor, Tensor], None]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_first_stage_may_change_the_input(way: Way, microbatches: int, recompute: str, grad: bool) -> None:
-    model = chain(Double(), linear(), linear())
+def test_first_stage_may_change_its_input_in_place(run: Run, microbatches: int, recompute: str, grad: bool) -> None:
+    model = chain(DoubleInPlace(), linear(), linear())
     plain, y = copy.deepcopy(model), batch(6, 4, seed=2)
     ours, theirs = (batch(6, 4).requires_grad_(grad) for _ in range(2))
     F.mse_loss(plain(theirs + 0), y).backward()
     options: dict[str, Any] = {"microbatches": microbatches, "recompute": recompute}
     with ps.Pipeline(ps.split(model, balance=[2, 1]), F.mse_loss, **options) as pipe:
-        way(pipe, ours + 0, y)
+        run(pipe, ours + 0, y)
     assert_gradients(model, plain)
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_who_has_saved_an_input_that_a_stage_changes_is_told(way: Way, microbatches: int) -> None:
-    model, before = chain(Double(), linear(), linear()), batch(6, 4).requires_grad_()
+def test_error_if_a_stage_changes_an_input_saved_by_the_caller(run: Run, microbatches: int) -> None:
+    model, before = chain(DoubleInPlace(), linear(), linear()), batch(6, 4).requires_grad_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         F.mse_loss(model(torch.sigmoid(before)), batch(6, 4)).backward()
     pipe = ps.Pipeline(ps.split(model, balance=[2, 1]), F.mse_loss, microbatches=microbatches)
     with pipe, pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        way(pipe, torch.sigmoid(before), batch(6, 4))
+        run(pipe, torch.sigmoid(before), batch(6, 4))
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_a_stage_that_has_saved_an_input_that_the_caller_changes_is_told(microbatches: int) -> None:
+def test_error_if_the_caller_changes_an_input_saved_by_a_stage(microbatches: int) -> None:
     model, x = chain(linear(), linear()), batch(6, 4)
     with ps.Pipeline(ps.split(model, balance=[1, 1]), microbatches=microbatches) as pipe:
         output = pipe(x)
@@ -146,7 +146,7 @@ def test_a_stage_that_has_saved_an_input_that_the_caller_changes_is_told(microba
             output.sum().backward()
 
 
-def test_an_input_that_nobody_has_saved_may_be_changed_before_the_backward() -> None:
+def test_unsaved_input_may_change_before_the_backward() -> None:
     model = chain(linear().requires_grad_(False), linear())
     plain, x = copy.deepcopy(model), batch(6, 4)
     plain(x).square().sum().backward()
@@ -157,7 +157,7 @@ def test_an_input_that_nobody_has_saved_may_be_changed_before_the_backward() -> 
     assert_gradients(model, plain)
 
 
-class Both(nn.Module):
+class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = linear(), linear()
@@ -169,75 +169,75 @@ class Both(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_one_tensor_given_twice_is_not_to_be_changed(recompute: str) -> None:
+def test_tensor_passed_twice_must_not_change(recompute: str) -> None:
     x = batch(6, 4).requires_grad_() + 0
     options: dict[str, Any] = {"microbatches": 2, "recompute": recompute}
-    with ps.Pipeline(ps.split(Both().double(), stages=2), F.mse_loss, **options) as pipe:
+    with ps.Pipeline(ps.split(TwoInputs().double(), stages=2), F.mse_loss, **options) as pipe:
         with pytest.raises(ps.PlanError, match="changes one of its inputs in place"):
             pipe.step((x, x), batch(6, 4))
         pipe.step((x, x.clone()), batch(6, 4))
 
 
-# ── a value that two stages use, one of which gets it by way of a third ──────────────────────────────────────────
+# ── a value used by two stages and forwarded by a third ────────────────────────────────────────────────────────────
 
 
-def roundabout() -> nn.Sequential:
-    """The second layer passes on what the last one gets, too; the third changes it."""
-    return chain(linear(), Stash(), nn.Identity(), Double(), Pop(), linear())
+def forwarded_value_model() -> nn.Sequential:
+    """The second layer forwards a value that the last one gets, too; the third changes it in place."""
+    return chain(linear(), Stash(), nn.Identity(), DoubleInPlace(), Pop(), linear())
 
 
-def assert_roundabout_is_refused(**options: Any) -> None:
-    plan = ps.split(roundabout(), balance=[2, 1, 1, 2])
+def assert_forwarded_value_is_protected(**options: Any) -> None:
+    plan = ps.split(forwarded_value_model(), balance=[2, 1, 1, 2])
     pipe = ps.Pipeline(plan, F.mse_loss, microbatches=2, **options)
     with pytest.raises((ps.PlanError, ps.PipelineError), match="stage 2 changes one of its inputs in place"):
         pipe.step(batch(6, 4), batch(6, 4, seed=2))
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_what_is_shared_stays_so_where_it_is_passed_on(recompute: str) -> None:
-    assert_roundabout_is_refused(recompute=recompute)
+def test_forwarded_value_is_protected(recompute: str) -> None:
+    assert_forwarded_value_is_protected(recompute=recompute)
 
 
-def _roundabout_on_a_rank(rank: int, dynamic: bool) -> None:
-    assert_roundabout_is_refused(mesh=ps.Mesh(), dynamic=dynamic)
+def _forwarded_value_on_rank(rank: int, dynamic: bool) -> None:
+    assert_forwarded_value_is_protected(mesh=ps.Mesh(), dynamic=dynamic)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_and_between_processes(four: Ranks, dynamic: bool) -> None:
-    four.check(_roundabout_on_a_rank, dynamic)
+def test_forwarded_value_is_protected_over_processes(four_ranks: Ranks, dynamic: bool) -> None:
+    four_ranks.check(_forwarded_value_on_rank, dynamic)
 
 
-# ── inference mode, in which tensors do not count their changes ──────────────────────────────────────────────────
+# ── inference mode, in which tensors do not count their changes ────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_values_that_several_stages_use_in_inference_mode(recompute: str) -> None:
+def test_shared_values_in_inference_mode(recompute: str) -> None:
     model = chain(linear(), Stash(), linear(), Pop(), linear())
     plan = ps.split(model, balance=[2, 1, 2])
     with ps.Pipeline(plan, microbatches=2, recompute=recompute) as pipe, torch.inference_mode():
         torch.testing.assert_close(pipe(batch(6, 4)), model(batch(6, 4)))
 
 
-def test_and_one_that_is_changed() -> None:
-    model = chain(linear(), Stash(), Double(), Pop(), linear())
+def test_shared_value_changed_in_inference_mode() -> None:
+    model = chain(linear(), Stash(), DoubleInPlace(), Pop(), linear())
     pipe = ps.Pipeline(ps.split(model, balance=[2, 1, 2]), microbatches=2)
     says = "stage 1 changes one of its inputs in place"
     with pipe, torch.inference_mode(), pytest.raises(ps.PlanError, match=says):
         pipe(batch(6, 4))
 
 
-class Sparse(nn.Module):
+class ToSparse(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, torch.eye(4, dtype=x.dtype).to_sparse()
 
 
-class Densely(nn.Module):
+class ToDense(nn.Module):
     def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
         return parts[0] @ parts[1].to_dense()
 
 
-def test_sparse_values_share_their_memory_with_nobody() -> None:
-    model = chain(linear(), Stash(), Sparse(), Densely(), Pop(), linear())
+def test_sparse_values_between_stages() -> None:
+    model = chain(linear(), Stash(), ToSparse(), ToDense(), Pop(), linear())
     plain, x, y = copy.deepcopy(model), batch(6, 4), batch(6, 4, seed=2)
     F.mse_loss(plain(x), y).backward()
     with ps.Pipeline(ps.split(model, balance=[1, 2, 1, 2]), F.mse_loss, microbatches=2) as pipe:

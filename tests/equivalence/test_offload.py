@@ -1,4 +1,4 @@
-"""Offloading changes where things are, and nothing else: losses, gradients and updates are the same bit for bit."""
+"""Offloading does not change results: losses, gradients and updates are bitwise equal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Prepare = Callable[[ps.Pipeline, torch.optim.Optimizer], torch.optim.Optimizer]
 
 
 def case_for(schedule: str, ranks: int, microbatches: int = 6, batch: int = 13) -> Case:
-    # No layer is repeated: two threads add to its gradient, in no fixed order.
+    # No layer is shared: two threads would add to its gradient in no fixed order.
     return Case(LAYERS, False, 3, schedule, stages_for(schedule, ranks), microbatches, batch, "mean")
 
 
@@ -39,7 +39,7 @@ def offload_optimizer(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> to
 
 
 def train(case: Case, prepare: Prepare, **options: Any) -> Record:
-    """Five steps of AdamW: all losses and gradients, and the parameters and the optimizer's state at the end."""
+    """Losses and gradients of five AdamW steps, and the final parameters and optimizer state."""
     found: Record = []
     model = case.build()
     x, y = case.data()
@@ -67,16 +67,16 @@ def check_same(ours: Record, plain: Record) -> None:
         assert torch.equal(mine, theirs), name
 
 
-# ── through the API: on the CPU nothing moves ────────────────────────────────────────────────────────────────────
+# ── public API on the CPU: nothing is copied ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_threads(schedule: str) -> None:
+def test_offload_in_threads(schedule: str) -> None:
     case = case_for(schedule, 2)
     check_same(train(case, offload_optimizer, offload=ps.Offload(budget="2GiB")), train(case, plain_optimizer))
 
 
-def in_rank(rank: int, schedule: str) -> None:
+def train_on_rank(rank: int, schedule: str) -> None:
     case = case_for(schedule, 2)
     mesh = ps.Mesh(pipe=2)
     ours = train(case, offload_optimizer, mesh=mesh, offload=ps.Offload(bucket=1))
@@ -84,22 +84,22 @@ def in_rank(rank: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_processes(two: Ranks, schedule: str) -> None:
-    two.check(in_rank, schedule)
+def test_offload_over_processes(two_ranks: Ranks, schedule: str) -> None:
+    two_ranks.check(train_on_rank, schedule)
 
 
-def test_one_of_the_two() -> None:
+def test_activations_or_optimizer_only() -> None:
     case = case_for("1f1b", 2)
     plain = train(case, plain_optimizer)
     check_same(train(case, plain_optimizer, offload=ps.Offload(optimizer=False)), plain)
     check_same(train(case, offload_optimizer, offload=ps.Offload(activations=False)), plain)
 
 
-# ── with stand-ins on the CPU: everything moves ──────────────────────────────────────────────────────────────────
+# ── with stand-ins on the CPU: everything moves ────────────────────────────────────────────────────────────────────
 
 
-class StandIn:
-    """Puts copies that are as late as may be into the stages and the optimizer."""
+class UseLateCopies:
+    """Installs LateCopies in the stages and in the optimizer."""
 
     def __init__(self, budget: int | None = None) -> None:
         self.pool = HostBufferPool(budget)
@@ -119,8 +119,8 @@ class StandIn:
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
 @pytest.mark.parametrize("budget", [None, 4000])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_threads_with_copies(schedule: str, budget: int | None, recompute: str) -> None:
-    case, stand_in = case_for(schedule, 2), StandIn(budget)
+def test_late_copies_in_threads(schedule: str, budget: int | None, recompute: str) -> None:
+    case, stand_in = case_for(schedule, 2), UseLateCopies(budget)
     ours = train(case, stand_in, recompute=recompute)
     check_same(ours, train(case, plain_optimizer, recompute=recompute))
     out = sum(copies.bytes_to_host for copies in stand_in.copies)
@@ -128,11 +128,11 @@ def test_threads_with_copies(schedule: str, budget: int | None, recompute: str) 
     assert budget is None or stand_in.pool.bytes <= budget
 
 
-def test_more_waits_than_the_device_holds() -> None:
-    """Of eight micro-batches that wait in a fill-drain schedule, at most the two next ones are on the device."""
+def test_device_holds_two_waiting_microbatches() -> None:
+    """Of eight micro-batches that wait for their backward, only the next two are on the device."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
-    stand_in = StandIn()
+    stand_in = UseLateCopies()
     plan = ps.split(model, balance=[4, 4])
     loss = nn.MSELoss()
     with ps.Pipeline(plan, loss, microbatches=8, schedule="gpipe", devices=["cpu", "cpu"]) as pipe:
@@ -144,10 +144,10 @@ def test_more_waits_than_the_device_holds() -> None:
         assert copies.most_on_device <= 3 * one
 
 
-# ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_the_pipeline_refuses() -> None:
+def test_invalid_offload_options_are_refused() -> None:
     plan = ps.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), balance=[1, 1])
     with pytest.raises(ps.PlanError, match="offload"):
         ps.Pipeline(plan, F.mse_loss, offload=True)  # type: ignore[arg-type]
@@ -160,4 +160,4 @@ def test_what_the_pipeline_refuses() -> None:
         optimizer = torch.optim.AdamW(pipe.parameters())
         with pytest.raises(ps.PlanError, match="is not offloaded"):
             optimizer.step()
-    optimizer.step()  # the pipeline is closed: its parameters are the model's own again
+    optimizer.step()  # after close the parameters are the model's own again

@@ -1,4 +1,4 @@
-"""Stages that the user's ``parallelize`` has made parallel, on four processes: all is as with the plain model."""
+"""Training with ``parallelize`` over four processes equals the plain model."""
 
 from __future__ import annotations
 
@@ -7,87 +7,109 @@ from typing import Any
 
 import pytest
 
-from tests.equivalence.parallel import case
-from tests.equivalence.ways import (
+from tests.equivalence.parallel import train_case
+from tests.equivalence.parallel_models import (
     DATA,
     DATA_TENSOR,
     EVEN,
     ONE_EMPTY,
     TENSOR,
     UNEVEN,
-    both,
-    checkpointed,
+    checkpoint_blocks,
     ddp,
     ddp_inside,
     fsdp,
     fsdp_blocks,
     fsdp_nested,
     sequence_parallel,
+    shard_ties_equally,
     tensor_parallel,
-    ties_alike,
+    tensor_parallel_and_fsdp,
     unchanged,
 )
 from tests.support.ranks import Ranks
 
 
-@pytest.mark.parametrize("shards", [EVEN, UNEVEN, ONE_EMPTY, (0, 3)], ids=str)
-@pytest.mark.parametrize("how", [ddp, fsdp_nested])
-def test_replicas(four: Ranks, how: Callable[..., Any], shards: tuple[int, int]) -> None:
-    four.check(case, how, DATA, {"shards": shards})
+@pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY, (0, 3)], ids=str)
+@pytest.mark.parametrize("parallelize", [ddp, fsdp_nested])
+def test_data_parallel_replicas(four_ranks: Ranks, parallelize: Callable[..., Any], shards: tuple[int, int]) -> None:
+    four_ranks.check(train_case, parallelize, DATA, {"shards": shards})
 
 
-@pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY], ids=str)
-@pytest.mark.parametrize("how", [ddp_inside, fsdp, fsdp_blocks, unchanged, checkpointed])
-def test_other_ways(four: Ranks, how: Callable[..., Any], shards: tuple[int, int]) -> None:
-    four.check(case, how, DATA, {"shards": shards})
+@pytest.mark.parametrize(
+    ("parallelize", "shards"),
+    [
+        (ddp_inside, ONE_EMPTY),
+        (fsdp, ONE_EMPTY),
+        (fsdp_blocks, ONE_EMPTY),
+        (unchanged, ONE_EMPTY),
+        (checkpoint_blocks, UNEVEN),
+    ],
+)
+def test_partial_wrappers(four_ranks: Ranks, parallelize: Callable[..., Any], shards: tuple[int, int]) -> None:
+    four_ranks.check(train_case, parallelize, DATA, {"shards": shards})
 
 
-@pytest.mark.parametrize("sizes", [TENSOR, DATA_TENSOR], ids=str)
-@pytest.mark.parametrize("how", [tensor_parallel, sequence_parallel, both, unchanged])
-def test_tensor_parallel(four: Ranks, how: Callable[..., Any], sizes: dict[str, int]) -> None:
-    four.check(case, how, sizes, {"shards": EVEN if how is sequence_parallel else UNEVEN})
+@pytest.mark.parametrize(
+    ("parallelize", "sizes", "shards"),
+    [
+        (tensor_parallel, TENSOR, UNEVEN),
+        (tensor_parallel, DATA_TENSOR, UNEVEN),
+        (sequence_parallel, TENSOR, EVEN),
+        (sequence_parallel, DATA_TENSOR, EVEN),
+        (tensor_parallel_and_fsdp, TENSOR, UNEVEN),
+        (tensor_parallel_and_fsdp, DATA_TENSOR, UNEVEN),
+        (unchanged, DATA_TENSOR, UNEVEN),
+    ],
+)
+def test_tensor_parallel(
+    four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], shards: tuple[int, int]
+) -> None:
+    four_ranks.check(train_case, parallelize, sizes, {"shards": shards})
 
 
-RUNS = [("gpipe", "always"), ("zb_h1", "never"), ("interleaved", "never"), ("zbv", "never"), ("zbv", "always")]
+RUNS = [("gpipe", "always"), ("zb_h1", "never"), ("interleaved", "never"), ("zbv", "always")]
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), RUNS)
-@pytest.mark.parametrize("how", [ddp, fsdp_nested, tensor_parallel])
-def test_schedules(four: Ranks, how: Callable[..., Any], schedule: str, recompute: str) -> None:
+@pytest.mark.parametrize("parallelize", [ddp, fsdp_nested, tensor_parallel])
+def test_schedules(four_ranks: Ranks, parallelize: Callable[..., Any], schedule: str, recompute: str) -> None:
     stages = 2 if schedule in ("gpipe", "zb_h1") else 4
     options = {"schedule": schedule, "recompute": recompute}
-    sizes = TENSOR if how is tensor_parallel else DATA
-    four.check(case, how, sizes, {"options": options, "stages": stages, "shards": (13, 2)})
+    sizes = TENSOR if parallelize is tensor_parallel else DATA
+    four_ranks.check(train_case, parallelize, sizes, {"options": options, "stages": stages, "shards": (13, 2)})
 
 
-@pytest.mark.parametrize("name", ["frozen", "tied", "hollow"])
-@pytest.mark.parametrize("how", [ddp, fsdp])
-def test_models(four: Ranks, how: Callable[..., Any], name: str) -> None:
-    more = {"stages": 4, "options": {"schedule": "interleaved"}} if name == "hollow" else {}
-    four.check(case, how, DATA, {"name": name, **more})
+@pytest.mark.parametrize("name", ["frozen", "tied", "model_with_empty_stage"])
+@pytest.mark.parametrize("parallelize", [ddp, fsdp])
+def test_frozen_tied_and_empty_stages(four_ranks: Ranks, parallelize: Callable[..., Any], name: str) -> None:
+    more = {"stages": 4, "options": {"schedule": "interleaved"}} if name == "model_with_empty_stage" else {}
+    four_ranks.check(train_case, parallelize, DATA, {"name": name, **more})
 
 
-@pytest.mark.parametrize(("how", "sizes"), [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR)])
-def test_messages_that_describe_themselves(four: Ranks, how: Callable[..., Any], sizes: dict[str, int]) -> None:
-    four.check(case, how, sizes, {"options": {"dynamic": True}})
+@pytest.mark.parametrize(("parallelize", "sizes"), [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR)])
+def test_dynamic_messages(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four_ranks.check(train_case, parallelize, sizes, {"options": {"dynamic": True}})
 
 
-@pytest.mark.parametrize("how", [ddp, fsdp_nested, unchanged])
-def test_a_mesh_without_replicas(four: Ranks, how: Callable[..., Any]) -> None:
-    four.check(case, how, {"pipe": 4}, {})
+@pytest.mark.parametrize("parallelize", [ddp, fsdp_nested, unchanged])
+def test_mesh_without_replicas(four_ranks: Ranks, parallelize: Callable[..., Any]) -> None:
+    four_ranks.check(train_case, parallelize, {"pipe": 4}, {})
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_collectives_at_edges(four: Ranks, stages: int) -> None:
+def test_collectives_at_stage_boundaries(four_ranks: Ranks, stages: int) -> None:
     options = {"schedule": "zbv" if stages == 4 else "1f1b"}
-    four.check(case, tensor_parallel, TENSOR, {"name": "pairs", "stages": stages, "options": options})
+    four_ranks.check(
+        train_case, tensor_parallel, TENSOR, {"name": "linear_pairs", "stages": stages, "options": options}
+    )
 
 
-def test_ties_in_parts(four: Ranks) -> None:
-    four.check(case, ties_alike, TENSOR, {"name": "tied"})
+def test_sharded_tied_weights(four_ranks: Ranks) -> None:
+    four_ranks.check(train_case, shard_ties_equally, TENSOR, {"name": "tied"})
 
 
-@pytest.mark.parametrize(("how", "sizes"), [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR)])
-def test_several_edges(four: Ranks, how: Callable[..., Any], sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(("parallelize", "sizes"), [(ddp, DATA), (fsdp_nested, DATA), (tensor_parallel, TENSOR)])
+def test_skip_connections(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
     options = {"schedule": "zbv", "recompute": "except_last"}
-    four.check(case, how, sizes, {"name": "skips", "stages": 4, "options": options})
+    four_ranks.check(train_case, parallelize, sizes, {"name": "skips", "stages": 4, "options": options})

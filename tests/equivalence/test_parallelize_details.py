@@ -1,4 +1,4 @@
-"""What DDP, FSDP2 and tensor parallel stages do in single matters, and how one replica's failure ends."""
+"""DDP, FSDP2 and tensor-parallel stages: BatchNorm, dropout, scaler, hooks, mixed precision, failures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from tests.equivalence.parallel import batch, case, check_equal, check_gradients, check_state, mesh_of, part, squares
-from tests.equivalence.ways import (
+from tests.equivalence.parallel import (
+    batch,
+    check_equal,
+    check_gradients,
+    check_state,
+    mesh_of,
+    replica_samples,
+    sum_of_squares,
+    train_case,
+)
+from tests.equivalence.parallel_models import (
     CLASSES,
     DATA,
     DATA_TENSOR,
@@ -24,32 +33,32 @@ from tests.equivalence.ways import (
     TENSOR,
     UNEVEN,
     Block,
-    SometimesUsed,
+    ConditionalLayer,
     blocks,
-    both,
-    checkpointed,
+    checkpoint_blocks,
     ddp,
     fsdp,
     fsdp_nested,
     tensor_parallel,
+    tensor_parallel_and_fsdp,
 )
-from tests.support.ranks import Gone, Ranks, run_ranks
+from tests.support.ranks import RankExited, Ranks, run_ranks
 
 
-def some_unused(rank: int, how: Callable[..., Any]) -> None:
-    """What no replica uses has no gradient, and what one uses has one everywhere, as in one process."""
+def train_with_unused_parameters(rank: int, parallelize: Callable[..., Any]) -> None:
+    """A parameter used by no replica has no gradient; one used by any replica has a gradient on all."""
     mesh = mesh_of(DATA)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), SometimesUsed(), nn.Linear(6, CLASSES))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), ConditionalLayer(), nn.Linear(6, CLASSES))
     plain = copy.deepcopy(model)
-    options: dict[str, Any] = {"reduction": "sum", "microbatches": 2, "mesh": mesh, "parallelize": how}
-    with ps.Pipeline(ps.split(model, balance=[2, 2]), squares, **options) as pipe:
+    options: dict[str, Any] = {"reduction": "sum", "microbatches": 2, "mesh": mesh, "parallelize": parallelize}
+    with ps.Pipeline(ps.split(model, balance=[2, 2]), sum_of_squares, **options) as pipe:
         x, y = batch(0, 12)
-        model[2].rarely = mesh.data_rank == 1
-        pipe.step(*part(mesh, EVEN, x, y))
+        model[2].use_second = mesh.data_rank == 1
+        pipe.step(*replica_samples(mesh, EVEN, x, y))
         for replica, rows in enumerate((slice(0, 6), slice(6, 12))):
-            plain[2].rarely = replica == 1
-            squares(plain(x[rows]), y[rows]).backward()
+            plain[2].use_second = replica == 1
+            sum_of_squares(plain(x[rows]), y[rows]).backward()
         check_gradients(pipe, plain)
         if pipe.has_last_stage:
             gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
@@ -57,36 +66,36 @@ def some_unused(rank: int, how: Callable[..., Any]) -> None:
             assert gradients["2.second.weight"] is not None
 
 
-@pytest.mark.parametrize("how", [ddp, fsdp])
-def test_parameters_that_only_some_replicas_use(four: Ranks, how: Callable[..., Any]) -> None:
-    four.check(some_unused, how)
+@pytest.mark.parametrize("parallelize", [ddp, fsdp])
+def test_parameters_unused_on_some_replicas(four_ranks: Ranks, parallelize: Callable[..., Any]) -> None:
+    four_ranks.check(train_with_unused_parameters, parallelize)
 
 
-def batchnorm(rank: int, how: Callable[..., Any]) -> None:
-    """As in one process that runs the micro-batches of the first replica, then those of the second."""
+def train_batchnorm(rank: int, parallelize: Callable[..., Any]) -> None:
+    """Equal to one process that runs the micro-batches of the first replica, then those of the second."""
     mesh = mesh_of(DATA)
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)).double()
     plain = copy.deepcopy(model)
-    options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "parallelize": how}
+    options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "parallelize": parallelize}
     with ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, **options) as pipe:
         for step in range(2):
             x, y = batch(step, 15)
             x = x.double()
-            pipe.step(*part(mesh, (9, 6), x, y))
+            pipe.step(*replica_samples(mesh, (9, 6), x, y))
             for i, j in zip(x.split([3] * 3 + [2] * 3), y.split([3] * 3 + [2] * 3), strict=True):
                 (F.cross_entropy(plain(i), j) * len(i) / len(x)).backward()
             check_gradients(pipe, plain)
             check_state(pipe, plain)
 
 
-@pytest.mark.parametrize("how", [ddp, fsdp])
-def test_batchnorm(four: Ranks, how: Callable[..., Any]) -> None:
-    four.check(batchnorm, how)
+@pytest.mark.parametrize("parallelize", [ddp, fsdp])
+def test_batchnorm(four_ranks: Ranks, parallelize: Callable[..., Any]) -> None:
+    four_ranks.check(train_batchnorm, parallelize)
 
 
-def dropout(rank: int, how: Callable[..., Any], sizes: dict[str, int]) -> None:
-    """With a seed, a layer draws what it draws in one pipeline of one process."""
+def train_dropout(rank: int, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+    """With a seed, layers use the same random numbers as in a pipeline in one process."""
     mesh = mesh_of(sizes)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), Block(), Block(), nn.Dropout(0.5), nn.Linear(6, CLASSES))
@@ -95,28 +104,35 @@ def dropout(rank: int, how: Callable[..., Any], sizes: dict[str, int]) -> None:
     count, shards = 4 // mesh.data, (12 // mesh.data,) * mesh.data
     alone = ps.Pipeline(ps.split(plain, stages=1), F.cross_entropy, microbatches=4, seed=7)
     options: dict[str, Any] = {"microbatches": count, "mesh": mesh, "seed": 7, "recompute": "always"}
-    pipe = ps.Pipeline(ps.split(model, stages=mesh.pipe), F.cross_entropy, parallelize=how, **options)
+    pipe = ps.Pipeline(ps.split(model, stages=mesh.pipe), F.cross_entropy, parallelize=parallelize, **options)
     with pipe, alone:
         for _ in range(2):
-            check_equal(pipe.step(*part(mesh, shards, x, y)).loss, alone.step(x, y).loss, "loss")
+            check_equal(pipe.step(*replica_samples(mesh, shards, x, y)).loss, alone.step(x, y).loss, "loss")
             check_gradients(pipe, plain)
 
 
 @pytest.mark.parametrize(
-    ("how", "sizes"), [(ddp, DATA), (fsdp, DATA), (checkpointed, DATA), (tensor_parallel, TENSOR), (both, DATA_TENSOR)]
+    ("parallelize", "sizes"),
+    [
+        (ddp, DATA),
+        (fsdp, DATA),
+        (checkpoint_blocks, DATA),
+        (tensor_parallel, TENSOR),
+        (tensor_parallel_and_fsdp, DATA_TENSOR),
+    ],
 )
-def test_seeded_dropout(four: Ranks, how: Callable[..., Any], sizes: dict[str, int]) -> None:
-    four.check(dropout, how, sizes)
+def test_seeded_dropout(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four_ranks.check(train_dropout, parallelize, sizes)
 
 
-def scaled(rank: int, how: Callable[..., Any], sizes: dict[str, int]) -> None:
-    """An overflow in one process's part keeps every rank from stepping."""
+def train_with_scaler(rank: int, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+    """An overflow on one rank skips the step on every rank."""
     mesh = mesh_of(sizes)
     torch.manual_seed(0)
     model = blocks()
     plain = copy.deepcopy(model)
     shards = UNEVEN if mesh.data > 1 else (9,)
-    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "parallelize": how}
+    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "parallelize": parallelize}
     with ps.Pipeline(ps.split(model, stages=mesh.pipe), F.cross_entropy, **options) as pipe:
         scaler = ps.GradScaler(pipe, init_scale=1024.0, growth_interval=2)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -125,7 +141,7 @@ def scaled(rank: int, how: Callable[..., Any], sizes: dict[str, int]) -> None:
             x, y = batch(step, 9)
             if step == 2:
                 x[0] = torch.inf
-            pipe.step(*part(mesh, shards, x, y))
+            pipe.step(*replica_samples(mesh, shards, x, y))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -137,21 +153,28 @@ def scaled(rank: int, how: Callable[..., Any], sizes: dict[str, int]) -> None:
         check_state(pipe, plain)
 
 
-@pytest.mark.parametrize(("how", "sizes"), [(ddp, DATA), (fsdp, DATA), (tensor_parallel, TENSOR), (both, DATA_TENSOR)])
-def test_scaler(four: Ranks, how: Callable[..., Any], sizes: dict[str, int]) -> None:
-    four.check(scaled, how, sizes)
+@pytest.mark.parametrize(
+    ("parallelize", "sizes"),
+    [(ddp, DATA), (fsdp, DATA), (tensor_parallel, TENSOR), (tensor_parallel_and_fsdp, DATA_TENSOR)],
+)
+def test_grad_scaler(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four_ranks.check(train_with_scaler, parallelize, sizes)
 
 
-@pytest.mark.parametrize(("how", "sizes", "norm"), [(fsdp, DATA, float("inf")), (both, DATA_TENSOR, 1.0)])
-def test_other_norms(four: Ranks, how: Callable[..., Any], sizes: dict[str, int], norm: float) -> None:
-    four.check(case, how, sizes, {"norm": norm})
+@pytest.mark.parametrize(
+    ("parallelize", "sizes", "norm"), [(fsdp, DATA, float("inf")), (tensor_parallel_and_fsdp, DATA_TENSOR, 1.0)]
+)
+def test_clip_grad_norm_types(
+    four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], norm: float
+) -> None:
+    four_ranks.check(train_case, parallelize, sizes, {"norm": norm})
 
 
-# ── DDP's hooks, FSDP's types ────────────────────────────────────────────────────────────────────────────────────
+# ── DDP hooks, FSDP mixed precision, frozen parameters ─────────────────────────────────────────────────────────────
 
 
-def hooked(rank: int, shards: Sequence[int]) -> None:
-    """A hook of DDP's is called with the stage's gradients, once per step, and what it gives is what they become."""
+def train_with_comm_hook(rank: int, shards: Sequence[int]) -> None:
+    """DDP calls its communication hook once per bucket and step; the gradients become the hook's results."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     mesh = mesh_of(DATA)
@@ -166,15 +189,15 @@ def hooked(rank: int, shards: Sequence[int]) -> None:
         seen.append((bucket.index(), bucket.is_last(), bucket.buffer().numel()))
         return bf16_compress_hook(state, bucket)
 
-    def how(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+    def parallelize(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
         wrapper = DistributedDataParallel(stage, process_group=group, bucket_cap_mb=0.0005)
         wrapper.register_comm_hook(group, compress)
         return wrapper
 
     options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "schedule": "zb_h1"}
-    with ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, parallelize=how, **options) as pipe:
+    with ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, parallelize=parallelize, **options) as pipe:
         x, y = batch(0, sum(shards))
-        pipe.step(*part(mesh, shards, x, y))
+        pipe.step(*replica_samples(mesh, shards, x, y))
         F.cross_entropy(plain(x), y).backward()
         expected = dict(plain.named_parameters())
         exact = []
@@ -192,15 +215,15 @@ def hooked(rank: int, shards: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY], ids=str)
-def test_ddp_hooks_are_called(four: Ranks, shards: tuple[int, int]) -> None:
-    four.check(hooked, shards)
+def test_ddp_comm_hooks_are_called(four_ranks: Ranks, shards: tuple[int, int]) -> None:
+    four_ranks.check(train_with_comm_hook, shards)
 
 
-def mixed(rank: int, schedule: str) -> None:
-    """FSDP's own mixed precision: bfloat16 in stages and on edges, gradients summed in float32."""
+def train_in_mixed_precision(rank: int, schedule: str) -> None:
+    """FSDP's mixed precision: bfloat16 in stages and messages, gradients summed in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    def how(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+    def parallelize(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for block in stage.children():
             fully_shard(block, mesh=mesh["data"], mp_policy=policy)
@@ -212,12 +235,12 @@ def mixed(rank: int, schedule: str) -> None:
     plain = copy.deepcopy(model).bfloat16()
     x, y = batch(0, 10)
     options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "reduction": "sum", "schedule": schedule}
-    with ps.Pipeline(ps.split(model, stages=2), squares, parallelize=how, **options) as pipe:
+    with ps.Pipeline(ps.split(model, stages=2), sum_of_squares, parallelize=parallelize, **options) as pipe:
         for _ in range(2):
-            result = pipe.step(*part(mesh, (6, 4), x, y))
+            result = pipe.step(*replica_samples(mesh, (6, 4), x, y))
             total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in plain.named_parameters()}
             for i, j in zip(x.split([2, 2, 2, 2, 1, 1]), y.split([2, 2, 2, 2, 1, 1]), strict=True):
-                squares(plain(i.bfloat16()), j).backward()
+                sum_of_squares(plain(i.bfloat16()), j).backward()
                 for name, parameter in plain.named_parameters():
                     assert parameter.grad is not None
                     total[name] += parameter.grad.float()
@@ -230,7 +253,7 @@ def mixed(rank: int, schedule: str) -> None:
                 assert result.outputs.dtype is torch.bfloat16
 
 
-def wide(rank: int) -> None:
+def accumulate_in_float32(rank: int) -> None:
     """Gradients of bfloat16 parameters are summed in float32 over micro-batches and replicas, and rounded once."""
     mesh = mesh_of(DATA)
     torch.manual_seed(0)
@@ -238,11 +261,11 @@ def wide(rank: int) -> None:
     plain = copy.deepcopy(model)
     x, y = batch(0, 12)
     options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "accumulate": "fp32", "reduction": "sum"}
-    with ps.Pipeline(ps.split(model, stages=2), squares, parallelize=ddp, **options) as pipe:
-        pipe.step(*part(mesh, EVEN, x.bfloat16(), y))
+    with ps.Pipeline(ps.split(model, stages=2), sum_of_squares, parallelize=ddp, **options) as pipe:
+        pipe.step(*replica_samples(mesh, EVEN, x.bfloat16(), y))
         total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in plain.named_parameters()}
         for i, j in zip(x.bfloat16().split(2), y.split(2), strict=True):
-            squares(plain(i), j).backward()
+            sum_of_squares(plain(i), j).backward()
             for name, parameter in plain.named_parameters():
                 assert parameter.grad is not None
                 total[name] += parameter.grad.float()
@@ -251,43 +274,45 @@ def wide(rank: int) -> None:
             torch.testing.assert_close(parameter.grad, total[name].bfloat16(), rtol=0.008, atol=0)
 
 
-def test_sums_in_float32_with_ddp(four: Ranks) -> None:
-    four.check(wide)
+def test_fp32_accumulation_with_ddp(four_ranks: Ranks) -> None:
+    four_ranks.check(accumulate_in_float32)
 
 
-def thawed(rank: int, how: Callable[..., Any]) -> None:
-    """What is frozen, and what is in training mode, may change between steps."""
+def freeze_between_steps(rank: int, parallelize: Callable[..., Any]) -> None:
+    """``requires_grad`` may change between steps."""
     mesh = mesh_of(DATA)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES))
     plain = copy.deepcopy(model)
-    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "parallelize": how, "schedule": "zb_h1"}
+    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "parallelize": parallelize, "schedule": "zb_h1"}
     with ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, **options) as pipe:
         for step, free in enumerate([{0, 1, 2, 3}, {2}, {0, 3}, {3}, {1, 2}]):
             for number in range(4):
                 model[number].requires_grad_(number in free)
                 plain[number].requires_grad_(number in free)
             x, y = batch(step, 9)
-            pipe.step(*part(mesh, UNEVEN, x, y))
+            pipe.step(*replica_samples(mesh, UNEVEN, x, y))
             F.cross_entropy(plain(x), y).backward()
             check_gradients(pipe, plain)
             pipe.zero_grad()
             plain.zero_grad()
 
 
-@pytest.mark.parametrize("how", [ddp, fsdp])
-def test_freezing_between_steps(four: Ranks, how: Callable[..., Any]) -> None:
-    four.check(thawed, how)
+@pytest.mark.parametrize("parallelize", [ddp, fsdp])
+def test_freezing_between_steps(four_ranks: Ranks, parallelize: Callable[..., Any]) -> None:
+    four_ranks.check(freeze_between_steps, parallelize)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_mixed_precision_of_fsdp(four: Ranks, schedule: str) -> None:
-    four.check(mixed, schedule)
+def test_fsdp_mixed_precision(four_ranks: Ranks, schedule: str) -> None:
+    four_ranks.check(train_in_mixed_precision, schedule)
 
 
-def put_off(rank: int, how: Callable[..., Any], sizes: dict[str, int], expected: bool) -> None:
+def check_deferred_weight_grads(
+    rank: int, parallelize: Callable[..., Any], sizes: dict[str, int], expected: bool
+) -> None:
     mesh = mesh_of(sizes)
-    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "schedule": "zb_h1", "parallelize": how}
+    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh, "schedule": "zb_h1", "parallelize": parallelize}
     with ps.Pipeline(ps.split(blocks(), stages=2), F.cross_entropy, **options) as pipe:
         pipe.step(*batch(0, 4))
         (stage,) = pipe._executor.stages.values()
@@ -296,38 +321,39 @@ def put_off(rank: int, how: Callable[..., Any], sizes: dict[str, int], expected:
 
 
 @pytest.mark.parametrize(
-    ("how", "sizes", "expected"), [(ddp, DATA, True), (fsdp_nested, DATA, True), (tensor_parallel, TENSOR, False)]
+    ("parallelize", "sizes", "expected"),
+    [(ddp, DATA, True), (fsdp_nested, DATA, True), (tensor_parallel, TENSOR, False)],
 )
-def test_weight_gradients_wait_for_w(
-    four: Ranks, how: Callable[..., Any], sizes: dict[str, int], expected: bool
+def test_weight_gradients_are_deferred_to_w(
+    four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], expected: bool
 ) -> None:
-    four.check(put_off, how, sizes, expected)
+    four_ranks.check(check_deferred_weight_grads, parallelize, sizes, expected)
 
 
-# ── failing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Fragile(nn.Module):
+class FailsOnLargeInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Tensor and bool((x > 1e6).any()):
             raise ValueError("too much")
         return x
 
 
-def broken(rank: int, how: Callable[..., Any]) -> tuple[str, bool]:
-    """One replica fails in the middle of a step: all learn of it, and parameters are what they were."""
+def fail_on_one_replica(rank: int, parallelize: Callable[..., Any]) -> tuple[str, bool]:
+    """One replica fails in a step: all ranks raise, and parameters are unchanged."""
     mesh = mesh_of(DATA)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Sequential(Fragile(), nn.Linear(6, CLASSES)))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Sequential(FailsOnLargeInput(), nn.Linear(6, CLASSES)))
     plain = copy.deepcopy(model)
-    options: dict[str, Any] = {"mesh": mesh, "microbatches": 2, "parallelize": how}
+    options: dict[str, Any] = {"mesh": mesh, "microbatches": 2, "parallelize": parallelize}
     pipe = ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, **options)
     x, y = batch(0, 12)
-    pipe.step(*part(mesh, EVEN, x, y))
+    pipe.step(*replica_samples(mesh, EVEN, x, y))
     pipe.zero_grad()
     x[10] = 1e9
     with pytest.raises(ps.PipelineError) as caught:
-        pipe.step(*part(mesh, EVEN, x, y))
+        pipe.step(*replica_samples(mesh, EVEN, x, y))
     expected = dict(plain.named_parameters())
     for name, parameter in pipe.named_parameters():
         assert parameter.grad is None
@@ -336,8 +362,8 @@ def broken(rank: int, how: Callable[..., Any]) -> tuple[str, bool]:
     return str(caught.value), all(hasattr(p, "full_tensor") for p in pipe.parameters())
 
 
-def killed(rank: int) -> str:
-    """The last process ends between steps; its neighbour is in a collective of torch's then."""
+def exit_between_steps(rank: int) -> str:
+    """The last process exits between steps while its peer waits in a torch collective."""
     options: dict[str, Any] = {"mesh": ps.Mesh(**TENSOR), "microbatches": 2, "parallelize": tensor_parallel}
     pipe = ps.Pipeline(ps.split(blocks(), stages=2), F.cross_entropy, **options)
     pipe.step(*batch(0, 8))
@@ -348,15 +374,15 @@ def killed(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_killed_process_is_named() -> None:
-    *others, last = run_ranks(killed, 4, timeout=120.0)
-    assert isinstance(last, Gone)
+def test_error_names_the_killed_process() -> None:
+    *others, last = run_ranks(exit_between_steps, 4, timeout=120.0)
+    assert isinstance(last, RankExited)
     for message in others:
         assert "rank 3: its process is gone" in message, message
 
 
-def left_alone(rank: int) -> str:
-    """One of two processes that share a stage fails in it; the other one is in a collective of torch's with it then."""
+def fail_beside_a_collective(rank: int) -> str:
+    """One of two ranks that share a stage fails while the other waits in a torch collective."""
     model = blocks()
     plan = ps.split(model, stages=2)
     options: dict[str, Any] = {"mesh": ps.Mesh(**TENSOR), "microbatches": 2, "parallelize": tensor_parallel}
@@ -369,14 +395,16 @@ def left_alone(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_failure_reaches_who_waits_in_a_collective_of_torchs() -> None:
-    """And does so while the process that has failed lives on."""
-    for message in run_ranks(left_alone, 4, timeout=60.0):
+def test_failure_ends_collectives_of_other_ranks() -> None:
+    """The failed process stays alive."""
+    for message in run_ranks(fail_beside_a_collective, 4, timeout=60.0):
         assert message.startswith("rank 1, stage 0, micro-batch 0, action 0F0: ZeroDivisionError"), message
 
 
-@pytest.mark.parametrize(("how", "in_parts"), [(ddp, False), (fsdp, True)])
-def test_a_failure_reaches_all_replicas(four: Ranks, how: Callable[..., Any], in_parts: bool) -> None:
-    for message, found in four.check(broken, how):
+@pytest.mark.parametrize(("parallelize", "is_sharded"), [(ddp, False), (fsdp, True)])
+def test_failure_is_raised_on_all_replicas(
+    four_ranks: Ranks, parallelize: Callable[..., Any], is_sharded: bool
+) -> None:
+    for message, found in four_ranks.check(fail_on_one_replica, parallelize):
         assert "too much" in message
-        assert found is in_parts
+        assert found is is_sharded

@@ -1,4 +1,4 @@
-"""What ``parallelize`` cannot make of a stage is refused, on all ranks."""
+"""Unsupported results of ``parallelize`` raise an error on all ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
 from tests.equivalence.parallel import batch, mesh_of
-from tests.equivalence.ways import (
+from tests.equivalence.parallel_models import (
     CLASSES,
     DATA,
     TENSOR,
-    Tied,
+    TiedModel,
     blocks,
     ddp,
     fsdp,
+    shard_first_tie_only,
     tensor_parallel,
-    ties_differently,
     unchanged,
 )
 from tests.support.ranks import Ranks
@@ -32,7 +32,7 @@ def ddp_over_the_world(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
     return DistributedDataParallel(nn.Sequential(nn.Linear(2, 2)))
 
 
-def ddp_ignoring(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+def ddp_ignoring_parameters(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, ["0.weight", "3.norm.bias"])
     return ddp(stage, mesh)
 
@@ -64,33 +64,33 @@ def sharded_output(stage: nn.Module, mesh: ps.Mesh) -> None:
         parallelize_module(stage, mesh["tensor"], {[name for name, _ in stage.named_children()][-1]: last})
 
 
-class Renamed(nn.Module):
+class Wrapper(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
 
-def renamed(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
-    return Renamed(stage)
+def wrap_in_module(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+    return Wrapper(stage)
 
 
-def nonsense(stage: nn.Module, mesh: ps.Mesh) -> Any:
+def return_a_string(stage: nn.Module, mesh: ps.Mesh) -> Any:
     return "stage"
 
 
-def failing(stage: nn.Module, mesh: ps.Mesh) -> Any:
+def fail_on_rank_1(stage: nn.Module, mesh: ps.Mesh) -> Any:
     if mesh.rank == 1:
         raise KeyError("no such layer")
     return stage
 
 
-def replicated(stage: nn.Module, mesh: ps.Mesh) -> None:
+def composable_replicate(stage: nn.Module, mesh: ps.Mesh) -> None:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     replicate(stage, mesh=mesh["data"])
 
 
-def replicated_by_hooks(stage: nn.Module, mesh: ps.Mesh) -> None:
+def composable_ddp_replicate(stage: nn.Module, mesh: ps.Mesh) -> None:
     from torch.distributed._composable.replicate import replicate
 
     replicate(stage, process_group=mesh["data"].get_group())
@@ -98,15 +98,15 @@ def replicated_by_hooks(stage: nn.Module, mesh: ps.Mesh) -> None:
 
 REFUSED: list[tuple[Any, dict[str, int], dict[str, Any], str]] = [
     (ddp_over_the_world, DATA, {}, r"over ranks \[0, 1, 2, 3\], but the stage's replicas are ranks \[.*mesh\["),
-    (ddp_ignoring, DATA, {}, "does not support parameters that DistributedDataParallel ignores"),
+    (ddp_ignoring_parameters, DATA, {}, "does not support parameters that DistributedDataParallel ignores"),
     (fsdp_over_the_world, DATA, {}, r"fully_shard is over ranks \[0, 1, 2, 3\], but the stage's replicas"),
     (fsdp_over_tensor, TENSOR, {}, r'fully_shard is over ranks.*pass mesh=mesh\["data"\]'),
     (tensor_over_data, DATA, {}, r'is distributed over ranks.*use mesh\["tensor"\]'),
-    (renamed, DATA, {}, r"it has inner\..* in the place of .*weight.*stay those of the model"),
-    (nonsense, DATA, {}, "parallelize gave a str for stage"),
-    (failing, DATA, {}, "no such layer"),
-    (replicated, DATA, {}, "replicate.* leave that out"),
-    (replicated_by_hooks, DATA, {}, "replicate.* leave that out"),
+    (wrap_in_module, DATA, {}, r"it has inner\..* in the place of .*weight.*stay those of the model"),
+    (return_a_string, DATA, {}, "parallelize gave a str for stage"),
+    (fail_on_rank_1, DATA, {}, "no such layer"),
+    (composable_replicate, DATA, {}, "replicate.* leave that out"),
+    (composable_ddp_replicate, DATA, {}, "replicate.* leave that out"),
     (fsdp, DATA, {"accumulate": "fp32"}, "accumulate= and offload= are not supported for sharded parameters"),
     (
         tensor_parallel,
@@ -118,48 +118,54 @@ REFUSED: list[tuple[Any, dict[str, int], dict[str, Any], str]] = [
 ]
 
 
-def refuse(rank: int, how: Callable[..., Any], sizes: dict[str, int], options: dict[str, Any]) -> str:
+def construction_error(
+    rank: int, parallelize: Callable[..., Any], sizes: dict[str, int], options: dict[str, Any]
+) -> str:
     with pytest.raises((ps.PlanError, ps.PipelineError, KeyError)) as caught:
-        ps.Pipeline(ps.split(blocks(), stages=2), F.cross_entropy, mesh=mesh_of(sizes), parallelize=how, **options)
+        ps.Pipeline(
+            ps.split(blocks(), stages=2), F.cross_entropy, mesh=mesh_of(sizes), parallelize=parallelize, **options
+        )
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "sizes", "options", "message"), REFUSED)
-def test_refused(
-    four: Ranks, how: Callable[..., Any], sizes: dict[str, int], options: dict[str, Any], message: str
+@pytest.mark.parametrize(("parallelize", "sizes", "options", "message"), REFUSED)
+def test_unsupported_parallelize_is_refused(
+    four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], options: dict[str, Any], message: str
 ) -> None:
-    for found in four.check(refuse, how, sizes, options):
+    for found in four_ranks.check(construction_error, parallelize, sizes, options):
         assert re.search(message, found), found
 
 
-def tied_in_one_process(rank: int, how: Callable[..., Any]) -> str:
-    """Stages 0 and 3 are both on the first rank: two calls of fully_shard make two parameters of their one."""
+def local_ties_error(rank: int, parallelize: Callable[..., Any]) -> str:
+    """Stages 0 and 3 are on the first rank: two calls of fully_shard would split their tied parameter in two."""
     mesh = mesh_of(DATA)
-    options: dict[str, Any] = {"mesh": mesh, "schedule": "zbv", "microbatches": 4, "parallelize": how}
-    plan = ps.split(Tied(), stages=4)
+    options: dict[str, Any] = {"mesh": mesh, "schedule": "zbv", "microbatches": 4, "parallelize": parallelize}
+    plan = ps.split(TiedModel(), stages=4)
     assert plan.ties[0].stages in ((0, 2), (0, 3))
     with pytest.raises((ps.PlanError, ps.PipelineError)) as caught:
         ps.Pipeline(plan, F.cross_entropy, **options)
     return str(caught.value)
 
 
-def tied_apart(rank: int) -> str:
+def different_tie_layouts_error(rank: int) -> str:
     with pytest.raises((ps.PlanError, ps.PipelineError)) as caught:
-        ps.Pipeline(ps.split(Tied(), stages=2), F.cross_entropy, mesh=mesh_of(TENSOR), parallelize=ties_differently)
+        ps.Pipeline(
+            ps.split(TiedModel(), stages=2), F.cross_entropy, mesh=mesh_of(TENSOR), parallelize=shard_first_tie_only
+        )
     return str(caught.value)
 
 
-def test_ties_are_laid_out_alike(four: Ranks) -> None:
-    for found in four.check(tied_apart):
+def test_tied_parameters_need_equal_layouts(four_ranks: Ranks) -> None:
+    for found in four_ranks.check(different_tie_layouts_error):
         assert "is one parameter of several stages, but parallelize has given it different layouts" in found
 
 
-def test_ties_within_a_process_cannot_be_sharded(four: Ranks) -> None:
-    for found in four.check(tied_in_one_process, fsdp):
+def test_tied_stages_of_one_process_cannot_be_sharded(four_ranks: Ranks) -> None:
+    for found in four_ranks.check(local_ties_error, fsdp):
         assert "were one parameter, and parallelize has made several of it" in found
 
 
-def output_in_parts(rank: int) -> str:
+def sharded_output_error(rank: int) -> str:
     mesh = mesh_of(TENSOR)
     options: dict[str, Any] = {"mesh": mesh, "microbatches": 2, "parallelize": sharded_output}
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES))
@@ -169,12 +175,12 @@ def output_in_parts(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_distributed_output_is_refused(four: Ranks) -> None:
-    for found in four.check(output_in_parts):
+def test_dtensor_output_is_refused(four_ranks: Ranks) -> None:
+    for found in four_ranks.check(sharded_output_error):
         assert "returns a DTensor with the layout" in found
 
 
-def already(rank: int) -> str:
+def shard_twice_error(rank: int) -> str:
     mesh = mesh_of(DATA)
     model = blocks()
     ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, mesh=mesh, parallelize=fsdp).close()
@@ -183,20 +189,20 @@ def already(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_model_is_sharded_once(four: Ranks) -> None:
-    for found in four.check(already):
+def test_sharded_model_cannot_be_sharded_again(four_ranks: Ranks) -> None:
+    for found in four_ranks.check(shard_twice_error):
         assert "is a DTensor already" in found
 
 
-def only_some(rank: int) -> str:
+def parallelize_on_some_ranks_error(rank: int) -> str:
     mesh, plan = mesh_of(DATA), ps.split(blocks(), stages=2)
     with pytest.raises(ps.PlanError) as caught:
         ps.Pipeline(plan, F.cross_entropy, mesh=mesh, parallelize=fsdp if rank else None)
     return str(caught.value)
 
 
-def test_all_ranks_parallelize_or_none(four: Ranks) -> None:
-    for found in four.check(only_some):
+def test_parallelize_must_be_given_on_all_ranks(four_ranks: Ranks) -> None:
+    for found in four_ranks.check(parallelize_on_some_ranks_error):
         assert "parallelize is False on rank 0, but True on rank 1" in found
 
 

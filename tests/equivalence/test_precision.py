@@ -1,6 +1,6 @@
-"""Mixed precision: a pipelined step is the plain loop over the same micro-batches, bit for bit.
+"""Mixed precision: a pipelined step is bitwise equal to the plain loop over the same micro-batches.
 
-Every case is a function of the mesh: it runs over threads (None), and on every rank of two processes.
+Every case is a function of the mesh: it runs in threads (None) and over two processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Case = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Some kernels group their sums by the number of threads: the plain loop is to have as many as a rank has."""
+    """The plain loop uses as many operator threads as a rank: the order of some sums depends on their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -38,14 +38,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(params=["threads", "processes"])
-def everywhere(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Runs a case over threads, or on two processes."""
+def run_case(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Run a case in threads, or over two processes."""
 
     def run(case: Case, *args: Any) -> None:
         if request.param == "threads":
             case(None, *args)
         else:
-            request.getfixturevalue("two").check(_on_rank, case, args)
+            request.getfixturevalue("two_ranks").check(_on_rank, case, args)
 
     return run
 
@@ -54,7 +54,7 @@ def _on_rank(rank: int, case: Case, args: tuple[Any, ...]) -> None:
     case(ps.Mesh(pipe=2), *args)
 
 
-# ── one model, one mini-batch, the plain loop ────────────────────────────────────────────────────────────────
+# ── model, data, comparisons ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -97,7 +97,7 @@ def assert_parameters(pipe: ps.Pipeline, expected: nn.Module) -> None:
         assert torch.equal(parameter, wanted[name]), name
 
 
-# ── autocast ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── autocast ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def autocast(mesh: ps.Mesh | None, dtype: torch.dtype, schedule: str, recompute: str) -> None:
@@ -123,15 +123,15 @@ def autocast(mesh: ps.Mesh | None, dtype: torch.dtype, schedule: str, recompute:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_autocast(everywhere: Any, dtype: torch.dtype, schedule: str, recompute: str) -> None:
-    everywhere(autocast, dtype, schedule, recompute)
+def test_autocast(run_case: Any, dtype: torch.dtype, schedule: str, recompute: str) -> None:
+    run_case(autocast, dtype, schedule, recompute)
 
 
-# ── GradScaler ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── GradScaler ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def float32_with_and_without(mesh: ps.Mesh | None, schedule: str) -> None:
-    """Scales that are powers of two change nothing, with momentum, clipping and accumulation over two steps."""
+def train_with_and_without_scaler(mesh: ps.Mesh | None, schedule: str) -> None:
+    """Power-of-two scales change nothing, with momentum, clipping and accumulation over two steps."""
     trained = []
     for enabled in (True, False):
         model = network()
@@ -157,12 +157,12 @@ def float32_with_and_without(mesh: ps.Mesh | None, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_float32_parameters_are_those_of_training_without_a_scaler(everywhere: Any, schedule: str) -> None:
-    everywhere(float32_with_and_without, schedule)
+def test_scaler_does_not_change_float32_training(run_case: Any, schedule: str) -> None:
+    run_case(train_with_and_without_scaler, schedule)
 
 
-def float16(mesh: ps.Mesh | None, schedule: str) -> None:
-    """The scale begins too high, so that some steps are not done; it falls, and grows again."""
+def train_float16(mesh: ps.Mesh | None, schedule: str) -> None:
+    """The initial scale is too high: some steps are skipped, the scale falls and grows again."""
     model = network()
     plain = copy.deepcopy(model)
     options: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 2}
@@ -194,8 +194,8 @@ def float16(mesh: ps.Mesh | None, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_float16_training_is_that_of_a_plain_loop_with_torchs_scaler(everywhere: Any, schedule: str) -> None:
-    everywhere(float16, schedule)
+def test_float16_scaler_matches_torch_amp(run_case: Any, schedule: str) -> None:
+    run_case(train_float16, schedule)
 
 
 def inf_in_one_stage(mesh: ps.Mesh | None, stage: str) -> None:
@@ -215,18 +215,18 @@ def inf_in_one_stage(mesh: ps.Mesh | None, stage: str) -> None:
         assert scaler.get_scale() == 2.0**15
         optimizer.zero_grad()
         pipe.step(*data())
-        scaler.step(optimizer)  # all of them go on
+        scaler.step(optimizer)  # no rank skips this one
         scaler.update()
         assert all(not torch.equal(p, dict(before.named_parameters())[n]) for n, p in pipe.named_parameters())
 
 
 @pytest.mark.parametrize("stage", ["0.weight", "5.bias"])
-def test_inf_in_one_stage_holds_back_all(everywhere: Any, stage: str) -> None:
-    everywhere(inf_in_one_stage, stage)
+def test_inf_in_one_stage_skips_the_step_on_all_ranks(run_case: Any, stage: str) -> None:
+    run_case(inf_in_one_stage, stage)
 
 
 def stage_without_parameters(mesh: ps.Mesh | None, frozen: bool) -> None:
-    """The second stage has no parameters, or none that get gradients."""
+    """The second stage has no parameters, or only frozen ones."""
     torch.manual_seed(0)
     tail = nn.Linear(WIDTH, WIDTH).requires_grad_(False) if frozen else nn.Tanh()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), tail)
@@ -245,12 +245,12 @@ def stage_without_parameters(mesh: ps.Mesh | None, frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_rank_without_gradients_takes_part(everywhere: Any, frozen: bool) -> None:
-    everywhere(stage_without_parameters, frozen)
+def test_scaler_with_a_rank_without_gradients(run_case: Any, frozen: bool) -> None:
+    run_case(stage_without_parameters, frozen)
 
 
-def any_loss(mesh: ps.Mesh | None, kind: str) -> None:
-    """A sum with its count, where a factor puts gradients right at the end; a mean over targets that count; a sum."""
+def scale_loss_of_kind(mesh: ps.Mesh | None, kind: str) -> None:
+    """A sum with its count, which is divided at the end of the step; a mean with ignored targets; a sum."""
     x, y = data()
     y[::3] = -100
     grads = []
@@ -266,11 +266,11 @@ def any_loss(mesh: ps.Mesh | None, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pair", "ignore", "sum"])
-def test_every_kind_of_loss_is_scaled(everywhere: Any, kind: str) -> None:
-    everywhere(any_loss, kind)
+def test_scaler_with_each_kind_of_loss(run_case: Any, kind: str) -> None:
+    run_case(scale_loss_of_kind, kind)
 
 
-def test_a_loss_of_a_plain_call_is_scaled_by_hand() -> None:
+def test_scaling_the_loss_of_a_forward_call() -> None:
     model = network()
     plain = copy.deepcopy(model)
     x, y = data()
@@ -287,13 +287,13 @@ def test_a_loss_of_a_plain_call_is_scaled_by_hand() -> None:
             torch.testing.assert_close(parameter, dict(plain.named_parameters())[name])
 
 
-# ── accumulate="fp32" ────────────────────────────────────────────────────────────────────────────────────────
+# ── accumulate="fp32" ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def summed(
     model: nn.Module, x: Tensor, y: Tensor, loss_fn: Any = F.cross_entropy, factor: float = 1 / PARTS
 ) -> dict[str, Tensor]:
-    """The float32 sums of the micro-batches' gradients, which are in the model's own type."""
+    """Float32 sums over micro-batches of gradients in the model's dtype."""
     totals: dict[str, Tensor] = {}
     for a, b in parts(x, y):
         one = copy.deepcopy(model)
@@ -310,30 +310,28 @@ def half_data(dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor]:
     return x.to(dtype), y
 
 
-def rounded_once(mesh: ps.Mesh | None, dtype: torch.dtype, schedule: str, recompute: str) -> None:
+def accumulate_in_float32(mesh: ps.Mesh | None, dtype: torch.dtype, schedule: str, recompute: str) -> None:
     model, (x, y) = network().to(dtype), half_data(dtype)
     expected = {name: total.to(dtype) for name, total in summed(model, x, y).items()}
     found = {}
-    for how in ("fp32", None):
-        with pipeline(copy.deepcopy(model), schedule, mesh, accumulate=how, recompute=recompute) as pipe:
+    for accumulate in ("fp32", None):
+        with pipeline(copy.deepcopy(model), schedule, mesh, accumulate=accumulate, recompute=recompute) as pipe:
             pipe.step(x, y)
-            if how:
+            if accumulate:
                 assert_gradients(pipe, expected)
-            found[how] = [p.grad for p in pipe.parameters()]
+            found[accumulate] = [p.grad for p in pipe.parameters()]
     assert any(not torch.equal(a, b) for a, b in zip(*found.values(), strict=True)), "the example loses no bits"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_gradients_are_the_float32_sum_rounded_once(
-    everywhere: Any, dtype: torch.dtype, schedule: str, recompute: str
-) -> None:
-    everywhere(rounded_once, dtype, schedule, recompute)
+def test_fp32_accumulation_rounds_once(run_case: Any, dtype: torch.dtype, schedule: str, recompute: str) -> None:
+    run_case(accumulate_in_float32, dtype, schedule, recompute)
 
 
-def earlier_steps(mesh: ps.Mesh | None, schedule: str) -> None:
-    """Between steps the sum is in the parameter's type: rounded once per step. The norm is that of what is left."""
+def accumulate_over_steps(mesh: ps.Mesh | None, schedule: str) -> None:
+    """Between steps the sum has the parameter's dtype, rounded once per step; clipping uses the rounded gradients."""
     model = network().bfloat16()
     expected: dict[str, Tensor] = {}
     with pipeline(copy.deepcopy(model), schedule, mesh, accumulate="fp32") as pipe:
@@ -348,15 +346,15 @@ def earlier_steps(mesh: ps.Mesh | None, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_earlier_steps_left_is_added_to(everywhere: Any, schedule: str) -> None:
-    everywhere(earlier_steps, schedule)
+def test_fp32_accumulation_over_steps(run_case: Any, schedule: str) -> None:
+    run_case(accumulate_over_steps, schedule)
 
 
 def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return F.cross_entropy(output.float(), target, reduction="sum"), 3 * len(target)
 
 
-def counted(mesh: ps.Mesh | None, schedule: str) -> None:
+def loss_with_count(mesh: ps.Mesh | None, schedule: str) -> None:
     model, (x, y) = network().bfloat16(), half_data(torch.bfloat16)
     totals = summed(model, x, y, lambda output, target: _pair(output, target)[0], 1 / BATCH)
     factor = BATCH / (3 * BATCH)
@@ -367,14 +365,14 @@ def counted(mesh: ps.Mesh | None, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_factor_of_a_loss_that_counts_comes_before_the_rounding(everywhere: Any, schedule: str) -> None:
-    everywhere(counted, schedule)
+def test_fp32_accumulation_scales_before_rounding(run_case: Any, schedule: str) -> None:
+    run_case(loss_with_count, schedule)
 
 
-def tied(mesh: ps.Mesh | None, schedule: str) -> None:
-    """One weight at both ends. The sum is that of both places' micro-batches, in float32 to the end.
+def train_tied(mesh: ps.Mesh | None, schedule: str) -> None:
+    """A weight tied between the first and the last stage: gradients of both are summed in float32.
 
-    Over threads both add to one sum, in no fixed order: the last bit of a float32 sum may differ, and at times show.
+    In threads both add to one sum in no fixed order, so the last bit may differ.
     """
     torch.manual_seed(0)
     first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -400,12 +398,12 @@ def tied(mesh: ps.Mesh | None, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_ties_are_summed_before_the_rounding(everywhere: Any, schedule: str) -> None:
-    everywhere(tied, schedule)
+def test_fp32_accumulation_of_tied_weights(run_case: Any, schedule: str) -> None:
+    run_case(train_tied, schedule)
 
 
-class Holds(nn.Module):
-    """Has a module, and does not use it."""
+class UnusedModule(nn.Module):
+    """Registers a module without using it."""
 
     def __init__(self, held: nn.Module) -> None:
         super().__init__()
@@ -415,10 +413,10 @@ class Holds(nn.Module):
         return x * 1
 
 
-def tied_without_gradient(mesh: ps.Mesh | None) -> None:
+def train_tie_without_gradient(mesh: ps.Mesh | None) -> None:
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, WIDTH)
-    model = nn.Sequential(first, nn.Tanh(), nn.Linear(WIDTH, 4), Holds(first)).bfloat16()
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(WIDTH, 4), UnusedModule(first)).bfloat16()
     x, y = half_data(torch.bfloat16)
     totals = summed(model, x, y)
     plan = ps.split(model, balance=[2, 2])
@@ -430,11 +428,11 @@ def tied_without_gradient(mesh: ps.Mesh | None) -> None:
             assert torch.equal(parameter.grad, want), name
 
 
-def test_a_tie_that_a_rank_has_no_gradient_for(everywhere: Any) -> None:
-    everywhere(tied_without_gradient)
+def test_tied_weight_without_gradient_on_one_rank(run_case: Any) -> None:
+    run_case(train_tie_without_gradient)
 
 
-def test_copies_of_a_tie_in_one_process_are_summed_before_the_rounding() -> None:
+def test_fp32_accumulation_of_local_ties() -> None:
     copies = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
     ties = LocalTies([copies])
     with Fp32GradAccumulator(copies), ties.reducing():
@@ -446,8 +444,8 @@ def test_copies_of_a_tie_in_one_process_are_summed_before_the_rounding() -> None
     assert copies[0].grad is not copies[1].grad
 
 
-class Fragile(nn.Module):
-    """Passes its input on, and fails in the backward of one micro-batch of the step that is told to."""
+class FailsInBackward(nn.Module):
+    """An identity that fails in the backward of one micro-batch if enabled."""
 
     fails = False
 
@@ -463,8 +461,8 @@ def _fail(grad: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_failed_step_changes_no_gradient(schedule: str) -> None:
-    fragile = Fragile()
+def test_failed_step_leaves_gradients_unchanged(schedule: str) -> None:
+    fragile = FailsInBackward()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), fragile, nn.Linear(WIDTH, 4)).bfloat16()
     x, y = half_data(torch.bfloat16)
     plan = ps.split(model, balance=[1, 3])
@@ -484,17 +482,17 @@ def test_a_failed_step_changes_no_gradient(schedule: str) -> None:
         assert_gradients(pipe, {n: t.bfloat16() for n, t in summed(model, x, y).items()})
 
 
-@pytest.mark.parametrize("how", ["fp32", None])
-def test_a_plain_call_sums_its_micro_batches_in_float32_too(how: str | None) -> None:
+@pytest.mark.parametrize("accumulate", ["fp32", None])
+def test_fp32_accumulation_in_a_forward_call(accumulate: str | None) -> None:
     model, (x, y) = network().bfloat16(), half_data(torch.bfloat16)
-    with pipeline(model, "1f1b", None, accumulate=how) as pipe:
+    with pipeline(model, "1f1b", None, accumulate=accumulate) as pipe:
         outputs = pipe(x)
         sum(F.cross_entropy(a, b) / PARTS for a, b in parts(outputs, y)).backward()  # type: ignore[union-attr]
         expected = {name: total.bfloat16() for name, total in summed(model, x, y).items()}
-        with nullcontext() if how else pytest.raises(AssertionError):
+        with nullcontext() if accumulate else pytest.raises(AssertionError):
             assert_gradients(pipe, expected)  # type: ignore[arg-type]
 
 
-def test_a_way_to_accumulate_that_is_not_known() -> None:
+def test_invalid_accumulate_option_is_refused() -> None:
     with pytest.raises(ps.PlanError, match="accumulate must be 'fp32' or None, got 'fp64'"):
         pipeline(network(), "1f1b", None, accumulate="fp64")

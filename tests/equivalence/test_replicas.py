@@ -1,4 +1,4 @@
-"""Two pipelines of two ranks, on parts of one mini-batch: each ends a step as one process on the whole of it would."""
+"""Two replicas of a two-rank pipeline with shards of one mini-batch equal one process with the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from tests.equivalence.ways import CLASSES, SometimesUsed, Tied
+from tests.equivalence.parallel_models import CLASSES, ConditionalLayer, TiedModel
 from tests.support.ranks import Ranks
 
 EVEN, UNEVEN, TINY, ONE_EMPTY = (6, 6), (7, 2), (1, 1), (5, 0)
 SHARDS = [EVEN, UNEVEN, TINY, ONE_EMPTY, (0, 3)]
 
 
-# ── models and losses ────────────────────────────────────────────────────────────────────────────────────────────
+# ── models and losses ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def mlp() -> nn.Module:
@@ -29,8 +29,8 @@ def mlp() -> nn.Module:
     return nn.Sequential(*parts, nn.Linear(6, CLASSES))
 
 
-class Table(nn.Module):
-    """Numbers to rows, by what the input's sign is; its gradient is sparse."""
+class SparseEmbedding(nn.Module):
+    """An embedding with sparse gradients, indexed by the sign of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Table(nn.Module):
 
 
 def sparse() -> nn.Module:
-    return nn.Sequential(Table(), *mlp().children())
+    return nn.Sequential(SparseEmbedding(), *mlp().children())
 
 
 def frozen() -> nn.Module:
@@ -51,7 +51,7 @@ def frozen() -> nn.Module:
     return model
 
 
-def ignoring(output: Tensor, target: Tensor) -> Tensor:
+def cross_entropy_ignoring_0(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, ignore_index=0)
 
 
@@ -60,23 +60,23 @@ def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return (F.cross_entropy(output, target, reduction="none") * kept).sum(), kept.sum()
 
 
-def squares(output: Tensor, target: Tensor) -> Tensor:
+def sum_of_squares(output: Tensor, target: Tensor) -> Tensor:
     return (output.sum(1) - target).square().sum()
 
 
 Plain = Callable[[Tensor, Tensor], Tensor]
 LOSSES: dict[str, tuple[Callable[..., Any], str | None, Plain]] = {
-    "counted": (nn.CrossEntropyLoss(ignore_index=0), None, ignoring),
+    "counted": (nn.CrossEntropyLoss(ignore_index=0), None, cross_entropy_ignoring_0),
     "weighted": (
         nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 3.0])),
         None,
         nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 3.0])),
     ),
     "mean": (lambda o, y: (o.sum(1) - y).square().mean(), None, lambda o, y: (o.sum(1) - y).square().mean()),
-    "sum": (squares, "sum", squares),
+    "sum": (sum_of_squares, "sum", sum_of_squares),
     "pair": (pair, None, lambda o, y: pair(o, y)[0] / pair(o, y)[1]),
 }
-MODELS = {"mlp": mlp, "tied": Tied, "frozen": frozen, "sparse": sparse}
+MODELS = {"mlp": mlp, "tied": TiedModel, "frozen": frozen, "sparse": sparse}
 
 
 def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 6, generator=generator), torch.randint(0, CLASSES, (size,), generator=generator)
 
 
-def part(mesh: ps.Mesh, shards: Sequence[int], *tensors: Tensor) -> list[Tensor]:
+def replica_samples(mesh: ps.Mesh, shards: Sequence[int], *tensors: Tensor) -> list[Tensor]:
     """This replica's samples."""
     start = sum(shards[: mesh.data_rank])
     return [tensor[start : start + shards[mesh.data_rank]] for tensor in tensors]
@@ -104,14 +104,14 @@ def check_gradients(pipe: ps.Pipeline, plain: nn.Module) -> None:
             torch.testing.assert_close(dense(parameter.grad), dense(there), msg=lambda text, n=name: f"{n}: {text}")
 
 
-# ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def train(
     rank: int, name: str, loss: str, shards: Sequence[int], options: dict[str, Any], stages: int = 2, steps: int = 3
 ) -> None:
     mesh = ps.Mesh(data=2, pipe=2)
-    torch.manual_seed(mesh.data_rank)  # replicas begin with different weights, and take the first one's
+    torch.manual_seed(mesh.data_rank)  # replicas start with different weights and must take those of the first one
     model = MODELS[name]()
     torch.manual_seed(0)
     plain = MODELS[name]()
@@ -124,12 +124,12 @@ def train(
         reference = torch.optim.SGD(plain.parameters(), lr=0.05)
         for step in range(steps):
             x, y = batch(step, sum(shards))
-            result = pipe.step(*part(mesh, shards, x, y))
+            result = pipe.step(*replica_samples(mesh, shards, x, y))
             expected = plain_loss(plain(x), y)
             expected.backward()
             torch.testing.assert_close(result.loss, expected.detach())
             check_gradients(pipe, plain)
-            if step != 1:  # the gradients of the second step are added to by the third
+            if step != 1:  # the third step accumulates into the gradients of the second
                 if name != "sparse":
                     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
                     torch.testing.assert_close(pipe.clip_grad_norm_(0.5), norm)
@@ -139,37 +139,37 @@ def train(
                 reference.zero_grad()
         with torch.no_grad():
             x, y = batch(9, sum(shards))
-            found = pipe.evaluate(*part(mesh, shards, x, y))
+            found = pipe.evaluate(*replica_samples(mesh, shards, x, y))
             torch.testing.assert_close(found.loss, plain_loss(plain(x), y))
             if pipe.has_last_stage and shards[mesh.data_rank]:
-                torch.testing.assert_close(found.outputs, *part(mesh, shards, plain(x)))
+                torch.testing.assert_close(found.outputs, *replica_samples(mesh, shards, plain(x)))
 
 
 @pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_over_uneven_shards(four: Ranks, loss: str, shards: tuple[int, int]) -> None:
-    four.check(train, "mlp", loss, shards, {})
+def test_every_loss_over_uneven_shards(four_ranks: Ranks, loss: str, shards: tuple[int, int]) -> None:
+    four_ranks.check(train, "mlp", loss, shards, {})
 
 
 @pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY], ids=str)
 @pytest.mark.parametrize("name", ["tied", "frozen", "sparse"])
-def test_ties_frozen_and_sparse_parameters(four: Ranks, name: str, shards: tuple[int, int]) -> None:
-    four.check(train, name, "counted", shards, {})
+def test_ties_frozen_and_sparse_parameters(four_ranks: Ranks, name: str, shards: tuple[int, int]) -> None:
+    four_ranks.check(train, name, "counted", shards, {})
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved", "zbv", "v_half"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_schedules(four: Ranks, schedule: str, recompute: str) -> None:
+def test_schedules(four_ranks: Ranks, schedule: str, recompute: str) -> None:
     stages = 2 if schedule in ("gpipe", "zb_h1") else 4
-    four.check(train, "mlp", "counted", UNEVEN, {"schedule": schedule, "recompute": recompute}, stages)
+    four_ranks.check(train, "mlp", "counted", UNEVEN, {"schedule": schedule, "recompute": recompute}, stages)
 
 
 @pytest.mark.parametrize("bucket", [1, 300, 1 << 20])
-def test_buckets_of_any_size(four: Ranks, bucket: int) -> None:
-    four.check(with_buckets, bucket)
+def test_bucket_sizes(four_ranks: Ranks, bucket: int) -> None:
+    four_ranks.check(train_with_bucket_size, bucket)
 
 
-def with_buckets(rank: int, bucket: int) -> None:
+def train_with_bucket_size(rank: int, bucket: int) -> None:
     import penstock.engine.replicas.reduce as reduce
 
     before, reduce.BUCKET = reduce.BUCKET, bucket
@@ -179,33 +179,35 @@ def with_buckets(rank: int, bucket: int) -> None:
         reduce.BUCKET = before
 
 
-def test_parameters_that_only_some_replicas_use(four: Ranks) -> None:
-    four.check(some_unused)
+def test_parameters_unused_on_some_replicas(four_ranks: Ranks) -> None:
+    four_ranks.check(train_with_unused_parameters)
 
 
-def some_unused(rank: int) -> None:
-    """What no replica uses has no gradient, and what one uses has one everywhere, as in one process."""
+def train_with_unused_parameters(rank: int) -> None:
+    """A parameter used by no replica has no gradient; one used by any replica has a gradient on all."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), SometimesUsed(), nn.Linear(6, CLASSES))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), ConditionalLayer(), nn.Linear(6, CLASSES))
     plain = copy.deepcopy(model)
-    with ps.Pipeline(ps.split(model, balance=[2, 2]), squares, reduction="sum", microbatches=2, mesh=mesh) as pipe:
+    with ps.Pipeline(
+        ps.split(model, balance=[2, 2]), sum_of_squares, reduction="sum", microbatches=2, mesh=mesh
+    ) as pipe:
         x, y = batch(0, 12)
-        model[2].rarely = mesh.data_rank == 1
-        pipe.step(*part(mesh, EVEN, x, y))
+        model[2].use_second = mesh.data_rank == 1
+        pipe.step(*replica_samples(mesh, EVEN, x, y))
         for replica, rows in enumerate((slice(0, 6), slice(6, 12))):
-            plain[2].rarely = replica == 1
-            squares(plain(x[rows]), y[rows]).backward()
+            plain[2].use_second = replica == 1
+            sum_of_squares(plain(x[rows]), y[rows]).backward()
         check_gradients(pipe, plain)
         if pipe.has_last_stage:
             assert model[2].never.weight.grad is None
             assert model[2].second.weight.grad is not None
 
 
-# ── BatchNorm, random numbers, precision ─────────────────────────────────────────────────────────────────────────
+# ── BatchNorm, random numbers, precision ───────────────────────────────────────────────────────────────────────────
 
 
-def normed(momentum: float | None) -> nn.Module:
+def batchnorm_model(momentum: float | None) -> nn.Module:
     parts: list[nn.Module] = []
     for _ in range(4):
         parts += [nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=momentum), nn.Tanh()]
@@ -219,11 +221,11 @@ def check_buffers(pipe: ps.Pipeline, plain: nn.Module) -> None:
             torch.testing.assert_close(tensor, expected[name], msg=lambda text, n=name: f"{n}: {text}")
 
 
-def batchnorm(rank: int, momentum: float | None, shards: Sequence[int], schedule: str, recompute: str) -> None:
-    """As in one process that runs the micro-batches of the first replica, then those of the second."""
+def train_batchnorm(rank: int, momentum: float | None, shards: Sequence[int], schedule: str, recompute: str) -> None:
+    """Equal to one process that runs the micro-batches of the first replica, then those of the second."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
-    model = normed(momentum)
+    model = batchnorm_model(momentum)
     plain = copy.deepcopy(model)
     stages = 2 if schedule == "1f1b" else 4
     options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "schedule": schedule, "recompute": recompute}
@@ -231,7 +233,7 @@ def batchnorm(rank: int, momentum: float | None, shards: Sequence[int], schedule
         for step in range(3):
             x, y = batch(step, sum(shards))
             x = x.double() + 5
-            result = pipe.step(*part(mesh, shards, x, y))
+            result = pipe.step(*replica_samples(mesh, shards, x, y))
             total = 0.0
             for xs, ys in zip(x.split(list(shards)), y.split(list(shards)), strict=True):
                 for i, j in zip(xs.tensor_split(3), ys.tensor_split(3), strict=True):
@@ -247,14 +249,14 @@ def batchnorm(rank: int, momentum: float | None, shards: Sequence[int], schedule
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shards", [(6, 6), (9, 6), (6, 0)], ids=str)
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "never"), ("zbv", "always")])
-def test_batchnorm_by_micro_batches(
-    four: Ranks, momentum: float | None, shards: tuple[int, int], schedule: str, recompute: str
+def test_microbatch_batchnorm(
+    four_ranks: Ranks, momentum: float | None, shards: tuple[int, int], schedule: str, recompute: str
 ) -> None:
-    four.check(batchnorm, momentum, shards, schedule, recompute)
+    four_ranks.check(train_batchnorm, momentum, shards, schedule, recompute)
 
 
-def deferred(rank: int, momentum: float | None, shards: Sequence[int]) -> None:
-    """Statistics of the whole mini-batch. (A layer's input must not depend on how others normalise.)"""
+def train_deferred_batchnorm(rank: int, momentum: float | None, shards: Sequence[int]) -> None:
+    """Statistics of the whole mini-batch; layer inputs do not depend on the normalisation of other layers."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, CLASSES)).double()
@@ -264,19 +266,19 @@ def deferred(rank: int, momentum: float | None, shards: Sequence[int]) -> None:
         for step in range(3):
             x, y = batch(step, sum(shards))
             x = x.double() + 1000
-            pipe.step(*part(mesh, shards, x, y))
+            pipe.step(*replica_samples(mesh, shards, x, y))
             plain(x)
             check_buffers(pipe, plain)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shards", [(6, 6), (9, 6), (6, 0), (0, 8)], ids=str)
-def test_batchnorm_of_the_whole_mini_batch(four: Ranks, momentum: float | None, shards: tuple[int, int]) -> None:
-    four.check(deferred, momentum, shards)
+def test_deferred_batchnorm(four_ranks: Ranks, momentum: float | None, shards: tuple[int, int]) -> None:
+    four_ranks.check(train_deferred_batchnorm, momentum, shards)
 
 
-def dropout(rank: int) -> None:
-    """With a seed, two replicas of two micro-batches draw what one pipeline of four draws."""
+def train_dropout(rank: int) -> None:
+    """With a seed, two replicas with two micro-batches use the random numbers of one pipeline with four."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, CLASSES))
@@ -286,16 +288,16 @@ def dropout(rank: int) -> None:
     pipe = ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, microbatches=2, mesh=mesh, seed=7)
     with pipe, alone:
         for _ in range(2):
-            torch.testing.assert_close(pipe.step(*part(mesh, EVEN, x, y)).loss, alone.step(x, y).loss)
+            torch.testing.assert_close(pipe.step(*replica_samples(mesh, EVEN, x, y)).loss, alone.step(x, y).loss)
             check_gradients(pipe, plain)
 
 
-def test_seeded_dropout_as_in_one_pipeline(four: Ranks) -> None:
-    four.check(dropout)
+def test_seeded_dropout(four_ranks: Ranks) -> None:
+    four_ranks.check(train_dropout)
 
 
-def scaled(rank: int, shards: Sequence[int]) -> None:
-    """An overflow in one replica's part keeps every rank from stepping."""
+def train_with_scaler(rank: int, shards: Sequence[int]) -> None:
+    """An overflow on one replica skips the step on every rank."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = mlp()
@@ -308,7 +310,7 @@ def scaled(rank: int, shards: Sequence[int]) -> None:
             x, y = batch(step, sum(shards))
             if step == 2:
                 x[0] = torch.inf
-            pipe.step(*part(mesh, shards, x, y))
+            pipe.step(*replica_samples(mesh, shards, x, y))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -323,11 +325,11 @@ def scaled(rank: int, shards: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("shards", [EVEN, ONE_EMPTY], ids=str)
-def test_scaler_over_replicas(four: Ranks, shards: tuple[int, int]) -> None:
-    four.check(scaled, shards)
+def test_grad_scaler(four_ranks: Ranks, shards: tuple[int, int]) -> None:
+    four_ranks.check(train_with_scaler, shards)
 
 
-def wide(rank: int) -> None:
+def accumulate_in_float32(rank: int) -> None:
     """Gradients of bfloat16 parameters are summed in float32 over micro-batches and replicas, and rounded once."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
@@ -336,11 +338,11 @@ def wide(rank: int) -> None:
     x, y = batch(0, 12)
     x = x.bfloat16()
     options: dict[str, Any] = {"microbatches": 3, "mesh": mesh, "accumulate": "fp32", "reduction": "sum"}
-    with ps.Pipeline(ps.split(model, stages=2), squares, **options) as pipe:
-        pipe.step(*part(mesh, EVEN, x, y))
+    with ps.Pipeline(ps.split(model, stages=2), sum_of_squares, **options) as pipe:
+        pipe.step(*replica_samples(mesh, EVEN, x, y))
         total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in plain.named_parameters()}
         for i, j in zip(x.split(2), y.split(2), strict=True):
-            squares(plain(i), j).backward()
+            sum_of_squares(plain(i), j).backward()
             for name, parameter in plain.named_parameters():
                 assert parameter.grad is not None
                 total[name] += parameter.grad.float()
@@ -349,15 +351,15 @@ def wide(rank: int) -> None:
             torch.testing.assert_close(parameter.grad, total[name].bfloat16(), rtol=0.008, atol=0)
 
 
-def test_sums_in_float32(four: Ranks) -> None:
-    four.check(wide)
+def test_fp32_accumulation(four_ranks: Ranks) -> None:
+    four_ranks.check(accumulate_in_float32)
 
 
-# ── who brings what ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── inputs and targets ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def brought(rank: int, inputs: Sequence[int], targets: Sequence[int]) -> None:
-    """Only the named ranks of each pipeline are given inputs and targets."""
+def train_with_inputs_on_some_ranks(rank: int, inputs: Sequence[int], targets: Sequence[int]) -> None:
+    """Only the given ranks of each pipeline have inputs and targets."""
     mesh = ps.Mesh(data=2, pipe=2)
     torch.manual_seed(0)
     model = mlp()
@@ -365,7 +367,7 @@ def brought(rank: int, inputs: Sequence[int], targets: Sequence[int]) -> None:
     with ps.Pipeline(ps.split(model, stages=2), F.cross_entropy, microbatches=2, mesh=mesh) as pipe:
         for step in range(3):
             x, y = batch(step, 9)
-            mine, wanted = part(mesh, UNEVEN, x, y)
+            mine, wanted = replica_samples(mesh, UNEVEN, x, y)
             given = mine if mesh.pipe_rank in inputs else None, wanted if mesh.pipe_rank in targets else None
             result = pipe.step(*given)
             expected = F.cross_entropy(plain(x), y)
@@ -377,7 +379,5 @@ def brought(rank: int, inputs: Sequence[int], targets: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("targets", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("inputs", [(0,), (1,), (0, 1)], ids=str)
-def test_a_rank_that_has_them_sends_inputs_and_targets(
-    four: Ranks, inputs: tuple[int, ...], targets: tuple[int, ...]
-) -> None:
-    four.check(brought, inputs, targets)
+def test_inputs_and_targets_on_some_ranks(four_ranks: Ranks, inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    four_ranks.check(train_with_inputs_on_some_ranks, inputs, targets)

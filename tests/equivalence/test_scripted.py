@@ -1,4 +1,4 @@
-"""Layers that TorchScript runs, in stages of every front end."""
+"""TorchScript layers in stages of every front end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layers(made: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(*trunk.blocks, trunk.head)
 
 
-FRONTS: dict[str, tuple[Callable[[Any], nn.Module], dict[str, Any]]] = {
+FRONT_ENDS: dict[str, tuple[Callable[[Any], nn.Module], dict[str, Any]]] = {
     "sequential": (layers, {"stages": 3}),
     "traced": (Trunk, {"stages": 3}),
     "cuts": (Trunk, {"cuts": ["blocks.1", "head"]}),
@@ -48,13 +48,13 @@ FRONTS: dict[str, tuple[Callable[[Any], nn.Module], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-@pytest.mark.parametrize("front", FRONTS)
-def test_scripted_layers_train_as_the_plain_ones_do(front: str, schedule: str, recompute: str) -> None:
-    build, how = FRONTS[front]
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_scripted_layers_match_eager(front_end: str, schedule: str, recompute: str) -> None:
+    build, options = FRONT_ENDS[front_end]
     torch.manual_seed(0)
     model, plain = build(scripted), build(lambda layer: layer)
     plain.load_state_dict(model.state_dict())
-    with ps.Pipeline(ps.split(model, **how), F.mse_loss, schedule=schedule, recompute=recompute) as pipe:
+    with ps.Pipeline(ps.split(model, **options), F.mse_loss, schedule=schedule, recompute=recompute) as pipe:
         torch.manual_seed(1)
         result = pipe.step(batch(), batch(seed=5))
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Hugging Face models in pipelines: steps that equal the plain model's, in threads and over ranks."""
+"""Steps of Hugging Face models equal the plain model's, in threads and over processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mini_batch(build: Callable[..., nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def assert_steps(pipe: ps.Pipeline, plain: nn.Module, batch: dict[str, Any]) -> None:
-    """Three steps of an optimizer with the model's own loss: it, gradients and parameters are the plain model's."""
+    """Compare losses, gradients and parameters over three optimizer steps with the model's own loss."""
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     own = dict(plain.named_parameters(remove_duplicate=False))
@@ -60,7 +60,7 @@ def test_tied_embeddings_under_other_schedules(schedule: str, ranks: int) -> Non
         assert set(pipe.state_dict()) == set(plain.state_dict())
 
 
-def test_a_micro_batch_without_a_label_adds_nothing() -> None:
+def test_microbatch_without_labels() -> None:
     model = seeded(gpt2).eval()
     plain = copy.deepcopy(model)
     batch = mini_batch(gpt2)
@@ -69,7 +69,7 @@ def test_a_micro_batch_without_a_label_adds_nothing() -> None:
         assert_steps(pipe, plain, batch)
 
 
-def test_a_count_given_by_the_user() -> None:
+def test_num_items_in_batch_given_by_the_user() -> None:
     model = seeded(llama).eval()
     plain = copy.deepcopy(model)
     batch = mini_batch(llama)
@@ -78,17 +78,17 @@ def test_a_count_given_by_the_user() -> None:
         assert_steps(pipe, plain, {**batch, "num_items_in_batch": number})
 
 
-def test_evaluation_gives_the_models_own_outputs() -> None:
+def test_evaluation_returns_the_model_outputs() -> None:
     model = seeded(llama).eval()
     batch = {name: value for name, value in mini_batch(llama).items() if name != "labels"}
     with ps.Pipeline(cut(model, 3), microbatches=2, schedule="gpipe") as pipe, torch.no_grad():
         torch.testing.assert_close(pipe(**batch)["logits"], model(**batch).logits, **TOLERANCE)
 
 
-# ── over ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── over processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def steps_on_a_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, Any], stages: int) -> None:
+def steps_on_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, Any], stages: int) -> None:
     model = seeded(build, **more).eval()
     plain = copy.deepcopy(model)
     schedule = "1f1b" if stages == 2 else "interleaved"
@@ -98,5 +98,5 @@ def steps_on_a_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, 
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("build", [llama, gpt2, mixtral], ids=lambda build: build.__name__)
-def test_steps_over_two_ranks(two: Ranks, build: Callable[..., nn.Module], stages: int) -> None:
-    two.check(steps_on_a_rank, build, {"tie_word_embeddings": True} if build is llama else {}, stages)
+def test_steps_over_two_ranks(two_ranks: Ranks, build: Callable[..., nn.Module], stages: int) -> None:
+    two_ranks.check(steps_on_rank, build, {"tie_word_embeddings": True} if build is llama else {}, stages)

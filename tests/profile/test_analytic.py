@@ -22,7 +22,7 @@ from penstock.profile.costs import Link, SharedParameters
 from penstock.schedule.costs import Costs
 from penstock.schedule.registry import build
 from penstock.schedule.simulate import simulate
-from tests.support.published import LEFT_OPEN, PUBLISHED, Published, step_seconds
+from tests.support.published import PUBLISHED, UNKNOWN_STAGE_COUNT, Published, step_seconds
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -237,7 +237,7 @@ def test_published_steps(row: Published) -> None:
     assert row.estimate() == pytest.approx(row.seconds, rel=0.1)
 
 
-@pytest.mark.parametrize("row", LEFT_OPEN, ids=lambda row: f"{row.model} {row.batch}")
+@pytest.mark.parametrize("row", UNKNOWN_STAGE_COUNT, ids=lambda row: f"{row.model} {row.batch}")
 def test_published_steps_are_between_what_is_left_open(row: Published) -> None:
     """A rank has eight layers, in one to eight stages."""
     assert row.estimate(8) < row.seconds < row.estimate(1)
@@ -249,7 +249,7 @@ def test_published_steps_have_the_utilization_that_was_published() -> None:
     """41.5, 51.4, 56.0 and 56.3 % of the peak, with selective recomputation: so the models and times are theirs."""
     found = [row.utilization for row in PUBLISHED if not row.recompute]
     assert found == pytest.approx([0.415, 0.514, 0.560, 0.563], abs=0.003)
-    assert [row.utilization for row in LEFT_OPEN] == pytest.approx([0.43, 0.41], abs=0.006)
+    assert [row.utilization for row in UNKNOWN_STAGE_COUNT] == pytest.approx([0.43, 0.41], abs=0.006)
 
 
 def test_the_formula_of_a_step_is_what_the_simulator_finds() -> None:

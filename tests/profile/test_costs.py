@@ -41,8 +41,7 @@ def model(**changed: Any) -> ModelCosts:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    model().save(path)
-    assert ModelCosts.load(path) == model()
+    assert ModelCosts.from_json(model().to_json()) == model()
     profile = Profile((model(samples=2), model()))
     profile.save(path)
     assert Profile.load(path) == profile
@@ -51,10 +50,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         assert ModelCosts.from_json(other.to_json()) == other
 
 
-def test_a_file_is_plain_json_with_a_line_for_each_layer() -> None:
-    text = model().to_json()
-    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert len([line for line in text.splitlines() if '"name"' in line]) == 3
+def test_a_file_is_plain_json() -> None:
+    json.loads(model().to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     endless = model(link=Link(), crossings=(Crossing(0, 1, 1e30), Crossing(1, 2, 0)))
     json.loads(endless.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
@@ -170,13 +167,13 @@ def test_bad_costs_are_refused_with_the_place(data: Any, words: str) -> None:
 
 def test_what_is_no_file_of_costs(tmp_path: Path) -> None:
     with pytest.raises(ps.PlanError, match=r"nowhere\.json cannot be read as costs"):
-        ModelCosts.load(tmp_path / "nowhere.json")
+        Profile.load(tmp_path / "nowhere.json")
     (tmp_path / "costs.json").write_text("{layers}")
     with pytest.raises(ps.PlanError, match=r"costs\.json is not JSON"):
-        ModelCosts.load(tmp_path / "costs.json")
+        Profile.load(tmp_path / "costs.json")
     (tmp_path / "costs.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ps.PlanError, match="cannot be read as costs"):
-        ModelCosts.load(tmp_path / "costs.json")
+        Profile.load(tmp_path / "costs.json")
     with pytest.raises(ps.PlanError, match=r"micro-batches of \[2, 4\] samples: read it as a Profile"):
         ModelCosts.from_json(Profile((model(samples=2), model())).to_json())
 
@@ -253,13 +250,17 @@ def test_what_was_measured_is_given_as_it_is() -> None:
 
 def test_one_size_is_in_proportion() -> None:
     assert forward(Profile((at(4, 2.0),)), 2) == 1.0
-    assert model().scaled(2).layers[0].activation == 50
-    assert model().scaled(2).crossings[:2] == (Crossing(0, 1, 32), Crossing(0, 2, 32, ((0, 24), (1, 8))))
-    assert model().scaled(4) == model()
-    assert model().scaled(8).layers[1].backward == 9.0
-    assert [layer.deferred_bytes for layer in model().scaled(8).layers] == [200, 240, 200]
-    assert model().scaled(8).kept_together == ((0, 1, 128.0),)
-    assert model().scaled(8).shared == model().shared
+
+    def scaled(samples: int) -> ModelCosts:
+        return Profile((model(),)).at(samples)
+
+    assert scaled(2).layers[0].activation == 50
+    assert scaled(2).crossings[:2] == (Crossing(0, 1, 32), Crossing(0, 2, 32, ((0, 24), (1, 8))))
+    assert scaled(4) == model()
+    assert scaled(8).layers[1].backward == 9.0
+    assert [layer.deferred_bytes for layer in scaled(8).layers] == [200, 240, 200]
+    assert scaled(8).kept_together == ((0, 1, 128.0),)
+    assert scaled(8).shared == model().shared
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from penstock.profile import links
 from penstock.profile.costs import Link
 from penstock.profile.links import ROUNDS, Links, fit_link, host_time_per_message, local_link, measure_links
 from tests.support.models import penstock_threads
-from tests.support.ranks import Gone, Ranks, run_ranks, start_ranks
+from tests.support.ranks import RankExited, Ranks, run_ranks, start_ranks
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def killed(rank: int) -> Any:
 
 def test_a_rank_that_is_gone_is_an_error_of_the_others() -> None:
     first, second, third = run_ranks(killed, 3, timeout=50)
-    assert isinstance(second, Gone)
+    assert isinstance(second, RankExited)
     for error in (first, third):
         assert isinstance(error, ps.PipelineError)
         assert "rank 1" in str(error)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.profile import measure as measure_module
 from penstock.profile import timing
-from penstock.profile.costs import Crossing, ModelCosts, Overhead, SharedParameters
+from penstock.profile.costs import Crossing, ModelCosts, Overhead, Profile, SharedParameters
 from penstock.profile.measure import _kept_together, measure_costs
 from penstock.split import measure as split_measure
 from penstock.split.trunk.line import trunk_chain
 from tests.split.trunk_models import Usual
-from tests.support.models import assert_same, batch, everything, labels, mlp, snapshot
+from tests.support.models import assert_same, batch, labels, mlp, snapshot, stateful_model
 
 FLOAT = 4
 HAS_GPU = torch.cuda.is_available()
@@ -213,7 +213,7 @@ def test_what_an_action_takes_by_itself_is_taken_off(clock: Clock) -> None:
     assert (first.forward, first.input_gradient, first.weight_gradient, first.recompute) == (8.0, 20.0, 300.0, 1.0)
     assert second.work == 0.0
     assert costs.overhead == Overhead(0.5, 0.5, 0.5, 0.5, 0.5)
-    assert costs.scaled(1).overhead == costs.overhead
+    assert Profile((costs,)).at(1).overhead == costs.overhead
 
 
 def test_a_frozen_start_has_no_backward(clock: Clock) -> None:
@@ -476,7 +476,7 @@ def test_progress_is_shown() -> None:
 
 @pytest.mark.parametrize("device", [None, "cpu", CUDA])
 def test_nothing_in_the_model_or_the_generators_changes(device: str | None) -> None:
-    model = everything()
+    model = stateful_model()
     told: list[str] = []
     model[0].weight.register_post_accumulate_grad_hook(lambda p: told.append("grad"))
     before, states = snapshot(model), (torch.get_rng_state(), random.getstate())
@@ -507,7 +507,7 @@ def test_nothing_in_the_model_or_the_generators_changes(device: str | None) -> N
 
 
 def test_a_layer_that_fails_is_named_and_the_model_is_as_it_was() -> None:
-    model = everything()
+    model = stateful_model()
     model.append(nn.Linear(5, 5))
     before = snapshot(model)
     with pytest.raises(ps.PlanError, match=r"layer 8 \(number 9 of 9\) does not run on the sample: RuntimeError"):

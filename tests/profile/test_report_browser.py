@@ -38,14 +38,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def _content(browser: Browser) -> Iterator[None]:
     yield
     assert browser.messages == []
-    assert [url for url in browser.asked if not url.startswith(("file:", "data:"))] == []
+    assert [url for url in browser.requested_urls if not url.startswith(("file:", "data:"))] == []
 
 
 def show(browser: Browser, trace: ps.Trace, folder: Path, **options: Any) -> None:
     path = folder / "page.html"
     path.write_text(page(analyze(trace)), "utf-8")
     browser.open(path, **options)
-    browser.frame()
+    browser.wait_for_frame()
     assert span(browser) > 0
 
 
@@ -61,7 +61,7 @@ def span(browser: Browser) -> float:
 def place(browser: Browser, share: float, row: int = 0, high: float = 10.0) -> tuple[float, float]:
     """A point in the timeline: a share of its width, so many pixels below the top of a rank's row."""
     browser.run(f"{CANVAS}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
-    browser.frame()
+    browser.wait_for_frame()
     x, y, width = browser.run(f"((box) => [box.x, box.y, box.width])({CANVAS}.getBoundingClientRect())")
     gutter = 58 if width < 600 else 92
     return x + gutter + share * (width - gutter), y + 22 + 38 * row + high
@@ -109,11 +109,11 @@ def test_bars_are_where_actions_are(browser: Browser, tmp_path: Path) -> None:
     assert pixel(browser, 2.2 / 6, row=1, high=20) == [0x00, 0x72, 0xB2, 255]
     browser.run("document.querySelector('button[data-do=in]').click()")
     browser.run("document.querySelector('button[data-do=in]').click()")
-    browser.frame()
+    browser.wait_for_frame()
     assert pixel(browser, 0.01, row=1, high=20) == [0x00, 0x72, 0xB2, 255]
     assert pixel(browser, -0.01, row=1, high=20)[3] == 0  # what began before stays within the chart
     browser.run("document.querySelector('button[data-do=all]').click()")
-    browser.frame()
+    browser.wait_for_frame()
     faint = pixel(browser, 5.2 / 6, high=30)  # simulated
     assert faint[:3] != [0, 0, 0]
     assert 150 < faint[3] < 180
@@ -161,23 +161,23 @@ def test_zoom_and_pan_with_keys_and_buttons(browser: Browser, tmp_path: Path) ->
     show(browser, uneven(), tmp_path)
     begin, end = view(browser)
     browser.run(f"{CANVAS}.focus()")
-    browser.press("+")
+    browser.press_key("+")
     near, far = view(browser)
     assert far - near == pytest.approx(0.6 * end)
-    browser.press("ArrowRight")
+    browser.press_key("ArrowRight")
     assert view(browser)[0] == pytest.approx(near + 0.06 * end)
-    browser.press("ArrowLeft")
-    browser.press("-")
+    browser.press_key("ArrowLeft")
+    browser.press_key("-")
     assert view(browser) == pytest.approx((begin, end))
     for name, size in (("in", 0.6), ("in", 0.36), ("left", 0.36), ("out", 0.6), ("all", 1.0)):
         browser.run(f"document.querySelector('button[data-do={name}]').click()")
-        browser.frame()
+        browser.wait_for_frame()
         assert span(browser) == pytest.approx(size * end)
     for _ in range(60):
         browser.run("document.querySelector('button[data-do=in]').click()")
-    browser.frame()
+    browser.wait_for_frame()
     assert 0 < span(browser) < 1e-5 * end
-    browser.press("0")
+    browser.press_key("0")
     assert view(browser) == (begin, end)
 
 
@@ -186,19 +186,19 @@ def test_actions_one_by_one_with_keys(browser: Browser, tmp_path: Path) -> None:
     browser.run(f"{CANVAS}.focus()")
     names = []
     for key in ("n", "n", "n", "p", "ArrowDown", "n"):
-        browser.press(key)
+        browser.press_key(key)
         names.append((tip(browser) or "").split("\n")[0])
     assert names[:4] == ["0F0 on rank 0", "0B0 on rank 0", "0B0 on rank 0", "0F0 on rank 0"]
     assert names[5] == "1F0 on rank 1"
     assert browser.run("document.getElementById('said').textContent").startswith("1F0 on rank 1, forward of stage 1")
-    browser.press("Escape")
+    browser.press_key("Escape")
     assert tip(browser) is None
 
 
 def test_the_same_as_a_table(browser: Browser, tmp_path: Path) -> None:
     show(browser, example(), tmp_path)
     browser.run("document.getElementById('table').open = true")
-    browser.until("document.querySelectorAll('#table-rows tr').length === 2")
+    browser.wait_until("document.querySelectorAll('#table-rows tr').length === 2")
     cells = browser.run("[...document.querySelectorAll('#table-rows tr:last-child td')].map((td) => td.textContent)")
     assert cells == ["0B0", "4.5 s", "6 s", "1.5 s", "3 s", "4.5 s to 6 s", "", "0 B"]
     browser.run("document.getElementById('table-rank').value = 1")
@@ -211,7 +211,7 @@ def test_the_same_as_a_table(browser: Browser, tmp_path: Path) -> None:
 
 def chosen(browser: Browser) -> tuple[str, float]:
     """The step that is chosen, and how much time its timeline has."""
-    browser.frame()
+    browser.wait_for_frame()
     return browser.run("document.getElementById('step').selectedOptions[0].text"), round(span(browser), 6)
 
 
@@ -229,14 +229,14 @@ def test_a_step_is_chosen(browser: Browser, tmp_path: Path) -> None:
     assert options == [name for name, _ in STEPS]
     assert chosen(browser) == STEPS[0]
     browser.run("document.getElementById('step').focus()")
-    browser.press("ArrowDown")
+    browser.press_key("ArrowDown")
     assert chosen(browser) == STEPS[1]
     for name, at in (("after", 2), ("after", 3), ("after", 3), ("before", 2)):
         browser.run(f"document.querySelector('button[data-do={name}]').click()")
         assert chosen(browser) == STEPS[at]
     browser.run(f"{CANVAS}.focus()")
     for key, at in (("s", 3), ("s", 3), ("S", 2), ("S", 1), ("S", 0), ("S", 0)):
-        browser.press(key)
+        browser.press_key(key)
         assert chosen(browser) == STEPS[at]
     assert browser.run("document.getElementById('said').textContent") == STEPS[0][0]
     bar = "document.querySelector('#step-times [data-step=\"1\"]')"
@@ -254,8 +254,8 @@ def test_all_is_of_the_step_that_is_chosen(browser: Browser, tmp_path: Path) -> 
     browser.run("document.getElementById('table-rank').value = 1")
     browser.run("document.getElementById('table-rank').dispatchEvent(new Event('change'))")
     browser.run(f"{CANVAS}.focus()")
-    browser.press("+")
-    browser.press("s")
+    browser.press_key("+")
+    browser.press_key("s")
     assert view(browser) == (0, 12)
     browser.mouse("mouseMoved", *place(browser, 10 / 12))
     assert (tip(browser) or "").startswith(
@@ -266,8 +266,8 @@ def test_all_is_of_the_step_that_is_chosen(browser: Browser, tmp_path: Path) -> 
     assert browser.run(rows) == [["1F0", "3 s"], ["1B0", "6 s"]]  # the same rank, of another step
     assert pixel(browser, 1 / 12, high=20) == [0x00, 0x72, 0xB2, 255]
     assert pixel(browser, 11 / 12, high=20) == [0xD5, 0x5E, 0x00, 255]
-    browser.press("s")
-    browser.press("s")  # a forward without gradients, which was not simulated
+    browser.press_key("s")
+    browser.press_key("s")  # a forward without gradients, which was not simulated
     browser.run(f"{CANVAS}.blur()")
     assert browser.run(rows) == [["1F0", "750 ms"]]
     browser.mouse("mouseMoved", *place(browser, 0.25 / 1.5))
@@ -279,7 +279,7 @@ def test_one_step_has_nothing_to_choose(browser: Browser, tmp_path: Path) -> Non
     show(browser, example(), tmp_path)
     assert browser.run("document.getElementById('step')") is None
     browser.run(f"{CANVAS}.focus()")
-    browser.press("s")
+    browser.press_key("s")
     assert view(browser) == (0, 6)
 
 
@@ -340,7 +340,7 @@ def test_many_ranks_and_actions(browser: Browser, tmp_path: Path) -> None:
     browser.run(f"{CANVAS}.focus()")
     for _ in range(63):
         browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowDown")
-    browser.press("n")
+    browser.press_key("n")
     assert (tip(browser) or "").startswith("63F0 on rank 63\n")
     took = browser.run(
         "new Promise((done) => { const t = performance.now(); document.querySelector('button[data-do=in]').click();"

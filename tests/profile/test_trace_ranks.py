@@ -20,7 +20,7 @@ from penstock.profile.trace.analysis import traced_messages
 from tests.profile.test_trace import check_consistent, orders
 from tests.profile.test_trace_files import check_chrome, events_of
 from tests.support.models import batch, gradients, labels, mlp
-from tests.support.ranks import Gone, Ranks, run_ranks
+from tests.support.ranks import RankExited, Ranks, run_ranks
 
 
 def pipeline(stages: int, data: int = 1, **options: Any) -> ps.Pipeline:
@@ -263,7 +263,7 @@ def one_is_gone(rank: int) -> Any:
 
 def test_a_rank_that_dies_in_it() -> None:
     (error, trace), second = run_ranks(one_is_gone, 2)
-    assert isinstance(second, Gone)
+    assert isinstance(second, RankExited)
     assert "rank 1" in str(error)
     assert trace.missing == "the others' could not be had"
     assert len(trace.table()) == 8

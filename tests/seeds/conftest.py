@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kind of device that a program finds; on the CPU, as on a machine without a GPU."""
     kind: str = request.param
     if kind == "cuda" and not torch.cuda.is_available():

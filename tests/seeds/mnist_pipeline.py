@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import penstock.compat.poptorch as poptorch
-from tests.seeds.vision import full_mnist, standing_in
+from tests.seeds.vision import fake_torchvision, full_mnist_folder
 
 __all__ = ["main", "tutorial"]
 
@@ -75,14 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--strategy", choices=["pipelined", "sharded"], default="pipelined", help="execution strategy")
     parser.add_argument("--debug", action="store_true", help="print out the debug logging while running")
     parser.add_argument("--offload-optimiser", action="store_true", help="offload the optimiser state")
-    parser.add_argument("--data", type=Path, default=full_mnist(), help="the directory of MNIST; else its extract")
+    parser.add_argument(
+        "--data", type=Path, default=full_mnist_folder(), help="the directory of MNIST; else its extract"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     if args.debug:
         poptorch.setLogLevel("DEBUG")
     torch.manual_seed(args.seed)
     names: dict[str, Any] = {"__name__": "mnist_pipeline"}
-    with standing_in(args.data):
+    with fake_torchvision(args.data):
         for cell in (0, 1, 2, 4, 5, 6, 7, 9, 14, 16, 17):
             run(cell, names)
         names |= {"learning_rate": args.learning_rate, "epochs": args.epochs}

@@ -28,7 +28,7 @@ class ToyModel(nn.Module):
         return self.net2(x)
 
 
-def test_toy_model(where: str) -> None:
+def test_toy_model(device_type: str) -> None:
     torch.manual_seed(0)
     toy = ToyModel()
 
@@ -44,7 +44,7 @@ def test_toy_model(where: str) -> None:
 
     model = fairscale.nn.Pipe(model, balance=[2, 1])
 
-    assert [device.type for device in model.devices] == [where] * 2
+    assert [device.type for device in model.devices] == [device_type] * 2
 
     optimizer = optim.SGD(model.parameters(), lr=0.001)
     loss_fn = F.nll_loss

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import penstock.compat.poptorch as poptorch
 from tests.seeds.mnist_pipeline import main, run, tutorial
-from tests.seeds.vision import SHARED, full_mnist, standing_in
+from tests.seeds.vision import SHARED, fake_torchvision, full_mnist_folder
 
 DOCUMENT = SHARED / "seeds" / "003_fb62da25efc40fa7.txt"
 
@@ -27,13 +27,13 @@ Call = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @pytest.mark.skipif(not DOCUMENT.is_file(), reason="the document is not at hand")
-def test_the_snippets_are_the_documents() -> None:
+def test_snippets_match_the_document() -> None:
     found = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     changed = [cell.replace("import poptorch", "import penstock.compat.poptorch as poptorch") for cell in found]
     assert [cell.strip() for cell in changed] == [cell.strip() for cell in tutorial()]
 
 
-class Recording:
+class RecordedModel:
     """A training model whose calls are kept."""
 
     def __init__(self, model: poptorch.PoplarExecutor) -> None:
@@ -58,7 +58,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def names() -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
-    with standing_in():
+    with fake_torchvision():
         yield {"__name__": "tutorial"}
 
 
@@ -84,7 +84,7 @@ def replay(model: Any, calls: list[Call]) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_from_top_to_bottom(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_notebook(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     for cell in range(19):
         run(cell, names)
     assert (len(names["training_data"]), names["training_data"].combinedBatchSize) == (1, 4000)
@@ -95,7 +95,7 @@ def test_the_notebook_from_top_to_bottom(names: dict[str, Any], capsys: pytest.C
     assert opts.Training.gradient_accumulation == opts.device_iterations == 10
     assert repr(names["pipelined_strategy"]) == "PipelinedExecution(Stage('B1', 'B2').ipu(0), Stage('B3', 'B4').ipu(1))"
     get_training_model, plain = names["get_training_model"], copy.deepcopy(names["model"])
-    names["get_training_model"] = lambda opts, model: Recording(get_training_model(opts, model))
+    names["get_training_model"] = lambda opts, model: RecordedModel(get_training_model(opts, model))
     run(19, names)
     recording = names["training_model"]
     assert len(recording.calls) == 3  # epochs of one call: the extract has 4,000 digits
@@ -126,7 +126,7 @@ STRATEGIES = {"10": "four stages", "11": "names", "13": "two stages", "14": "sha
 
 @pytest.mark.parametrize("cell", STRATEGIES, ids=STRATEGIES.get)
 @pytest.mark.parametrize("offload", [False, True], ids=["on chip", "off chip"])
-def test_each_strategy_trains_as_the_plain_model(names: dict[str, Any], cell: str, offload: bool) -> None:
+def test_strategies_match_the_plain_model(names: dict[str, Any], cell: str, offload: bool) -> None:
     for number in (0, 1, 2, 4, 5, 6, 7, 8, 9):
         run(number, names)
     run(int(cell), names)
@@ -159,22 +159,22 @@ def test_each_strategy_trains_as_the_plain_model(names: dict[str, Any], cell: st
 
 
 @pytest.mark.slow
-def test_the_script_and_its_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the extract's digits a few: what the options say is done, and not how well it learns."""
     monkeypatch.setattr("tests.seeds.vision.MNIST.__len__", lambda self: 800)
-    where = str(tmp_path / "pipeline_profile")
+    profile_folder = str(tmp_path / "pipeline_profile")
     few = ["--batch-size", "4", "--device-iterations", "4", "--test-batch-size", "2", "--epochs", "1"]
-    for extra in (["--profile", "--profile-dir", where], ["--strategy", "sharded", "--offload-optimiser"]):
+    for extra in (["--profile", "--profile-dir", profile_folder], ["--strategy", "sharded", "--offload-optimiser"]):
         assert 0 <= main([*few, *extra, "--learning-rate", "0.002"]) <= 100
-    assert {path.name for path in Path(where).iterdir()} == {"training.json", "inference.json"}
+    assert {path.name for path in Path(profile_folder).iterdir()} == {"training.json", "inference.json"}
     with pytest.raises(SystemExit):
         main(["--strategy", "phased"])
 
 
 @pytest.mark.skipif("PENSTOCK_SLOW" not in os.environ, reason="minutes: set PENSTOCK_SLOW=1 to train on all of MNIST")
-@pytest.mark.skipif(full_mnist() is None, reason="the whole of MNIST is not at hand")
+@pytest.mark.skipif(full_mnist_folder() is None, reason="the whole of MNIST is not at hand")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("strategy", ["pipelined", "sharded"])
 @pytest.mark.parametrize("offload", [[], ["--offload-optimiser"]], ids=["on chip", "off chip"])
-def test_three_epochs_reach_the_tutorials_accuracy(strategy: str, offload: list[str]) -> None:
-    assert main(["--strategy", strategy, *offload, "--data", str(full_mnist())]) >= 98.0
+def test_accuracy_after_three_epochs(strategy: str, offload: list[str]) -> None:
+    assert main(["--strategy", strategy, *offload, "--data", str(full_mnist_folder())]) >= 98.0

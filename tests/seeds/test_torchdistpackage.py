@@ -66,7 +66,7 @@ def accuracy(output: Tensor, target: Tensor, topk: tuple[int, ...]) -> list[floa
     return [float(best[:, :k].any(1).float().mean()) for k in topk]
 
 
-# ── the document's programs ──────────────────────────────────────────────────────────────────────────────────────
+# ── the document's programs ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def partitioned(model: nn.Module, DDP: Any) -> Any:
@@ -170,14 +170,14 @@ def evaluate(model: Any, data_loader: Any, criterion: Any, device: torch.device)
             return output, loss, acc1, acc5
 
 
-# ── and what they are compared with ──────────────────────────────────────────────────────────────────────────────
+# ── and what they are compared with ────────────────────────────────────────────────────────────────────────────────
 
 
-def programs(rank: int, where: str, wrapper: str, own_bwd_fn: bool) -> None:
+def programs(rank: int, device_type: str, wrapper: str, own_bwd_fn: bool) -> None:
     tpc.setup_process_groups([("data", 1), ("pipe", 2)])
-    tpc.device = where  # type: ignore[assignment]
+    tpc.device = device_type  # type: ignore[assignment]
     torch.manual_seed(0)
-    whole = ResNet().to(where)
+    whole = ResNet().to(device_type)
     plain = copy.deepcopy(whole)
     ddp = partial(DistributedDataParallel, process_group=tpc.get_group("data"))
     model = partitioned(whole, NaiveDDP if wrapper == "NaiveDDP" else ddp)
@@ -197,7 +197,7 @@ def programs(rank: int, where: str, wrapper: str, own_bwd_fn: bool) -> None:
         optimizers[1].zero_grad()
         sizes = [len(part) for part in torch.tensor_split(samples, 4)]
         for part, target in zip(samples.split(sizes), targets.split(sizes), strict=True):
-            with torch.autocast(where, dtype=torch.bfloat16):
+            with torch.autocast(device_type, dtype=torch.bfloat16):
                 expected = F.cross_entropy(plain(part), target)
             expected.backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -212,7 +212,7 @@ def programs(rank: int, where: str, wrapper: str, own_bwd_fn: bool) -> None:
         m.eval()
     found = evaluate(model, batches[1:], F.cross_entropy, tpc.device)
     if rank == 1:
-        with torch.no_grad(), torch.autocast(where):
+        with torch.no_grad(), torch.autocast(device_type):
             output = plain(batches[1][0])
         assert found[0].dtype == output.dtype
         assert_same(found[0].float(), output.float(), rtol=2e-2, atol=1e-2)
@@ -222,11 +222,11 @@ def programs(rank: int, where: str, wrapper: str, own_bwd_fn: bool) -> None:
     tpc.device = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize(("wrapper", "own_bwd_fn"), [("NaiveDDP", False), ("DDP", True)])
-def test_resnet(where: str, wrapper: str, own_bwd_fn: bool) -> None:
-    if where == "cuda" and not torch.cuda.is_available():
+def test_resnet(device_type: str, wrapper: str, own_bwd_fn: bool) -> None:
+    if device_type == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    for result in run_ranks(programs, 2, where, wrapper, own_bwd_fn, timeout=120):
+    for result in run_ranks(programs, 2, device_type, wrapper, own_bwd_fn, timeout=120):
         if isinstance(result, BaseException):
             raise result

@@ -23,7 +23,7 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 4)
 
 
-def assert_trains_as(model: GPipe, plain: nn.Module, input: Tensor, **tolerance: float) -> None:
+def assert_matches_plain(model: GPipe, plain: nn.Module, input: Tensor, **tolerance: float) -> None:
     """Output and gradients of the model are those of the plain one, in its own place."""
     output = model(input.to(model.devices[0]))
     expected = plain(input)
@@ -34,10 +34,10 @@ def assert_trains_as(model: GPipe, plain: nn.Module, input: Tensor, **tolerance:
     assert_same(found, list(gradients(plain).values()), **tolerance)
 
 
-# ── Applying GPipe ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── Applying GPipe ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_four_layers_in_four_partitions_and_eight_micro_batches(where: str) -> None:
+def test_four_partitions_and_eight_microbatches(device_type: str) -> None:
     torch.manual_seed(0)
     a, b, c, d = linear(), nn.Tanh(), linear(), nn.Tanh()
     plain = copy.deepcopy(nn.Sequential(a, b, c, d))
@@ -49,25 +49,25 @@ def test_four_layers_in_four_partitions_and_eight_micro_batches(where: str) -> N
     for input in data_loader:
         output = model(input)
 
-        assert output.device.type == where
+        assert output.device.type == device_type
         assert_same(output.cpu(), plain(input))
-    assert_trains_as(model, plain, batch(16), atol=1e-5)
+    assert_matches_plain(model, plain, batch(16), atol=1e-5)
 
 
-def test_devices_may_be_named(where: str) -> None:
+def test_named_devices(device_type: str) -> None:
     model = nn.Sequential(linear(), linear(), linear(), linear())
     plain = copy.deepcopy(model)
     model = GPipe(
         model,
         balance=[1, 1, 1, 1],
-        devices=[0, 0, 0, 0] if where == "cuda" else ["cpu"] * 4,  # Specify GPUs.
+        devices=[0, 0, 0, 0] if device_type == "cuda" else ["cpu"] * 4,  # Specify GPUs.
         chunks=8,
     )
-    assert [device.type for device in model.devices] == [where] * 4
-    assert_trains_as(model, plain, batch(16), atol=1e-5)
+    assert [device.type for device in model.devices] == [device_type] * 4
+    assert_matches_plain(model, plain, batch(16), atol=1e-5)
 
 
-def test_devices_that_are_not_there_are_an_error() -> None:
+def test_missing_devices_are_refused() -> None:
     if torch.cuda.device_count() > 7:
         pytest.skip("they are there")
     model = nn.Sequential(linear(), linear(), linear(), linear())
@@ -75,10 +75,10 @@ def test_devices_that_are_not_there_are_an_error() -> None:
         GPipe(model, balance=[1, 1, 1, 1], devices=[4, 5, 6, 7], chunks=8)
 
 
-# ── Input and Output Device ──────────────────────────────────────────────────────────────────────────────────────
+# ── Input and Output Device ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_input_and_target_go_to_the_first_and_last_device(where: str) -> None:
+def test_input_and_target_go_to_the_first_and_last_device(device_type: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(linear(), nn.Tanh(), linear())
     plain = copy.deepcopy(model)
@@ -112,11 +112,11 @@ def test_input_and_target_go_to_the_first_and_last_device(where: str) -> None:
     assert_same([p.detach().cpu() for p in model.parameters()], [p.detach() for p in plain.parameters()], atol=1e-5)
 
 
-# ── Automatic Balancing ──────────────────────────────────────────────────────────────────────────────────────────
+# ── Automatic Balancing ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.slow
-def test_balance_by_time(where: str) -> None:
+def test_balance_by_time(device_type: str) -> None:
     model = nn.Sequential(nn.MaxPool2d(56), nn.Flatten(), nn.Linear(48, 256), nn.Linear(256, 256), nn.Linear(256, 4))
 
     sample = torch.rand(128, 3, 224, 224)
@@ -127,15 +127,15 @@ def test_balance_by_time(where: str) -> None:
 
     assert len(balance) == 4
     assert sum(balance) == 5
-    assert_trains_as(model, plain, sample[:16], rtol=1e-3, atol=1e-4)
+    assert_matches_plain(model, plain, sample[:16], rtol=1e-3, atol=1e-4)
 
 
-def test_balance_by_size(where: str) -> None:
+def test_balance_by_size(device_type: str) -> None:
     model = nn.Sequential(nn.Linear(4, 2000), nn.Linear(2000, 4), linear(), linear())
     assert balance_by_size(model, batch(), partitions=2) == [1, 3]
 
 
-# ── Restrictions ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Restrictions ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ResNet(nn.Module):
@@ -153,7 +153,7 @@ def resnet101() -> ResNet:
     return ResNet()
 
 
-def test_a_model_that_is_not_sequential() -> None:
+def test_non_sequential_model_is_refused() -> None:
     model = resnet101()
     with pytest.raises(TypeError, match="non-sequential module cannot be partitioned"):
         GPipe(model, balance=[1], chunks=1)  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ class MyModule(nn.Module):
         return a + b - c
 
 
-def test_layers_take_one_argument(where: str) -> None:
+def test_layers_take_one_argument(device_type: str) -> None:
     model = nn.Sequential(linear(), MyModule(), linear())
     with pytest.raises(TypeError, match="missing 2 required positional arguments"):
         model(batch())  # FAILS!
@@ -173,30 +173,30 @@ def test_layers_take_one_argument(where: str) -> None:
         model(batch())
 
 
-class Says(nn.Module):
+class ExampleLayer(nn.Module):
     """A layer of one of the guide's signatures."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.what = what
+        self.kind = kind
 
     def forward(self, input: Tensor | tuple[Tensor, Tensor]) -> object:
         one = input[0] + input[1] if isinstance(input, tuple) else input
-        return {"tensor": one, "pair": (one, one), "dict": {"a": one}, "label": (one, "label")}[self.what]
+        return {"tensor": one, "pair": (one, one), "dict": {"a": one}, "label": (one, "label")}[self.kind]
 
 
-@pytest.mark.parametrize("what", ["tensor", "pair"])
-def test_tensor_or_tensors(where: str, what: str) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "pair"])
+def test_tensor_or_tensors(device_type: str, kind: str) -> None:
     # OK
-    model = GPipe(nn.Sequential(Says(what), Says("tensor"), linear()), balance=[1, 1, 1], chunks=2)
+    model = GPipe(nn.Sequential(ExampleLayer(kind), ExampleLayer("tensor"), linear()), balance=[1, 1, 1], chunks=2)
     assert model(batch()).shape == (8, 4)
-    assert GPipe(nn.Sequential(Says("tensor")), balance=[1])((batch(), batch())).shape == (8, 4)
+    assert GPipe(nn.Sequential(ExampleLayer("tensor")), balance=[1])((batch(), batch())).shape == (8, 4)
 
 
-@pytest.mark.parametrize("what", ["dict", "label"])
-def test_tensors_in_other_structures(where: str, what: str) -> None:
+@pytest.mark.parametrize("kind", ["dict", "label"])
+def test_other_structures_are_refused(device_type: str, kind: str) -> None:
     # Error
-    model = GPipe(nn.Sequential(linear(), Says(what)), balance=[1, 1], chunks=2)
+    model = GPipe(nn.Sequential(linear(), ExampleLayer(kind)), balance=[1, 1], chunks=2)
     with pytest.raises(TypeError, match="expected Tensor, but got"):
         model(batch())
     with pytest.raises(TypeError, match="positional argument"):
@@ -205,10 +205,10 @@ def test_tensors_in_other_structures(where: str, what: str) -> None:
         model((batch(), "label"))
 
 
-# ── Skip Connections ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Skip Connections ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_skip_connection_as_a_tuple(where: str) -> None:
+def test_skip_connection_as_a_tuple(device_type: str) -> None:
     torch.manual_seed(0)
     layer1, layer2, layer3 = linear(), linear(), linear()
 
@@ -255,10 +255,10 @@ def test_a_skip_connection_as_a_tuple(where: str) -> None:
 
     model = GPipe(model, balance=[1, 1, 1], chunks=8)
 
-    assert_trains_as(model, plain, batch(16), atol=1e-5)
+    assert_matches_plain(model, plain, batch(16), atol=1e-5)
 
 
-# ── Long Skip Connections ────────────────────────────────────────────────────────────────────────────────────────
+# ── Long Skip Connections ──────────────────────────────────────────────────────────────────────────────────────────
 
 # The shared memory between Layer1 and Layer8.
 skip_buf = None
@@ -296,7 +296,7 @@ class FailingLayer8(nn.Module):
         return self.layer8(input) + skip
 
 
-def test_the_failing_example_is_refused_with_the_reason(where: str) -> None:
+def test_failing_example_is_refused(device_type: str) -> None:
     model = nn.Sequential(FailingLayer1(), *(linear() for _ in range(6)), FailingLayer8())
     model(batch())  # works in one piece
     with pytest.raises(ps.PlanError, match=r"reads the global variable 'skip_buf'.*several micro-batches.*skippable"):
@@ -335,7 +335,7 @@ class Layer8(nn.Module):
 
 
 @pytest.fixture
-def eight() -> Iterator[nn.Sequential]:
+def eight_layers() -> Iterator[nn.Sequential]:
     """The guide's eight layers, behind one more, whose gradient comes over the skip as well."""
     torch.manual_seed(0)
     skips.clear()
@@ -344,20 +344,20 @@ def eight() -> Iterator[nn.Sequential]:
 
 
 @pytest.mark.parametrize("balance", [[2, 1, 1, 1, 1, 1, 1, 1], [1, 4, 4]])
-def test_a_long_skip_by_micro_batch(where: str, eight: nn.Sequential, balance: list[int]) -> None:
-    plain = copy.deepcopy(eight)
-    model = GPipe(eight, balance=balance, chunks=8, checkpoint="never")
-    assert_trains_as(model, plain, batch(16), atol=1e-5)
+def test_long_skip_by_microbatch(device_type: str, eight_layers: nn.Sequential, balance: list[int]) -> None:
+    plain = copy.deepcopy(eight_layers)
+    model = GPipe(eight_layers, balance=balance, chunks=8, checkpoint="never")
+    assert_matches_plain(model, plain, batch(16), atol=1e-5)
     assert not skips
 
 
-def test_a_long_skip_by_micro_batch_in_a_forward_that_runs_again(where: str, eight: nn.Sequential) -> None:
-    model = GPipe(eight, balance=[2, 1, 1, 1, 1, 1, 1, 1], chunks=8)
+def test_long_skip_by_microbatch_with_recompute(device_type: str, eight_layers: nn.Sequential) -> None:
+    model = GPipe(eight_layers, balance=[2, 1, 1, 1, 1, 1, 1, 1], chunks=8)
     with pytest.raises(RuntimeError, match=r"checkpoint='never'.*torchgpipe\.skip"):
         model(batch(16))
 
 
-# ── Detecting Recomputation ──────────────────────────────────────────────────────────────────────────────────────
+# ── Detecting Recomputation ────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Counter(nn.Module):
@@ -372,14 +372,14 @@ class Counter(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_a_counter_counts_micro_batches_once(where: str, checkpoint: str) -> None:
+def test_counter_with_recompute(device_type: str, checkpoint: str) -> None:
     counter = Counter()
     model = GPipe(nn.Sequential(linear(), counter, linear()), balance=[1, 2], chunks=4, checkpoint=checkpoint)
     model(batch(8)).sum().backward()
     assert counter.counter == 4
 
 
-def test_deferred_batch_norm_updates_once(where: str) -> None:
+def test_deferred_batch_norm_with_recompute(device_type: str) -> None:
     bn = nn.BatchNorm1d(4)
     model = GPipe(nn.Sequential(copy.deepcopy(bn), linear()), balance=[1, 1], chunks=4, deferred_batch_norm=True)
     model(batch(8)).sum().backward()

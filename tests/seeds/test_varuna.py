@@ -71,24 +71,26 @@ class PretrainedModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def arguments(rank: int, where: str, fp16: bool) -> Namespace:
-    local_rank = rank % torch.cuda.device_count() if where == "cuda" else rank
+def arguments(rank: int, device_type: str, fp16: bool) -> Namespace:
+    local_rank = rank % torch.cuda.device_count() if device_type == "cuda" else rank
     return Namespace(local_rank=local_rank, stage_to_rank_map="1;0;", chunk_size=2, fp16=fp16)
 
 
-def on(where: str) -> Any:
+def patch_cuda(device_type: str) -> Any:
     """Where there is no GPU, or as if there were none."""
-    return contextlib.nullcontext() if where == "cuda" else mock.patch("torch.cuda.is_available", return_value=False)
+    return (
+        contextlib.nullcontext() if device_type == "cuda" else mock.patch("torch.cuda.is_available", return_value=False)
+    )
 
 
-def sample_model(rank: int, where: str) -> int:
-    args = arguments(rank, where, False)
+def sample_model(rank: int, device_type: str) -> int:
+    args = arguments(rank, device_type, False)
     torch.manual_seed(0)
     model = SampleModel(num_cutpoints=5)
     torch.manual_seed(0)
     plain = SampleModel(num_cutpoints=5)
     dry_run_input = {"input": torch.randn(7, 8), "target": torch.randint(4, (7,))}
-    with on(where):
+    with patch_cuda(device_type):
         model = Varuna(
             model, args.stage_to_rank_map, dry_run_input, 7, args.chunk_size, args.fp16, device=args.local_rank
         )
@@ -100,14 +102,14 @@ def sample_model(rank: int, where: str) -> int:
         theirs = {name: parameter.grad for name, parameter in plain.named_parameters()}
         mine = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
         assert_same(mine, {name: theirs[name] for name in mine})
-        assert {parameter.device.type for parameter in model.parameters()} == {where}
+        assert {parameter.device.type for parameter in model.parameters()} == {device_type}
         assert overflow is False
         assert grad_norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9)), rel=1e-5)
         return len(model.pipeline.plan.groups[model.stage])
 
 
-def language_model(rank: int, where: str, fp16: bool) -> None:
-    args = arguments(rank, where, fp16)
+def language_model(rank: int, device_type: str, fp16: bool) -> None:
+    args = arguments(rank, device_type, fp16)
     torch.manual_seed(0)
     model = PretrainedModel()
     torch.manual_seed(0)
@@ -116,7 +118,7 @@ def language_model(rank: int, where: str, fp16: bool) -> None:
     dry_run_input = {"tokens": torch.randint(13, (6, 5)), "labels": torch.randint(13, (6, 5))}
     global_batch_size = 6
 
-    with on(where):
+    with patch_cuda(device_type):
         # list of 2-tuples with parameter names
         shared_weights = [("language_model.embedding.word_embeddings.weight", "lm_head_weight")]
         model = Varuna(
@@ -159,10 +161,10 @@ def two() -> Iterator[Ranks]:
         yield made
 
 
-def test_sample_model(where: str, two: Ranks) -> None:
-    assert two.check(sample_model, where) == [3, 3]  # five cut points, of which one is active
+def test_sample_model(device_type: str, two: Ranks) -> None:
+    assert two.check(sample_model, device_type) == [3, 3]  # five cut points, of which one is active
 
 
 @pytest.mark.parametrize("fp16", [False, True])
-def test_shared_weights(where: str, two: Ranks, fp16: bool) -> None:
-    two.check(language_model, where, fp16)
+def test_shared_weights(device_type: str, two: Ranks, fp16: bool) -> None:
+    two.check(language_model, device_type, fp16)

@@ -16,13 +16,13 @@ from torch.utils.data import Dataset
 
 from penstock.data.mnist import load
 
-__all__ = ["SHARED", "full_mnist", "standing_in"]
+__all__ = ["SHARED", "fake_torchvision", "full_mnist_folder"]
 
 SHARED = Path(os.environ.get("PENSTOCK_SHARED", Path(__file__).parents[3] / "shared"))
 """Where the documents and the whole of MNIST are, if they are at hand: beside the project, unless it is said."""
 
 
-def full_mnist() -> Path | None:
+def full_mnist_folder() -> Path | None:
     """The directory of the whole of MNIST, if it is at hand."""
     folder = SHARED / "data" / "mnist"
     return folder if (folder / "train-images-idx3-ubyte.gz").is_file() else None
@@ -72,7 +72,7 @@ class Normalize:
         return image.sub_(self.mean).div_(self.std)
 
 
-class _Quiet:
+class _SilentProgressBar:
     """A stand-in for tqdm's bar."""
 
     def __init__(self, iterable: Any, total: int | None = None) -> None:
@@ -92,7 +92,7 @@ def _module(name: str) -> ModuleType:
 
 
 @contextmanager
-def standing_in(folder: Path | None = None) -> Iterator[None]:
+def fake_torchvision(folder: Path | None = None) -> Iterator[None]:
     """Let ``import torchvision`` and ``import tqdm`` find the stand-ins, with the digits of ``folder``."""
     vision: Any = _module("torchvision")
     vision.datasets, vision.transforms = _module("torchvision.datasets"), _module("torchvision.transforms")
@@ -100,7 +100,7 @@ def standing_in(folder: Path | None = None) -> Iterator[None]:
     for kind in (Compose, ToTensor, Normalize):
         setattr(vision.transforms, kind.__name__, kind)
     bars: Any = _module("tqdm")
-    bars.tqdm = _Quiet
+    bars.tqdm = _SilentProgressBar
     ours = {"torchvision": vision, "tqdm": bars}
     before = {name: sys.modules.get(name) for name in ours}
     try:

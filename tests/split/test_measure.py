@@ -15,7 +15,7 @@ from penstock.split import chain_of
 from penstock.split.chain import Edge, Groups, LayerChain
 from penstock.split.lazy import Lazy
 from penstock.split.measure import LayerMeasurement, Measurement, measure
-from tests.support.models import assert_same, batch, everything, mlp, snapshot
+from tests.support.models import assert_same, batch, mlp, snapshot, stateful_model
 
 FLOAT = 4
 
@@ -222,7 +222,7 @@ def test_the_last_layer_may_compute_the_loss() -> None:
 
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_nothing_in_the_model_or_the_generators_changes(device: str | None) -> None:
-    model = everything()
+    model = stateful_model()
     hook_calls: list[str] = []
     model[0].weight.register_post_accumulate_grad_hook(lambda p: hook_calls.append("grad"))
     before, states = snapshot(model), (torch.get_rng_state(), random.getstate())
@@ -286,7 +286,7 @@ def test_hooks_of_the_user_do_run() -> None:
 
 
 def test_a_layer_that_fails_is_named_and_the_model_is_as_it_was() -> None:
-    model = everything()
+    model = stateful_model()
     model.append(nn.Linear(5, 5))
     before = snapshot(model)
     with pytest.raises(ps.PlanError, match=r"layer 8 \(number 9 of 9\) does not run on the sample: RuntimeError"):

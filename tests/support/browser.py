@@ -1,4 +1,4 @@
-"""A real browser, without a screen, told what to do over its DevTools pipe."""
+"""A headless Chromium, controlled over its DevTools pipe."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 __all__ = ["Browser", "chromium"]
 
-SECONDS = 60.0  # after which a browser that says nothing is given up
+SECONDS = 60.0  # timeout for an answer of the browser
 
 # The browser reads commands from file 3 and writes answers to file 4.
 _START = "import os, sys; a = sys.argv; os.dup2(int(a[1]), 3); os.dup2(int(a[2]), 4); os.execv(a[3], a[3:])"
 
 
 def chromium() -> str | None:
-    """Where it is installed, if it is."""
+    """The path of an installed Chromium or Chrome, or None."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Browser:
-    """One page in one browser. ``messages`` has what its console said, and what went wrong in it."""
+    """One page in one browser. ``messages`` lists its console output and errors."""
 
     def __init__(self, program: str, home: Path) -> None:
         read, self._to = os.pipe()
@@ -45,25 +45,25 @@ class Browser:
             os.close(end)
         self._number, self._rest = 0, b""
         self.messages: list[str] = []
-        self.asked: list[str] = []  # addresses that the page wanted
+        self.requested_urls: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command to the page."""
+        """Send a DevTools command to the page and return its result."""
         return self._call(method, session=self._session, **params)
 
     def open(self, path: Path, width: int = 1200, height: int = 900, dark: bool = False, touch: bool = False) -> None:
-        """Show a file, and wait until it has drawn itself."""
+        """Open a file and wait until it is loaded."""
         self.messages.clear()
-        self.asked.clear()
+        self.requested_urls.clear()
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
         self.call("Page.navigate", url=path.as_uri())
-        self.until("document.readyState === 'complete' && location.protocol === 'file:'")
+        self.wait_until("document.readyState === 'complete' && location.protocol === 'file:'")
 
     def run(self, code: str) -> Any:
         """The value of an expression in the page."""
@@ -71,26 +71,26 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, code: str) -> None:
+    def wait_until(self, code: str) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + SECONDS
         while not self.run(code):
             assert time.monotonic() < end, f"never true: {code}"
             time.sleep(0.02)
 
-    def frame(self) -> None:
-        """Wait until all that was asked for is drawn."""
+    def wait_for_frame(self) -> None:
+        """Wait until two animation frames have been drawn."""
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-        self.frame()
+        self.wait_for_frame()
 
-    def press(self, key: str) -> None:
+    def press_key(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
-        self.frame()
+        self.wait_for_frame()
 
     def stop(self) -> None:
         self._process.kill()
@@ -111,24 +111,24 @@ class Browser:
             if message.get("id") == number:
                 assert "error" not in message, f"{method}: {message['error']}"
                 return dict(message["result"])
-            self._heard(message)
+            self._handle_event(message)
 
     def _next(self, end: float) -> dict[str, Any]:
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._from], [], [], max(0.0, end - time.monotonic()))
             data = os.read(self._from, 1 << 16) if ready else b""
-            assert data, f"the browser says nothing: it ended with {self._process.poll()}"
+            assert data, f"no answer from the browser; its exit code is {self._process.poll()}"
             self._rest += data
         line, self._rest = self._rest.split(b"\0", 1)
         return dict(json.loads(line))
 
-    def _heard(self, message: dict[str, Any]) -> None:
-        what, params = message.get("method"), message.get("params", {})
-        if what == "Runtime.consoleAPICalled":
+    def _handle_event(self, message: dict[str, Any]) -> None:
+        event, params = message.get("method"), message.get("params", {})
+        if event == "Runtime.consoleAPICalled":
             self.messages.append(f"{params['type']}: {params['args']}")
-        elif what == "Runtime.exceptionThrown":
+        elif event == "Runtime.exceptionThrown":
             self.messages.append(f"exception: {params['exceptionDetails']}")
-        elif what == "Log.entryAdded":
+        elif event == "Log.entryAdded":
             self.messages.append(f"{params['entry']['level']}: {params['entry']['text']}")
-        elif what == "Network.requestWillBeSent":
-            self.asked.append(params["request"]["url"])
+        elif event == "Network.requestWillBeSent":
+            self.requested_urls.append(params["request"]["url"])

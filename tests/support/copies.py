@@ -11,11 +11,11 @@ from torch import Tensor
 
 __all__ = ["LateCopies"]
 
-Event = tuple["LateCopies", int, int]  # whose, stream, number of the copy on it
+Event = tuple["LateCopies", int, int]  # owner, stream, number of the copy on the stream
 
 
 class LateCopies:
-    """Every copy is queued until its event, or that of a later copy, is waited for.
+    """Queues every copy until its event, or the event of a later copy, is waited for.
 
     A queued copy holds neither its source nor its target: memory that is freed before the copy was waited for fails an
     assertion. The host sees a copy after ``synchronize``; a later copy to the device sees it, too.
@@ -27,7 +27,7 @@ class LateCopies:
         self.queues: tuple[list[tuple[object, ...]], ...] = ([], [])
         self.done = [0, 0]
         self.made = 0
-        self.most_on_device = 0  # bytes of targets on the device, at most
+        self.most_on_device = 0  # largest number of bytes of copies on the device at a time
         self._discarded: list[Tensor] = []
         self._unseen: list[tuple[int, Tensor, Tensor]] = []  # number of the copy out, its target, its value
         _all.add(self)
@@ -95,7 +95,7 @@ class LateCopies:
             assert isinstance(target, Tensor), "device memory was freed before the copy to it was done"
             for memory in (source, target):
                 assert memory.untyped_storage().nbytes() >= memory.nbytes, "its memory was freed before the copy"
-            for copies in list(_all):  # what comes before this copy in the host's memory, whoever has put it there
+            for copies in list(_all):  # earlier copies to the same host memory, of any owner
                 copies._show(memory=_storage(target if stream == 0 else source))
             if stream == 0:
                 with _lock:
@@ -105,8 +105,8 @@ class LateCopies:
             self.queues[stream][number] = ()
 
     def _show(self, end: int = 0, memory: int | None = None) -> None:
-        """Let the host see what was copied out before ``end``, or to this memory."""
-        with _lock:  # stages have copies of their own, and threads
+        """Make copies to the host visible: those before number ``end`` and those to ``memory``."""
+        with _lock:  # every stage has its own LateCopies and its own thread
             left = []
             for number, target, value in self._unseen:
                 if number < end or _storage(target) == memory:
@@ -121,7 +121,7 @@ _lock = threading.Lock()
 
 
 def _write(target: Tensor, value: Tensor) -> None:
-    # A copy of a stream's is seen by version counters when it is started, not when it is done.
+    # A copy on a CUDA stream changes version counters when it is enqueued, not when it is done.
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
         target.copy_(value)
 

@@ -1,4 +1,4 @@
-"""Something that happens in the middle of a backward."""
+"""Call a function in the middle of a backward."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 
-def hit_in_backward(x: Tensor, hit: Callable[[Tensor], None]) -> Tensor:
-    """``x``, with ``hit`` called on its gradient when that comes by."""
-    out: Tensor = _Hit.apply(x, hit)  # type: ignore[no-untyped-call]
+def call_in_backward(x: Tensor, callback: Callable[[Tensor], None]) -> Tensor:
+    """``x``; the backward calls ``callback`` with its gradient."""
+    out: Tensor = _CallInBackward.apply(x, callback)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Hit(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, hit: Callable[[Tensor], None]) -> Tensor:
-        ctx.hit = hit
+    def forward(ctx: Any, x: Tensor, callback: Callable[[Tensor], None]) -> Tensor:
+        ctx.callback = callback
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.hit(grad)
+        ctx.callback(grad)
         return grad, None

@@ -1,13 +1,13 @@
-"""A program that is started like Python, and runs scripts in forks of a process that has imported torch already.
+"""An executable that is used like ``python`` and runs scripts in forks of a process that has imported torch.
 
-    fork_python() train.py …    ──arguments, environment, files──▶    _see_to: forks, and waits ──▶ _program: train.py
-    stands for the script ◀─────────how it ended────────────
+    fork_python() train.py …  ──arguments, environment, files──▶  _supervise: fork and wait ──▶ _run_program: train.py
+    proxy of the script  ◀──────────────exit status────────────
 
-To import torch and penstock takes two to three seconds of a core; a test with four ranks has them five times over. A
-script that is run like this has its own process, environment, files and ``__main__``, and this program is its
-``sys.executable``. It ends as one of Python's does: through ``sys.excepthook``, ``atexit`` and the end of the
-interpreter, with its exit code. It takes signals, and is killed with the process that stands for it. What differs is
-its parent, and that torch is there when it begins.
+Importing torch and penstock takes two to three seconds of a core, five times over in a test with four ranks. A script
+that runs like this has its own process, environment, files and ``__main__``; this executable is its
+``sys.executable``. It ends as under Python: through ``sys.excepthook``, ``atexit`` and interpreter shutdown, with its
+exit code. Signals are forwarded to it, and it is killed with its proxy. Only its parent differs, and torch is already
+imported when it starts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.support import ranks
 
 __all__ = ["fork_python"]
 
-_MAIN = process.current_process()  # this is imported before there are forks
+_MAIN = process.current_process()  # this module is imported before any fork
 
 _FILE = """#!{python} -IS
 import os, pickle, select, signal, socket, sys
@@ -77,12 +77,12 @@ os._exit(os.waitstatus_to_exitcode(status))
 
 @functools.cache
 def fork_python() -> str:
-    """Where it is. It is there until this process ends."""
-    place = Path(tempfile.mkdtemp(prefix="penstock_snake"))
+    """The path of the executable, which exists until this process ends."""
+    place = Path(tempfile.mkdtemp(prefix="penstock_fork_python"))
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(place / "line"))
     server.listen()
-    made = ranks.forks().Process(target=_serve, args=(server,), daemon=True)
+    made = ranks.forkserver_context().Process(target=_serve, args=(server,), daemon=True)
     made.start()
     server.close()
     file = place / "python"
@@ -108,12 +108,12 @@ def _serve(server: socket.socket) -> None:
                 pass
         if os.fork() == 0:
             server.close()
-            _see_to(line)
+            _supervise(line)
         line.close()
 
 
-def _see_to(line: socket.socket) -> NoReturn:
-    """Start a program, and tell its end; pass on signals to it; end it when nobody stands for it any more."""
+def _supervise(line: socket.socket) -> NoReturn:
+    """Start a program, forward signals to it and report its exit status; kill it when its proxy is gone."""
     size, files, _, _ = socket.recv_fds(line, 8, 250)
     order = b""
     while len(order) < int.from_bytes(size, "big"):
@@ -121,8 +121,8 @@ def _see_to(line: socket.socket) -> NoReturn:
     if (number := os.fork()) == 0:
         line.close()
         numbers, arguments, environment, place = pickle.loads(order)
-        _take(files, numbers)
-        _program(arguments, environment, place)
+        _place_files(files, numbers)
+        _run_program(arguments, environment, place)
     for file in files:
         os.close(file)
     gone = os.pidfd_open(number)
@@ -135,8 +135,8 @@ def _see_to(line: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Have these open files under these numbers."""
+def _place_files(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Move open files to the given descriptor numbers."""
     above = max(numbers, default=0) + 1
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
     for file in files:
@@ -146,12 +146,12 @@ def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
         os.close(file)
 
 
-def _program(arguments: list[str], environment: dict[str, str], place: str) -> NoReturn:
-    """What Python does with its arguments, from the environment to the exit code."""
+def _run_program(arguments: list[str], environment: dict[str, str], place: str) -> NoReturn:
+    """Emulate a start of Python with ``arguments``, from the environment to the exit code."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(place)
-    tempfile.tempdir = None  # found out anew
+    tempfile.tempdir = None  # reset the cached directory
     process._parent_process = None  # type: ignore[attr-defined]
     process._current_process = _MAIN  # type: ignore[attr-defined]
     _MAIN.name = "MainProcess"
@@ -175,7 +175,7 @@ def _program(arguments: list[str], environment: dict[str, str], place: str) -> N
         setattr(sys, f"__{name}__", stream)
     status = _run(arguments)
     ctypes.pythonapi.Py_Exit(ctypes.c_int(status))
-    raise AssertionError("nothing comes after that")
+    raise AssertionError("unreachable: Py_Exit does not return")
 
 
 def _run(arguments: list[str]) -> int:
@@ -199,7 +199,7 @@ def _run(arguments: list[str]) -> int:
         print(leaving.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        trace = error.__traceback__.tb_next if error.__traceback__ else None  # from the script on
+        trace = error.__traceback__.tb_next if error.__traceback__ else None  # the script's frames only
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 1
     return 0

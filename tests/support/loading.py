@@ -1,4 +1,4 @@
-"""Places of a mesh in one process, and datasets that remember, to test loaders with."""
+"""Fake meshes and pipelines, and datasets that record their reads, for tests of data loaders."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from torch.utils import data as torch_data
 import penstock as ps
 from tests.support.models import mlp
 
-__all__ = ["Grid", "Numbers", "Pipe", "Stream", "numbers", "parts_of", "whole"]
+__all__ = [
+    "FakeMesh",
+    "FakePipeline",
+    "IterableNumbers",
+    "RecordingDataset",
+    "batches_per_replica",
+    "global_batches",
+    "sample_numbers",
+]
 
 
-class Grid(ps.Mesh):
-    """A place in a mesh that nobody started."""
+class FakeMesh(ps.Mesh):
+    """A mesh without processes: only this rank's coordinates."""
 
     def __init__(self, data: int = 1, data_rank: int = 0, pipe: int = 1, pipe_rank: int = 0, tensor: int = 1) -> None:
         self.sizes = {"data": data, "pipe": pipe, "tensor": tensor}
@@ -27,8 +35,8 @@ class Grid(ps.Mesh):
         self.device = torch.device("cpu")
 
 
-class Pipe(ps.Pipeline):
-    """A pipeline that is nothing but its stages' places."""
+class FakePipeline(ps.Pipeline):
+    """A pipeline without an executor: only its plan and the stages of this rank."""
 
     def __init__(self, mesh: ps.Mesh | None, *stages: int, devices: Sequence[str] = ("cpu",) * 4) -> None:
         self.mesh = mesh
@@ -36,8 +44,8 @@ class Pipe(ps.Pipeline):
         self._modules = dict.fromkeys(stages)  # type: ignore[assignment]
 
 
-class Numbers(torch_data.Dataset[tuple[Tensor, int]]):
-    """Sample ``i`` is about the number ``i``; what is read is written down."""
+class RecordingDataset(torch_data.Dataset[tuple[Tensor, int]]):
+    """Sample ``i`` holds the number ``i``; ``read`` records the indices."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -51,7 +59,7 @@ class Numbers(torch_data.Dataset[tuple[Tensor, int]]):
         return torch.full((2,), float(index)), index
 
 
-class Stream(torch_data.IterableDataset[Tensor]):
+class IterableNumbers(torch_data.IterableDataset[Tensor]):
     def __init__(self, count: int) -> None:
         self.count = count
         self.epochs: list[int] = []
@@ -63,16 +71,16 @@ class Stream(torch_data.IterableDataset[Tensor]):
         self.epochs.append(epoch)
 
 
-def parts_of(dataset: Any, batch_size: int | None, data: int, **options: Any) -> list[list[Any]]:
-    """What each of ``data`` replicas gets, batch by batch."""
-    return [list(ps.DataLoader(dataset, batch_size, mesh=Grid(data, rank), **options)) for rank in range(data)]
+def batches_per_replica(dataset: Any, batch_size: int | None, data: int, **options: Any) -> list[list[Any]]:
+    """The batches that each of ``data`` replicas gets."""
+    return [list(ps.DataLoader(dataset, batch_size, mesh=FakeMesh(data, rank), **options)) for rank in range(data)]
 
 
-def whole(parts: Sequence[list[Any]]) -> list[Any]:
-    """The global mini-batches: the replicas' parts, side by side. All have as many steps."""
+def global_batches(parts: Sequence[list[Any]]) -> list[Any]:
+    """The global mini-batches: the replicas' shards, concatenated. All replicas must have equally many steps."""
     assert len({len(part) for part in parts}) == 1
     return [torch.cat(row) for row in zip(*parts, strict=True)]
 
 
-def numbers(loader: ps.DataLoader[Any]) -> list[list[int]]:
+def sample_numbers(loader: ps.DataLoader[Any]) -> list[list[int]]:
     return [y.tolist() for _, y in loader]

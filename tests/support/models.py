@@ -1,4 +1,4 @@
-"""Small models, the plain model's answer, and equality with it."""
+"""Small models, reference steps of the plain model, and comparisons."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "Plain",
-    "Restless",
+    "PlainResult",
+    "StatefulLayer",
     "assert_same",
     "batch",
-    "everything",
     "gradients",
     "labels",
     "mlp",
     "penstock_threads",
     "plain_step",
     "snapshot",
+    "stateful_model",
     "threads_end",
 ]
 
 
 def mlp(layers: int = 4, width: int = 4, seed: int = 0) -> nn.Sequential:
-    """Linear layers with a bend after each but the last, ``2 * layers - 1`` in all."""
+    """Linear layers with a tanh after each but the last, ``2 * layers - 1`` modules in all."""
     torch.manual_seed(seed)
     parts: list[nn.Module] = []
     for _ in range(layers):
@@ -47,8 +47,8 @@ def labels(samples: int = 8, classes: int = 4, seed: int = 2) -> Tensor:
     return torch.randint(classes, (samples,), generator=torch.Generator().manual_seed(seed))
 
 
-class Restless(nn.Module):
-    """Does all that a layer can do to itself while it runs."""
+class StatefulLayer(nn.Module):
+    """A layer whose forward changes buffers, attributes and a parameter, and uses random numbers."""
 
     count: Tensor
 
@@ -70,13 +70,13 @@ class Restless(nn.Module):
         return x * self.scale + torch.rand(4, device=x.device) + random.random()
 
 
-def everything() -> nn.Sequential:
-    """Layers that a forward changes, in the modes that they have, with a gradient that is there already."""
+def stateful_model() -> nn.Sequential:
+    """Layers with state that a forward changes, in mixed training modes, one with an existing gradient."""
     model = nn.Sequential(
         nn.Linear(4, 4),
         nn.BatchNorm1d(4),
         nn.Dropout(0.5),
-        Restless(),
+        StatefulLayer(),
         nn.utils.spectral_norm(nn.Linear(4, 4)),
         nn.ReLU(inplace=True),
         nn.Linear(4, 4).requires_grad_(False),
@@ -89,8 +89,8 @@ def everything() -> nn.Sequential:
 
 
 @dataclass(frozen=True)
-class Plain:
-    """What the plain model makes of a mini-batch."""
+class PlainResult:
+    """Loss, output, gradients and state of the plain model after a mini-batch."""
 
     loss: Tensor
     output: Any
@@ -99,25 +99,25 @@ class Plain:
 
 
 def gradients(named: nn.Module | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | None]:
-    """Every parameter's gradient by name, as it is now."""
+    """Copies of the parameters' gradients by name."""
     pairs = named.named_parameters() if isinstance(named, nn.Module) else named
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in pairs}
 
 
 def plain_step(
     model: nn.Module, x: Any, y: Any = None, loss_fn: Callable[..., Any] | None = None, steps: int = 1
-) -> Plain:
-    """Forward and backward of a copy of the plain model, ``steps`` times; the model itself is left alone."""
+) -> PlainResult:
+    """Run ``steps`` forwards and backwards on a copy of the model."""
     copied = copy.deepcopy(model)
     for _ in range(steps):
         output = copied(x)
         loss = output if loss_fn is None else loss_fn(output, y)
         loss.backward()
-    return Plain(loss.detach(), output, gradients(copied), copied.state_dict())
+    return PlainResult(loss.detach(), output, gradients(copied), copied.state_dict())
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """All that a failed construction or a failed step must leave as it was."""
+    """State that a failed construction or a failed step must leave unchanged."""
     return {
         "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
         "gradients": gradients(model),
@@ -127,7 +127,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 def assert_same(actual: Any, expected: Any, *, rtol: float = 1e-4, atol: float = 1e-6) -> None:
-    """Equal values, with None where None is expected, and the same names."""
+    """Compare nested values; mappings must have the same keys and None must match None."""
     if isinstance(expected, Mapping):
         assert set(actual) == set(expected)
         for name in expected:
@@ -153,9 +153,11 @@ def penstock_threads() -> set[threading.Thread]:
 
 
 def threads_end(threads: Iterable[threading.Thread], seconds: float = 5.0) -> bool:
-    """Whether all these threads end soon."""
+    """Whether all these threads end within ``seconds``."""
+    threads = list(threads)
+    if threads:
+        gc.collect()  # a pipeline that failed ends its threads when it is collected
     end = time.monotonic() + seconds
     for thread in threads:
-        gc.collect()
         thread.join(max(0.0, end - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)

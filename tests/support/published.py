@@ -1,8 +1,8 @@
-"""Published step times, to compare analytic costs with.
+"""Published step times as a reference for analytic costs.
 
-A row has what the source says, and nothing that it does not say. How much of the peak matrix products reach is an
-assumption of ``hardware``, one number for each device; what a row tests is what comes on top of it: the bubble, the
-sums among devices, the work beside matrix products, and what is done again.
+A row contains only figures that the source states. The fraction of peak FLOP/s that matrix products reach is an
+assumption of ``hardware``, one number per device; a row tests the rest: the bubble, the collectives, the work besides
+matrix products, and recomputation.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from penstock.errors import PlanError
 from penstock.profile.analytic import HARDWARE, MODELS, analytic_costs
 from penstock.profile.costs import ModelCosts
 
-__all__ = ["LEFT_OPEN", "PUBLISHED", "Published", "step_seconds"]
+__all__ = ["PUBLISHED", "UNKNOWN_STAGE_COUNT", "Published", "step_seconds"]
 
 
 @dataclass(frozen=True)
 class Published:
-    """One run: what was trained, on what, how, and how long a step took."""
+    """One run: model, hardware, parallelism and the seconds of a step."""
 
     source: str
     model: str
@@ -26,12 +26,12 @@ class Published:
     tensor: int
     pipe: int
     microbatch: int  # samples
-    batch: int  # samples, of one pipeline
+    batch: int  # samples of one pipeline
     seconds: float
     interleaved: int | None = 1  # stages of a rank; None where the source does not say
     attention: str = "plain"
     sequence_parallel: bool = False
-    recompute: bool = False  # all layers, whole
+    recompute: bool = False  # all layers in full
 
     @property
     def devices(self) -> int:
@@ -39,12 +39,12 @@ class Published:
 
     @property
     def utilization(self) -> float:
-        """The share of the devices' peak that the model's own operations had."""
+        """Model FLOPs utilization: the model's FLOP/s over the devices' peak."""
         peak = HARDWARE[self.hardware].flops
         return MODELS[self.model].flops(self.batch) / (self.seconds * self.devices * peak)
 
     def costs(self, *, half_layers: bool = False) -> ModelCosts:
-        """What the layers should cost."""
+        """The analytic costs of the layers."""
         return analytic_costs(
             self.model,
             self.hardware,
@@ -57,9 +57,9 @@ class Published:
         )
 
     def estimate(self, interleaved: int | None = None) -> float:
-        """The seconds that a step should take, with the optimizer's, which reads and writes all that it has.
+        """The estimated seconds of a step, including the optimizer, which reads and writes all of its state.
 
-        ``interleaved`` is for rows that do not say it.
+        ``interleaved`` is for rows that do not state it.
         """
         costs, count = self.costs(), self.batch // self.microbatch
         moved = sum(layer.gradients + 2 * layer.optimizer + layer.parameters for layer in costs.layers) / self.pipe
@@ -128,5 +128,5 @@ def _llama(batch: int, teraflops: float) -> Published:
     return Published(_LLAMA, "llama:405b", "h100", 8, 16, 1, batch, seconds, None, "flash", True)
 
 
-LEFT_OPEN = (_llama(32, 430.0), _llama(16, 400.0))
-"""Rows that leave the number of stages open: their seconds are between the estimates for the most and the least."""
+UNKNOWN_STAGE_COUNT = (_llama(32, 430.0), _llama(16, 400.0))
+"""Rows without a number of stages: their seconds lie between the estimates for the largest and the smallest number."""

@@ -1,11 +1,11 @@
-"""Processes to test distributed pipelines with: started once, given many cases, and never left hanging.
+"""Rank processes for tests of distributed pipelines: started once, used for many cases, with a timeout.
 
     ranks = Ranks(2)
-    ranks.run(case, *args)      # case(rank, *args) on every rank; the list of what each gave back, or raised
-    run_ranks(case, 2, *args)  # the same with processes of its own, killed afterwards
+    ranks.run(case, *args)     # case(rank, *args) on every rank; per rank its result or its exception
+    run_ranks(case, 2, *args)  # the same with new processes, killed afterwards
 
-The store of the process group lives in the test's own process, as torchrun keeps it in its agent, so any rank may be
-killed. A case that does not end in time fails with the stack of every rank that is still in it.
+The test's own process hosts the store of the process group, as torchrun's agent does, so any rank may be killed. A case
+that exceeds its timeout fails with the stack of every rank that is still running.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Gone", "Ranks", "RanksHung", "forks", "free_port", "run_ranks", "start_ranks"]
+__all__ = ["RankExited", "Ranks", "RanksHung", "forkserver_context", "free_port", "run_ranks", "start_ranks"]
 
 _ROOT = Path(__file__).parents[2]
-_IMPORTS = ["torch", "torch.distributed", "penstock", "pytest", "tests.support.fork_python", "tests.support.warm"]
+_IMPORTS = ["torch", "torch.distributed", "penstock", "pytest", "tests.support.fork_python", "tests.support.preload"]
 
 
-def forks() -> Any:
-    """A context of multiprocessing whose processes are forks of one that has imported torch, and more, already."""
+def forkserver_context() -> Any:
+    """A multiprocessing context whose processes are forks of one that has imported torch and penstock."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTS)
-    with contextlib.chdir(_ROOT):  # where it finds the tests' own modules
+    with contextlib.chdir(_ROOT):  # to import ``tests``
         forkserver.ensure_running()
     return context
 
 
-class Gone(Exception):
+class RankExited(Exception):
     """A rank whose process ended before its case did."""
 
 
 class RanksHung(AssertionError):
-    """Ranks that were still at work when the time was up."""
+    """Ranks were still running at the timeout."""
 
 
 class Ranks:
-    """``n`` processes in one gloo group. They are started by the first case, and again after a case that broke them."""
+    """``n`` processes in one gloo group. The first case starts them, and the next case after a rank exited."""
 
     def __init__(self, n: int, *, store: str = "parent") -> None:
-        """``store="first"`` keeps the group's store in rank 0, as ``init_process_group`` does without torchrun."""
+        """``store="first"`` hosts the group's store in rank 0, as ``init_process_group`` does without torchrun."""
         self.n = n
         self.store = store
-        self._members: list[_Member] = []
+        self._members: list[_RankProcess] = []
         self._server: Any = None
 
     def run(self, case: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -70,17 +70,17 @@ class Ranks:
         if not self._members:
             self._start(timeout)
         results = self._all(("run", case, args), timeout)
-        if any(isinstance(result, Gone) for result in results):
+        if any(isinstance(result, RankExited) for result in results):
             self.stop()
         return results
 
     def check(self, case: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Like ``run``, but what a rank raised fails the test."""
+        """Like ``run``, but an exception of any rank fails the test."""
         results = self.run(case, *args, timeout=timeout)
         raised = [(rank, r) for rank, r in enumerate(results) if isinstance(r, BaseException)]
         if raised:
-            told = "\n\n".join(f"rank {rank}: {_told(error)}" for rank, error in raised)
-            raise AssertionError(f"{len(raised)} of {self.n} ranks raised\n\n{told}")
+            descriptions = "\n\n".join(f"rank {rank}: {_describe(error)}" for rank, error in raised)
+            raise AssertionError(f"{len(raised)} of {self.n} ranks raised\n\n{descriptions}")
         return results
 
     def stop(self) -> None:
@@ -95,7 +95,9 @@ class Ranks:
             port = self._server.port
         else:
             port = free_port()
-        self._members = [_Member(rank, self.n, port, self.store == "first" and rank == 0) for rank in range(self.n)]
+        self._members = [
+            _RankProcess(rank, self.n, port, self.store == "first" and rank == 0) for rank in range(self.n)
+        ]
         for result in self._all(("join",), timeout):
             if isinstance(result, BaseException):
                 self.stop()
@@ -113,7 +115,7 @@ class Ranks:
                 ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
                 if not ready:
                     stacks = "\n\n".join(f"rank {m.rank} is at\n{m.stack()}" for m in waiting.values())
-                    others = "\n\n".join(f"rank {r} gave {_told(result)}" for r, result in results.items())
+                    others = "\n\n".join(f"rank {r} gave {_describe(result)}" for r, result in results.items())
                     raise RanksHung(f"after {timeout:g} s, ranks are not done\n\n{stacks}\n\n{others}")
                 for pipe in ready:
                     results[waiting[pipe].rank] = waiting[pipe].result()
@@ -139,22 +141,22 @@ def run_ranks(case: Callable[..., Any], n: int, *args: Any, timeout: float = 60.
         return made.run(case, *args, timeout=timeout)
 
 
-def _told(result: Any) -> str:
+def _describe(result: Any) -> str:
     if not isinstance(result, BaseException):
         return repr(result)
     return "".join([f"{type(result).__name__}: {result}", *(f"\n{note}" for note in getattr(result, "__notes__", []))])
 
 
-class _Member:
-    """One process, as the test sees it."""
+class _RankProcess:
+    """The test's handle of one rank process."""
 
     def __init__(self, rank: int, n: int, port: int, keeps_store: bool) -> None:
         self.rank = rank
         self.log = Path(tempfile.mkstemp(prefix="penstock_rank")[1])
-        context = forks()
+        context = forkserver_context()
         self.pipe, there = context.Pipe()
         arguments = (there, rank, n, port, keeps_store, str(self.log))
-        self.process = context.Process(target=_live, args=arguments, daemon=True)
+        self.process = context.Process(target=_rank_main, args=arguments, daemon=True)
         self.process.start()
         there.close()
 
@@ -163,10 +165,10 @@ class _Member:
             return pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join(5)
-            return Gone(f"rank {self.rank} ended with exit code {self.process.exitcode}")
+            return RankExited(f"rank {self.rank} ended with exit code {self.process.exitcode}")
 
     def stack(self) -> str:
-        """Where the process is now, in all its threads."""
+        """The current stacks of all threads of the process."""
         with contextlib.suppress(ProcessLookupError, TypeError):
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.3)
@@ -180,8 +182,8 @@ class _Member:
         self.log.unlink(missing_ok=True)
 
 
-def _live(pipe: Any, rank: int, n: int, port: int, keeps_store: bool, log: str) -> None:
-    """The life of a rank: join the group, then run case after case until the test ends."""
+def _rank_main(pipe: Any, rank: int, n: int, port: int, keeps_store: bool, log: str) -> None:
+    """Main loop of a rank: join the group, then run cases until the test closes the pipe."""
     with open(log, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         torch.set_num_threads(1)
@@ -201,13 +203,13 @@ def _live(pipe: Any, rank: int, n: int, port: int, keeps_store: bool, log: str) 
                 else:
                     result = order[1](rank, *order[2])
             except BaseException as error:
-                result = _portable(error)
+                result = _with_traceback(error)
             pipe.send_bytes(_pickled(result))
             del result, order
 
 
-def _portable(error: BaseException) -> BaseException:
-    """The error with its traceback as a note, which does not travel otherwise."""
+def _with_traceback(error: BaseException) -> BaseException:
+    """The error with its traceback as a note, because pickling drops the traceback."""
     error.add_note("".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))
@@ -224,7 +226,7 @@ def _pickled(result: Any) -> bytes:
 
 
 def free_port() -> int:
-    """A port below those that the system gives to connections of other tests, which could take it meanwhile."""
+    """A free port below the ephemeral range, from which connections of other tests could take it."""
     while True:
         port = random.SystemRandom().randrange(10000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Host weights with the CPU as host and device, and copies that run as late as possible."""
+"""Host weights with the CPU as host and device, and with copies that run as late as possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.engine.offload.weights import HostWeights, PrefetchStep
 from tests.support.copies import LateCopies
 
-__all__ = ["LateWeights", "late_weights", "weights_everywhere"]
+__all__ = ["LateWeights", "offload_weights_everywhere", "use_late_weights"]
 
 
 class LateWeights(HostWeights):
@@ -36,8 +36,8 @@ class LateWeights(HostWeights):
         return sum(parameter.nbytes for parameter in self.modules[stage].parameters())
 
 
-def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
-    """Give new pipelines with ``Offload(weights=True)`` such weights; the list gets them."""
+def use_late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
+    """Let new pipelines with ``Offload(weights=True)`` use LateWeights, which are appended to the returned list."""
     made: list[LateWeights] = []
 
     def make(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> LateWeights:
@@ -48,8 +48,8 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
     return made
 
 
-def weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
-    """Let every pipeline keep its weights on the host, where any optimizer may update them."""
+def offload_weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
+    """Let every pipeline keep its weights on the host and accept any optimizer."""
     before = ps.Pipeline.__init__
 
     def init(self: ps.Pipeline, *args: Any, **options: Any) -> None:
@@ -58,4 +58,4 @@ def weights_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
         self._offload_check.remove()
 
     monkeypatch.setattr(ps.Pipeline, "__init__", init)
-    return late_weights(monkeypatch)
+    return use_late_weights(monkeypatch)

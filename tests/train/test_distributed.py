@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.engine.channel.base import Endpoint
 from penstock.engine.channel.process import InFlight, TensorFormat
-from tests.support.models import Plain, assert_same, batch, gradients, labels, mlp, plain_step
+from tests.support.models import PlainResult, assert_same, batch, gradients, labels, mlp, plain_step
 from tests.support.ranks import Ranks
 
 
@@ -29,7 +29,7 @@ def pipeline(model: nn.Sequential, loss_fn: Any = F.mse_loss, stages: int | None
     return ps.Pipeline(ps.split(model, stages=stages or dist.get_world_size()), loss_fn, **options)
 
 
-def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: Plain) -> None:
+def assert_plain(pipe: ps.Pipeline, result: ps.StepResult, expected: PlainResult) -> None:
     """Loss on every rank, gradients of its own parameters, outputs on the last."""
     assert_same(result.loss, expected.loss)
     own = [name for name, _ in pipe.named_parameters()]

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.failure import rendezvous
-from tests.support.faults import hit_in_backward
+from tests.support.faults import call_in_backward
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
-from tests.support.ranks import Gone, Ranks, run_ranks
+from tests.support.ranks import RankExited, Ranks, run_ranks
 
 SOON = 10.0  # seconds within which a failure reaches all ranks
 DEAD = 15.0  # the same for a killed process, which cannot publish a cause
@@ -57,7 +57,7 @@ class Fault(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.hit("recompute" if ps.is_recomputing() else "forward", x)
-        return hit_in_backward(x, lambda grad: self.hit("backward", grad))
+        return call_in_backward(x, lambda grad: self.hit("backward", grad))
 
 
 def faulty(at: int, fault: nn.Module) -> nn.Sequential:
@@ -236,7 +236,7 @@ def dies(rank: int, where: str, at: int) -> RaisedError:
 @pytest.mark.parametrize(("where", "at"), [("forward", 0), ("backward", 1), ("forward", 2)])
 def test_a_killed_process_is_named_by_all_others(where: str, at: int) -> None:
     errors = run_ranks(dies, 3, where, at)
-    assert isinstance(errors.pop(at), Gone)
+    assert isinstance(errors.pop(at), RankExited)
     for error in errors:
         assert isinstance(error, RaisedError), error
         assert error.kind == "PipelineError"
@@ -250,7 +250,7 @@ def test_a_killed_process_is_named_by_all_others(where: str, at: int) -> None:
 def test_a_killed_process_is_named_when_the_store_is_in_rank_0(at: int) -> None:
     """Without torchrun the store lives in rank 0, and dies with it."""
     errors = run_ranks(dies, 3, "forward", at, store="first")
-    assert isinstance(errors.pop(at), Gone)
+    assert isinstance(errors.pop(at), RankExited)
     for error in errors:
         assert isinstance(error, RaisedError), error
         assert error.kind == "PipelineError"
@@ -289,7 +289,7 @@ def hangs(rank: int) -> RaisedError:
 
 def test_timeout_reaches_all_ranks_before_rank_0_ends_with_the_store() -> None:
     first, error = run_ranks(hangs, 2, store="first")
-    assert isinstance(first, Gone)
+    assert isinstance(first, RankExited)
     assert isinstance(error, RaisedError), error
     assert error.rank == 1
     assert "timed out" in error.text

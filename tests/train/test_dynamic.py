@@ -22,7 +22,7 @@ import penstock as ps
 from penstock.engine.channel import dynamic
 from penstock.engine.channel.base import Endpoint
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
-from tests.support.ranks import Gone, Ranks, run_ranks
+from tests.support.ranks import RankExited, Ranks, run_ranks
 from tests.train.test_distributed_failures import DEAD, HOLD, SOON, Fault, RaisedError, failing_step, faulty
 
 
@@ -523,7 +523,7 @@ def dies(rank: int, where: str) -> RaisedError:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_killed_process_is_named_by_all_others(where: str) -> None:
     errors = run_ranks(dies, 3, where)
-    assert isinstance(errors.pop(1), Gone)
+    assert isinstance(errors.pop(1), RankExited)
     for error in errors:
         assert isinstance(error, RaisedError), error
         assert error.seconds < DEAD

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 import penstock as ps
 from penstock.engine.failure import watch
-from tests.support.endings import Ended, run_processes, run_programs
 from tests.support.models import batch, mlp
+from tests.support.rank_programs import ProgramExit, run_processes, run_programs
 from tests.support.ranks import Ranks
 from tests.train.test_distributed_failures import pipeline
 
@@ -57,7 +57,7 @@ main(sys.argv[1], int(sys.argv[2]))
 """
 
 
-def run(how: str, at: int, when: Any) -> list[Ended]:
+def run(how: str, at: int, when: Any) -> list[ProgramExit]:
     return run_programs(PROGRAM, 3, how, str(at), str(when))
 
 
@@ -79,7 +79,7 @@ def test_an_exception_in_the_optimizer_reaches_every_rank(at: int, tmp_path: Any
 
 def test_a_program_that_exits_is_named(tmp_path: Any) -> None:
     ended = run("exit", 1, tmp_path / "when")
-    assert ended.pop(1) == Ended(3, "")
+    assert ended.pop(1) == ProgramExit(3, "")
     for other in ended:
         assert other.code == 1
         assert "PipelineError: rank 1: it has closed its pipeline, or ended, while others still use it" in other.text
@@ -87,7 +87,7 @@ def test_a_program_that_exits_is_named(tmp_path: Any) -> None:
 
 def test_programs_that_end_without_closing_their_pipelines_succeed() -> None:
     """The first one ends first, and the store with it; the others have nothing to say to that."""
-    assert run("end", -1, "") == [Ended(0, "done\n")] * 3
+    assert run("end", -1, "") == [ProgramExit(0, "done\n")] * 3
 
 
 # ── processes of multiprocessing, which handle their exceptions themselves ───────────────────────────────────────

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from tests.support.faults import hit_in_backward
+from tests.support.faults import call_in_backward
 from tests.support.models import (
     assert_same,
     batch,
@@ -64,7 +64,7 @@ class Fault(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.hit("forward")
-        return hit_in_backward(x, lambda grad: self.hit("backward"))
+        return call_in_backward(x, lambda grad: self.hit("backward"))
 
 
 def faulty(stage: int, fault: Fault) -> nn.Sequential:
@@ -79,7 +79,6 @@ def faulty(stage: int, fault: Fault) -> nn.Sequential:
 def _threads_of_closed_pipelines_end() -> Iterator[None]:
     before = penstock_threads()
     yield
-    gc.collect()
     assert threads_end(penstock_threads() - before)
 
 

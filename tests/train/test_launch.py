@@ -24,7 +24,7 @@ from penstock.train.launch import (
     threads_per_process,
     usable_cores,
 )
-from tests.support.programs import all_of, environment, free_port, python, run, torchrun, warm
+from tests.support.programs import environment, forked_python, free_port, python, run, run_all, torchrun
 
 WHO = """
 import json, os, warnings
@@ -101,7 +101,7 @@ def test_two_agents_on_one_host_stand_in_for_two_machines(tmp_path: Path) -> Non
     file.write_text(TRAIN)
     meet = ("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     machine = torchrun(*meet, "--rdzv-id=test", "--local-addr=127.0.0.1", file)
-    first, second = all_of([(machine, environment(OMP_NUM_THREADS="1"))] * 2)
+    first, second = run_all([(machine, environment(OMP_NUM_THREADS="1"))] * 2)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     if not first.stdout:  # who came first is rank 0
         first, second = second, first
@@ -147,10 +147,10 @@ def test_slurm(script: Path) -> None:
     port = 12_000 + free_port() % 20_000
     step = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(port - 12_000), "SLURM_JOB_NODELIST": "localhost"}
     tasks = [
-        (warm(script), environment(**step, SLURM_PROCID=str(r), SLURM_LOCALID=str(r), SLURM_CPUS_PER_TASK="1"))
+        (forked_python(script), environment(**step, SLURM_PROCID=str(r), SLURM_LOCALID=str(r), SLURM_CPUS_PER_TASK="1"))
         for r in range(2)
     ]
-    done = all_of(tasks)
+    done = run_all(tasks)
     assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
     assert [one.stderr for one in done] == ["", ""]
     everyone = who("".join(one.stdout for one in done))
@@ -370,7 +370,7 @@ ps.print0("a", 1, sep="-", end="!")
 
 def test_one_process_again_and_again() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = run(warm("-W", "error", "-c", ALONE), environment(**place))
+    done = run(forked_python("-W", "error", "-c", ALONE), environment(**place))
     assert (done.returncode, done.stdout, done.stderr) == (0, "a-1!", "")
 
 

@@ -21,7 +21,15 @@ from torch.utils import data as torch_data
 import penstock as ps
 from penstock.train.loader import _Placement, without_samples
 from penstock.train.prefetch import copy_batch
-from tests.support.loading import Grid, Numbers, Pipe, Stream, numbers, parts_of, whole
+from tests.support.loading import (
+    FakeMesh,
+    FakePipeline,
+    IterableNumbers,
+    RecordingDataset,
+    batches_per_replica,
+    global_batches,
+    sample_numbers,
+)
 from tests.support.models import assert_same, gradients, mlp
 from tests.support.ranks import Ranks
 
@@ -47,46 +55,48 @@ def test_the_parts_together_are_the_plain_batches(draw: st.DataObject) -> None:
     prefetch = draw.draw(st.integers(0, 3), "prefetch")
     dataset = torch.arange(samples) * 10
     plain = list(torch_data.DataLoader(dataset, batch_size, sampler=order, drop_last=drop_last))  # type: ignore[arg-type]
-    parts = parts_of(dataset, batch_size, data, sampler=order, drop_last=drop_last, prefetch=prefetch)
-    assert_same(whole(parts), plain)
+    parts = batches_per_replica(dataset, batch_size, data, sampler=order, drop_last=drop_last, prefetch=prefetch)
+    assert_same(global_batches(parts), plain)
     for row in zip(*parts, strict=True):
         sizes = [len(part) for part in row]
         assert sizes == sorted(sizes, reverse=True)
         assert max(sizes) - min(sizes) <= 1
-    loader = ps.DataLoader(dataset, batch_size, mesh=Grid(data), sampler=order, drop_last=drop_last)
+    loader = ps.DataLoader(dataset, batch_size, mesh=FakeMesh(data), sampler=order, drop_last=drop_last)
     assert len(loader) == len(plain)
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 4), st.integers(0, 30), st.integers(4, 9), st.booleans())
 def test_a_stream_is_shared_in_the_same_way(data: int, samples: int, batch_size: int, drop_last: bool) -> None:
-    plain = list(torch_data.DataLoader(Stream(samples), batch_size, drop_last=drop_last))
-    assert_same(whole(parts_of(Stream(samples), batch_size, data, drop_last=drop_last)), plain)
+    plain = list(torch_data.DataLoader(IterableNumbers(samples), batch_size, drop_last=drop_last))
+    assert_same(
+        global_batches(batches_per_replica(IterableNumbers(samples), batch_size, data, drop_last=drop_last)), plain
+    )
 
 
 def test_batches_of_a_batch_sampler_are_shared() -> None:
     batches = [[3, 1, 4], [1], [5, 9, 2, 6]]
-    parts = parts_of(torch.arange(10), None, 2, batch_sampler=batches)
-    assert [part.tolist() for part in whole(parts)] == batches
+    parts = batches_per_replica(torch.arange(10), None, 2, batch_sampler=batches)
+    assert [part.tolist() for part in global_batches(parts)] == batches
     assert [part.tolist() for part in parts[1]] == [[4], [], [2, 6]]
     assert len(ps.DataLoader(torch.arange(10), batch_sampler=batches)) == 3
 
 
 def test_every_tensor_rank_gets_the_same_part() -> None:
     for rank in range(2):
-        grid = Grid(2, rank, tensor=2)
+        grid = FakeMesh(2, rank, tensor=2)
         assert [x.tolist() for x in ps.DataLoader(range(4), 4, mesh=grid)] == [[2 * rank, 2 * rank + 1]]
 
 
 def test_each_replica_reads_its_own_samples_alone() -> None:
-    dataset = Numbers(10)
-    list(ps.DataLoader(dataset, 4, mesh=Grid(2, 1)))
+    dataset = RecordingDataset(10)
+    list(ps.DataLoader(dataset, 4, mesh=FakeMesh(2, 1)))
     assert dataset.read == [2, 3, 6, 7, 9]
 
 
 def test_without_a_mesh_it_is_a_plain_loader() -> None:
-    ours = list(ps.DataLoader(Numbers(7), 3))
-    assert_same(ours, list(torch_data.DataLoader(Numbers(7), 3)))
+    ours = list(ps.DataLoader(RecordingDataset(7), 3))
+    assert_same(ours, list(torch_data.DataLoader(RecordingDataset(7), 3)))
 
 
 # ── parts without samples ────────────────────────────────────────────────────────────────────────────────────────
@@ -106,8 +116,8 @@ class Odd(torch_data.Dataset[Any]):
 
 
 def test_a_part_without_samples_has_the_structure_and_the_dtypes() -> None:
-    *_, full = ps.DataLoader(Odd(), 2, mesh=Grid(2, 0))
-    *_, empty = ps.DataLoader(Odd(), 2, mesh=Grid(2, 1))
+    *_, full = ps.DataLoader(Odd(), 2, mesh=FakeMesh(2, 0))
+    *_, empty = ps.DataLoader(Odd(), 2, mesh=FakeMesh(2, 1))
     assert full["pair"].label.tolist() == [2]
     assert type(empty["pair"]) is Pair
     assert empty["pair"].image.shape == (0, 3, 5)
@@ -123,7 +133,7 @@ def test_a_part_without_samples_of_a_batch_that_is_an_object() -> None:
     def collate(samples: list[Any]) -> Any:
         return UserDict(x=torch.tensor(samples), scale=torch.tensor(2.0), name="train", none=None)
 
-    *_, empty = ps.DataLoader(range(3), 2, mesh=Grid(2, 1), collate_fn=collate)
+    *_, empty = ps.DataLoader(range(3), 2, mesh=FakeMesh(2, 1), collate_fn=collate)
     assert isinstance(empty, UserDict)
     assert_same(dict(empty), {"x": torch.tensor([], dtype=torch.int64), "scale": torch.tensor(2.0), **NOTHING})
 
@@ -138,7 +148,7 @@ def test_emptying_leaves_the_batch_alone() -> None:
 
 
 def test_an_object_that_has_no_empty_form_is_named() -> None:
-    loader = ps.DataLoader(range(3), 2, mesh=Grid(2, 1), collate_fn=lambda samples: {"s": set(samples)})
+    loader = ps.DataLoader(range(3), 2, mesh=FakeMesh(2, 1), collate_fn=lambda samples: {"s": set(samples)})
     with pytest.raises(ps.PlanError, match=r"no samples of the last mini-batch, and of a set .* drop_last=True"):
         list(loader)
 
@@ -154,9 +164,9 @@ def test_shuffled_alike_on_every_rank_and_for_any_number_of_replicas() -> None:
         for rank in range(data):
             torch.manual_seed(10 * data + rank)
             random.seed(rank)
-            loader = ps.DataLoader(dataset, 8, mesh=Grid(data, rank), shuffle=True, seed=5)
+            loader = ps.DataLoader(dataset, 8, mesh=FakeMesh(data, rank), shuffle=True, seed=5)
             parts.append([*loader, *loader])
-        seen.append(whole(parts))
+        seen.append(global_batches(parts))
     assert_same(seen[1], seen[0])
     assert_same(seen[2], seen[0])
     first, second = torch.cat(seen[0][:3]), torch.cat(seen[0][3:])
@@ -189,13 +199,13 @@ def test_a_default_device_does_not_matter() -> None:
 
 
 def test_epochs_follow_each_other_or_are_set() -> None:
-    loader = ps.DataLoader(Numbers(20), 5, shuffle=True)
-    epochs = [numbers(loader) for _ in range(3)]
+    loader = ps.DataLoader(RecordingDataset(20), 5, shuffle=True)
+    epochs = [sample_numbers(loader) for _ in range(3)]
     assert loader.epoch == 3
     loader.set_epoch(1)
     assert loader.epoch == 1
-    assert numbers(loader) == epochs[1]
-    assert numbers(loader) == epochs[2]
+    assert sample_numbers(loader) == epochs[1]
+    assert sample_numbers(loader) == epochs[2]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +227,9 @@ def test_random_samplers_draw_from_seed_and_epoch(make: Any) -> None:
             torch.manual_seed(rank)
             options = make()
             batch_size = None if "batch_sampler" in options else 4
-            loader = ps.DataLoader(torch.arange(30), batch_size, mesh=Grid(data, rank), seed=1, **options)
+            loader = ps.DataLoader(torch.arange(30), batch_size, mesh=FakeMesh(data, rank), seed=1, **options)
             parts.append([*loader, *loader])
-        seen.append(whole(parts))
+        seen.append(global_batches(parts))
     assert_same(seen[1], seen[0])
     steps = len(seen[0]) // 2
     assert torch.cat(seen[0][:steps]).tolist() != torch.cat(seen[0][steps:]).tolist()
@@ -241,14 +251,14 @@ class Turned(torch_data.Sampler[int]):
 
 
 def test_a_sampler_is_told_the_epoch_even_where_epochs_overlap() -> None:
-    loader = ps.DataLoader(Numbers(6), 3, sampler=Turned())
+    loader = ps.DataLoader(RecordingDataset(6), 3, sampler=Turned())
     one, other = iter(loader), iter(loader)
     assert [y.tolist() for _, y in other] == [[1, 2, 3], [4, 5, 0]]
     assert [y.tolist() for _, y in one] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_stream_is_told_the_epoch() -> None:
-    stream = Stream(4)
+    stream = IterableNumbers(4)
     loader = ps.DataLoader(stream, 2)
     list(loader)
     list(loader)
@@ -291,37 +301,41 @@ def test_samplers_may_give_tensors() -> None:
 
 
 def test_a_rank_without_first_and_last_stage_reads_one_sample_and_counts() -> None:
-    dataset = Numbers(10)
-    loader = ps.DataLoader(dataset, 4, pipe=Pipe(Grid(2, 1, 4, 1), 1), shuffle=True)
+    dataset = RecordingDataset(10)
+    loader = ps.DataLoader(dataset, 4, pipe=FakePipeline(FakeMesh(2, 1, 4, 1), 1), shuffle=True)
     assert list(loader) == list(loader) == [[None, None]] * 3
     assert len(dataset.read) == 1
     assert len(loader) == 3
 
 
 def test_what_a_middle_rank_gets_may_be_changed() -> None:
-    loader = ps.DataLoader(Numbers(6), 2, pipe=Pipe(Grid(1, 0, 4, 1), 1))
+    loader = ps.DataLoader(RecordingDataset(6), 2, pipe=FakePipeline(FakeMesh(1, 0, 4, 1), 1))
     assert [batch.pop() for batch in loader] == [None] * 3
 
 
 def test_a_middle_rank_reads_one_sample_as_the_dataset_likes_it() -> None:
-    class Several(Numbers):
+    class Several(RecordingDataset):
         def __getitems__(self, indices: list[int]) -> list[Any]:
             self.read += indices
             return [{"a": torch.ones(2), "b": ("text", i)} for i in indices]
 
     dataset = Several(6)
-    loader = ps.DataLoader(dataset, 2, pipe=Pipe(Grid(1, 0, 4, 2), 2))
+    loader = ps.DataLoader(dataset, 2, pipe=FakePipeline(FakeMesh(1, 0, 4, 2), 2))
     assert list(loader) == [{"a": None, "b": [(None,), None]}] * 3
     assert dataset.read == [0]
 
 
 @pytest.mark.parametrize("stages", [(0,), (3,), (0, 3)], ids=["first", "last", "both, of a V"])
 def test_ranks_with_the_first_or_the_last_stage_load(stages: tuple[int, ...]) -> None:
-    assert numbers(ps.DataLoader(Numbers(5), 2, pipe=Pipe(Grid(1, 0, 4, 2), *stages))) == [[0, 1], [2, 3], [4]]
+    assert sample_numbers(ps.DataLoader(RecordingDataset(5), 2, pipe=FakePipeline(FakeMesh(1, 0, 4, 2), *stages))) == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
 
 
 def test_a_mesh_alone_gives_data_to_both_ends_of_the_pipeline() -> None:
-    got = [list(ps.DataLoader(torch.arange(4), 2, mesh=Grid(1, 0, 4, r))) for r in range(4)]
+    got = [list(ps.DataLoader(torch.arange(4), 2, mesh=FakeMesh(1, 0, 4, r))) for r in range(4)]
     assert_same(got[0], [torch.tensor([0, 1]), torch.tensor([2, 3])])
     assert_same(got[3], got[0])
     assert got[1] == got[2] == [None, None]
@@ -329,13 +343,13 @@ def test_a_mesh_alone_gives_data_to_both_ends_of_the_pipeline() -> None:
 
 @pytest.mark.parametrize("how", ["mesh", "pipe"])
 def test_everywhere(how: str) -> None:
-    grid = Grid(1, 0, 4, 1)
-    place = {"mesh": grid} if how == "mesh" else {"pipe": Pipe(grid, 1)}
-    assert numbers(ps.DataLoader(Numbers(5), 2, everywhere=True, **place)) == [[0, 1], [2, 3], [4]]  # type: ignore[arg-type]
+    grid = FakeMesh(1, 0, 4, 1)
+    place = {"mesh": grid} if how == "mesh" else {"pipe": FakePipeline(grid, 1)}
+    assert sample_numbers(ps.DataLoader(RecordingDataset(5), 2, everywhere=True, **place)) == [[0, 1], [2, 3], [4]]  # type: ignore[arg-type]
 
 
 def test_a_middle_rank_counts_a_stream_to_its_end() -> None:
-    assert list(ps.DataLoader(Stream(7), 3, mesh=Grid(2, 0, 3, 1))) == [None] * 3
+    assert list(ps.DataLoader(IterableNumbers(7), 3, mesh=FakeMesh(2, 0, 3, 1))) == [None] * 3
 
 
 def test_a_pipeline_in_this_process_loads() -> None:
@@ -369,8 +383,8 @@ def test_of_a_pair_inputs_and_targets_go_to_their_own_devices() -> None:
 
 
 def test_an_empty_dataset_has_no_steps() -> None:
-    for options in ({}, {"shuffle": True}, {"prefetch": 0}, {"mesh": Grid(2, 1, 3, 1)}):
-        loader = ps.DataLoader(Numbers(0), 2, **options)  # type: ignore[arg-type]
+    for options in ({}, {"shuffle": True}, {"prefetch": 0}, {"mesh": FakeMesh(2, 1, 3, 1)}):
+        loader = ps.DataLoader(RecordingDataset(0), 2, **options)  # type: ignore[arg-type]
         assert len(loader) == 0
         assert list(loader) == []
 
@@ -390,7 +404,7 @@ def test_refused() -> None:
         (range(9), None, {}, "batch_size must be a number of samples"),
         (range(9), True, {}, "got True"),
         (range(9), 2.0, {}, r"got 2\.0"),
-        (range(9), 3, {"mesh": Grid(4)}, r"batch_size=3 is the whole mini-batch of 4 data replicas.*at least 4"),
+        (range(9), 3, {"mesh": FakeMesh(4)}, r"batch_size=3 is the whole mini-batch of 4 data replicas.*at least 4"),
         (range(9), 3, {"batch_sampler": [[1]]}, "leave out batch_size and drop_last"),
         (range(9), None, {"batch_sampler": [[1]], "drop_last": True}, "leave out batch_size and drop_last"),
         (range(9), 3, {"shuffle": True, "sampler": range(9)}, "pass one of them"),
@@ -403,17 +417,22 @@ def test_refused() -> None:
         ),
         (iter([1]), 3, {}, r"a list_iterator, has no samples by index"),
         (Nameless(), 3, {}, r"a Nameless, has no length"),
-        (Stream(9), 3, {"shuffle": True}, "an order of its own"),
-        (Stream(9), 3, {"sampler": range(9)}, "an order of its own"),
-        (Stream(9), 3, {"num_workers": 2}, r"num_workers=2 processes would each read the whole"),
+        (IterableNumbers(9), 3, {"shuffle": True}, "an order of its own"),
+        (IterableNumbers(9), 3, {"sampler": range(9)}, "an order of its own"),
+        (IterableNumbers(9), 3, {"num_workers": 2}, r"num_workers=2 processes would each read the whole"),
         (Piped(), 3, {}, "DataPipes shard themselves"),
         (range(9), 3, {"prefetch": -1}, "prefetch must be a number of batches, or 0 for none, got -1"),
         (range(9), 3, {"generator": torch.Generator()}, "leave out generator"),
         (range(9), 3, {"in_order": False, "num_workers": 1}, "different orders"),
         (range(9), 3, {"mesh": 4}, r"mesh must be ps\.Mesh\(data=…, pipe=…\), got int"),
         (range(9), 3, {"pipe": mlp()}, r"pipe must be a ps\.Pipeline, got Sequential"),
-        (range(9), 3, {"mesh": Grid(2), "pipe": Pipe(Grid(3), 0)}, "mesh and pipe disagree.*Pass pipe alone"),
-        (range(9), 3, {"mesh": Grid(2), "pipe": Pipe(None, 0)}, "mesh and pipe disagree"),
+        (
+            range(9),
+            3,
+            {"mesh": FakeMesh(2), "pipe": FakePipeline(FakeMesh(3), 0)},
+            "mesh and pipe disagree.*Pass pipe alone",
+        ),
+        (range(9), 3, {"mesh": FakeMesh(2), "pipe": FakePipeline(None, 0)}, "mesh and pipe disagree"),
     ]:
         with pytest.raises(ps.PlanError, match=message) as caught:
             ps.DataLoader(dataset, batch_size, **options)
@@ -421,7 +440,7 @@ def test_refused() -> None:
 
 
 def test_mesh_and_pipe_may_agree() -> None:
-    assert len(ps.DataLoader(range(9), 3, mesh=Grid(2, 1), pipe=Pipe(Grid(2, 1), 0))) == 3
+    assert len(ps.DataLoader(range(9), 3, mesh=FakeMesh(2, 1), pipe=FakePipeline(FakeMesh(2, 1), 0))) == 3
 
 
 def test_a_batch_sampler_that_gives_an_empty_batch() -> None:
@@ -430,11 +449,11 @@ def test_a_batch_sampler_that_gives_an_empty_batch() -> None:
 
 
 def test_a_stream_has_no_length_unless_it_says_so() -> None:
-    loader = ps.DataLoader(Stream(5), 2)
+    loader = ps.DataLoader(IterableNumbers(5), 2)
     with pytest.raises(TypeError, match="number of steps is not known"):
         len(loader)
 
-    class Long(Stream):
+    class Long(IterableNumbers):
         def __len__(self) -> int:
             return self.count
 
@@ -457,27 +476,27 @@ def labels_of(batches: Iterable[Any]) -> list[Any]:
 
 def two_by_two(rank: int, pipe: int, everywhere: bool) -> tuple[list[Any], list[int]]:
     torch.manual_seed(rank)
-    dataset = Numbers(7)
+    dataset = RecordingDataset(7)
     mesh = ps.Mesh(data=-1, pipe=pipe)
     got = labels_of(ps.DataLoader(dataset, 4, mesh=mesh, shuffle=True, seed=2, everywhere=everywhere))
     return got, dataset.read
 
 
 def test_four_processes_as_two_replicas(four: Ranks) -> None:
-    one, other = numbers(ps.DataLoader(Numbers(7), 4, shuffle=True, seed=2))
+    one, other = sample_numbers(ps.DataLoader(RecordingDataset(7), 4, shuffle=True, seed=2))
     upper = [one[:2], other[:2]], one[:2] + other[:2]
     lower = [one[2:], other[2:]], one[2:] + other[2:]
     assert four.check(two_by_two, 2, False) == [upper, upper, lower, lower]
 
 
 def test_four_processes_as_one_replica(four: Ranks) -> None:
-    one, other = numbers(ps.DataLoader(Numbers(7), 4, shuffle=True, seed=2))
+    one, other = sample_numbers(ps.DataLoader(RecordingDataset(7), 4, shuffle=True, seed=2))
     all_of_it, nothing = ([one, other], one + other), ([None, None], one[:1])
     assert four.check(two_by_two, 4, False) == [all_of_it, nothing, nothing, all_of_it]
     assert four.check(two_by_two, 4, True) == [all_of_it] * 4
 
 
-class Halves(Numbers):
+class Halves(RecordingDataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return super().__getitem__(index)[0] / 9, index % 2
 

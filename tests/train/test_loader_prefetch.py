@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 import penstock as ps
-from tests.support.loading import Grid, Numbers, Pipe, Stream, numbers, parts_of, whole
+from tests.support.loading import (
+    FakeMesh,
+    FakePipeline,
+    IterableNumbers,
+    RecordingDataset,
+    batches_per_replica,
+    global_batches,
+    sample_numbers,
+)
 from tests.support.models import assert_same, threads_end
 
 # ── prefetch ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -40,7 +48,7 @@ def soon(condition: Any, seconds: float = 10.0) -> bool:
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
 def test_so_many_batches_are_ready_and_no_more(prefetch: int) -> None:
-    dataset = Numbers(40)
+    dataset = RecordingDataset(40)
     it = iter(ps.DataLoader(dataset, 2, prefetch=prefetch))
     assert soon(lambda: len(dataset.read) == 2 * prefetch)
     next(it)
@@ -52,7 +60,7 @@ def test_so_many_batches_are_ready_and_no_more(prefetch: int) -> None:
 
 def test_without_prefetch_nothing_is_loaded_before_it_is_asked_for() -> None:
     before = loader_threads()
-    dataset = Numbers(10)
+    dataset = RecordingDataset(10)
     it = iter(ps.DataLoader(dataset, 2, prefetch=0))
     assert dataset.read == []
     next(it)
@@ -62,14 +70,14 @@ def test_without_prefetch_nothing_is_loaded_before_it_is_asked_for() -> None:
 
 def test_a_rank_that_loads_nothing_needs_no_thread() -> None:
     before = loader_threads()
-    it = iter(ps.DataLoader(Numbers(10), 2, mesh=Grid(1, 0, 3, 1)))
+    it = iter(ps.DataLoader(RecordingDataset(10), 2, mesh=FakeMesh(1, 0, 3, 1)))
     assert next(it) == [None, None]
     assert loader_threads() <= before
 
 
 def test_leaving_early_ends_the_thread_and_keeps_nothing() -> None:
     before = loader_threads()
-    dataset = Numbers(1000)
+    dataset = RecordingDataset(1000)
     loader = ps.DataLoader(dataset, 2)
     for batch in loader:
         kept = weakref.ref(batch[0])
@@ -85,21 +93,21 @@ def test_leaving_early_ends_the_thread_and_keeps_nothing() -> None:
 
 def test_an_epoch_to_its_end_leaves_no_thread() -> None:
     before = loader_threads()
-    loader = ps.DataLoader(Numbers(10), 2)
+    loader = ps.DataLoader(RecordingDataset(10), 2)
     for _ in range(3):
         assert len(list(loader)) == 5
     assert threads_end(loader_threads() - before)
 
 
 def test_a_batch_that_was_given_out_is_kept_by_nobody() -> None:
-    it = iter(ps.DataLoader(Numbers(10), 2))
+    it = iter(ps.DataLoader(RecordingDataset(10), 2))
     batch = next(it)
     kept = weakref.ref(batch[0])
     del batch
     assert kept() is None
 
 
-class Broken(Numbers):
+class Broken(RecordingDataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index == 5:
             raise ValueError("sample 5 is bad")
@@ -128,7 +136,7 @@ def test_an_error_comes_with_next_and_shows_where_it_was(prefetch: int) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_dataset_cannot_end_the_epoch_on_one_rank_alone(prefetch: int) -> None:
-    class Short(Numbers):
+    class Short(RecordingDataset):
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             return next(iter(())) if index == 3 else super().__getitem__(index)
 
@@ -137,7 +145,7 @@ def test_a_dataset_cannot_end_the_epoch_on_one_rank_alone(prefetch: int) -> None
 
 
 def test_two_iterators_at_once_do_not_read_at_once() -> None:
-    class Alone(Numbers):
+    class Alone(RecordingDataset):
         inside = 0
         most = 0
 
@@ -185,24 +193,24 @@ def test_workers_load_the_same_parts_without_a_thread() -> None:
     it = iter(ps.DataLoader(torch.arange(9), 4, num_workers=1))  # type: ignore[arg-type]
     assert next(it).tolist() == [0, 1, 2, 3]
     assert loader_threads() <= before
-    parts = parts_of(torch.arange(9), 4, 2, num_workers=2, prefetch_factor=1)
-    assert_same(whole(parts), list(torch_data.DataLoader(torch.arange(9), 4)))  # type: ignore[arg-type]
+    parts = batches_per_replica(torch.arange(9), 4, 2, num_workers=2, prefetch_factor=1)
+    assert_same(global_batches(parts), list(torch_data.DataLoader(torch.arange(9), 4)))  # type: ignore[arg-type]
     assert [len(part) for part in parts[1]] == [2, 2, 0]
 
 
 def test_one_worker_reads_a_stream() -> None:
-    parts = parts_of(Stream(9), 4, 2, num_workers=1)
-    assert [part.tolist() for part in whole(parts)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    parts = batches_per_replica(IterableNumbers(9), 4, 2, num_workers=1)
+    assert [part.tolist() for part in global_batches(parts)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
-class Draws(Numbers):
+class Draws(RecordingDataset):
     def __getitem__(self, index: int) -> Any:
         return torch.rand(()), random.random()
 
 
 def test_workers_of_one_replica_draw_alike_and_those_of_another_do_not() -> None:
     def drawn(replica: int, pipe_rank: int) -> list[float]:
-        loader = ps.DataLoader(Draws(4), 4, mesh=Grid(2, replica, 2, pipe_rank), num_workers=1)
+        loader = ps.DataLoader(Draws(4), 4, mesh=FakeMesh(2, replica, 2, pipe_rank), num_workers=1)
         return [number for _ in range(2) for batch in loader for number in torch.stack(batch).flatten().tolist()]
 
     first, last, other = drawn(0, 0), drawn(0, 1), drawn(1, 0)
@@ -212,10 +220,10 @@ def test_workers_of_one_replica_draw_alike_and_those_of_another_do_not() -> None
 
 @pytest.mark.parametrize("thread", [False, True])
 def test_workers_that_stay_serve_one_iteration_at_a_time(thread: bool) -> None:
-    loader = ps.DataLoader(Numbers(6), 2, shuffle=True, num_workers=1, persistent_workers=True)
+    loader = ps.DataLoader(RecordingDataset(6), 2, shuffle=True, num_workers=1, persistent_workers=True)
     loader._depth = 2 if thread else 0  # as where batches are copied to a GPU
-    plain = ps.DataLoader(Numbers(6), 2, shuffle=True)
-    assert numbers(loader) == numbers(plain)
+    plain = ps.DataLoader(RecordingDataset(6), 2, shuffle=True)
+    assert sample_numbers(loader) == sample_numbers(plain)
     for _ in loader:
         break
     next(iter(plain))
@@ -225,7 +233,7 @@ def test_workers_that_stay_serve_one_iteration_at_a_time(thread: bool) -> None:
         iter(loader)
     del it
     next(iter(plain))
-    assert numbers(loader) == numbers(plain)
+    assert sample_numbers(loader) == sample_numbers(plain)
 
 
 # ── resuming ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,7 +253,7 @@ def test_resuming_goes_on_with_the_next_batch_for_any_number_of_replicas(draw: s
 
     states = []
     for rank in range(before):
-        loader = ps.DataLoader(dataset, batch_size, mesh=Grid(before, rank), shuffle=shuffle, seed=3)
+        loader = ps.DataLoader(dataset, batch_size, mesh=FakeMesh(before, rank), shuffle=shuffle, seed=3)
         left, state = given_out, loader.state_dict()
         while left:
             for _ in loader:
@@ -258,26 +266,26 @@ def test_resuming_goes_on_with_the_next_batch_for_any_number_of_replicas(draw: s
 
     parts = []
     for rank in range(after):
-        loader = ps.DataLoader(dataset, batch_size, mesh=Grid(after, rank), shuffle=shuffle, seed=99)
+        loader = ps.DataLoader(dataset, batch_size, mesh=FakeMesh(after, rank), shuffle=shuffle, seed=99)
         loader.load_state_dict(states[0])
         parts.append([x for _ in range(loader.epoch, 3) for x in loader])
-    assert_same(whole(parts), expected[given_out:])
+    assert_same(global_batches(parts), expected[given_out:])
 
 
 def test_skipped_samples_are_not_read() -> None:
     for options in ({}, {"shuffle": True}, {"sampler": range(12)}, {"prefetch": 0}):
-        loader = ps.DataLoader(Numbers(12), 3, **options)  # type: ignore[arg-type]
+        loader = ps.DataLoader(RecordingDataset(12), 3, **options)  # type: ignore[arg-type]
         it = iter(loader)
         next(it)
         next(it)
-        resumed = ps.DataLoader(Numbers(12), 3, **options)  # type: ignore[arg-type]
+        resumed = ps.DataLoader(RecordingDataset(12), 3, **options)  # type: ignore[arg-type]
         resumed.load_state_dict(loader.state_dict())
-        assert numbers(resumed) == [y.tolist() for _, y in it]
+        assert sample_numbers(resumed) == [y.tolist() for _, y in it]
         assert len(resumed.dataset.read) == 6  # type: ignore[union-attr]
 
 
 def test_what_was_only_prefetched_counts_as_not_given_out() -> None:
-    dataset = Numbers(12)
+    dataset = RecordingDataset(12)
     loader = ps.DataLoader(dataset, 2, prefetch=4)
     it = iter(loader)
     next(it)
@@ -286,7 +294,7 @@ def test_what_was_only_prefetched_counts_as_not_given_out() -> None:
 
 
 def test_states_between_epochs_and_at_their_ends() -> None:
-    loader = ps.DataLoader(Numbers(4), 2)
+    loader = ps.DataLoader(RecordingDataset(4), 2)
 
     def at() -> tuple[int, int]:
         return loader.state_dict()["epoch"], loader.state_dict()["batches"]
@@ -299,12 +307,12 @@ def test_states_between_epochs_and_at_their_ends() -> None:
         break
     assert at() == (1, 1)
     state = loader.state_dict()
-    assert numbers(loader) == [[0, 1], [2, 3]]
+    assert sample_numbers(loader) == [[0, 1], [2, 3]]
     assert at() == (3, 0)
     loader.load_state_dict(state)
     assert loader.epoch == 1
     loader.set_epoch(1)  # of a loop that says it each time
-    assert numbers(loader) == [[2, 3]]
+    assert sample_numbers(loader) == [[2, 3]]
     assert at() == (2, 0)
     for _ in loader:
         break
@@ -313,7 +321,11 @@ def test_states_between_epochs_and_at_their_ends() -> None:
 
 
 def test_a_state_in_a_stream_and_with_workers() -> None:
-    for dataset, options in ((Stream(7), {}), (Stream(7), {"num_workers": 1}), (torch.arange(7), {"num_workers": 1})):
+    for dataset, options in (
+        (IterableNumbers(7), {}),
+        (IterableNumbers(7), {"num_workers": 1}),
+        (torch.arange(7), {"num_workers": 1}),
+    ):
         loader = ps.DataLoader(dataset, 2, **options)  # type: ignore[arg-type, var-annotated]
         it = iter(loader)
         next(it)
@@ -324,15 +336,17 @@ def test_a_state_in_a_stream_and_with_workers() -> None:
 
 
 def test_a_state_of_other_batches_is_refused() -> None:
-    state = ps.DataLoader(Numbers(4), 2).state_dict()
+    state = ps.DataLoader(RecordingDataset(4), 2).state_dict()
     with pytest.raises(ps.PlanError, match=r"saved with batch_size=2, but this loader has 3"):
-        ps.DataLoader(Numbers(4), 3).load_state_dict(state)
+        ps.DataLoader(RecordingDataset(4), 3).load_state_dict(state)
     with pytest.raises(ps.PlanError, match=r"saved with samples=4, but this loader has 5"):
-        ps.DataLoader(Numbers(5), 2).load_state_dict(state)
+        ps.DataLoader(RecordingDataset(5), 2).load_state_dict(state)
     with pytest.raises(ps.PlanError, match=r"saved with shuffle=False"):
-        ps.DataLoader(Numbers(4), 2, shuffle=True).load_state_dict(state)
+        ps.DataLoader(RecordingDataset(4), 2, shuffle=True).load_state_dict(state)
     with pytest.raises(ps.PlanError, match=r"not the state of a DataLoader: it has no batches, seed"):
-        ps.DataLoader(Numbers(4), 2).load_state_dict({"epoch": 1, "samples": 4, "batch_size": 2, "shuffle": False})
+        ps.DataLoader(RecordingDataset(4), 2).load_state_dict(
+            {"epoch": 1, "samples": 4, "batch_size": 2, "shuffle": False}
+        )
 
 
 # ── GPUs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -350,7 +364,7 @@ def test_batches_arrive_on_the_gpu(num_workers: int, prefetch: int, pin_memory: 
     dataset = torch_data.TensorDataset(torch.arange(sum(sizes))[:, None].repeat(1, 4096), torch.arange(sum(sizes)))
     batches = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
     options: dict[str, Any] = {"num_workers": num_workers, "prefetch": prefetch, "pin_memory": pin_memory}
-    pipe = Pipe(None, 0, 3, devices=["cuda:0"] * 4)
+    pipe = FakePipeline(None, 0, 3, devices=["cuda:0"] * 4)
     seen = []
     for x, y in ps.DataLoader(dataset, batch_sampler=batches, pipe=pipe, **options):
         assert x.is_cuda
@@ -366,5 +380,5 @@ def test_batches_arrive_on_the_gpu(num_workers: int, prefetch: int, pin_memory: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_data_that_is_on_the_gpu_stays_there() -> None:
     dataset = torch_data.TensorDataset(torch.arange(12.0, device="cuda"), torch.arange(12, device="cuda"))
-    loader = ps.DataLoader(dataset, 5, pipe=Pipe(None, 0, 3, devices=["cuda:0"] * 4))
+    loader = ps.DataLoader(dataset, 5, pipe=FakePipeline(None, 0, 3, devices=["cuda:0"] * 4))
     assert Counter(int(y) for _, part in loader for y in part) == Counter(range(12))

@@ -163,11 +163,11 @@ def shown_by(rank: int, how: str) -> tuple[list[str], float]:
         for number, (x, y) in enumerate(ps.progress(data(6), pipe, every=3) if shows else data(6)):
             pipe.step(x, y)
             if number == 0:
-                warm = StepTotals(**vars(pipe.step_totals))
+                forked_python = StepTotals(**vars(pipe.step_totals))
             if how == "left" and number == 4:
                 break
         ps.print0("done")
-    bubble = pipe.step_totals.since(warm).bubble
+    bubble = pipe.step_totals.since(forked_python).bubble
     assert bubble is not None
     return out.getvalue().splitlines(), bubble
 

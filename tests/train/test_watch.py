@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine import connections, distributed
+from tests.support.leaks import ProcessResources
 from tests.support.models import batch, mlp, penstock_threads, threads_end
-from tests.support.ranks import Gone, Ranks, run_ranks
-from tests.support.traces import Belongings
+from tests.support.ranks import RankExited, Ranks, run_ranks
 from tests.train.test_distributed_failures import (
     SOON,
     RaisedError,
@@ -97,9 +97,9 @@ def layered(**layers: nn.Module) -> nn.Sequential:
 def leaving_nothing() -> Iterator[None]:
     """Threads, sockets, children and shared memory are the same afterwards."""
     assert_new_pipeline_works()  # what torch keeps from its first backward on is there then
-    before = Belongings.now()
+    before = ProcessResources.now()
     yield
-    before.assert_nothing_new()
+    before.assert_no_leaks()
 
 
 class Messages(logging.Handler):
@@ -197,9 +197,9 @@ def fails_in_the_other_replica(rank: int) -> RaisedError:
 def leaving_nothing_of(**sizes: int) -> Iterator[None]:
     with ps.Pipeline(ps.split(mlp(), stages=sizes["pipe"]), F.mse_loss, mesh=ps.Mesh(**sizes)) as pipe:
         pipe.step(batch(), batch())
-    before = Belongings.now()
+    before = ProcessResources.now()
     yield
-    before.assert_nothing_new()
+    before.assert_no_leaks()
 
 
 def test_a_failure_reaches_the_other_replicas(four: Ranks) -> None:
@@ -299,7 +299,7 @@ def killed_while_others_compute(rank: int, at: int) -> RaisedError:
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_killed_process_is_named_by_ranks_that_compute(at: int) -> None:
     errors = run_ranks(killed_while_others_compute, 3, at)
-    assert isinstance(errors.pop(at), Gone)
+    assert isinstance(errors.pop(at), RankExited)
     for error in errors:
         assert isinstance(error, RaisedError), error
         assert error.rank == at
@@ -331,7 +331,7 @@ def killed_in_a_collective(rank: int) -> RaisedError:
 def test_a_killed_process_is_named_if_a_collective_of_a_stage_waits_for_it() -> None:
     """The stage fails with an error of torch, which is not the cause."""
     errors = run_ranks(killed_in_a_collective, 3)
-    assert isinstance(errors.pop(2), Gone)
+    assert isinstance(errors.pop(2), RankExited)
     for error in errors:
         assert isinstance(error, RaisedError), error
         assert "rank 2: its process is gone" in error.text
@@ -366,7 +366,7 @@ def killed_with_a_child(rank: int, child: str) -> RaisedError:
 def test_a_killed_process_is_named_while_its_child_lives(tmp_path: Path) -> None:
     errors = run_ranks(killed_with_a_child, 3, str(tmp_path / "child"))
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
-    assert isinstance(errors.pop(1), Gone)
+    assert isinstance(errors.pop(1), RankExited)
     for error in errors:
         assert isinstance(error, RaisedError), error
         assert error.rank == 1
@@ -407,16 +407,16 @@ def dies_building(rank: int, at: int, when: int) -> tuple[str, float]:
 
 @contextmanager
 def leaving_nothing_building() -> Iterator[None]:
-    before = Belongings.now()
+    before = ProcessResources.now()
     yield
-    after = {name for name in Belongings.now().python_threads if name.startswith("penstock")}
+    after = {name for name in ProcessResources.now().python_threads if name.startswith("penstock")}
     assert not after - before.python_threads
 
 
 @pytest.mark.parametrize(("at", "when"), [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 2), (1, 3)])
 def test_a_process_that_dies_while_building_its_pipeline_is_named(at: int, when: int) -> None:
     errors = run_ranks(dies_building, 3, at, when)
-    assert isinstance(errors.pop(at), Gone)
+    assert isinstance(errors.pop(at), RankExited)
     for error in errors:
         assert isinstance(error, tuple), error
         text, seconds = error
@@ -546,7 +546,7 @@ def hangs_for_good(rank: int, errors: str) -> str:
 def test_a_process_that_cannot_be_interrupted_exits_with_its_stack(tmp_path: Path) -> None:
     texts = run_ranks(hangs_for_good, 3, str(tmp_path / "errors"))
     gone = texts.pop(1)
-    assert isinstance(gone, Gone)
+    assert isinstance(gone, RankExited)
     assert "exit code 1" in str(gone)
     for text in texts:
         assert "timed out" in text

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from tests.support.endings import run_processes
+from tests.support.rank_programs import run_processes
 
 pytestmark = [
     pytest.mark.cuda,

@@ -14,9 +14,9 @@ from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Overh
 if TYPE_CHECKING:
     from penstock.profile.links import Links, local_link, measure_links, process_link
     from penstock.profile.measure import measure_costs
-    from penstock.profile.planner.candidates import Candidate, Configuration, Rejection, device_grids
     from penstock.profile.planner.plan import plan, plan_analytic, plan_costs
-    from penstock.profile.planner.result import PlanResult
+    from penstock.profile.planner.result import Candidate, Configuration, PlanResult, Rejection
+    from penstock.profile.planner.search import device_grids
     from penstock.profile.planner.segments import Ranks, Segments, edges_between, rank_static_bytes, stage_costs
     from penstock.profile.trace import Trace
 
@@ -57,9 +57,9 @@ __all__ = [
 _LAZY = {
     "links": "Links local_link measure_links process_link",
     "measure": "measure_costs",
-    "planner.candidates": "Candidate Configuration Rejection device_grids",
     "planner.plan": "plan plan_analytic plan_costs",
-    "planner.result": "PlanResult",
+    "planner.result": "Candidate Configuration PlanResult Rejection",
+    "planner.search": "device_grids",
     "planner.segments": "Ranks Segments edges_between rank_static_bytes stage_costs",
     "trace": "Trace",
 }

@@ -1,7 +1,7 @@
 """Costs of the layers of a model, and of the links between devices: measured, estimated or written by hand.
 
-    costs = ModelCosts.load("costs.json")
-    costs.layers[3].forward      # seconds for one micro-batch of costs.samples samples
+    profile = Profile.load("costs.json")
+    profile.at(8).layers[3].forward      # seconds for one micro-batch of 8 samples
 
 Invalid costs (missing, negative, infinite or inconsistent numbers) raise a ``PlanError`` that names the layer.
 
@@ -22,26 +22,13 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import PlanError
 from penstock.suggest import did_you_mean
-
-__all__ = [
-    "Crossing",
-    "LayerCosts",
-    "Link",
-    "ModelCosts",
-    "Overhead",
-    "Profile",
-    "SharedParameters",
-    "format_costs",
-    "parse_costs",
-    "read_cost_file",
-]
 
 
 @dataclass(frozen=True)
@@ -236,30 +223,17 @@ class ModelCosts:
                     sent[crossing.src, number] = max(size, sent.get((crossing.src, number), 0.0))
         return total + sum(sent.values())
 
-    def scaled(self, samples: int) -> ModelCosts:
-        """Costs for micro-batches of another size, in proportion to the samples. A ``Profile`` interpolates."""
-        return Profile((self,)).at(samples)
-
     def to_json(self) -> str:
-        return format_costs([self])
+        return _to_json([self])
 
     @classmethod
     def from_json(cls, text: str, origin: str = "the text") -> ModelCosts:
         """Parse JSON; ``origin`` names it in errors."""
-        found = parse_costs(text, origin)
+        found = _parse_costs(text, origin)
         if len(found) > 1:
             sizes = [costs.samples for costs in found]
             raise PlanError(f"{origin} has costs for micro-batches of {sizes} samples: read it as a Profile")
         return found[0]
-
-    def save(self, path: str | Path) -> None:
-        """Write a JSON file, with a line for each layer."""
-        Path(path).write_text(self.to_json(), "utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> ModelCosts:
-        """Read a JSON file."""
-        return cls.from_json(read_cost_file(path), str(path))
 
 
 def check_number(value: object, what: str) -> None:
@@ -374,12 +348,12 @@ class Profile:
         return Profile(tuple(replace(costs, link=link) for costs in self.sizes))
 
     def to_json(self) -> str:
-        return format_costs(self.sizes)
+        return _to_json(self.sizes)
 
     @classmethod
     def from_json(cls, text: str, origin: str = "the text") -> Profile:
         """Parse JSON with one or several sizes; ``origin`` names it in errors."""
-        return cls(tuple(sorted(parse_costs(text, origin), key=lambda costs: costs.samples)))
+        return cls(tuple(sorted(_parse_costs(text, origin), key=lambda costs: costs.samples)))
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file."""
@@ -388,189 +362,142 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a JSON file."""
-        return cls.from_json(read_cost_file(path), str(path))
+        try:
+            text = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path} cannot be read as costs: {error}") from error
+        return cls.from_json(text, str(path))
 
 
 # ── JSON ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 FORMAT = 1
-_LAYER_KEYS = tuple(one.name for one in fields(LayerCosts))
-_REQUIRED_KEYS = ("name", "forward", "input_gradient", "weight_gradient", "activation", "parameters")
-_MODEL_KEYS = tuple(one.name for one in fields(ModelCosts))
 
 
-def read_cost_file(path: str | Path) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} cannot be read as costs: {error}") from error
+def _to_json(costs: Sequence[ModelCosts]) -> str:
+    data = _to_data(costs[0]) if len(costs) == 1 else {"sizes": [_to_data(one) for one in costs]}
+    return json.dumps({"penstock_costs": FORMAT, **data}, indent=1, allow_nan=False) + "\n"
 
 
-def parse_costs(text: str, origin: str) -> list[ModelCosts]:
+def _to_data(value: Any) -> Any:
+    """Dataclasses as dicts, without the fields that have their default value."""
+    if is_dataclass(value):
+        given = {one.name: getattr(value, one.name) for one in fields(value) if getattr(value, one.name) != one.default}
+        return {name: _to_data(one) for name, one in given.items()}
+    return [_to_data(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _parse_costs(text: str, origin: str) -> list[ModelCosts]:
     """The costs in a JSON text, one for each micro-batch size; ``origin`` names the text in errors."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{origin} is not JSON: {error}") from error
+    model_keys = [one.name for one in fields(ModelCosts)]
     try:
-        _check_keys(data, (*_MODEL_KEYS, "sizes", "penstock_costs"), "costs")
-        if data.get("penstock_costs", FORMAT) != FORMAT:
-            raise PlanError(f"costs of format {data['penstock_costs']!r} cannot be read here: expected {FORMAT}")
+        data = dict(_entries(data, "costs", (*model_keys, "sizes", "penstock_costs")))
+        version = data.pop("penstock_costs", FORMAT)
+        if version != FORMAT:
+            raise PlanError(f"costs of format {version!r} cannot be read here: expected {FORMAT}")
         if "sizes" not in data:
             return [_parse_model(data)]
+        sizes = _list(data, "sizes")
+        del data["sizes"]
         for key in ("samples", "layers", "crossings"):
             if key in data:
                 raise PlanError(f"costs have both sizes and {key}: {key} belongs into each of the sizes")
-        common = {key: value for key, value in data.items() if key not in ("sizes", "penstock_costs")}
-        return [_parse_model({**common, **_object(size, "a size")}) for size in _list(data["sizes"], "sizes")]
+        return [_parse_model({**data, **_entries(size, "a size", model_keys)}) for size in sizes]
     except PlanError as error:
         raise PlanError(f"{origin}: {error}") from error
 
 
 def _parse_model(data: Mapping[str, Any]) -> ModelCosts:
-    _check_keys(data, (*_MODEL_KEYS, "penstock_costs"), "costs")
-    rows = _list(_required(data, "layers", "costs"), "layers")
-    layers = [_parse_layer(row, i) for i, row in enumerate(rows)]
+    _entries(data, "costs", data, ["layers"])
+    rows = _list(data, "layers")
+    layers = tuple(_parse_layer(row, i) for i, row in enumerate(rows))
     numbers = {layer.name: i for i, layer in enumerate(layers)}
-    crossings = [_parse_crossing(one, numbers) for one in _list(data.get("crossings", []), "crossings")]
+    crossings = [_parse_crossing(one, numbers) for one in _list(data, "crossings")]
     given = {(crossing.src, crossing.dst) for crossing in crossings}
-    for i, (row, layer) in enumerate(zip(rows, layers, strict=True)):
-        if "output" in row and (i, i + 1) in given:
-            raise PlanError(
-                f"layer {layer.name!r} has an output, and there is a crossing to the next layer: say it once"
-            )
-        if "output" in row and i < len(rows) - 1:
+    for i, row in enumerate(rows[:-1]):
+        if ("output" in row) == ((i, i + 1) in given):
+            problem = "no output: give the bytes that go to the next layer, 0 if none do"
+            if "output" in row:
+                problem = "an output, and there is a crossing to the next layer: say it once"
+            raise PlanError(f"layer {row['name']!r} has {problem}")
+        if "output" in row:
             crossings.append(Crossing(i, i + 1, row["output"]))
-        elif "output" not in row and i < len(rows) - 1 and (i, i + 1) not in given:
-            raise PlanError(
-                f"layer {layer.name!r} has no output: give the bytes that go to the next layer, 0 if none do"
-            )
     shared = []
-    for one in _list(data.get("shared", []), "shared"):
-        _check_keys(one, ("layers", "bytes"), "shared")
-        members = _list(_required(one, "layers", "shared"), "layers that share parameters")
-        indices = tuple(_layer_index(layer, numbers, "shared") for layer in members)
-        shared.append(SharedParameters(indices, _required(one, "bytes", "shared")))
+    for one in _list(data, "shared"):
+        _entries(one, "shared", ["layers", "bytes"], ["layers", "bytes"])
+        indices = tuple(_layer_index(layer, numbers, "shared") for layer in _list(one, "layers"))
+        shared.append(SharedParameters(indices, one["bytes"]))
     kept = []
-    for one in _list(data.get("kept_together", []), "kept_together"):
+    for one in _list(data, "kept_together"):
         if not isinstance(one, list) or len(one) != 3:
             raise PlanError(f"kept_together has {one!r}: write [layer, layer, bytes]")
         first, second = (_layer_index(layer, numbers, "kept_together") for layer in one[:2])
         kept.append((first, second, one[2]))
-    link, overhead, device = data.get("link", {}), data.get("overhead", {}), data.get("device", "cpu")
-    _check_keys(link, tuple(one.name for one in fields(Link)), "link")
-    _check_keys(overhead, tuple(one.name for one in fields(Overhead)), "overhead")
+    device = data.get("device", "cpu")
     if not isinstance(device, str):
         raise PlanError(f"device is {device!r}: write its name")
     return ModelCosts(
-        layers=tuple(layers),
-        crossings=tuple(sorted(crossings, key=lambda crossing: (crossing.src, crossing.dst))),
-        samples=data.get("samples", 1),
-        shared=tuple(shared),
-        kept_together=tuple(kept),
-        link=Link(**link),
-        device=device,
-        overhead=Overhead(**overhead),
+        layers,
+        tuple(sorted(crossings, key=lambda crossing: (crossing.src, crossing.dst))),
+        data.get("samples", 1),
+        tuple(shared),
+        tuple(kept),
+        Link(**_entries(data.get("link", {}), "link", [one.name for one in fields(Link)])),
+        device,
+        Overhead(**_entries(data.get("overhead", {}), "overhead", [one.name for one in fields(Overhead)])),
     )
 
 
 def _parse_layer(row: Any, index: int) -> LayerCosts:
-    where = f"layer number {index}"
-    if isinstance(row, dict) and isinstance(row.get("name"), str):
-        where = f"layer {row['name']!r}"
-    _check_keys(row, (*_LAYER_KEYS, "output"), where)
-    values = {key: _required(row, key, where) for key in _REQUIRED_KEYS}
-    own = values["parameters"] if isinstance(values["parameters"], int | float) else 0.0
-    values |= {"recompute": values["forward"], "gradients": own, "optimizer": 2 * own}
-    values |= {key: value for key, value in row.items() if key in _LAYER_KEYS}
-    return LayerCosts(**values)
+    named = isinstance(row, dict) and isinstance(row.get("name"), str)
+    keys = [one.name for one in fields(LayerCosts)]
+    required = ["name", "forward", "input_gradient", "weight_gradient", "activation", "parameters"]
+    where = f"layer {row['name']!r}" if named else f"layer number {index}"
+    values = dict(_entries(row, where, (*keys, "output"), required))
+    values.pop("output", None)
+    check_number(values["parameters"], f"{where}: parameters")
+    own = values["parameters"]
+    return LayerCosts(**{"recompute": values["forward"], "gradients": own, "optimizer": 2 * own, **values})
 
 
 def _parse_crossing(one: Any, numbers: Mapping[str, int]) -> Crossing:
-    _check_keys(one, ("src", "dst", "bytes", "values"), "a crossing")
-    src, dst = (_layer_index(_required(one, end, "a crossing"), numbers, "a crossing") for end in ("src", "dst"))
-    values = _list(one.get("values", []), "values")
+    _entries(one, "a crossing", ["src", "dst", "bytes", "values"], ["src", "dst", "bytes"])
+    src, dst = (_layer_index(one[end], numbers, "a crossing") for end in ("src", "dst"))
+    values = _list(one, "values")
     if any(not isinstance(pair, list) or len(pair) != 2 for pair in values):
         raise PlanError(f"a crossing has values {values!r}: write pairs [number, bytes]")
-    return Crossing(src, dst, _required(one, "bytes", "a crossing"), tuple((number, size) for number, size in values))
+    return Crossing(src, dst, one["bytes"], tuple((number, size) for number, size in values))
 
 
 def _layer_index(layer: Any, numbers: Mapping[str, int], where: str) -> int:
     """The index of a layer that is given by its index or name."""
-    if isinstance(layer, str):
-        if layer not in numbers:
-            raise PlanError(f"{where} names layer {layer!r}, which does not exist{did_you_mean(layer, numbers)}")
+    if isinstance(layer, str) and layer in numbers:
         return numbers[layer]
     if type(layer) is not int:
-        raise PlanError(f"{where} names layer {layer!r}: write its name, or its number from 0 on")
+        raise PlanError(f"{where} names layer {layer!r}, which does not exist: write its name, or its number from 0 on")
     return layer
 
 
-def _required(data: Mapping[str, Any], key: str, where: str) -> Any:
-    if data.get(key) is None:
-        raise PlanError(f"{where} has no {key}")
-    return data[key]
-
-
-def _object(data: Any, where: str) -> dict[str, Any]:
+def _entries(data: Any, where: str, known: Collection[str], required: Collection[str] = ()) -> Mapping[str, Any]:
+    """A JSON object with known keys, among them all required ones."""
     if not isinstance(data, dict):
         raise PlanError(f"{where} must be an object {{…}}, got {data!r}")
-    return data
-
-
-def _list(data: Any, where: str) -> list[Any]:
-    if not isinstance(data, list):
-        raise PlanError(f"{where} must be a list […], got {data!r}")
-    return data
-
-
-def _check_keys(data: Any, known: Sequence[str], where: str) -> None:
-    for key in _object(data, where):
+    for key in data:
         if key not in known:
             hint = did_you_mean(key, known, otherwise=f": it has {', '.join(known)}")
             raise PlanError(f"{where} has an unknown key {key!r}{hint}")
+    for key in required:
+        if data.get(key) is None:
+            raise PlanError(f"{where} has no {key}")
+    return data
 
 
-def format_costs(costs: Sequence[ModelCosts]) -> str:
-    """JSON for one or several sizes, with a line for each layer and crossing."""
-    head = f'{{\n  "penstock_costs": {FORMAT},\n'
-    if len(costs) == 1:
-        return head + _format_model(costs[0], "  ") + "\n}\n"
-    sizes = ",\n".join("    {\n" + _format_model(one, "      ") + "\n    }" for one in costs)
-    return f'{head}  "sizes": [\n{sizes}\n  ]\n}}\n'
-
-
-def _format_model(costs: ModelCosts, indent: str) -> str:
-    outputs = {c.src: {"output": c.bytes} for c in costs.crossings if c.dst == c.src + 1 and not c.values}
-    lists: dict[str, Iterable[Any]] = {
-        "layers": [{**_changed_fields(layer), **outputs.get(i, {})} for i, layer in enumerate(costs.layers)],
-        "crossings": [_changed_fields(c) for c in costs.crossings if c.dst != c.src + 1 or c.values],
-        "shared": map(_changed_fields, costs.shared),
-        "kept_together": costs.kept_together,
-    }
-    link = {key: value for key, value in _changed_fields(costs.link).items() if value != math.inf}
-    lines = [f'"device": {json.dumps(costs.device)}', f'"samples": {costs.samples}', f'"link": {_to_json(link)}']
-    lines.append(f'"overhead": {_to_json(_changed_fields(costs.overhead))}')
-    for name, items in lists.items():
-        shown = ",\n".join(f"{indent}  {_to_json(item)}" for item in items)
-        lines.append(f'"{name}": [\n{shown}\n{indent}]' if shown else f'"{name}": []')
-    return ",\n".join(indent + line for line in lines)
-
-
-def _changed_fields(data: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults."""
-    values = {one.name: (getattr(data, one.name), one.default) for one in fields(data)}
-    return {name: value for name, (value, default) in values.items() if default is MISSING or value != default}
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(_integers(value), allow_nan=False)
-
-
-def _integers(value: Any) -> Any:
-    """Integral floats as integers, for shorter files."""
-    if isinstance(value, dict):
-        return {key: _integers(one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [_integers(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _list(data: Mapping[str, Any], key: str) -> list[Any]:
+    value = data.get(key, [])
+    if not isinstance(value, list):
+        raise PlanError(f"{key} must be a list […], got {value!r}")
+    return value

@@ -11,9 +11,11 @@ import pytest
 
 from penstock.errors import PlanError
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Profile
-from penstock.profile.planner.candidates import Configuration, configurations, device_grids
-from penstock.profile.planner.joint import joint_search
+from penstock.profile.planner import search
+from penstock.profile.planner.joint import JointResult, joint_search
 from penstock.profile.planner.plan import plan_costs
+from penstock.profile.planner.result import Configuration
+from penstock.profile.planner.search import configurations, device_grids
 from penstock.profile.planner.segments import Ranks, Segments, edges_between, stage_costs
 from penstock.schedule import build, simulate
 
@@ -222,15 +224,21 @@ def test_a_way_is_not_ruled_out_by_a_backward_that_nobody_would_run() -> None:
 
 # For 64 ranks with 512 micro-batches each, the last round alone took as long as all that is allowed.
 def test_nothing_is_refined_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reports() -> list[str]:
-        said: list[str] = []
-        plan_costs(Profile((uniform(),)), batch=8, grids=[(1, 2), (1, 4)], seconds=0.2, report=said.append)
-        return [line for line in said if line.endswith("refined")]
+    def refined() -> list[bool]:
+        said: list[bool] = []
 
-    assert reports()
+        def watched(*args: Any, moves: bool, **how: Any) -> JointResult | None:
+            said.append(moves)
+            return joint_search(*args, moves=moves, **how)
+
+        monkeypatch.setattr(search, "joint_search", watched)
+        plan_costs(Profile((uniform(),)), batch=8, grids=[(1, 2), (1, 4)], seconds=0.2)
+        return [moves for moves in said if moves]
+
+    assert refined()
     ticks = count(0.0, 100.0)
     monkeypatch.setattr("penstock.profile.planner.search.time.thread_time", lambda: next(ticks))
-    assert not reports()
+    assert not refined()
 
 
 # Estimates ignore memory: configurations behind many with too optimistic estimates were called less promising, although

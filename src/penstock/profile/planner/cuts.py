@@ -8,50 +8,21 @@ The objective is the bottleneck: the time per micro-batch of the slowest rank (t
 speed) or of the slowest channel (the bytes that cross its cut). Every rank stays within its memory: the static bytes
 of its stages, and the activations of its micro-batches in flight.
 
-Straight partitions are exact: dynamic programming decides whether every rank can stay below a given time, and the
-smallest such time is found by bisection. Few partitions are enumerated. All others start from a balanced partition,
-which is improved by local moves and then by simulated annealing.
+Straight partitions are exact, by dynamic programming. All others start from a balanced partition, which is improved by
+local moves and then by simulated annealing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, combinations
-from math import comb, exp, inf
+from dataclasses import replace
+from itertools import accumulate
+from math import exp, inf
 from operator import add
 from random import Random
 
-from penstock.errors import PlanError
-from penstock.profile.planner.segments import (
-    Cuts,
-    Ranks,
-    Segments,
-    bottleneck,
-    evaluation_effort,
-    fits,
-    rank_bytes,
-    rank_time,
-)
+from penstock.profile.planner.segments import Cuts, Ranks, Segments, bottleneck, rank_bytes, rank_time
 from penstock.schedule.schedule import loop, vee
-
-_ROUNDING = 1 + 1e-9
-_EXACT = 1e-9  # relative width of the interval at which bisection ends
-_ENUMERATED = 1000, 20_000  # at most so many partitions are enumerated: with one or two stages per rank, with more
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Cuts, their bottleneck in seconds per micro-batch, and a lower bound on the bottleneck of any cuts."""
-
-    cuts: Cuts
-    bottleneck: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        """Relative distance from the bound: 0 where the partition is proven optimal."""
-        return self.bottleneck / self.bound - 1 if self.bound else 0.0
 
 
 def placement_of(shape: str, p: int, v: int) -> tuple[int, ...]:
@@ -59,27 +30,14 @@ def placement_of(shape: str, p: int, v: int) -> tuple[int, ...]:
     return vee(p) if shape == "v" else loop(p, v)
 
 
-def best_partition(segments: Segments, ranks: Ranks, shape: str, v: int) -> Partition | None:
-    """The partition with the smallest bottleneck that was found; None if no partition fits the memory."""
-    p, n = len(ranks), segments.n
-    if p * v > n:
-        return None
-    if shape == "v" and v != 2:
-        raise PlanError(f"a V has two stages a rank, not {v}")
-    placement = placement_of(shape, p, v)
-    start, bound = balanced(segments, ranks, placement), _work_bound(segments, ranks)
-    value = inf if start is None else bottleneck(segments, ranks, placement, start)
-    if value <= bound * _ROUNDING:
-        return Partition(start or (), value, min(bound, value))
-    if comb(n - 1, p * v - 1) <= _ENUMERATED[v > 2]:
-        best, value = brute_force(segments, ranks, placement, start, value)
-        return None if best is None else Partition(best, value, value)
+def best_cuts(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cuts | None:
+    """The cuts with the smallest bottleneck that were found; None if none were found that fit the memory."""
+    placement = placement_of(shape, len(ranks), v)
+    start = balanced(segments, ranks, placement)
     if v == 1:
-        return _best_straight(segments, ranks, placement, start, bound)
-    if start is None:
-        return None
-    best = anneal(segments, ranks, placement, start, bound)
-    return Partition(best, bottleneck(segments, ranks, placement, best), bound)
+        limit = inf if start is None else bottleneck(segments, ranks, placement, start)
+        return _best_straight(segments, ranks, limit) or start
+    return None if start is None else anneal(segments, ranks, placement, start)
 
 
 def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
@@ -88,7 +46,7 @@ def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
 
     def is_feasible(factor: float) -> bool:
         more = replace(ranks, memory=tuple(factor * size for size in ranks.memory))
-        found = _straight_below(segments, more, inf) if v == 1 else balanced(segments, more, placement)
+        found = _best_straight(segments, more, inf) if v == 1 else balanced(segments, more, placement)
         return found is not None
 
     low, high = 0.0, 1.0
@@ -98,40 +56,6 @@ def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if is_feasible(middle) else (middle, high)
     return high
-
-
-def _work_bound(segments: Segments, ranks: Ranks) -> float:
-    """Lower bound on the bottleneck: an equal share of all work, or the largest layer on the fastest rank."""
-    works = segments.layer_work
-    if ranks.recompute:
-        works = [work + segments.recompute_work(i, i + 1) for i, work in enumerate(works)]
-    return max(sum(works) / sum(ranks.speed), max(works) / max(ranks.speed))
-
-
-# ── enumeration ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def brute_force(
-    segments: Segments, ranks: Ranks, placement: tuple[int, ...], best: Cuts | None, value: float
-) -> tuple[Cuts | None, float]:
-    """Enumerate all partitions; return the best one below ``value`` and its bottleneck, or the given ones."""
-    n, stages = segments.n, len(placement)
-    own = _stages_of_ranks(placement, len(ranks))
-    channels = _channels(placement)
-    times: dict[tuple[int, ...], float] = {}  # by rank, and where its stages begin and end
-    for inner in combinations(range(1, n), stages - 1):
-        at = (0, *inner, n)
-        slowest = max([0.0, *(segments.cut_seconds[at[s]] for s in channels)])
-        for rank, mine in enumerate(own):
-            if slowest >= value:
-                break
-            key = (rank, *(at[end] for s in mine for end in (s, s + 1)))
-            if key not in times:
-                times[key] = rank_time(segments, ranks, rank, [(at[s], at[s + 1]) for s in mine])
-            slowest = max(slowest, times[key])
-        if slowest < value:
-            best, value = at[1:], slowest
-    return best, value
 
 
 def _stages_of_ranks(placement: Sequence[int], p: int) -> list[list[int]]:
@@ -146,51 +70,32 @@ def _channels(placement: Sequence[int]) -> list[int]:
 # ── one range of layers per rank ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _best_straight(
-    segments: Segments, ranks: Ranks, placement: Sequence[int], start: Cuts | None, bound: float
-) -> Partition | None:
-    """Bisect for the smallest bottleneck; at the end, check that no partition is below the best one."""
-    best = start if start is not None else _straight_below(segments, ranks, inf)
-    if best is None:
-        return None
-    low, high = bound, bottleneck(segments, ranks, placement, best)
-    while low < high and high > bound * (1 + 1e-12):
-        middle = high if high - low <= _EXACT * high else (low + high) / 2
-        found = _straight_below(segments, ranks, middle)
-        if found is None:
-            low = middle
-            continue
-        reached = bottleneck(segments, ranks, placement, found)
-        if not reached < high:  # equal up to rounding
-            break
-        best, high = found, reached
-    return Partition(best, high, min(low, high))
+def _best_straight(segments: Segments, ranks: Ranks, limit: float) -> Cuts | None:
+    """The straight cuts with the smallest bottleneck below ``limit``.
 
-
-def _straight_below(segments: Segments, ranks: Ranks, limit: float) -> Cuts | None:
-    """Straight cuts whose bottleneck is below ``limit``: for each rank, all layers at which it may end."""
+    Dynamic programming over ranks: ``best[j]`` is the smallest bottleneck of the ranks so far with the first j layers.
+    """
     n, p = segments.n, len(ranks)
-    after = [0.0, *accumulate(limit * speed for speed in reversed(ranks.speed))]
-    capacity = [work * _ROUNDING for work in after[-2::-1]]  # work that the ranks behind each one can do
-    came_from: list[dict[int, int]] = []
-    reached = [0]
+    best, begins = [0.0] + [inf] * n, list[list[int]]()
     for rank in range(p):
-        fresh: dict[int, int] = {}
-        last, end = n - (p - rank - 1), 0
-        for begin in reached:
-            # A rank that begins later reaches as far or further, unless recompute keeps a larger input there.
-            end = max(end, begin + 1) if ranks.recompute is False else begin + 1
-            while end <= last and fits(segments, ranks, rank, limit, ((begin, end),)):
-                if (segments.cut_seconds[end] < limit or end == n) and segments.work(end, n) <= capacity[rank]:
-                    fresh[end] = begin
-                end += 1
-        came_from.append(fresh)
-        reached = sorted(fresh)
-    if n not in came_from[-1]:
+        before, best, begin_of = best, [inf] * (n + 1), [0] * (n + 1)
+        for end in range(rank + 1, n - (p - rank - 1) + 1):
+            value = limit
+            for begin in range(end - 1, rank - 1, -1):
+                if segments.work(begin, end) >= value * ranks.speed[rank]:
+                    break  # so would all ranges that begin earlier
+                reached = max(before[begin], segments.cut_seconds[begin] if begin else 0.0)
+                if reached < value:
+                    reached = max(reached, rank_time(segments, ranks, rank, [(begin, end)]))
+                if reached < value:
+                    value = best[end] = reached
+                    begin_of[end] = begin
+        begins.append(begin_of)
+    if best[n] == inf:
         return None
     cuts = [n]
-    for steps in reversed(came_from[1:]):
-        cuts.append(steps[cuts[-1]])
+    for begin_of in reversed(begins[1:]):
+        cuts.append(begin_of[cuts[-1]])
     return tuple(reversed(cuts))
 
 
@@ -270,7 +175,8 @@ class _LocalSearch:
 
     def __init__(self, segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: list[int]) -> None:
         self.segments, self.ranks, self.placement, self.cuts = segments, ranks, placement, cuts
-        self.own, self.channels = _stages_of_ranks(placement, len(ranks)), _channels(placement)
+        self.own = _stages_of_ranks(placement, len(ranks))
+        self.channels = _channels(placement)
         self.missing = [0.0] * len(ranks)
         self.times = [self._evaluate(rank) for rank in range(len(ranks))]
         self.value = self._value()
@@ -326,18 +232,24 @@ class _LocalSearch:
 _POWER = 24  # the energy of a rank is (time / best) ** _POWER: the busiest rank counts most, the next ones a little
 _HOT, _COLD = 4.0, 1e-2  # temperatures at the start and at the end
 _INFEASIBLE = 4.0  # a rank without enough memory, or a slow channel, counts as this many times the best bottleneck
-_EFFORT = 400_000  # evaluations, each well below a microsecond
+_EFFORT = 20_000, 400_000  # units of about 0.1 microseconds: for each layer, and at most
 
 
-def anneal(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts, bound: float, seed: int = 0) -> Cuts:
-    """The best cuts met by simulated annealing from ``cuts``; ``bound`` is a lower bound on the bottleneck.
+def anneal(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts, seed: int = 0) -> Cuts:
+    """The best cuts met by simulated annealing from ``cuts``.
 
     A move shifts two cuts by a layer each, or several neighbouring ones together: up to a whole round, which leaves all
     stages but two of one rank unchanged where layers are equal.
     """
+    works = segments.layer_work
+    if ranks.recompute:
+        works = [work + segments.recompute_work(i, i + 1) for i, work in enumerate(works)]
+    bound = max(sum(works) / sum(ranks.speed), max(works) / max(ranks.speed)) * (1 + 1e-9)
     p, stages, draw = len(ranks), len(placement), Random(seed)
     own, channels = _stages_of_ranks(placement, p), set(_channels(placement))
     at, best, value = [0, *cuts], cuts, bottleneck(segments, ranks, placement, cuts)
+    if value <= bound:
+        return cuts
 
     def rank_energy(rank: int) -> float:
         time = rank_time(segments, ranks, rank, [(at[s], at[s + 1]) for s in own[rank]])
@@ -348,7 +260,9 @@ def anneal(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cut
         return 0.0 if time <= 1 or s not in channels else min(_INFEASIBLE, time) ** _POWER
 
     energies = [rank_energy(rank) for rank in range(p)]
-    steps = max(1, _EFFORT // (10 + 2 * evaluation_effort(ranks, stages // p)))
+    runs, optional = stages // p, ranks.recompute is None and min(ranks.memory) < inf
+    each = 20 + 4 * runs + (2 << runs) if optional else 16 + (8 if ranks.recompute else 4) * runs
+    steps = min(_EFFORT[0] * segments.n, _EFFORT[1]) // each
     for step in range(steps):
         temperature = _HOT * (_COLD / _HOT) ** (step / steps)
         shifts = _random_shifts(draw, stages, p)
@@ -372,7 +286,7 @@ def anneal(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cut
             if reached < value:
                 best, value = tuple(at[1:]), reached
                 energies = [rank_energy(rank) for rank in range(p)]  # relative to the new best
-                if value <= bound * _ROUNDING:
+                if value <= bound:
                     break
     return best
 

@@ -9,31 +9,31 @@
 Where memory is scarce, the set of recomputed stages is searched in the same way: as few as possible.
 
 Effort is counted, not timed: the same arguments give the same result on every machine, except for orders of several
-thousand actions.
+thousand actions. This is the only module outside ``schedule.search`` that works on its encoded orders.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from random import Random
 
-from penstock.profile.planner.cuts import balanced, best_partition, placement_of
-from penstock.profile.planner.schedule_cache import (
-    DETERMINISTIC_ACTIONS,
-    AdaptedSchedule,
-    StageProblem,
-    adapt_schedule,
-    find_order,
-    seconds_per_move,
-)
+from penstock.errors import ScheduleError
+from penstock.profile.planner.cuts import balanced, best_cuts, placement_of
 from penstock.profile.planner.segments import Cuts, Ranks, Segments, choose_recompute, rank_static_bytes, stage_costs
 from penstock.schedule.costs import Costs
-from penstock.schedule.search import SearchResult
+from penstock.schedule.schedule import Edge, Schedule
+from penstock.schedule.search import SearchResult, auto
+from penstock.schedule.search.lower_bound import lower_bound
+from penstock.schedule.search.op_graph import NodeTable
+from penstock.schedule.search.orders import encode, simulate_orders, with_recomputes, without_weight_grads
+from penstock.schedule.search.place_weight_grads import evaluate, place_weight_grads
+from penstock.schedule.search.problem import Orders, Problem, make_problem
+from penstock.schedule.search.tabu import tabu_search
 
+DETERMINISTIC_ACTIONS = 4000  # for more actions, ``auto`` is timed, and orders are too slow to adapt
 QUICK = 0.05  # seconds for the order of initial cuts
 DESCENTS = 2  # descents from the best cuts, with different orders
 START_SHARE = 1 / 40  # share of the time for the first order of a descent: a better one would not adapt any more
@@ -45,13 +45,119 @@ Point = tuple[Cuts, frozenset[int]]
 """The cuts, and the recomputed stages."""
 
 
+# ── orders ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """Stages to schedule: their costs, which are recomputed, and the memory left on each rank for activations."""
+
+    costs: Costs
+    recomputed: frozenset[int]
+    placement: tuple[int, ...]
+    m: int
+    memory: tuple[float, ...]
+
+    @property
+    def edges(self) -> tuple[Edge, ...] | None:
+        return tuple(self.costs.bytes) if isinstance(self.costs.bytes, dict) else None
+
+    @property
+    def cap(self) -> tuple[float, ...] | None:
+        """Activation memory of each rank; None without a limit."""
+        return None if max(self.memory) == inf else self.memory
+
+    @property
+    def seconds_per_move(self) -> float:
+        """Typical CPU time of one tabu move, or of adapting an order to other stages."""
+        return ((4 * len(self.placement) + len(self.recomputed)) * self.m + 250) / 3.2e6
+
+    def lower_bound(self, *, recompute_optional: bool) -> float:
+        """No order is faster: a rank has to do its work after the first micro-batch has reached it."""
+        costs, placement = self.costs, self.placement
+        times = costs.durations(len(placement))
+        latency = costs.latency if isinstance(costs.latency, float) else 0.0
+        work = [0.0] * len(self.memory)
+        first_arrival = [inf] * len(work)
+        elapsed = 0.0
+        for stage, rank in enumerate(placement):
+            if stage and placement[stage - 1] != rank:
+                elapsed += latency
+            first_arrival[rank] = min(first_arrival[rank], elapsed)
+            elapsed += times["F"][stage]
+            work[rank] += times["F"][stage] + min(times["B"][stage], times["I"][stage] + times["W"][stage])
+            if stage in self.recomputed and not recompute_optional:
+                work[rank] += times["R"][stage]
+        return max(head + self.m * each for head, each in zip(first_arrival, work, strict=True))
+
+
+def find_order(
+    stages: StageProblem, *, seconds: float, seed: int = 0, choose_recompute: bool = False
+) -> SearchResult | None:
+    """Search a schedule; None if none is found within the memory.
+
+    With ``choose_recompute`` the search decides what is recomputed. Up to ``DETERMINISTIC_ACTIONS`` actions the result
+    does not depend on the speed of the machine.
+    """
+    actions = 3 * len(stages.placement) * stages.m
+    try:
+        return auto(
+            stages.costs, stages.placement, stages.m, cap=stages.cap, edges=stages.edges, seconds=seconds, seed=seed,
+            recompute=None if choose_recompute else stages.recomputed, repeatable=actions <= DETERMINISTIC_ACTIONS,
+        )  # fmt: skip
+    except ScheduleError:  # no order within the cap
+        return None
+
+
+@dataclass(frozen=True)
+class AdaptedSchedule:
+    """An order for the stages of a point, made for other stages; ``seconds`` is infinite if it exceeds the memory.
+
+    While cuts move, the order of actions is not searched again: it is adapted to the new stages and improved by tabu
+    search. If the problem says so, recomputes are dropped where there is memory for it.
+    """
+
+    point: Point
+    stages: StageProblem
+    problem: Problem
+    orders: Orders
+    seconds: float
+
+    @classmethod
+    def of(cls, point: Point, stages: StageProblem, orders: Orders | Schedule, optional: bool) -> AdaptedSchedule:
+        """The orders with weight gradients where they are, or placed anew, whichever is faster.
+
+        Raises a ``ScheduleError`` if no order of the stages fits the memory.
+        """
+        problem, _ = make_problem(stages.costs, stages.placement, stages.m, stages.cap, stages.edges, stages.recomputed)
+        problem = replace(problem, recompute_optional=optional)
+        orders = encode(problem, orders) if isinstance(orders, Schedule) else with_recomputes(problem, orders)
+        variants = [(evaluate(problem, orders), orders)]
+        others = without_weight_grads(problem, orders)
+        for overrun in (0.0, 0.5):
+            filled: Orders = [[] for _ in orders]
+            variants.append((place_weight_grads(problem, others, overrun, filled=filled), filled))
+        seconds, best = min(variants, key=lambda pair: pair[0])
+        return cls(point, stages, problem, best, seconds)
+
+    def improved(self, moves: int, random: Random) -> AdaptedSchedule:
+        """The best order found by tabu search with this many moves."""
+        if self.seconds == inf:
+            return self
+        goal = lower_bound(self.problem)
+        seconds, orders = tabu_search(NodeTable(self.problem), self.orders, moves, random, goal, lambda: False)
+        return replace(self, orders=orders, seconds=seconds)
+
+
+# ── search ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass(frozen=True)
 class JointResult:
     """Cuts with a schedule for them."""
 
     cuts: Cuts
     recomputed: frozenset[int]
-    placement: tuple[int, ...]
     costs: Costs
     result: SearchResult
     static: tuple[float, ...]
@@ -83,21 +189,6 @@ def joint_search(
     return search.with_least_memory(min(QUICK, seconds / 40)) if search.found else None
 
 
-class _Budget:
-    """The seconds that are left: counted as typical CPU time, or measured."""
-
-    def __init__(self, seconds: float, *, counted: bool) -> None:
-        self._seconds, self.counted, self._begin = seconds, counted, time.thread_time()
-
-    def spend(self, seconds: float) -> None:
-        if self.counted:
-            self._seconds -= seconds
-
-    @property
-    def left(self) -> float:
-        return self._seconds - (0.0 if self.counted else time.thread_time() - self._begin)
-
-
 class _Search:
     """All results so far, by their cuts and recomputed stages."""
 
@@ -115,31 +206,26 @@ class _Search:
         return min(self.found, key=lambda point: self.found[point].result.makespan)
 
     def run(self, shape: str, v: int, seconds: float, moves: bool) -> None:
-        budget = _Budget(seconds, counted=3 * len(self.placement) * self.m <= DETERMINISTIC_ACTIONS)
-        quick = min(QUICK, seconds / 40)
-        starts = _initial_points(self.segments, self.ranks, self.m, shape, v, annealed=moves and budget.counted)
-        for point in dict.fromkeys(starts):
+        adaptable = 3 * len(self.placement) * self.m <= DETERMINISTIC_ACTIONS
+        quick, left = min(QUICK, seconds / 40), seconds
+        for point in dict.fromkeys(self._initial_points(shape, v, annealed=moves and adaptable)):
             self.try_point(point, quick)
-            budget.spend(quick)
-            if not moves and (len(self.found) == 2 or (self.found and budget.left <= 0)):
+            left -= quick
+            if not moves and (len(self.found) == 2 or (self.found and left <= 0)):
                 break
         if not self.found:
             return
-        if not moves:
-            if budget.left > 0:
-                self.try_point(self.best_point, budget.left)
+        if moves:
+            left -= self.descend(quick, (0.2 if adaptable else 0.5) * left)
+        if not (moves and adaptable):
+            self.try_point(self.best_point, max(QUICK if moves else 0.0, left))
             return
-        self.descend(quick, budget, (0.8 if budget.counted else 0.5) * budget.left)
-        if not budget.counted:  # orders of so many actions are too slow to adapt
-            self.try_point(self.best_point, max(QUICK, budget.left))
-            return
-        descents = [self.begin_descent(self.best_point, START_SHARE * seconds, turn) for turn in range(DESCENTS)]
-        budget.spend(DESCENTS * START_SHARE * seconds)
-        left = max(0.0, budget.left)
-        for descent in descents:
-            descent.run(0.5 * left / DESCENTS)
-        best = min(descents, key=lambda descent: descent.adapted.seconds)
-        best.improve_order(0.25 * left)
+        left = max(0.0, left - DESCENTS * START_SHARE * seconds)
+        starts = [self.first_order(self.best_point, START_SHARE * seconds, turn) for turn in range(DESCENTS)]
+        randoms = [Random(self.seed + turn) for turn in range(DESCENTS)]
+        ends = [self.alternate(*start, 0.5 * left / DESCENTS) for start in zip(starts, randoms, strict=True)]
+        best, random = min(zip(ends, randoms, strict=True), key=lambda pair: pair[0].seconds)
+        self.add_adapted(best.improved(int(0.25 * left / best.stages.seconds_per_move), random))
         choose_recompute = self.ranks.recompute is None and bool(best.point[1])
         self.try_point(best.point, 0.25 * left, choose_recompute=choose_recompute)
 
@@ -172,134 +258,115 @@ class _Search:
     ) -> SearchResult | None:
         """Search an order for a point; with ``choose_recompute``, for its cuts only."""
         stages = self.stages(point)
-        if stages is None:
+        if stages is None or seconds <= 0:
             return None
         found = find_order(stages, seconds=seconds, seed=self.seed + turn, choose_recompute=choose_recompute)
         if found is not None:
             self.add(point, stages, found)
         return found
 
-    def descend(self, each: float, budget: _Budget, reserve: float) -> None:
-        """Move to better neighbours while there are any and more than ``reserve`` of the budget is left."""
-        seen, before = set[Point](), None
-        while self.best is not before:
-            before = self.best
-            for point in _neighbours((before.cuts, before.recomputed), self.placement, self.ranks.recompute):
-                stages = None if point in seen else self.stages(point)
-                seen.add(point)
-                if stages is not None and stages.lower_bound < self.best.result.makespan:
-                    if budget.left < reserve:
-                        return
-                    self.try_point(point, each)
-                    budget.spend(each + 60 * seconds_per_move(stages))
-
     def add(self, point: Point, stages: StageProblem, found: SearchResult) -> None:
         old = self.found.get(point)
         if old is None or found.makespan < old.result.makespan * (1 - 1e-12):
             static = rank_static_bytes(self.segments, self.placement, point[0], len(self.ranks))
             recomputed = frozenset(a.stage for order in found.schedule.orders for a in order if a.kind == "R")
-            self.found[point] = JointResult(point[0], recomputed, self.placement, stages.costs, found, static)
+            self.found[point] = JointResult(point[0], recomputed, stages.costs, found, static)
 
-    def begin_descent(self, point: Point, seconds: float, turn: int) -> _Descent:
-        """A descent from a point, with one more order for it."""
+    def descend(self, each: float, budget: float) -> float:
+        """Move to better neighbours while there are any and some of the budget is left; return the time spent."""
+        seen, before, spent = set[Point](), None, 0.0
+        while self.best is not before:
+            before = self.best
+            for point in self._neighbours((before.cuts, before.recomputed)):
+                stages = None if point in seen else self.stages(point)
+                seen.add(point)
+                if stages is not None and stages.lower_bound(recompute_optional=False) < self.best.result.makespan:
+                    if spent > budget:
+                        return spent
+                    self.try_point(point, each)
+                    spent += each + 60 * stages.seconds_per_move
+        return spent
+
+    def first_order(self, point: Point, seconds: float, turn: int) -> AdaptedSchedule:
+        """One more order for a point."""
         stages = self.stages(point)
         assert stages is not None
         found = self.try_point(point, seconds, turn) or self.found[point].result
-        adapted = adapt_schedule(stages, found.schedule, recompute_optional=self.ranks.recompute is None)
-        return _Descent(self, point, adapted, Random(self.seed + turn))
+        return AdaptedSchedule.of(point, stages, found.schedule, self.ranks.recompute is None)
 
-
-class _Descent:
-    """Alternately moves cuts and improves the order."""
-
-    def __init__(self, search: _Search, point: Point, adapted: AdaptedSchedule, random: Random) -> None:
-        self.search, self.point, self.adapted, self.random = search, point, adapted, random
-        self.effort = 1
-
-    def run(self, seconds: float) -> None:
-        """Spend about ``seconds`` of typical CPU time."""
-        left = seconds / seconds_per_move(self.adapted.stages)
+    def alternate(self, current: AdaptedSchedule, random: Random, seconds: float) -> AdaptedSchedule:
+        """Alternately move cuts and improve the order, for about ``seconds`` of typical CPU time."""
+        optional, effort = self.ranks.recompute is None, 1
+        left = seconds / current.stages.seconds_per_move
         while left > 0:
-            near, evaluated = self._adapted_neighbours()
-            bound = self.adapted.lower_bound_for(self.adapted.stages)
-            if not near and self.adapted.seconds <= bound * (1 + 1e-9):
+            near, before = [], current.seconds
+            left -= EVALUATION_MOVES
+            for point in self._neighbours(current.point):
+                stages = self.stages(point)
+                if stages is not None and stages.lower_bound(recompute_optional=optional) < before:
+                    left -= EVALUATION_MOVES
+                    try:
+                        near.append(AdaptedSchedule.of(point, stages, current.orders, optional))
+                    except ScheduleError:  # no order fits the memory
+                        continue
+            near = sorted((one for one in near if one.seconds < inf), key=lambda one: one.seconds)
+            if not near and before <= current.stages.lower_bound(recompute_optional=optional) * (1 + 1e-9):
                 break  # neither other cuts nor another order can be better
-            moves, improved = MOVES * self.effort, list[tuple[Point, AdaptedSchedule]]()
-            for point, adapted in [(self.point, self.adapted), *near[:NEIGHBOURS]]:
-                improved.append((point, adapted.improved(moves, self.random)))
-            left -= EVALUATION_MOVES * evaluated + moves * len(improved)
-            before = self.adapted.seconds
-            self.point, self.adapted = min(improved, key=lambda pair: pair[1].seconds)
-            better = self.adapted.seconds < before * (1 - 1e-9)
-            self.effort = 1 if better or self.effort == MAX_EFFORT else 2 * self.effort
-            if better and self.adapted.seconds < self.search.best.result.makespan * 1.05:
-                self._add_result()
+            improved = [one.improved(MOVES * effort, random) for one in (current, *near[:NEIGHBOURS])]
+            left -= MOVES * effort * len(improved)
+            current = min(improved, key=lambda one: one.seconds)
+            better = current.seconds < before * (1 - 1e-9)
+            effort = 1 if better or effort == MAX_EFFORT else 2 * effort
+            if better and current.seconds < self.best.result.makespan * 1.05:
+                self.add_adapted(current)
+        return current
 
-    def improve_order(self, seconds: float) -> None:
-        """Improve the order alone."""
-        self.adapted = self.adapted.improved(int(seconds / seconds_per_move(self.adapted.stages)), self.random)
-        self._add_result()
+    def add_adapted(self, adapted: AdaptedSchedule) -> None:
+        if adapted.seconds < inf:
+            problem, stages = adapted.problem, adapted.stages
+            simulation = simulate_orders(problem, adapted.orders, stages.costs, stages.edges or ())
+            makespan, bound = simulation.makespan, min(simulation.makespan, lower_bound(problem))
+            found = SearchResult(simulation.schedule, makespan, bound, simulation.peak_memory, problem.cap)
+            self.add(adapted.point, stages, found)
 
-    def _add_result(self) -> None:
-        found = self.adapted.result()
-        if found is not None:
-            self.search.add(self.point, self.adapted.stages, found)
+    def _initial_points(self, shape: str, v: int, *, annealed: bool) -> Iterator[Point]:
+        """Cuts to start from, for many micro-batches in flight and for few; ``annealed`` ones take longer to find."""
+        p, m = len(self.ranks), self.m
+        in_flight = [(float(count),) * p for count in sorted({min(m, p), min(m, max(1, p // 2)), 1})]
+        in_flight.append(tuple(float(min(m, p - rank)) for rank in range(p)))
+        for counts in in_flight:
+            limits = replace(self.ranks, in_flight=counts)
+            cuts = balanced(self.segments, limits, self.placement)
+            if cuts is not None:
+                yield cuts, self._recomputed(limits, cuts)
+            if annealed or cuts is None:
+                found = best_cuts(self.segments, limits, shape, v)
+                if found is not None:
+                    yield found, self._recomputed(limits, found)
 
-    def _adapted_neighbours(self) -> tuple[list[tuple[Point, AdaptedSchedule]], int]:
-        """The neighbours with the current order, best first, and the number of evaluations."""
-        near, evaluated = [], 1
-        for point in _neighbours(self.point, self.search.placement, self.search.ranks.recompute):
-            stages = self.search.stages(point)
-            if stages is not None and self.adapted.lower_bound_for(stages) < self.adapted.seconds:
-                adapted = self.adapted.adapted(stages)
-                evaluated += 1
-                if adapted is not None and adapted.seconds < inf:
-                    near.append((point, adapted))
-        return sorted(near, key=lambda pair: pair[1].seconds), evaluated
+    def _recomputed(self, ranks: Ranks, cuts: Cuts) -> frozenset[int]:
+        """The stages to recompute so that every rank fits its memory."""
+        runs = list(pairwise((0, *cuts)))
+        recomputed: set[int] = set()
+        for rank in range(len(ranks)):
+            own = [stage for stage, other in enumerate(self.placement) if other == rank]
+            chosen = choose_recompute(self.segments, ranks, rank, [runs[stage] for stage in own])
+            recomputed.update(own[number] for number in chosen or ())
+        return frozenset(recomputed)
 
-
-def _initial_points(segments: Segments, ranks: Ranks, m: int, shape: str, v: int, *, annealed: bool) -> Iterator[Point]:
-    """Cuts to start from, for many micro-batches in flight and for few; ``annealed`` ones take longer to find."""
-    p, placement = len(ranks), placement_of(shape, len(ranks), v)
-    in_flight = [(float(count),) * p for count in sorted({min(m, p), min(m, max(1, p // 2)), 1})]
-    in_flight.append(tuple(float(min(m, p - rank)) for rank in range(p)))
-    for counts in in_flight:
-        limits = replace(ranks, in_flight=counts)
-        cuts = balanced(segments, limits, placement)
-        if cuts is not None:
-            yield cuts, _recomputed(segments, limits, placement, cuts)
-        if annealed or cuts is None:
-            found = best_partition(segments, limits, shape, v)
-            if found is not None:
-                yield found.cuts, _recomputed(segments, limits, placement, found.cuts)
-
-
-def _recomputed(segments: Segments, ranks: Ranks, placement: tuple[int, ...], cuts: Cuts) -> frozenset[int]:
-    """The stages to recompute so that every rank fits its memory."""
-    runs = list(pairwise((0, *cuts)))
-    recomputed: set[int] = set()
-    for rank in range(len(ranks)):
-        own = [stage for stage, other in enumerate(placement) if other == rank]
-        chosen = choose_recompute(segments, ranks, rank, [runs[stage] for stage in own])
-        recomputed.update(own[number] for number in chosen or ())
-    return frozenset(recomputed)
-
-
-def _neighbours(point: Point, placement: tuple[int, ...], recompute: bool | None) -> Iterator[Point]:
-    """Some adjacent cuts moved by one layer; or one stage more, less or instead of another on its rank recomputed."""
-    cuts, recomputed = point
-    inner = cuts[:-1]
-    for width in (1, 2, 4, 8):
-        if width > max(1, len(inner)):
-            break
-        for k in range(len(inner) - width + 1):
-            for step in (-1, 1):
-                moved = (*inner[:k], *(at + step for at in inner[k : k + width]), *inner[k + width :], cuts[-1])
-                if all(a < b for a, b in pairwise((0, *moved))):
-                    yield moved, recomputed
-    if recompute is None:
-        for stage, rank in enumerate(placement):
-            yield cuts, recomputed ^ {stage}
-            for other, rank_of_other in enumerate(placement):
-                if rank_of_other == rank and stage in recomputed and other not in recomputed:
-                    yield cuts, recomputed ^ {stage, other}
+    def _neighbours(self, point: Point) -> Iterator[Point]:
+        """Some adjacent cuts moved by one layer; or a stage of a rank recomputed, kept, or instead of another."""
+        cuts, recomputed = point
+        inner = cuts[:-1]
+        for width in (1, 2, 4, 8):
+            for k in range(len(inner) - width + 1):
+                for step in (-1, 1):
+                    moved = (*inner[:k], *(at + step for at in inner[k : k + width]), *inner[k + width :], cuts[-1])
+                    if all(a < b for a, b in pairwise((0, *moved))):
+                        yield moved, recomputed
+        if self.ranks.recompute is None:
+            for stage, rank in enumerate(self.placement):
+                yield cuts, recomputed ^ {stage}
+                for other, rank_of_other in enumerate(self.placement):
+                    if rank_of_other == rank and stage in recomputed and other not in recomputed:
+                        yield cuts, recomputed ^ {stage, other}

@@ -25,9 +25,8 @@ from penstock.profile.analytic import Hardware, Transformer, analytic_costs, get
 from penstock.profile.costs import Link, ModelCosts, Profile
 from penstock.profile.links import local_link, measure_links, process_link
 from penstock.profile.measure import OptimizerLike, measure_costs
-from penstock.profile.planner.candidates import Cluster, check_options, configurations, device_grids
 from penstock.profile.planner.result import PlanResult
-from penstock.profile.planner.search import search
+from penstock.profile.planner.search import Cluster, configurations, device_grids, search
 from penstock.split import chain_of
 from penstock.split.chain import LayerChain
 from penstock.split.plan import build_plan
@@ -103,20 +102,25 @@ def plan(
     if inputs is not sample:  # (inputs, targets)
         sample, targets = inputs, sample[1] if targets is None and loss_fn is not None else targets
     chain = chain_of(model, cuts=cuts, blocks=blocks, sample=sample)
-    target = None if hardware is None else _target_hardware(hardware, devices, costs)
+    if hardware is not None and costs is not None:
+        raise PlanError("costs are of the hardware that they were made for: give costs= or hardware=, not both")
+    if hardware is not None and type(devices) is not int:
+        raise PlanError(f"devices={devices!r} must be how many of this hardware there are")
+    target = None if hardware is None else get_hardware(hardware)
     names = [str(mesh.device)] * (mesh.pipe * mesh.data) if mesh is not None else _device_names(devices)
     limits = _device_memory(target.memory if memory is None and target is not None else memory, names)
     samples = None if sample is None else batch_size(sample, "sample")
     batch = samples if batch is None else batch
     if batch is None:
         raise PlanError("say batch=, how many samples a mini-batch has")
+    grids = device_grids(len(names)) if replicas else [(1, ranks) for ranks in range(1, len(names) + 1)]
     options: dict[str, Any] = {
         "batch": batch, "microbatches": microbatches, "recompute": recompute, "seconds": seconds, "seed": seed,
         "memory": _per_device("memory", limits, len(names)),
         "speeds": None if speeds is None else _per_device("speeds", speeds, len(names)),
-        "grids": _grids(len(names), mesh, replicas), "largest": samples if costs is None else None,
+        "grids": grids if mesh is None else [(mesh.data, mesh.pipe)], "largest": samples if costs is None else None,
     }  # fmt: skip
-    check_options(options)  # before the measurement, which takes long
+    _check_options(batch, microbatches, seconds, seed)  # before the measurement, which takes long
     if mesh is not None and link is None:
         link = measure_links(mesh).worst
 
@@ -152,19 +156,18 @@ def plan(
     return _plan_on_first_rank(mesh, work, model)
 
 
-def _target_hardware(hardware: str | Hardware, devices: Any, costs: object) -> Hardware:
-    if costs is not None:
-        raise PlanError("costs are of the hardware that they were made for: give costs= or hardware=, not both")
-    if type(devices) is not int:
-        raise PlanError(f"devices={devices!r} must be how many of this hardware there are")
-    return get_hardware(hardware)
-
-
-def _grids(devices: int, mesh: Mesh | None, replicas: bool) -> list[tuple[int, int]]:
-    """The pairs (replicas, ranks) to consider."""
-    if mesh is not None:
-        return [(mesh.data, mesh.pipe)]
-    return device_grids(devices) if replicas else [(1, ranks) for ranks in range(1, devices + 1)]
+def _check_options(batch: Any, microbatches: Any, seconds: Any, seed: Any, devices: Any = 1) -> None:
+    for name, number in (
+        ("batch", batch),
+        ("devices", devices),
+        ("microbatches", 1 if microbatches is None else microbatches),
+    ):
+        if type(number) is not int or number < 1:
+            raise PlanError(f"{name}={number!r} must be a whole number, from 1 up")
+    if not isinstance(seconds, (int, float)) or not 0 < seconds < inf:
+        raise PlanError(f"seconds={seconds!r}: expected how long to search, above 0")
+    if type(seed) is not int:
+        raise PlanError(f"seed={seed!r} must be a whole number")
 
 
 def _device_names(devices: Any) -> list[str]:
@@ -226,10 +229,9 @@ def plan_costs(
     link: Link | None = None,
     seconds: float = 10.0,
     seed: int = 0,
-    report: Callable[[str], None] = lambda text: None,
 ) -> PlanResult:
     """Plan from costs alone, without a model; ``link`` is the one between replicas."""
-    check_options({"batch": batch, "devices": devices, "microbatches": microbatches, "seconds": seconds, "seed": seed})
+    _check_options(batch, microbatches, seconds, seed, 1 if devices is None else devices)
     grids = grids if grids is not None else device_grids(devices or 1)
     most = max(data * pipe for data, pipe in grids)
     limits = _per_device("memory", memory, most)
@@ -250,9 +252,7 @@ def plan_costs(
             f"model has only {len(layers)} layers for ranks: take fewer devices, or a larger batch="
         )
     cluster = Cluster(speed, limits, link)
-    best, others = search(
-        lambda one: profile.at(one.samples), found, cluster, seconds=seconds, seed=seed, report=report
-    )
+    best, others = search(lambda one: profile.at(one.samples), found, cluster, seconds=seconds, seed=seed)
     return PlanResult(best, others, tuple(layers))
 
 
@@ -317,6 +317,7 @@ def plan_analytic(
     Groups of devices use sequence parallelism, unless ``sequence_parallel`` is False. ``costs`` are further options of
     ``analytic_costs``.
     """
+    _check_options(batch, microbatches, seconds, seed, devices)
     model, hardware = parse_transformer(model) if isinstance(model, str) else model, get_hardware(hardware)
     limit = hardware.memory if memory is None else float(parse_bytes(memory))
     tries = [t for t in (1, 2, 4, 8, 16) if t <= hardware.devices_per_node] if tensor is None else [tensor]
@@ -327,19 +328,9 @@ def plan_analytic(
             f"{model.heads} heads and an MLP of {model.width}"
         )
     layers = model.layers * (2 if half_layers else 1) + 2
-    found = [
-        configuration
-        for t in fit
-        for configuration in configurations(
-            batch,
-            device_grids(devices // t),
-            layers,
-            microbatches=microbatches,
-            largest=64,
-            recompute=recompute,
-            tensor=t,
-        )
-    ]
+    options: dict[str, Any] = {"microbatches": microbatches, "largest": 64, "recompute": recompute}
+    grids = {t: device_grids(devices // t) for t in fit}
+    found = [one for t in fit for one in configurations(batch, grids[t], layers, tensor=t, **options)]
     if not found:
         raise PlanError(f"{devices} devices are too many for {layers} layers and {batch} sequences")
 
@@ -351,6 +342,6 @@ def plan_analytic(
             devices=devices, **costs,
         )  # fmt: skip
 
-    cluster = Cluster.uniform(devices, limit, hardware.link(devices))
+    cluster = Cluster((1.0,) * devices, (limit,) * devices, hardware.link(devices))
     best, others = search(lambda one: costs_at(one.tensor, one.samples), found, cluster, seconds=seconds, seed=seed)
     return PlanResult(best, others, tuple(layer.name for layer in costs_at(best.configuration.tensor, 1).layers))

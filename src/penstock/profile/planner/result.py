@@ -14,7 +14,7 @@ from torch import nn
 from penstock import _registry
 from penstock.errors import PenstockError, PlanError
 from penstock.format import format_size, format_table, format_time
-from penstock.profile.planner.candidates import Candidate, Configuration, Rejection
+from penstock.profile.planner.segments import Cuts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Prediction, Simulation, simulate
@@ -24,7 +24,63 @@ from penstock.train.pipeline import Pipeline
 
 FORMAT = 1
 SHOWN_REJECTIONS = 8
-SHOWN_RANKS = 12
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The number of replicas, ranks and stages per rank, and the division of the mini-batch."""
+
+    data: int
+    pipe: int
+    shape: str  # "straight", "loop" or "v"
+    v: int  # stages per rank
+    samples: int  # of a micro-batch
+    microbatches: int  # of each replica
+    recompute: bool | None = False  # all stages, none, or (None) as few as the memory requires
+    tensor: int = 1  # devices that share each layer: a rank is a group of them
+
+    def __str__(self) -> str:
+        stages = {"straight": "", "loop": f" × {self.v} looped", "v": " × 2 on a V"}[self.shape]
+        replicas = f"{self.data} × " if self.data > 1 else ""
+        text = f"{replicas}{self.pipe} rank{'s' * (self.pipe > 1)}{stages}"
+        text += f", {self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of {self.samples}"
+        text += f", {self.tensor} devices each" if self.tensor > 1 else ""
+        return text + (", recomputed" if self.recompute else "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration with its cuts, its schedule, and the predicted time and memory of a step."""
+
+    configuration: Configuration
+    cuts: Cuts
+    schedule: Schedule
+    seconds: float  # of a step
+    lower_bound: float  # no order of these stages is faster
+    memory: tuple[float, ...]  # peak bytes of each rank
+    bubble: float
+    costs: Costs | None = None  # of its stages and edges
+    saved: tuple[float, ...] | None = None  # peak bytes saved for backwards; None where activations are recomputed
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The stages with recomputed forwards."""
+        return tuple(sorted({a.stage for order in self.schedule.orders for a in order if a.kind == "R"}))
+
+    @property
+    def gap(self) -> float:
+        """Relative distance from the lower bound."""
+        return self.seconds / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A configuration that was not chosen, and the reason."""
+
+    configuration: Configuration
+    reason: str
+    seconds: float | None = None
+    memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,20 +158,16 @@ class PlanResult:
         certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
         recomputed = ""
         if best.recomputed and not best.configuration.recompute:
-            recomputed = f", stages {_stage_ranges(best.recomputed)} recomputed"
+            recomputed = f", stages {', '.join(map(str, best.recomputed))} recomputed"
         lines = [
             f"{best.configuration}{recomputed}",
             f"a step of {format_time(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
             "",
-            *_shorten_table(format_table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3})),
+            *format_table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3}),
         ]
         if self.others:
             rows = [
-                (
-                    str(one.configuration),
-                    "-" if one.seconds is None else format_time(one.seconds),
-                    one.reason,
-                )
+                (str(one.configuration), "-" if one.seconds is None else format_time(one.seconds), one.reason)
                 for one in self.others[:SHOWN_REJECTIONS]
             ]
             lines += ["", *format_table(["others", "step", "why not"], rows, right={1})]
@@ -129,12 +181,12 @@ class PlanResult:
         return html
 
     def _ranks(self) -> list[tuple[str, ...]]:
-        groups, placement = self.groups, self.schedule.placement
+        names = [g[0] if len(g) == 1 else f"{g[0]} … {g[-1]} ({len(g)})" for g in self.groups]
         rows: list[tuple[str, ...]] = []
         for rank, memory in enumerate(self.memory):
-            own = [stage for stage, other in enumerate(placement) if other == rank]
-            runs = [_layer_names(groups[stage]) for stage in own]
-            rows.append((str(rank), " ".join(map(str, own)), " | ".join(runs), format_size(memory)))
+            own = self.schedule.stages_of(rank)
+            layers = " | ".join(names[stage] for stage in own)
+            rows.append((str(rank), " ".join(map(str, own)), layers, format_size(memory)))
         return rows
 
     def save(self, path: str | Path) -> None:
@@ -207,28 +259,3 @@ def _check_candidate(best: Candidate, layers: Sequence[str]) -> None:
     for number in (best.seconds, best.lower_bound, best.bubble, *best.memory):
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             raise ValueError(f"{number!r} is not a number")
-
-
-def _shorten_table(lines: list[str]) -> list[str]:
-    """The head of a table, and of many rows the first ones and the last."""
-    rows = lines[2:]
-    return (
-        lines
-        if len(rows) <= SHOWN_RANKS
-        else [*lines[: SHOWN_RANKS + 1], f"… {len(rows) - SHOWN_RANKS} more …", lines[-1]]
-    )
-
-
-def _stage_ranges(stages: Sequence[int]) -> str:
-    """As in ``0 to 3, 7``."""
-    runs: list[list[int]] = []
-    for stage in stages:
-        if runs and stage == runs[-1][-1] + 1:
-            runs[-1].append(stage)
-        else:
-            runs.append([stage])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-
-
-def _layer_names(layers: Sequence[str]) -> str:
-    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)})"

@@ -8,23 +8,73 @@ A configuration whose lower bound is above the best result so far is skipped: no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
 from penstock.errors import PlanError
 from penstock.format import format_size_exact
-from penstock.profile.costs import ModelCosts
-from penstock.profile.planner.candidates import Candidate, Cluster, Configuration, Rejection, check_options
+from penstock.profile.costs import Link, ModelCosts
 from penstock.profile.planner.cuts import balanced, least_memory, placement_of
 from penstock.profile.planner.joint import JointResult, joint_search
+from penstock.profile.planner.result import Candidate, Configuration, Rejection
 from penstock.profile.planner.segments import Ranks, Segments, rank_bytes
 from penstock.schedule.simulate import simulate
 
 EVALUATED = 16  # configurations that get cuts and a schedule
 REFINED = 3  # of these, the number that is searched again for longer
 TIME_FACTOR = 3  # a slow core may take this many times the budget before configurations are skipped
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Relative speed and memory of the devices, in the order in which ranks use them: replica by replica."""
+
+    speed: tuple[float, ...]
+    memory: tuple[float, ...]
+    link: Link | None = None  # between replicas; None: as between the ranks of a pipeline
+
+    def __len__(self) -> int:
+        return len(self.speed)
+
+    def fastest(self, count: int) -> list[int]:
+        """The devices that ``count`` ranks use, in order: the fastest, and among equal ones those with most memory."""
+        best = sorted(range(len(self)), key=lambda device: (-self.speed[device], -self.memory[device], device))
+        return sorted(best[:count])
+
+
+def configurations(
+    batch: int,
+    grids: Iterable[tuple[int, int]],
+    layers: int,
+    *,
+    microbatches: int | None = None,
+    largest: int | None = None,
+    recompute: bool | None = False,
+    tensor: int = 1,
+) -> list[Configuration]:
+    """All candidates for these ``grids`` (replicas, ranks); ``largest`` is the largest micro-batch in samples."""
+    found = []
+    for data, pipe in grids:
+        if pipe > layers or data > batch:
+            continue
+        share = size = -(-batch // data)
+        sizes = [share]  # all of it, half of it, a quarter, and so on
+        while size > 1:
+            size = -(-size // 2)
+            sizes.append(size)
+        counts = [-(-share // size) for size in sizes if largest is None or size <= largest] or [share]
+        for count in counts if microbatches is None else [min(share, microbatches)]:
+            for shape, v in (("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)):
+                if pipe * v <= layers and (pipe > 1 or v == 1):
+                    found.append(Configuration(data, pipe, shape, v, -(-share // count), count, recompute, tensor))
+    return found
+
+
+def device_grids(devices: int) -> list[tuple[int, int]]:
+    """All pairs (replicas, ranks) that use all devices."""
+    return [(n, devices // n) for n in range(1, devices + 1) if devices % n == 0]
 
 
 def search(
@@ -34,13 +84,11 @@ def search(
     *,
     seconds: float = 10.0,
     seed: int = 0,
-    report: Callable[[str], None] = lambda text: None,
 ) -> tuple[Candidate, tuple[Rejection, ...]]:
     """The best candidate and the rejected ones, within about ``seconds`` of CPU time.
 
-    ``costs_of`` returns the costs for the micro-batches of a configuration; ``report`` is told what is evaluated.
+    ``costs_of`` returns the costs for the micro-batches of a configuration.
     """
-    check_options({"seconds": seconds, "seed": seed})
     until = time.thread_time() + TIME_FACTOR * seconds
     models: dict[tuple[int, int], Segments] = {}
     evaluations = []
@@ -52,21 +100,21 @@ def search(
                 raise PlanError("all layers take 0 seconds: costs need the time of each, or nothing can be compared")
         evaluations.append(_Evaluation(configuration, models[key], cluster))
     evaluations.sort(key=lambda one: one.estimate)
-    rejections = [one.rejection() for one in evaluations if one.reason]
+    rejections = [one.rejected for one in evaluations if one.rejected]
     found: list[tuple[_Evaluation, Candidate]] = []
     fastest, skipped = inf, list[_Evaluation]()
     for one in evaluations:
-        if one.reason:
+        if one.rejected:
             continue
         limit = EVALUATED if one.estimate >= fastest else EVALUATED + EVALUATED // 2  # estimates ignore memory
         late = len(found) >= limit or (len(found) > 3 and time.thread_time() > until)
         if one.lower_bound >= fastest or late:
             skipped.append(one)
             continue
-        report(str(one.configuration))
         candidate = one.evaluate(0.3 * seconds / EVALUATED, seed, moves=False)
         if candidate is None:
-            rejections.append(one.rejection())
+            assert one.rejected is not None
+            rejections.append(one.rejected)
         else:
             found.append((one, candidate))
             fastest = min(fastest, candidate.seconds)
@@ -75,7 +123,6 @@ def search(
     found.sort(key=lambda pair: pair[1].seconds)
     for number, (one, candidate) in enumerate(found[:REFINED]):
         if one.lower_bound < fastest and time.thread_time() <= until:
-            report(f"{one.configuration}, refined")
             refined = one.evaluate(0.7 * seconds / REFINED, seed, moves=True)
             if refined is not None and refined.seconds < candidate.seconds:
                 found[number] = one, refined
@@ -104,8 +151,7 @@ class _Evaluation:
         )
         self.replica_link = cluster.link or segments.costs.link
         self.placement = placement_of(configuration.shape, p, v)
-        self.reason = ""
-        self.required_bytes: float | None = None
+        self.rejected: Rejection | None = None
         n, speed, layers = segments.n, self.ranks.speed, segments.costs.layers
         work = segments.layer_work
         if configuration.recompute:
@@ -129,7 +175,7 @@ class _Evaluation:
             self.segments, self.ranks, configuration.microbatches, shape=configuration.shape, v=configuration.v,
             seconds=seconds, moves=moves, seed=seed,
         )  # fmt: skip
-        if found is None and not self.reason:
+        if found is None:
             unlimited = replace(self.ranks, memory=(inf,) * p, recompute=False)
             cuts = balanced(self.segments, unlimited, self.placement)
             assert cuts is not None  # there are at least as many layers as stages
@@ -155,9 +201,6 @@ class _Evaluation:
             simulation.bubble, costs, saved,
         )  # fmt: skip
 
-    def rejection(self) -> Rejection:
-        return Rejection(self.configuration, self.reason, None, self.required_bytes)
-
     def skipped(self, best: float) -> Rejection:
         """The reason why it was not evaluated, given the time of the best candidate."""
         if self.lower_bound >= best:
@@ -178,9 +221,10 @@ class _Evaluation:
         return [self.replica_link.all_reduce_seconds(size, self.configuration.data) for size in sizes]
 
     def _reject(self, required: float) -> None:
-        self.required_bytes, limit = required, max(self.ranks.memory)
-        more = f"needs {format_size_exact(required)} on a device that has {format_size_exact(limit)}"
-        self.reason = more if required > limit else "no order fits the memory"
+        limit = max(self.ranks.memory)
+        reason = f"needs {format_size_exact(required)} on a device that has {format_size_exact(limit)}"
+        reason = reason if required > limit else "no order fits the memory"
+        self.rejected = Rejection(self.configuration, reason, None, required)
 
 
 def _nothing_fits(evaluations: Sequence[_Evaluation]) -> str:
@@ -189,25 +233,20 @@ def _nothing_fits(evaluations: Sequence[_Evaluation]) -> str:
     limit = max(max(one.ranks.memory) for one in evaluations)
     static = [layer.parameters + layer.gradients + layer.optimizer + layer.buffers for layer in costs.layers]
     largest = max(range(len(static)), key=static.__getitem__)
-    lines = [f"nothing fits the memory of {format_size_exact(limit)} per device"]
+    text = f"nothing fits the memory of {format_size_exact(limit)} per device; "
     if static[largest] > limit:
-        lines.append(
+        text += (
             f"layer {costs.layers[largest].name} alone needs {format_size_exact(static[largest])} with its gradients "
-            "and optimizer state: divide it into smaller layers, or shard it (parallelize=)"
+            "and optimizer state: divide it into smaller layers, or shard it (parallelize=); "
         )
     closest = sorted(evaluations, key=lambda one: (one.configuration.v, one.memory_estimate()))[:REFINED]
     factors = [least_memory(one.segments, one.ranks, one.configuration.shape, one.configuration.v) for one in closest]
     factor, best = min(zip(factors, closest, strict=True), key=lambda pair: pair[0])
-    required = factor * max(best.ranks.memory)
-    lines.append(
-        f"the least that was found is {format_size_exact(required)}, {factor:.3g} times as much ({best.configuration})"
-    )
-    remedies = ["more memory or devices"]
+    remedies = "more memory or devices, an optimizer with less state (optimizer=)"
     if all(one.configuration.recompute is False for one in evaluations):
-        remedies.append("recompute")
+        remedies += ", recompute"
     if best.configuration.samples > 1:
-        remedies.append("smaller micro-batches")
-    if any(layer.optimizer for layer in costs.layers):
-        remedies.append("an optimizer with less state (optimizer=)")
-    lines.append(f"what would help: {', '.join(remedies)}")
-    return "; ".join(lines)
+        remedies += ", smaller micro-batches"
+    least = format_size_exact(factor * max(best.ranks.memory))
+    text += f"the least that was found is {least}, {factor:.3g} times as much ({best.configuration}); "
+    return f"{text}what would help: {remedies}"

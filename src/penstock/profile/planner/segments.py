@@ -180,24 +180,6 @@ def rank_time(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> float:
     return inf if recomputed is None else _work(segments, runs, recomputed) / ranks.speed[rank]
 
 
-def fits(segments: Segments, ranks: Ranks, rank: int, limit: float, runs: Runs) -> bool:
-    """Whether a rank takes less than ``limit`` seconds for these ranges, within its memory."""
-    most = limit * ranks.speed[rank]
-    if not _work(segments, runs, ()) < most:
-        return False
-    if ranks.recompute is False and ranks.memory[rank] == inf:
-        return True
-    recomputed = choose_recompute(segments, ranks, rank, runs)
-    return recomputed is not None and _work(segments, runs, recomputed) < most
-
-
-def evaluation_effort(ranks: Ranks, runs: int) -> int:
-    """Relative cost of ``rank_time`` for a number of ranges, in units of less than a microsecond."""
-    if ranks.recompute is None and min(ranks.memory) < inf:
-        return 5 + 2 * runs + (1 << runs)
-    return 3 + (4 if ranks.recompute else 2) * runs
-
-
 def choose_recompute(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> tuple[int, ...] | None:
     """The ranges to recompute so that the rank fits its memory with the least extra work; None if impossible."""
     limit, in_flight = ranks.memory[rank], ranks.in_flight[rank]

@@ -1,4 +1,4 @@
-"""Models, and ways to make their stages parallel."""
+"""Models, and ``parallelize`` functions for their stages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ EVEN, UNEVEN, ONE_EMPTY = (6, 6), (7, 2), (5, 0)
 DATA, TENSOR, DATA_TENSOR = {"data": 2, "pipe": 2}, {"pipe": 2, "tensor": 2}, {"data": 2, "tensor": 2, "pipe": 1}
 
 
-# ── models, and what is made of their stages ─────────────────────────────────────────────────────────────────────
+# ── models ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Block(nn.Module):
-    """A norm and two linears, as in a transformer: what is tensor-parallel is the pair of linears."""
+    """A norm and two linears, as in a transformer; the linears can be tensor-parallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Block(nn.Module):
         return x + out
 
 
-class Pair(nn.Module):
-    """Two linears and nothing around them: what enters and leaves a stage of them does so through collectives."""
+class LinearPair(nn.Module):
+    """Two linears and nothing else: collectives at the input and the output of a stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,20 +45,20 @@ class Pair(nn.Module):
         return out
 
 
-class SometimesUsed(nn.Module):
-    """Two layers, of which the second is used where ``rarely`` says so; a third is not used at all."""
+class ConditionalLayer(nn.Module):
+    """Three layers: the second is used if ``use_second``, the third never."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rarely = False
+        self.use_second = False
         self.always, self.second, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.always(x)
-        return out + self.second(x) if self.rarely else out
+        return out + self.second(x) if self.use_second else out
 
 
-class Tied(nn.Module):
+class TiedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6, bias=False)
@@ -72,9 +72,7 @@ class Tied(nn.Module):
         return out
 
 
-class Skips(nn.Module):
-    """Stages with several edges in and out."""
-
+class SkipConnections(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c, self.d, self.e = (Block() for _ in range(5))
@@ -92,12 +90,12 @@ def blocks() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), *(Block() for _ in range(4)), nn.Linear(6, CLASSES))
 
 
-def pairs() -> nn.Module:
-    return nn.Sequential(*(Pair() for _ in range(4)))
+def linear_pairs() -> nn.Module:
+    return nn.Sequential(*(LinearPair() for _ in range(4)))
 
 
-def hollow() -> nn.Module:
-    """Cut in four, with a stage that has no parameters."""
+def model_with_empty_stage() -> nn.Module:
+    """In four stages, one of them has no parameters."""
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, CLASSES))
 
 
@@ -111,11 +109,11 @@ def frozen() -> nn.Module:
 Model = Callable[[], nn.Module]
 MODELS: dict[str, Model] = {
     "blocks": blocks,
-    "pairs": pairs,
-    "hollow": hollow,
+    "linear_pairs": linear_pairs,
+    "model_with_empty_stage": model_with_empty_stage,
     "frozen": frozen,
-    "tied": Tied,
-    "skips": Skips,
+    "tied": TiedModel,
+    "skips": SkipConnections,
 }
 
 
@@ -138,7 +136,7 @@ def fsdp(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
 
 
 def fsdp_blocks(stage: nn.Module, mesh: ps.Mesh) -> None:
-    """What is not in a block is not sharded."""
+    """Shard the blocks only."""
     from torch.distributed.fsdp import fully_shard
 
     for part in stage.children():
@@ -155,12 +153,12 @@ def tensor_parallel(stage: nn.Module, mesh: ps.Mesh) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     for part in stage.children():
-        if isinstance(part, Block | Pair):
+        if isinstance(part, Block | LinearPair):
             parallelize_module(part, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def sequence_parallel(stage: nn.Module, mesh: ps.Mesh) -> None:
-    """Norms too are distributed: their gradients are sums of what each process has of the samples."""
+    """Distribute the norms, too: each rank has a part of the samples, and gradients are summed over ranks."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -173,12 +171,12 @@ def sequence_parallel(stage: nn.Module, mesh: ps.Mesh) -> None:
     for part in stage.children():
         if isinstance(part, Block):
             edges = {"use_local_input": False, "use_local_output": True}
-            how = {
+            styles = {
                 "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
                 "up": ColwiseParallel(input_layouts=Shard(0)),
                 "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
             }
-            parallelize_module(part, mesh["tensor"], how)
+            parallelize_module(part, mesh["tensor"], styles)
             shape: dict[str, Any] = {
                 "input_layouts": (Replicate(),),
                 "desired_input_layouts": (Shard(0),),
@@ -188,20 +186,20 @@ def sequence_parallel(stage: nn.Module, mesh: ps.Mesh) -> None:
             parallelize_module(part, mesh["tensor"], PrepareModuleInputOutput(**shape, **edges))
 
 
-def ties_alike(stage: nn.Module, mesh: ps.Mesh) -> None:
+def shard_ties_equally(stage: nn.Module, mesh: ps.Mesh) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    how = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("first", "last") if hasattr(stage, name)}
-    parallelize_module(stage, mesh["tensor"], how)
+    styles = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("first", "last") if hasattr(stage, name)}
+    parallelize_module(stage, mesh["tensor"], styles)
 
 
-def ties_differently(stage: nn.Module, mesh: ps.Mesh) -> None:
+def shard_first_tie_only(stage: nn.Module, mesh: ps.Mesh) -> None:
     if mesh.is_first:
-        ties_alike(stage, mesh)
+        shard_ties_equally(stage, mesh)
 
 
-def both(stage: nn.Module, mesh: ps.Mesh) -> None:
+def tensor_parallel_and_fsdp(stage: nn.Module, mesh: ps.Mesh) -> None:
     tensor_parallel(stage, mesh)
     fsdp_nested(stage, mesh)
 
@@ -210,8 +208,8 @@ def unchanged(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
     return stage
 
 
-def checkpointed(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
-    """Names with wrappers' parts in them, at the root and within."""
+def checkpoint_blocks(stage: nn.Module, mesh: ps.Mesh) -> nn.Module:
+    """Wrappers that add components to parameter names, at the root and inside."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     for name, part in stage.named_children():

@@ -1,4 +1,4 @@
-"""One network, written for each front end: every way to say where it may be cut must give the same training."""
+"""One network, written for each front end of ``ps.split``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.equivalence.models import CLASSES, WIDTH
 
 
 class Norm(nn.Module):
-    """A residual layer with a batch norm of its own, run in float64."""
+    """A residual layer with batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Norm(nn.Module):
 
 
 class Parts(nn.Module):
-    """Eight layers and a head: ``early`` is used again at the very end, and so is the input."""
+    """Eight layers and a head; the head also uses the input and the output of the stem."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Marked(Parts):
 
 
 class Bare(Parts):
-    """The same without marks."""
+    """The same without cut points."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Blocked(Bare):
 
 
 class Trunk(Bare):
-    """A trunk takes no skips from before it to its end: what is needed there is computed from the input."""
+    """Without skip connections around the trunk, which ``blocks=`` does not support."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.stem(x))
@@ -96,14 +96,14 @@ def sequential() -> nn.Sequential:
     return nn.Sequential(Stem(WIDTH, WIDTH), *(Norm() for _ in range(8)), Head(WIDTH, CLASSES))
 
 
-FRONTS = ("marks", "blocks", "cuts", "automatic", "trunk", "skips", "flatten", "lazy")
+FRONT_ENDS = ("marks", "blocks", "cuts", "automatic", "trunk", "skips", "flatten", "lazy")
 
 
 @dataclass(frozen=True)
-class FrontCase:
-    """One front end, one schedule, one mini-batch. BatchNorm sees micro-batches, as in the plain loop."""
+class FrontEndCase:
+    """One front end, one schedule, one mini-batch. BatchNorm uses statistics of micro-batches, as in the plain loop."""
 
-    front: str
+    front_end: str
     stages: int
     schedule: str
     microbatches: int
@@ -113,26 +113,26 @@ class FrontCase:
 
     def build(self) -> nn.Module:
         torch.manual_seed(3)
-        if self.front in ("skips", "lazy", "flatten"):
+        if self.front_end in ("skips", "lazy", "flatten"):
             return sequential().double()
         kinds = {"marks": Marked, "blocks": Blocked, "trunk": Trunk}
-        return kinds.get(self.front, Bare)().double()
+        return kinds.get(self.front_end, Bare)().double()
 
     def plan(self, model: nn.Module) -> ps.Plan:
-        if self.front == "blocks":
+        if self.front_end == "blocks":
             size = 8 // self.stages
             names = [f"B{i}" for i in range(8)]
             return ps.split(model, stages=[names[i * size : i * size + size] for i in range(self.stages)])
-        if self.front == "cuts" and self.stages > 1:
+        if self.front_end == "cuts" and self.stages > 1:
             places = [8 * i // self.stages for i in range(1, self.stages)]
             return ps.split(model, cuts=[f"layers.{place}" for place in places])
-        if self.front == "trunk":
+        if self.front_end == "trunk":
             return ps.split(model, blocks="layers", stages=self.stages)
-        if self.front == "flatten":
+        if self.front_end == "flatten":
             parts = dict(model.named_children())
             flat = ps.flatten(model, [*parts])
             return ps.split(flat, stages=self.stages)
-        if self.front == "lazy":
+        if self.front_end == "lazy":
             assert isinstance(model, nn.Sequential)
             lazy = nn.Sequential(*(ps.Lazy(lambda layer=layer: layer) for layer in model))  # type: ignore[misc]
             return ps.split(lazy, balance="uniform", stages=self.stages)

@@ -1,4 +1,4 @@
-"""Models in which what crosses an edge depends on the data: how long, how many, of what structure, whether at all."""
+"""Models whose messages depend on the data: in shape, number of tensors, structure and presence."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from torch import Tensor, nn
 
 import penstock as ps
 from tests.equivalence.models import CLASSES, WIDTH, Case, stages_for
-from tests.equivalence.webs import Web, WebCase
+from tests.equivalence.skip_models import SkipCase, SkipModel
 
 
-class _Half(nn.Module):
-    """A layer before or after a cut."""
-
+class _TwoLinears(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.other = nn.Linear(WIDTH, WIDTH)
 
 
-class Drop(_Half):
-    """Some of the rows, by a mask that depends on them; perhaps none."""
+class SelectRows(_TwoLinears):
+    """Rows that a mask of the data selects, perhaps none."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h = self.linear(x)
@@ -32,21 +30,21 @@ class Drop(_Half):
         return h, self.other(h)[where], where
 
 
-class PutBack(_Half):
+class ScatterRows(_TwoLinears):
     def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         h, kept, where = parts
         return h.index_add(0, where, torch.tanh(self.linear(kept)))
 
 
-class Pieces(_Half):
-    """A list of as many tensors as there are rows of some kind, each as long as its row says."""
+class ListOfSlices(_TwoLinears):
+    """A list of slices of different lengths; the data decides how many."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
         h = self.linear(x)
         return [h, *(row[: 1 + i % WIDTH] for i, row in enumerate(h) if x[i, 1] > 0)]
 
 
-class Join(_Half):
+class SumSlices(_TwoLinears):
     def forward(self, parts: list[Tensor]) -> Tensor:
         h = self.linear(parts[0])
         for piece in parts[1:]:
@@ -54,8 +52,8 @@ class Join(_Half):
         return h
 
 
-class Sometimes(_Half):
-    """A tensor or None; and plain values that are computed from the data, some of them equal but not the same."""
+class OptionalTensor(_TwoLinears):
+    """A tensor or None, and Python values computed from the data; some are equal but of different types."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         up = bool(x.sum() > 0)
@@ -69,7 +67,7 @@ class Sometimes(_Half):
         }
 
 
-class IfThere(_Half):
+class UseOptionalTensor(_TwoLinears):
     def forward(self, parts: dict[str, Any]) -> Tensor:
         h = self.linear(parts["h"]) * (1 + parts["count"] / 10) + parts["first"]
         h = h * {bool: 2, int: 3, float: 4}[type(parts["one"])]
@@ -77,7 +75,7 @@ class IfThere(_Half):
         return h if parts["more"] is None else h + parts["more"]
 
 
-class Either(_Half):
+class VaryingStructure(_TwoLinears):
     """A tensor, a tuple or a dict."""
 
     def forward(self, x: Tensor) -> Any:
@@ -87,7 +85,7 @@ class Either(_Half):
         return (h, self.other(x)) if x[0, 0] > 0 else {"h": h, "n": len(x)}
 
 
-class Whichever(_Half):
+class UseVaryingStructure(_TwoLinears):
     def forward(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
             return self.linear(value)
@@ -97,42 +95,42 @@ class Whichever(_Half):
         return out
 
 
-class Idle(_Half):
-    """Tensors that always cross, want a gradient or not, and are used or not, as the data says."""
+class OptionalGradient(_TwoLinears):
+    """The data decides whether a tensor requires a gradient, and whether the next layer uses it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h, other = self.linear(x), self.other(x)
         return h, other if x[0, 1] > 0 else other.detach(), x
 
 
-class Perhaps(_Half):
+class UseOptionalGradient(_TwoLinears):
     def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         h, other, x = parts
-        h = h * 2 if x[0, 0] > 0 else self.linear(x) * 3  # then nothing comes back for ``h``
+        h = h * 2 if x[0, 0] > 0 else self.linear(x) * 3  # else ``h`` gets no gradient
         return h + other if x[0, 2] > 0 else h
 
 
-class Skipped(_Half):
-    """A layer that is skipped for some micro-batches, and numbers that only NumPy knows."""
+class SkippedLayer(_TwoLinears):
+    """A layer that is skipped for some micro-batches, and a value computed with NumPy."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale = 1 + float(x.detach().cpu().numpy().max())
         return x * scale if x[0, 0] > 0 else self.linear(x) * scale
 
 
-PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
-    "rows": (Drop, PutBack),
-    "pieces": (Pieces, Join),
-    "sometimes": (Sometimes, IfThere),
-    "either": (Either, Whichever),
-    "idle": (Idle, Perhaps),
-    "skipped": (Skipped, Skipped),
+LAYER_PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "rows": (SelectRows, ScatterRows),
+    "slices": (ListOfSlices, SumSlices),
+    "optional": (OptionalTensor, UseOptionalTensor),
+    "structure": (VaryingStructure, UseVaryingStructure),
+    "gradient": (OptionalGradient, UseOptionalGradient),
+    "skipped": (SkippedLayer, SkippedLayer),
 }
 
 
 @dataclass(frozen=True)
-class RaggedCase:
-    """A chain whose every cut is in the middle of one of the pairs, beginning with ``first``."""
+class DynamicShapesCase:
+    """A chain with a pair of layers around every cut, beginning with the pair ``first``."""
 
     first: str
     schedule: str
@@ -150,11 +148,11 @@ class RaggedCase:
 
     def build(self) -> nn.Sequential:
         torch.manual_seed(self.batch)
-        names = list(PAIRS)
+        names = list(LAYER_PAIRS)
         start = names.index(self.first)
         parts: list[nn.Module] = []
         for i in range(self.stages - 1):
-            before, after = PAIRS[names[(start + i) % len(names)]]
+            before, after = LAYER_PAIRS[names[(start + i) % len(names)]]
             parts += [before(), nn.Sequential(after(), nn.Tanh())]
         return nn.Sequential(*parts, nn.Linear(WIDTH, CLASSES)).double()
 
@@ -169,18 +167,18 @@ class RaggedCase:
 
 @dataclass(frozen=True)
 class DynamicCase(Case):
-    """A model whose edges could be inferred, and are not."""
+    """A case with static shapes and ``dynamic=True``."""
 
     dynamic = True
 
 
-class RaggedWeb(Web):
-    """A web whose values, those that skip stages too, are rows picked by a mask, with their places."""
+class DynamicSkipModel(SkipModel):
+    """Values, also those of skip connections, are rows selected by a mask, with their indices."""
 
     def layer(self, i: int, linear: nn.Module, known: dict[int, Any]) -> Any:
-        out = torch.tanh(linear(_whole(known[i - 1])))
+        out = torch.tanh(linear(_all_rows(known[i - 1])))
         for j in self.links[i]:
-            out = out + _whole(known[j]) * (j + 2)
+            out = out + _all_rows(known[j]) * (j + 2)
         where = (out[:, i % WIDTH] > 0).nonzero()[:, 0]
         return (out[where], where, len(out)) if len(where) < len(out) else out
 
@@ -188,11 +186,11 @@ class RaggedWeb(Web):
         return None if x[0, 0] > 0 else (x[0, 0].item(), (x[:, 1] > 0).nonzero())
 
     def finish(self, last: Any, extras: Any) -> Tensor:
-        out = _whole(last)
+        out = _all_rows(last)
         return out if extras is None else out * extras[0] + len(extras[1])
 
 
-def _whole(value: Any) -> Tensor:
+def _all_rows(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     rows, where, count = value
@@ -201,8 +199,8 @@ def _whole(value: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RaggedWebCase(WebCase):
-    """A web with ragged values."""
+class DynamicSkipCase(SkipCase):
+    """Skip connections with data-dependent shapes."""
 
-    web = RaggedWeb
+    model_class = DynamicSkipModel
     dynamic = True

@@ -1,4 +1,4 @@
-"""Weights on the host change where they are, and nothing else: results are the same bit for bit."""
+"""Weights on the host do not change results: they are bitwise equal."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from penstock.engine.offload.copies import HostBufferPool
 from tests.equivalence.check import check_step
 from tests.equivalence.models import TRAINING, Case
 from tests.equivalence.test_offload import case_for, check_same, offload_optimizer, plain_optimizer, train
-from tests.equivalence.test_webs import dense
+from tests.equivalence.test_skip_connections import dense_skips
 from tests.support.copies import LateCopies
 from tests.support.ranks import Ranks
-from tests.support.weights import LateWeights, late_weights, weights_everywhere
+from tests.support.weights import LateWeights, offload_weights_everywhere, use_late_weights
 
 ALL = ps.Offload(activations=False, weights=True)
 
 
 @pytest.fixture(autouse=True)
-def same_sums() -> Iterator[None]:
-    """Ranks that take turns have the operator threads of one: sums over several are rounded otherwise."""
+def one_operator_thread() -> Iterator[None]:
+    """All ranks use one operator thread, else the rounding of sums depends on the number of ranks."""
     before = torch.get_num_threads(), torch.backends.cudnn.deterministic
     torch.set_num_threads(1)
     torch.backends.cudnn.deterministic = True
@@ -39,46 +39,48 @@ def same_sums() -> Iterator[None]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
-    return late_weights(monkeypatch)
+def late_weights(monkeypatch: pytest.MonkeyPatch) -> list[LateWeights]:
+    return use_late_weights(monkeypatch)
 
 
-# ── through the API: on the CPU nothing moves ────────────────────────────────────────────────────────────────────
+# ── public API on the CPU: nothing is copied ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
-def test_threads(schedule: str) -> None:
+def test_offload_in_threads(schedule: str) -> None:
     case = case_for(schedule, 2)
     check_same(train(case, offload_optimizer, offload=ps.Offload(weights=True)), train(case, plain_optimizer))
 
 
-def in_rank(rank: int, schedule: str, recompute: str, moves: bool) -> None:
+def train_on_rank(rank: int, schedule: str, recompute: str, moves: bool) -> None:
     torch.set_num_threads(1)
     case, mesh = case_for(schedule, 2), ps.Mesh(pipe=2)
     plain = train(case, plain_optimizer, mesh=mesh, recompute=recompute)
     with pytest.MonkeyPatch.context() as patch:
-        made = late_weights(patch) if moves else []
+        late_weights = use_late_weights(patch) if moves else []
         check_same(train(case, offload_optimizer, mesh=mesh, offload=ALL, recompute=recompute), plain)
-        assert all(weights.late.bytes_to_device > 0 for weights in made)
-    assert len(made) == moves
+        assert all(weights.late.bytes_to_device > 0 for weights in late_weights)
+    assert len(late_weights) == moves
     if moves:
         with pytest.MonkeyPatch.context() as patch:
-            weights_everywhere(patch)
-            check_step(replace(case, repeat_first=True), mesh)  # with a tie between the ranks
+            offload_weights_everywhere(patch)
+            check_step(replace(case, repeat_first=True), mesh)  # with a weight tied between the ranks
 
 
-@pytest.mark.parametrize("moves", [False, True], ids=["nothing moves", "everything moves"])
-@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "never"), ("zbv", "except_last"), ("sharded", "never")])
-def test_processes(two: Ranks, schedule: str, recompute: str, moves: bool) -> None:
-    two.check(in_rank, schedule, recompute, moves)
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "moves"),
+    [("1f1b", "never", False), ("1f1b", "never", True), ("zbv", "except_last", True), ("sharded", "never", True)],
+)
+def test_offload_over_processes(two_ranks: Ranks, schedule: str, recompute: str, moves: bool) -> None:
+    two_ranks.check(train_on_rank, schedule, recompute, moves)
 
 
-def as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
-    """Two replicas of a pipeline, each with all stages: their gradients are summed on the host."""
+def train_as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
+    """Two replicas with all stages each: gradients are reduced on the host."""
     torch.set_num_threads(1)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        made = late_weights(patch)
+        late_weights = use_late_weights(patch)
         patch.setattr("penstock.engine.replicas.reduce.BUCKET", bucket)
         for offload in (ALL, None):
             plan, mesh = ps.split(model(), stages=stages), ps.Mesh(data=2, pipe=1)
@@ -89,7 +91,7 @@ def as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
                     pipe.offload_optimizer(optimizer)
                 record = []
                 for step in range(3):
-                    # At last, one of them has nothing.
+                    # In the last step one replica has no samples.
                     mine = slice(rank * 5, 5 + rank * 7) if step < 2 else slice(0, 12 * rank)
                     record.append(pipe.step(X[mine] + step, Y[mine]).loss)
                     record += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
@@ -97,34 +99,36 @@ def as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 found.append([*record, *(tensor.clone() for tensor in pipe.state_dict().values())])
-    assert made[0].late.bytes_to_device > 0
+    assert late_weights[0].late.bytes_to_device > 0
     assert len(found[0]) == len(found[1])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("bucket", [1, 1 << 20], ids=["one by one", "together"])
-@pytest.mark.parametrize(("schedule", "stages"), [("looped_bfs", 8), ("interleaved", 8), ("zbv", 2), ("dualpipev", 2)])
-def test_replicas(two: Ranks, schedule: str, stages: int, bucket: int) -> None:
-    two.check(as_replicas, schedule, stages, bucket)
+@pytest.mark.parametrize(
+    ("schedule", "stages", "bucket"),
+    [("looped_bfs", 8, 1), ("interleaved", 8, 1 << 20), ("zbv", 2, 1), ("dualpipev", 2, 1 << 20)],
+)
+def test_replicas(two_ranks: Ranks, schedule: str, stages: int, bucket: int) -> None:
+    two_ranks.check(train_as_replicas, schedule, stages, bucket)
 
 
-# ── with stand-ins on the CPU: everything moves ──────────────────────────────────────────────────────────────────
+# ── with LateCopies on the CPU: everything is copied ───────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_every_schedule(made: list[LateWeights], schedule: str, recompute: str) -> None:
+def test_every_schedule(late_weights: list[LateWeights], schedule: str, recompute: str) -> None:
     case = case_for(schedule, 4)
     ours = train(case, offload_optimizer, offload=ALL, recompute=recompute)
     check_same(ours, train(case, plain_optimizer, recompute=recompute))
-    (weights,) = made
+    (weights,) = late_weights
     sizes = sorted(weights.bytes_of(stage) for stage in weights.modules)
     assert 0 < weights.most <= sum(sizes[-2:])
     assert weights.late.bytes_to_device > 2 * sum(sizes)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
-def test_with_activations(made: list[LateWeights], schedule: str) -> None:
+def test_with_activations(late_weights: list[LateWeights], schedule: str) -> None:
     pool, all_copies = HostBufferPool(), []
 
     def prepare(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -142,16 +146,16 @@ def test_with_activations(made: list[LateWeights], schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_frozen_layers_ties_skips_and_plain_calls(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    made = weights_everywhere(monkeypatch)
+    late_weights = offload_weights_everywhere(monkeypatch)
     for count in (1, 3):
         stages = case_for(schedule, count).stages
         for recompute in ("never", "always"):
             check_step(Case(("frozen", "twice", "lookup"), True, 3, schedule, stages, 4, 10, "pair", recompute))
-        check_step(dense(schedule, count))
-    assert all(weights.late.bytes_to_device > 0 for weights in made)
+        check_step(dense_skips(schedule, count))
+    assert all(weights.late.bytes_to_device > 0 for weights in late_weights)
 
 
-# ── what a training loop does ────────────────────────────────────────────────────────────────────────────────────
+# ── training loops ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 Loop = Callable[[ps.Pipeline, torch.optim.Optimizer], list[Any]]
 X, Y = (torch.randn(12, 16, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -162,7 +166,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh())))
 
 
-def same(
+def assert_same_with_offload(
     loop: Loop,
     build: Callable[[], nn.Sequential] = model,
     device: str = "cpu",
@@ -170,7 +174,7 @@ def same(
     make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     **options: Any,
 ) -> None:
-    """A loop gives the same with weights on the host and without, and leaves the same behind."""
+    """Compare results and final state of a loop with weights on the host and without."""
     found: list[list[Tensor]] = []
     for each in (offload, None):
         options = {"loss_fn": F.mse_loss, "microbatches": 4, "schedule": "gpipe", **options}
@@ -190,7 +194,7 @@ def same(
         assert torch.equal(mine, theirs), number
 
 
-def clipped(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+def train_with_clipping(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     found = []
     for step in range(3):
         found.append(pipe.step(X + step, Y).loss)
@@ -200,7 +204,7 @@ def clipped(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     return found
 
 
-def accumulated(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+def train_with_accumulation(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     found = []
     for step in range(4):
         found.append(pipe.step(X + step, Y).loss)
@@ -210,7 +214,7 @@ def accumulated(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any
     return found
 
 
-def scaled(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+def train_with_scaler(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     found, scaler = [], ps.GradScaler(pipe, init_scale=2.0**8, growth_interval=2)
     for step in range(4):
         found.append(pipe.step(X * (float("inf") if step == 1 else 1), Y).loss.nan_to_num())
@@ -224,26 +228,26 @@ def scaled(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [*found, scaler.get_scale()]
 
 
-def saved(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """A checkpoint in the middle: loaded into a plain model, and back into the pipeline after some steps."""
-    found = clipped(pipe, optimizer)
+def train_with_checkpoint(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Save a checkpoint, load it into a plain model, and back into the pipeline after some steps."""
+    found = train_with_clipping(pipe, optimizer)
     file = io.BytesIO()
     torch.save((pipe.state_dict(), optimizer.state_dict()), file)
     plain = model().eval()
     plain.load_state_dict({name: value.cpu() for name, value in pipe.state_dict().items()})
     found.append(plain(X))
-    found += clipped(pipe, optimizer)
+    found += train_with_clipping(pipe, optimizer)
     file.seek(0)
     weights, state = torch.load(file)
     pipe.load_state_dict(weights)
     optimizer.load_state_dict(state)
-    return found + clipped(pipe, optimizer)
+    return found + train_with_clipping(pipe, optimizer)
 
 
-def evaluated(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+def train_with_evaluation(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     found = []
     for step in range(2):
-        found += clipped(pipe, optimizer)
+        found += train_with_clipping(pipe, optimizer)
         pipe.eval()
         found += [pipe.evaluate(X, Y).loss, *pipe.stream([X, X + 1, X + 2, X + 3])]
         with torch.no_grad():
@@ -254,16 +258,16 @@ def evaluated(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     return found
 
 
-def called(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """``pipe(x)`` with gradients: backward at once, after other runs, and not at all."""
+def train_with_forward_calls(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """``pipe(x)`` with gradients: backward at once, after other runs, or never."""
     target = Y.to(pipe._executor.stages[7].device)
-    found = clipped(pipe, optimizer)
+    found = train_with_clipping(pipe, optimizer)
     loss = F.mse_loss(pipe(X), target)
     found += [loss, *torch.autograd.grad(loss, list(pipe.parameters()), retain_graph=True)]
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    found += clipped(pipe, optimizer)
+    found += train_with_clipping(pipe, optimizer)
     loss = F.mse_loss(pipe(X), target)
     found += [pipe.step(X, Y).loss, pipe.evaluate(X, Y).loss]
     loss.backward()
@@ -272,27 +276,27 @@ def called(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     optimizer.step()
     optimizer.zero_grad()
     found.append(pipe(X))
-    return found + accumulated(pipe, optimizer)
+    return found + train_with_accumulation(pipe, optimizer)
 
 
-def watched(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Hooks on parameters see what they would see."""
+def train_with_hooks(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Hooks on parameters get the same values."""
     found: list[Any] = []
     parameter = next(iter(pipe.parameters()))
     parameter.register_hook(lambda grad: found.append(grad.clone()))
     parameter.register_post_accumulate_grad_hook(lambda p: found.append(p.grad.clone() + p.detach()))
-    clipped(pipe, optimizer)
+    train_with_clipping(pipe, optimizer)
     assert len(found) == 2 * 3 * 4
     return found
 
 
-def failed(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Steps that fail before they run, in a forward, and in a backward, with gradients there and without."""
+def train_with_failed_steps(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Steps that fail before they run, in a forward, and in a backward, with and without existing gradients."""
 
     def fail(grad: Tensor) -> None:
         raise ValueError("in a hook")
 
-    found = clipped(pipe, optimizer)
+    found = train_with_clipping(pipe, optimizer)
     for _ in range(2):
         with pytest.raises(ps.PlanError, match="no targets"):
             pipe.step(X)
@@ -306,46 +310,55 @@ def failed(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
         found += [p.grad.clone() for p in pipe.parameters() if p.grad is not None and pipe._executor._rescales]
         found.append(pipe.step(X, Y).loss)
     optimizer.zero_grad()
-    return found + accumulated(pipe, optimizer)
+    return found + train_with_accumulation(pipe, optimizer)
 
 
-LOOPS = [clipped, accumulated, scaled, saved, evaluated, called, watched, failed]
+LOOPS = [
+    train_with_clipping,
+    train_with_accumulation,
+    train_with_scaler,
+    train_with_checkpoint,
+    train_with_evaluation,
+    train_with_forward_calls,
+    train_with_hooks,
+    train_with_failed_steps,
+]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_loops(made: list[LateWeights], loop: Loop) -> None:
-    same(loop)
-    assert made[0].late.bytes_to_device > 0
-    assert loop is called or made[0].most == 2 * made[0].bytes_of(0)
+def test_training_loops(late_weights: list[LateWeights], loop: Loop) -> None:
+    assert_same_with_offload(loop)
+    assert late_weights[0].late.bytes_to_device > 0
+    assert loop is train_with_forward_calls or late_weights[0].most == 2 * late_weights[0].bytes_of(0)
 
 
 def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return (output - target).square().sum(), torch.tensor(float(output.numel()))
 
 
-class Half(nn.Module):
+class ToBfloat16(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.bfloat16()
 
 
-def half() -> nn.Sequential:
+def bfloat16_model() -> nn.Sequential:
     first, *others = model().bfloat16()
-    return nn.Sequential(nn.Sequential(Half(), first), *others)
+    return nn.Sequential(nn.Sequential(ToBfloat16(), first), *others)
 
 
 def half_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.float(), target.float())
 
 
-def embedding() -> nn.Sequential:
-    """A tie between the first stage and the last: one parameter, in one place."""
+def tied_model() -> nn.Sequential:
+    """The first stage and the last share a weight."""
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16) for _ in range(8)]
     layers[7].weight = layers[0].weight
     return nn.Sequential(*layers)
 
 
-def described() -> nn.Sequential:
+def meta_model() -> nn.Sequential:
     torch.manual_seed(0)
     with torch.device("meta"):
         return model()
@@ -360,22 +373,22 @@ def fill(stage: nn.Module) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "a loss that counts": {"loss_fn": pair},
-    "sums in float32": {"build": half, "loss_fn": half_loss, "accumulate": "fp32"},
-    "half precision": {"build": half, "loss_fn": half_loss},
+    "loss with count": {"loss_fn": pair},
+    "fp32 accumulation": {"build": bfloat16_model, "loss_fn": half_loss, "accumulate": "fp32"},
+    "half precision": {"build": bfloat16_model, "loss_fn": half_loss},
     "deferred statistics": {"batchnorm": "deferred"},
-    "a tie": {"build": embedding, "schedule": "sharded"},  # else two threads add to one gradient, in any order
-    "filled on the device": {"build": described, "init": fill},
+    "tied": {"build": tied_model, "schedule": "sharded"},  # else two threads add to one gradient in any order
+    "meta device": {"build": meta_model, "init": fill},
     "momentum": {"make": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)},
-    "all together": {"make": lambda p, lr: torch.optim.LBFGS(p, lr=lr, max_iter=2)},
-    "weights alone": {"offload": ps.Offload(optimizer=False, activations=False, weights=True)},
+    "closure": {"make": lambda p, lr: torch.optim.LBFGS(p, lr=lr, max_iter=2)},
+    "weights only": {"offload": ps.Offload(optimizer=False, activations=False, weights=True)},
     "small buckets": {"offload": ps.Offload(activations=False, weights=True, bucket=1)},
     "1f1b": {"schedule": "1f1b", "recompute": "except_last", "seed": 3},
     "zb_h1": {"schedule": "zb_h1"},
 }
 
 
-def closed(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
+def train_with_closure(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss: Tensor = pipe.step(X, Y).loss
@@ -385,32 +398,31 @@ def closed(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_options(made: list[LateWeights], name: str) -> None:
-    loop = closed if name == "all together" else accumulated
-    same(loop, **CASES[name])
-    if name not in ("all together", "sums in float32", "half precision"):
-        same(clipped, **CASES[name])
-    if name in ("a loss that counts", "sums in float32"):
-        same(failed, **CASES[name])
-    assert made[0].late.bytes_to_device > 0
+def test_options(late_weights: list[LateWeights], name: str) -> None:
+    loop = train_with_closure if name == "closure" else train_with_accumulation
+    assert_same_with_offload(loop, **CASES[name])
+    if name not in ("closure", "fp32 accumulation", "half precision"):
+        assert_same_with_offload(train_with_clipping, **CASES[name])
+    if name in ("loss with count", "fp32 accumulation"):
+        assert_same_with_offload(train_with_failed_steps, **CASES[name])
+    assert late_weights[0].late.bytes_to_device > 0
 
 
-def test_a_model_that_is_described_has_one_stage_on_the_device_at_a_time(made: list[LateWeights]) -> None:
+def test_meta_init_puts_one_stage_on_the_device_at_a_time(late_weights: list[LateWeights]) -> None:
     seen = []
 
     def init(stage: nn.Module) -> None:
-        seen.append(made[0].bytes_on_device())
+        seen.append(late_weights[0].bytes_on_device())
         fill(stage)
 
-    with ps.Pipeline(ps.split(described(), stages=8), F.mse_loss, offload=ALL, init=init, devices="cpu") as pipe:
-        one = made[0].bytes_of(0)
+    with ps.Pipeline(ps.split(meta_model(), stages=8), F.mse_loss, offload=ALL, init=init, devices="cpu") as pipe:
+        one = late_weights[0].bytes_of(0)
         assert seen == [one] * 8
         assert all(bool(p.isfinite().all()) for p in pipe.parameters())
-        assert made[0].bytes_on_device() == 0
+        assert late_weights[0].bytes_on_device() == 0
 
 
-def test_the_plan_and_the_schedule_are_as_without(made: list[LateWeights]) -> None:
-    """Ranks that take turns are ranks still: what is shown does not change."""
+def test_offload_does_not_change_plan_or_schedule(late_weights: list[LateWeights]) -> None:
     shown = []
     for offload in (ALL, None):
         plan = ps.split(model(), stages=8)
@@ -419,7 +431,7 @@ def test_the_plan_and_the_schedule_are_as_without(made: list[LateWeights]) -> No
     assert shown[0] == shown[1]
 
 
-def test_an_optimizer_that_does_not_know_is_refused() -> None:
+def test_optimizer_without_offload_is_refused() -> None:
     plan = ps.split(model(), stages=8)
     offload = ps.Offload(optimizer=False, activations=False, weights=True)
     with ps.Pipeline(plan, F.mse_loss, devices="cpu", offload=offload) as pipe:
@@ -429,35 +441,35 @@ def test_an_optimizer_that_does_not_know_is_refused() -> None:
         pipe.offload_optimizer(optimizer).step()
 
 
-# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on a GPU ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 EVERYTHING = ps.Offload(weights=True)
 MIB = 1 << 20
 
 
 @pytest.mark.cuda
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize("offload", [ALL, EVERYTHING], ids=["weights and state", "everything"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_loops_on_a_gpu(loop: Loop, offload: ps.Offload) -> None:
-    same(loop, device="cuda:0", offload=offload)
+def test_training_loops_on_a_gpu(loop: Loop, offload: ps.Offload) -> None:
+    assert_same_with_offload(loop, device="cuda:0", offload=offload)
 
 
 @pytest.mark.cuda
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_options_on_a_gpu(name: str) -> None:
-    loop = closed if name == "all together" else accumulated
-    same(loop, device="cuda:0", **CASES[name])
-    if name not in ("all together", "sums in float32", "half precision"):
-        same(clipped, device="cuda:0", **CASES[name])
-    if name in ("a loss that counts", "sums in float32"):
-        same(failed, device="cuda:0", **CASES[name])
+    loop = train_with_closure if name == "closure" else train_with_accumulation
+    assert_same_with_offload(loop, device="cuda:0", **CASES[name])
+    if name not in ("closure", "fp32 accumulation", "half precision"):
+        assert_same_with_offload(train_with_clipping, device="cuda:0", **CASES[name])
+    if name in ("loss with count", "fp32 accumulation"):
+        assert_same_with_offload(train_with_failed_steps, device="cuda:0", **CASES[name])
 
 
 @pytest.mark.cuda
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_every_schedule_on_a_gpu(schedule: str) -> None:
     case = case_for(schedule, 4)
@@ -467,7 +479,7 @@ def test_every_schedule_on_a_gpu(schedule: str) -> None:
 
 
 @pytest.mark.cuda
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize(
     "make",
     [
@@ -479,18 +491,18 @@ def test_every_schedule_on_a_gpu(schedule: str) -> None:
         lambda p, lr: torch.optim.Adagrad(p, lr=lr),
         lambda p, lr: torch.optim.Adafactor(p, lr=lr),
     ],
-    ids=["foreach", "one by one", "fused", "capturable", "momentum", "Adagrad", "Adafactor"],
+    ids=["foreach", "for loop", "fused", "capturable", "momentum", "Adagrad", "Adafactor"],
 )
-@pytest.mark.parametrize("state", [True, False], ids=["state too", "weights alone"])
+@pytest.mark.parametrize("state", [True, False], ids=["weights and state", "weights only"])
 def test_optimizers_on_a_gpu(make: Callable[..., torch.optim.Optimizer], state: bool) -> None:
     offload = ps.Offload(optimizer=state, activations=False, weights=True, bucket=1)
-    same(saved, device="cuda:0", offload=offload, make=make)
+    assert_same_with_offload(train_with_checkpoint, device="cuda:0", offload=offload, make=make)
 
 
 @pytest.mark.cuda
-@on_a_gpu
+@needs_gpu
 def test_recurrent_layers_on_a_gpu() -> None:
-    """Their weights are parts of one memory, and stay so: torch warns if they are not."""
+    """The weights of an LSTM must stay in one contiguous buffer, or torch warns."""
 
     class First(nn.Module):
         def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
@@ -500,14 +512,14 @@ def test_recurrent_layers_on_a_gpu() -> None:
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Sequential(nn.LSTM(16, 16), First()) for _ in range(8)))
 
-    same(clipped, recurrent, device="cuda:0")
+    assert_same_with_offload(train_with_clipping, recurrent, device="cuda:0")
 
 
 @pytest.mark.cuda
-@on_a_gpu
+@needs_gpu
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_of_eight_stages_the_gpu_has_two(schedule: str) -> None:
-    """Their weights, and the gradients of three: one leaves, one is added to, one comes."""
+def test_gpu_holds_two_of_eight_stages(schedule: str) -> None:
+    """The GPU holds the weights of two stages, and gradients of three: one per copy direction, one in use."""
     torch.manual_seed(0)
     device, one = torch.device("cuda:0"), 32 * MIB
     layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
@@ -528,7 +540,7 @@ def test_of_eight_stages_the_gpu_has_two(schedule: str) -> None:
     with ps.Pipeline(plan, F.mse_loss, devices=[device] * 8, offload=offload, **options) as pipe:
         assert torch.cuda.memory_allocated() - empty < one / 4
         optimizer = pipe.offload_optimizer(torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9, foreach=False))
-        for counts in (False, True):  # the first time kernels are loaded, workspaces made, and weights looked at
+        for counts in (False, True):  # the first round loads kernels and allocates workspaces
             optimizer.zero_grad()
             settled = torch.cuda.memory_allocated()
             of_evaluation = peak(lambda: pipe.evaluate(x))
@@ -544,15 +556,15 @@ def test_of_eight_stages_the_gpu_has_two(schedule: str) -> None:
 
 
 @pytest.mark.cuda
-@on_a_gpu
-def test_a_model_larger_than_its_share_of_the_gpu() -> None:
-    """What is built, trained and evaluated does not have its weights on the GPU at any time."""
+@needs_gpu
+def test_model_larger_than_gpu_memory() -> None:
+    """Build, train and evaluate a model whose weights never fit on the GPU."""
     device = torch.device("cuda:0")
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))  # 512 MiB, and as much of gradients
+    layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))  # 512 MiB, and 512 MiB of gradients
     with torch.no_grad():
         for weight in layers.parameters():
-            weight.mul_(3**0.5)  # so that what goes through all of them does not vanish
+            weight.mul_(3**0.5)  # keeps activations from vanishing
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 480 * MIB) / total, device)

@@ -1,7 +1,7 @@
-"""Whole programs, one process for each rank, that end as they like: by an exception, by ``sys.exit``, or at their end.
+"""Run whole programs, one process per rank, that may end with an exception, with ``sys.exit`` or normally.
 
-ended = run_programs(source, 3)         # python -c source, as a user starts it
-ended = run_processes(function, 3)      # function(rank) in processes of multiprocessing
+exits = run_programs(source, 3)         # python -c source, as a user starts it
+exits = run_processes(function, 3)      # function(rank) in processes of multiprocessing
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.fork_python import fork_python
-from tests.support.ranks import forks, free_port
+from tests.support.ranks import forkserver_context, free_port
 
-__all__ = ["Ended", "run_processes", "run_programs", "said"]
+__all__ = ["ProgramExit", "run_processes", "run_programs", "without_hostname_warnings"]
 
-_NAMELESS = "The hostname of the client socket cannot be retrieved"
+_HOSTNAME_WARNING = "The hostname of the client socket cannot be retrieved"
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How the program of a rank ended, and what it wrote."""
+class ProgramExit:
+    """The exit code and the output of one rank's program."""
 
-    code: int | None  # None: it had to be killed
+    code: int | None  # None: killed after the timeout
     text: str
 
 
-def said(text: str) -> str:
-    """What programs wrote, without torch's word on machines whose names nobody answers for: it comes at any time."""
-    return "".join(line for line in text.splitlines(keepends=True) if _NAMELESS not in line)
+def without_hostname_warnings(text: str) -> str:
+    """Drop torch's warning about hosts whose names cannot be resolved: it may appear anywhere in the output."""
+    return "".join(line for line in text.splitlines(keepends=True) if _HOSTNAME_WARNING not in line)
 
 
-def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> list[Ended]:
-    """Run a program on ``n`` ranks; the first one keeps the store."""
+def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> list[ProgramExit]:
+    """Run a program on ``n`` ranks; rank 0 hosts the store."""
     with _folder() as folder:
         running = []
         for rank, environment in enumerate(_environments(n)):
@@ -54,12 +54,15 @@ def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> lis
                 process.kill()
                 process.wait()
                 codes.append(None)
-        return [Ended(code, said((folder / str(rank)).read_text())) for rank, code in enumerate(codes)]
+        return [
+            ProgramExit(code, without_hostname_warnings((folder / str(rank)).read_text()))
+            for rank, code in enumerate(codes)
+        ]
 
 
-def run_processes(function: Callable[..., Any], n: int, *args: Any, timeout: float = 150.0) -> list[Ended]:
-    """Run a function on ``n`` ranks; the first one keeps the store."""
-    context = forks()
+def run_processes(function: Callable[..., Any], n: int, *args: Any, timeout: float = 150.0) -> list[ProgramExit]:
+    """Run a function on ``n`` ranks; rank 0 hosts the store."""
+    context = forkserver_context()
     with _folder() as folder:
         running: list[Any] = []
         for rank, environment in enumerate(_environments(n)):
@@ -73,7 +76,10 @@ def run_processes(function: Callable[..., Any], n: int, *args: Any, timeout: flo
         for process in running:
             process.kill()
             process.join()
-        return [Ended(code, said((folder / str(rank)).read_text())) for rank, code in enumerate(codes)]
+        return [
+            ProgramExit(code, without_hostname_warnings((folder / str(rank)).read_text()))
+            for rank, code in enumerate(codes)
+        ]
 
 
 def _run(function: Callable[..., Any], rank: int, environment: dict[str, str], log: str, args: Any) -> None:

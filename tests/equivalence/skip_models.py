@@ -1,4 +1,4 @@
-"""Models whose stages are joined by more than a chain: values that skip stages, in every shape that may cross."""
+"""Models with skip connections between stages, of tensors and other values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.split.plan import build_plan
 WIDTH = 6
 
 
-class Web(nn.Module):
-    """``links`` says which layers' outputs each layer adds to its own: ``links[i]`` are numbers below ``i``.
+class SkipModel(nn.Module):
+    """Layer ``i`` adds the outputs of the layers ``links[i]``, all below ``i``, to its own.
 
-    Layer 0 also gives integers, a None and a plain number, which the last layer needs.
+    The first stage also computes an integer tensor, a None and a float for the last layer.
     """
 
     def __init__(self, links: tuple[tuple[int, ...], ...], frozen: int = -1) -> None:
@@ -52,49 +52,49 @@ class Web(nn.Module):
         return out
 
 
-class WebLine(LayerChain):
-    """Cut between any two layers; what a later stage needs of an earlier one is an edge."""
+class SkipChain(LayerChain):
+    """May be cut between any two layers; an edge connects each pair of stages that share a value."""
 
-    def __init__(self, model: Web) -> None:
+    def __init__(self, model: SkipModel) -> None:
         self.model = model
         self.layers = tuple(f"layers.{i}" for i in range(len(model.links)))
-        self.recipe = {"front": "web"}
+        self.recipe = {"front": "skips"}
 
     def members(self, layer: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.get_submodule(layer).named_parameters(layer)
 
     def edges(self, groups: Groups) -> tuple[Edge, ...]:
         found = {}
-        for (src, dst), values in crossing(self.model, groups).items():
+        for (src, dst), values in edge_values(self.model, groups).items():
             found[src, dst] = Edge(src, dst, tuple(str(value) for value in values))
         return tuple(found[key] for key in sorted(found))
 
     def stage(self, groups: Groups, index: int) -> nn.Module:
-        assert isinstance(self.model, Web)
-        return WebStage(self.model, groups, index)
+        assert isinstance(self.model, SkipModel)
+        return SkipStage(self.model, groups, index)
 
 
-def crossing(model: Web, groups: Groups) -> dict[tuple[int, int], list[int]]:
-    """Which layers' outputs cross each edge; -2 are the extras."""
-    home = {-1: 0, -2: 0}
+def edge_values(model: SkipModel, groups: Groups) -> dict[tuple[int, int], list[int]]:
+    """Per edge: the layers whose outputs it carries; -2 stands for the extras."""
+    stage_of = {-1: 0, -2: 0}
     for s, layers in enumerate(groups):
-        home.update({int(layer.split(".")[1]): s for layer in layers})
+        stage_of.update({int(layer.split(".")[1]): s for layer in layers})
     last = len(groups) - 1
     values: dict[tuple[int, int], list[int]] = {(s, s + 1): [] for s in range(last)}
     needs = [(i, j) for i, links in enumerate(model.links) for j in (i - 1, *links)]
     for i, j in needs:
-        if home[j] != home[i] and j not in values.setdefault((home[j], home[i]), []):
-            values[home[j], home[i]].append(j)
+        if stage_of[j] != stage_of[i] and j not in values.setdefault((stage_of[j], stage_of[i]), []):
+            values[stage_of[j], stage_of[i]].append(j)
     if last:
         values.setdefault((0, last), []).append(-2)
     return values
 
 
-class WebStage(nn.Module):
-    def __init__(self, model: Web, groups: Groups, index: int) -> None:
+class SkipStage(nn.Module):
+    def __init__(self, model: SkipModel, groups: Groups, index: int) -> None:
         super().__init__()
         object.__setattr__(self, "_web", model)
-        self._values = crossing(model, groups)
+        self._values = edge_values(model, groups)
         self._mine = [int(layer.split(".")[1]) for layer in groups[index]]
         self._index, self._last = index, len(groups) - 1
         self.layers = nn.Module()
@@ -119,8 +119,8 @@ class WebStage(nn.Module):
 
 
 @dataclass(frozen=True)
-class WebCase:
-    """One web, one cut, one schedule, one mini-batch."""
+class SkipCase:
+    """One model, one cut, one schedule, one mini-batch."""
 
     links: tuple[tuple[int, ...], ...]
     frozen: int
@@ -131,17 +131,17 @@ class WebCase:
     loss: str = "mean"
     recompute: str = "never"
 
-    web = Web
+    model_class = SkipModel
 
-    def build(self) -> Web:
+    def build(self) -> SkipModel:
         torch.manual_seed(len(self.links))
-        return self.web(self.links, self.frozen).double()
+        return self.model_class(self.links, self.frozen).double()
 
     def plan(self, model: nn.Module) -> ps.Plan:
-        assert isinstance(model, Web)
-        line = WebLine(model)
+        assert isinstance(model, SkipModel)
+        chain = SkipChain(model)
         ends = [sum(self.balance[: i + 1]) for i in range(len(self.balance))]
-        return build_plan(line, [line.layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)])
+        return build_plan(chain, [chain.layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)])
 
     @property
     def stages(self) -> int:

@@ -1,4 +1,4 @@
-"""What a process must not keep when a pipeline is over: threads, sockets, children, shared memory."""
+"""Detect resources that a pipeline leaks: threads, sockets, child processes, shared memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Belongings"]
+__all__ = ["ProcessResources"]
 
 
 @dataclass(frozen=True)
-class Belongings:
-    """What this process has now; ``Belongings()`` before, and ``before.assert_nothing_new()`` afterwards."""
+class ProcessResources:
+    """Resources of this process: ``before = ProcessResources.now()``, later ``before.assert_no_leaks()``."""
 
     python_threads: frozenset[str]
     threads: int
@@ -23,7 +23,7 @@ class Belongings:
     shared_memory: frozenset[str]
 
     @classmethod
-    def now(cls) -> Belongings:
+    def now(cls) -> ProcessResources:
         gc.collect()
         return cls(
             frozenset(thread.name for thread in threading.enumerate()),
@@ -33,15 +33,15 @@ class Belongings:
             frozenset(name for name in os.listdir("/dev/shm") if _is_ours(name)),
         )
 
-    def assert_nothing_new(self, seconds: float = 10.0) -> None:
-        """Threads take a moment to end."""
+    def assert_no_leaks(self, seconds: float = 10.0) -> None:
+        """Poll, because threads take some time to end."""
         end = time.monotonic() + seconds
         while (left := self._new()) and time.monotonic() < end:
             time.sleep(0.05)
         assert not left, f"left behind: {left}"
 
     def _new(self) -> dict[str, object]:
-        now = Belongings.now()
+        now = ProcessResources.now()
         found: dict[str, object] = {}
         for name in ("python_threads", "children", "shared_memory"):
             if new := getattr(now, name) - getattr(self, name):

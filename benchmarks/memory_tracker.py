@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Ledger", "known_answer"]
+__all__ = ["MemoryTracker", "tracker_accuracy"]
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Entry:
     watch: weakref.ref[Any] | None = None
 
 
-class Ledger:
+class MemoryTracker:
     """The storages that were made since ``reset`` and are alive, by the stage that made them, on any thread."""
 
     def __init__(self, stages: int) -> None:
@@ -110,17 +110,17 @@ class Ledger:
 class Watch(TorchDispatchMode):
     """Shows a ledger what the operations of one thread take and give, those of autograd's backward too."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__()
-        self.ledger = ledger
+        self.tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in tensors_of((*args, *kwargs.values())):
-            self.ledger.note(tensor, made=False)
+            self.tracker.note(tensor, made=False)
         out = func(*args, **kwargs)
         for tensor in tensors_of((out,)):
-            self.ledger.note(tensor, made=True)
+            self.tracker.note(tensor, made=True)
         return out
 
 
@@ -132,13 +132,13 @@ def tensors_of(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def known_answer(number: int = 4) -> float:
+def tracker_accuracy(number: int = 4) -> float:
     """What the ledger finds over what is known, where it is: threads that each keep the outputs of ten tanh."""
-    ledger = Ledger(number)
+    tracker = MemoryTracker(number)
     size, depth, kept = 2**10, 10, []
 
     def work(stage: int) -> None:
-        ledger.enter(stage)
+        tracker.enter(stage)
         x = torch.ones(size, requires_grad=True)
         for _ in range(depth):
             x = torch.tanh(x)
@@ -149,7 +149,7 @@ def known_answer(number: int = 4) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    found = ledger.total
+    found = tracker.total
     kept.clear()
-    assert ledger.total == 0, f"{ledger.total} bytes are said to be alive when nothing is"
+    assert tracker.total == 0, f"{tracker.total} bytes are said to be alive when nothing is"
     return found / (number * (depth + 1) * size * 4)

@@ -1,0 +1,46 @@
+"""Skip connections between stages, and the sums of their gradients."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from tests.equivalence.check import check_on_rank, check_step
+from tests.equivalence.models import TRAINING, stages_for
+from tests.equivalence.skip_models import SkipCase
+from tests.equivalence.strategies import skip_cases
+from tests.support.ranks import Ranks
+
+
+def dense_skips(schedule: str, ranks: int, microbatches: int = 4, batch: int = 10) -> SkipCase:
+    """Two layers per stage; every layer uses all earlier ones."""
+    stages = stages_for(schedule, ranks)
+    links = tuple(tuple(range(i)) for i in range(2 * stages))
+    return SkipCase(links, 1, (2,) * stages, schedule, microbatches, batch)
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_skip_connections_in_threads(schedule: str) -> None:
+    for count in (1, 2, 3):
+        check_step(dense_skips(schedule, count))
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_skip_connections_over_processes(schedule: str, four_ranks: Ranks) -> None:
+    four_ranks.check(check_on_rank, dense_skips(schedule, 4, 5, 13))
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(case=skip_cases())
+def test_generated_skip_connections_in_threads(case: SkipCase) -> None:
+    check_step(case)
+
+
+def test_generated_skip_connections_over_two_processes(two_ranks: Ranks) -> None:
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(case=skip_cases(ranks=(2,)))
+    def run(case: SkipCase) -> None:
+        two_ranks.check(check_on_rank, case)
+
+    run()
