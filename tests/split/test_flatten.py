@@ -382,10 +382,10 @@ def test_lazy_parts_stay_lazy_until_their_stage_is_made() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("con1", r"entry 1: there is no module 'con1' in Net: did you mean 'conv1'.*Net has fc, conv1, bn1, relu"),
-        ("layer1.2", r"no module 'layer1\.2'.*'layer1\.[01]'.*'layer1' \(Sequential\) has 0, 1"),
-        ("layer1.0.cnv", r"did you mean 'layer1\.0\.conv'.*'layer1\.0' \(Block\) has conv, bn"),
-        ("fc.weight", r"'fc' \(Linear\) has no modules"),
+        ("con1", r"entry 1: there is no module 'con1' in Net: did you mean 'conv1'"),
+        ("layer1.2", r"no module 'layer1\.2'.*'layer1\.[01]'"),
+        ("layer1.0.cnv", r"did you mean 'layer1\.0\.conv'"),
+        ("fc.weight", r"no module 'fc\.weight'"),
         ("", "there is no module ''"),
         ("forward", "there is no module 'forward'"),
     ],

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.errors import PlanError
 from penstock.split.balance import balance_stages, check_limits, check_stage_count, partition_layers
 from penstock.split.chain import Edge as Edge
-from penstock.split.chain import Groups, LayerChain, WholeModelChain
+from penstock.split.chain import LayerChain, WholeModelChain
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.marks import Stage, begin_block_of, cut_points, devices_of_stages, groups_by_device, groups_by_name
 from penstock.split.measure import measure as measure_layers
@@ -106,30 +106,26 @@ def split(
 
     ``shared_weights=[("a.weight", "b.weight")]`` ties separate parameters.
     """
-    shared = shared_weights or ()
     sample = sample_inputs(model, sample)
-    named = isinstance(stages, (list, tuple))
-    chain = chain_of(model, stages=None if named else stages, cuts=cuts, blocks=blocks, sample=sample)  # type: ignore[arg-type]
-    if not isinstance(stages, (list, tuple)):
-        return build_plan(chain, _groups(chain, stages, balance, cuts, sample, memory), shared)
-    if balance is not None:
-        raise PlanError(f"stages={list(stages)} says which blocks each stage has: balance={balance!r} cannot change it")
-    groups = groups_by_name(chain, stages)
+    named = stages if isinstance(stages, (list, tuple)) else None
+    number: Any = stages if named is None else None
+    chain = chain_of(model, stages=number, cuts=cuts, blocks=blocks, sample=sample)
+    devices = None
+    if named is not None:
+        if balance is not None:
+            raise PlanError(f"stages={named} says which blocks each stage has: balance={balance!r} cannot change it")
+        groups, devices = groups_by_name(chain, named), devices_of_stages(named)
+    elif stages is None and balance is None and cuts is not None:
+        groups = [(layer,) for layer in chain.layers]
+    elif stages is None and balance is None and chain.devices():
+        groups = groups_by_device(chain)
+    else:
+        groups = balance_stages(chain, balance=balance, stages=number, sample=sample, memory=memory)
+        memory = None  # it was observed
     if memory is not None:
         check_limits(chain, groups, memory, sample)
-    plan = build_plan(chain, groups, shared)
-    return replace(plan, devices=devices_of_stages(stages) or plan.devices)
-
-
-def _groups(
-    chain: LayerChain, stages: Any, balance: Sequence[int] | str | None, cuts: Any, sample: Any, memory: Any
-) -> Groups:
-    if stages is None and balance is None and (cuts is not None or chain.devices()):
-        groups = [(layer,) for layer in chain.layers] if cuts is not None else groups_by_device(chain)
-        if memory is not None:
-            check_limits(chain, groups, memory, sample)
-        return groups
-    return balance_stages(chain, balance=balance, stages=stages, sample=sample, memory=memory)
+    plan = build_plan(chain, groups, shared_weights or ())
+    return plan if devices is None else replace(plan, devices=devices)
 
 
 def balance_by_time(

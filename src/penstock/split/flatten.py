@@ -99,7 +99,7 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
     if not partial:
         _check_no_lost_members(model, names)
     paths = names.paths()
-    known = [path for path, _ in model.named_modules(remove_duplicate=False) if path in names.tree]
+    known = [path for path in names.modules if path in names.tree]
     order = dict.fromkeys((*known, *names.tree))  # of the model's parameters(); modules of no model come last
     flat = FlatSequential(paths, {path: names.tree[path] for path in order})
     for module in flat.modules():
@@ -117,14 +117,18 @@ class _LayerNames:
         self.layers: dict[str, str] = {}  # layer -> path
         self.tree: dict[str, nn.Module] = {}
         self.expanded: set[str] = set()
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.own: dict[int, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
+        for path, module in self.modules.items():
             self.own.setdefault(id(module), []).append(path)
         self.foreign: dict[int, str] = {}
 
     def add(self, number: int, entry: Any) -> None:
         if isinstance(entry, str):
-            module = self._find(number, entry)
+            module = self.modules.get(entry) if entry else None
+            if module is None:
+                hint = did_you_mean(entry, self.modules, otherwise=f": it has {', '.join(self.model._modules)}")
+                raise PlanError(f"entry {number}: there is no module '{entry}' in {type(self.model).__name__}{hint}")
             if _is_list(module):
                 self.expanded.add(entry)
                 for name, member in layers_of(module).items():
@@ -174,21 +178,6 @@ class _LayerNames:
         taken = {*self.model._modules, *self.layers.values()}
         candidates = (name, f"{name}_{number}", *(f"{name}_{number}_{i}" for i in range(len(taken))))
         return next(candidate for candidate in candidates if candidate not in taken)
-
-    def _find(self, number: int, path: str) -> nn.Module:
-        module, walked = self.model, ""
-        for part in path.split("."):
-            child = module._modules.get(part)
-            if child is None:
-                known = [name for names in self.own.values() for name in names if name]
-                hint = did_you_mean(path, known, otherwise=".")
-                where = f"'{walked}' ({type(module).__name__})" if walked else type(module).__name__
-                raise PlanError(
-                    f"entry {number}: there is no module '{path}' in {type(self.model).__name__}{hint} "
-                    f"{where} has {', '.join(module._modules) or 'no modules'}"
-                )
-            module, walked = child, f"{walked}.{part}" if walked else part
-        return module
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

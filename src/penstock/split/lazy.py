@@ -61,14 +61,8 @@ class Lazy(nn.Module):
         if isinstance(built, torch.jit.ScriptModule):  # compiled code is bound to the original object
             raise PlanError("a Lazy layer cannot be a ScriptModule: build it before, and do without Lazy")
         before = self.__dict__
-        for name, mine in before.items():  # keep hooks registered before the build: their handles refer to these dicts
-            if "_hooks" in name and mine:
-                merged = {**built.__dict__[name], **mine}
-                mine.clear()
-                mine.update(merged)
-                built.__dict__[name] = mine
-        if built._is_full_backward_hook is None:
-            built._is_full_backward_hook = self._is_full_backward_hook
+        if any("_hooks" in name and mine for name, mine in before.items()):
+            raise PlanError(f"hooks were registered on {self!r} before it was built: call build() first")
         object.__setattr__(self, "__dict__", built.__dict__)  # shared, so references to the built object stay valid
         try:
             self.__class__ = type(built)  # type: ignore[assignment]

@@ -184,11 +184,11 @@ def _check_name(name: object) -> str:
     return name
 
 
-def _check_device(name: str, device: object) -> str | None:
+def _check_device(name: str, device: Any) -> str | None:
     if device is None:
         return None
     try:
-        return str(torch.device(device))  # type: ignore[arg-type]
+        return str(torch.device(device))
     except (RuntimeError, TypeError) as error:
         raise PlanError(f"{name} names a device {device!r} that torch does not know: {error}") from error
 

@@ -84,19 +84,13 @@ def backward_roots(output: Any) -> list[Tensor]:
 
 def accelerators_of(model: nn.Module, value: Any) -> set[torch.device]:
     """The accelerators that a model and its arguments are on; an error if tensors have no data yet."""
-    for name, module in model.named_modules():
-        if isinstance(module, Lazy):
-            raise PlanError(
-                f"layer {name} is not built yet, so it cannot run: build it, or do without a sample: "
-                "ps.split balances by parameters then, ps.plan by costs="
-            )
-    devices = set()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *named_leaves(value, "sample")):
-        if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-            raise PlanError(
-                f"{name} is on the meta device, where nothing runs: give it values, or do without a sample: "
-                "ps.split balances by parameters then, ps.plan by costs="
-            )
-        if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
-            devices.add(tensor.device)
-    return devices
+    values = (*model.named_parameters(), *model.named_buffers(), *named_leaves(value, "sample"))
+    tensors = {name: tensor for name, tensor in values if isinstance(tensor, Tensor)}
+    empty = [f"layer {name} is not built yet" for name, part in model.named_modules() if isinstance(part, Lazy)]
+    empty += [f"{name} is on the meta device" for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        raise PlanError(
+            f"{empty[0]}, so it cannot run: give it values, or do without a sample: ps.split balances by parameters "
+            "then, ps.plan by costs="
+        )
+    return {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, Generic, TypeVar
@@ -80,7 +80,7 @@ class DataLoader(Generic[Sample]):
         self._lock = threading.Lock()  # one thread at a time reads the dataset
         self._next = _EpochPosition(0, 0)
         self._now: _EpochPosition | None = None
-        self._last: weakref.ref[Generator[Any, None, None]] | None = None
+        self._last: weakref.ref[Any] | None = None
         self._structure: Any = None
         self._feed = _IndexFeed()
         options |= {"num_workers": num_workers, "pin_memory": bool(pin_memory) and self._copier.device is None}
@@ -212,7 +212,7 @@ class DataLoader(Generic[Sample]):
         self._last = weakref.ref(iteration)
         return iteration
 
-    def _receive(self, loaded: Iterator[CopiedBatch], position: _EpochPosition) -> Generator[Any, None, None]:
+    def _receive(self, loaded: Iterator[CopiedBatch], position: _EpochPosition) -> Iterator[Any]:
         """The batches of one epoch, without references to past ones."""
         while True:
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,18 @@ from torch.optim import Optimizer
 from penstock._torch import foreach_unscale_
 from penstock.engine.replicas.dtensor import to_local
 from penstock.errors import PipelineError, PlanError
-from penstock.train.state import PipelineState
 
 _FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # the state of a rank's gradients; the maximum over the ranks counts
 _SMALLEST_SCALE = 2.0**-126  # whose inverse float32 can represent
 _STATE_NAMES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's names
+
+
+class ScaledPipeline(Protocol):
+    """The part of a pipeline that the scaler uses: the factor of its gradients, and a reduction over its ranks."""
+
+    loss_scale: float
+
+    def max_over_ranks(self, number: float) -> float: ...
 
 
 class GradScaler:
@@ -38,7 +45,7 @@ class GradScaler:
 
     def __init__(
         self,
-        pipe: PipelineState,
+        pipe: ScaledPipeline,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -62,7 +69,7 @@ class GradScaler:
         self._stepped: set[Optimizer] = set()
         self._global_states: list[float] = []
 
-    def scale(self, outputs: Tensor) -> Tensor:
+    def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the scale: for ``pipe(x)`` and ``backward()``."""
         if not self._enabled:
             return outputs
