@@ -188,12 +188,14 @@ def test_a_stage_that_drops_a_scale_is_found() -> None:
     def drops(stage: nn.Module, x: Tensor) -> Tensor:
         return stage[1](stage[0].linear(x))  # type: ignore[index, union-attr, no-any-return]
 
-    with pytest.raises(ps.PlanError, match=r"output \(stage 2\) differs by up to [\d.e-]+: at \[\d, \d\] it is"):
+    with pytest.raises(
+        ps.PlanError, match=r"output \(stage 2\) differs: .*Greatest absolute difference: [\d.e-]+ at index"
+    ):
         broken(drops).check(batch())
 
 
 def test_a_stage_that_changes_its_output_is_found() -> None:
-    with pytest.raises(ps.PlanError, match=r"3 stages do not compute .*: output \(stage 2\) differs by up to"):
+    with pytest.raises(ps.PlanError, match=r"3 stages do not compute .*: output \(stage 2\) differs: "):
         broken(lambda stage, x: stage(x) + 1).check(batch())
 
 
@@ -201,7 +203,7 @@ def test_the_last_stage_has_only_the_output() -> None:
     line = SequentialChain(net())
     groups = [("0", "1", "2"), ("3", "4")]
     plan = build_plan(Broken(line.model, lambda stage: Changed(stage, lambda stage, x: stage(x) + 1)), groups)
-    with pytest.raises(ps.PlanError, match=r": output \(stage 1\) differs by up to 1"):
+    with pytest.raises(ps.PlanError, match=r": output \(stage 1\) differs: .*Greatest absolute difference: 1\.0"):
         plan.check(batch())
 
 
@@ -209,9 +211,9 @@ def test_another_kind_of_output_is_told_in_words() -> None:
     def last(change: Callable[[Any], Any]) -> ps.Plan:
         return build_plan(Broken(mlp(), lambda s: Changed(s, lambda s, x: change(s(x)))), [("0",), tuple("123456")])
 
-    with pytest.raises(ps.PlanError, match=r"output .* is torch.float64 \[8, 4\], in the whole model torch.float32"):
+    with pytest.raises(ps.PlanError, match=r"output .* 'dtype' do not match: torch.float64 != torch.float32"):
         last(lambda x: x.double()).check(batch())
-    with pytest.raises(ps.PlanError, match=r"output .* is torch.float32 \[7, 4\], in the whole model .* \[8, 4\]"):
+    with pytest.raises(ps.PlanError, match=r"output .* 'shape' do not match: .*\[7, 4\]\) != .*\[8, 4\]"):
         last(lambda x: x[1:]).check(batch())
     with pytest.raises(ps.PlanError, match=r"output .* is missing"):
         last(lambda x: (x,)).check(batch())
@@ -228,7 +230,7 @@ def test_a_stage_that_scales_only_the_gradient_is_found() -> None:
     def scaled(stage: nn.Module, x: Tensor) -> Tensor:
         return stage(x.detach() + 2 * (x - x.detach()))  # type: ignore[no-any-return]
 
-    with pytest.raises(ps.PlanError, match=r"the gradient of 0\.bias \(stage 0\) differs by"):
+    with pytest.raises(ps.PlanError, match=r"the gradient of 0\.bias \(stage 0\) differs: "):
         broken(scaled).check(batch())
 
 
@@ -238,7 +240,7 @@ def test_gradients_that_a_plain_sum_would_cancel_are_compared() -> None:
             return x - x.flip(0)
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Apart())
-    with pytest.raises(ps.PlanError, match=r"the gradient of 0\.weight \(stage 0\) differs by"):
+    with pytest.raises(ps.PlanError, match=r"the gradient of 0\.weight \(stage 0\) differs: "):
         broken(lambda stage, x: stage(x.detach() + 2 * (x - x.detach())), model).check(batch())
 
 
@@ -247,7 +249,7 @@ def test_a_stage_that_updates_a_buffer_twice_is_found_by_the_buffer() -> None:
         stage[0].calls += 1  # type: ignore[index, union-attr, operator]
         return stage(x)  # type: ignore[no-any-return]
 
-    with pytest.raises(ps.PlanError, match=r"buffer 1\.calls \(stage 1\) differs by up to 1: at \[\] it is 2\.0"):
+    with pytest.raises(ps.PlanError, match=r"buffer 1\.calls \(stage 1\) differs: .*2"):
         broken(twice).check(batch())
 
 

@@ -370,6 +370,9 @@ class Pipeline(PipelineState):
             f"schedule {self._source.name!r}, {self._source.microbatches} micro-batches)"
         )
 
+    def __getstate__(self) -> Any:
+        raise PlanError("a pipeline is not copied or pickled: save pipe.state_dict(), and build another pipeline")
+
 
 def find_faster_order(
     schedule: Schedule, costs: Costs, edges: Sequence[Edge], seconds: float
