@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.split.partition import MemoryLimitError, WeightPieces, partition
+from penstock.split.balance import MemoryLimitError, WeightPieces, partition
 
 
 def parts_of(items: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:

@@ -21,8 +21,15 @@ from penstock._torch import pytree
 from penstock.errors import PlanError
 from penstock.split.chain import LayerChain
 from penstock.split.flatten import is_plain_sequential
-from penstock.split.module_state import preserve_state, temporary_copies
-from penstock.split.sample import accelerators_of, backward_roots, model_output, named_leaves, sample_arguments
+from penstock.split.sample import (
+    accelerators_of,
+    backward_roots,
+    model_output,
+    named_leaves,
+    preserve_state,
+    sample_arguments,
+    temporary_copies,
+)
 
 Difference = Callable[[Any, Any], str | None]
 """Describes how a value of the stages differs from the model's; None for equal values."""

@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from penstock._torch import pytree
 from penstock.errors import PlanError
 from penstock.split.chain import LayerChain
-from penstock.split.module_state import preserve_state, temporary_copies
 from penstock.split.plan import build_plan
-from penstock.split.sample import accelerators_of, backward_roots, sample_arguments
+from penstock.split.sample import accelerators_of, backward_roots, preserve_state, sample_arguments, temporary_copies
 
 T = TypeVar("T")
 

@@ -10,10 +10,9 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
 from typing import TextIO
 
@@ -231,13 +230,13 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if not rank < world:
         raise PlanError(f"SLURM_PROCID is {rank}, but SLURM says that there are {world} tasks")
     nodelist = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = slurm_hosts(nodelist) if nodelist else ["127.0.0.1"]
     here = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if here:
         counts = slurm_tasks_per_node(here)
         local = counts[min(node, len(counts) - 1)]
     else:
-        local = _number(environ, "SLURM_NTASKS_PER_NODE", otherwise=-(-world // len(nodes)))
+        nodes = _number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", otherwise=1)
+        local = _number(environ, "SLURM_NTASKS_PER_NODE", otherwise=-(-world // nodes))
     job = _number(environ, "SLURM_JOB_ID", "SLURM_JOBID", otherwise=0)
     step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID", otherwise=0)
     return {
@@ -245,23 +244,18 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(_number(environ, "SLURM_LOCALID", otherwise=rank % local)),
         "LOCAL_WORLD_SIZE": str(local),
-        "MASTER_ADDR": nodes[0],
+        "MASTER_ADDR": slurm_first_host(nodelist) if nodelist else "127.0.0.1",
         "MASTER_PORT": str(_PORTS[(job + step) % len(_PORTS)]),
     }
 
 
-def slurm_hosts(nodelist: str) -> list[str]:
-    """Expand a SLURM node list: ``node[003-005,7],gpu1`` is node003, node004, node005, node7, gpu1."""
-    if not re.fullmatch(r"(?:[^][]|\[[^][]*\])*", nodelist):
-        raise PlanError(f"SLURM's list of nodes cannot be read: the brackets of {nodelist!r} do not match")
-    hosts: list[str] = []
-    for entry in filter(None, map(str.strip, re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist))):
-        pieces = re.findall(r"\[[^]]*\]|[^[]+", entry)
-        choices = [list(_expand_ranges(p[1:-1], nodelist)) if p.startswith("[") else [p] for p in pieces]
-        hosts += map("".join, product(*choices))
-    if not hosts:
-        raise PlanError(f"SLURM's list of nodes names none: {nodelist!r}")
-    return hosts
+def slurm_first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list: node003 of ``node[003-005,7],gpu1``."""
+    match = re.match(r"((?:[^][,]|\[[^][]*\])+)(?:,|$)", nodelist)
+    host = re.sub(r"\[\s*(\d+)[^][]*\]", r"\1", match[1]).strip() if match else ""
+    if not host or "[" in host:
+        raise PlanError(f"SLURM's list of nodes cannot be read: {nodelist!r}")
+    return host
 
 
 def slurm_tasks_per_node(text: str) -> list[int]:
@@ -273,15 +267,6 @@ def slurm_tasks_per_node(text: str) -> list[int]:
             raise PlanError(f"SLURM's tasks per node cannot be read: {text!r}, expected something like '2(x3),1'")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def _expand_ranges(ranges: str, nodelist: str) -> Iterator[str]:
-    for piece in ranges.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
-        if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise PlanError(f"SLURM's list of nodes cannot be read: {piece!r} in {nodelist!r} is not a number or range")
-        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            yield f"{number:0{len(match[1])}}"
 
 
 def _first_set(environ: Mapping[str, str], *names: str) -> str | None:
