@@ -127,10 +127,7 @@ def test_it_is_a_sequential_of_the_layers() -> None:
     assert flat[0] is model.conv1
     assert flat[-1] is model.fc
     assert list(flat)[3:7] == [*model.layer1, *model.body["layer2"]]
-    part = flat[2:5]
-    assert list(part) == [model.relu, *model.layer1]
-    assert next(name for name, _ in part.named_parameters()) == "layer1.0.conv.weight"
-    assert_same(part(torch.ones(1, 4, 3, 3)), model.layer1(torch.ones(1, 4, 3, 3)))
+    assert flat[2:5] == [model.relu, *model.layer1]
 
 
 def test_its_layers_are_fixed() -> None:

@@ -106,7 +106,8 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
             if mesh.pipe_rank in (a, b):
                 times = _ping_pong(endpoints[a, b, "F"], endpoints[b, a, "B"], mesh.pipe_rank == a, size, repeats)
                 if mesh.pipe_rank == a:
-                    found[f"{mesh.pipe_ranks[a]} {mesh.pipe_ranks[b]}"] = times
+                    pair = mesh.ranks("pipe")[a], mesh.ranks("pipe")[b]
+                    found[f"{pair[0]} {pair[1]}"] = times
         everyone = rendezvous.gather(found)
         host = (0.0, inf)
         if ring and mesh.device.type == "cpu":

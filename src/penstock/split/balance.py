@@ -15,9 +15,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from operator import add
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import PlanError
 from penstock.format import format_size_exact, parse_bytes
@@ -52,7 +52,7 @@ def balance_stages(
     their gradients, two optimizer states each, and with a sample the tensors that one forward saves for backward.
     """
     if isinstance(balance, str) and balance not in BALANCE_CRITERIA:
-        _invalid_balance(balance)
+        _check_sizes(chain, balance)
     criterion = balance if isinstance(balance, str) else None
     if criterion is not None and stages is None:
         raise PlanError(f"balance={criterion!r} says what to balance, but not over how many stages: give stages=n too")
@@ -100,7 +100,9 @@ def partition_layers(
     elif criterion == "time" and measured is not None:
         weights = [layer.forward + layer.backward for layer in measured.layers]
     else:
-        weights = _parameter_counts(chain)
+        # A layer without parameters is not free: the one keeps such layers from all going to one stage. A parameter
+        # of two layers counts in both, since both compute with it.
+        weights = [1 + sum({id(p): p.numel() for p in _parameters(chain, layer)}.values()) for layer in chain.layers]
     if measured is not None:
         crossing: Sequence[float] = measured.crossing
     else:
@@ -121,17 +123,8 @@ def partition_layers(
         ) from None
 
 
-def _parameter_counts(chain: LayerChain) -> list[int]:
-    """The number of parameters of each layer plus one.
-
-    A layer without parameters is not free: the one keeps such layers from all going to one stage. A parameter of two
-    layers counts in both, since both compute with it.
-    """
-    counts = []
-    for layer in chain.layers:
-        own = {id(tensor): tensor.numel() for _, tensor in chain.members(layer) if isinstance(tensor, nn.Parameter)}
-        counts.append(1 + sum(own.values()))
-    return counts
+def _parameters(chain: LayerChain, layer: str) -> list[Tensor]:
+    return [tensor for _, tensor in chain.members(layer) if isinstance(tensor, nn.Parameter)]
 
 
 def _layer_memory(
@@ -176,16 +169,12 @@ def check_limits(chain: LayerChain, groups: Groups, memory: Any, sample: Any) ->
             )
 
 
-def _invalid_balance(balance: object) -> NoReturn:
-    raise PlanError(
-        "balance must be a list with the number of layers of each stage, "
-        f"or with stages=n one of {', '.join(map(repr, BALANCE_CRITERIA))}; got {balance!r}"
-    )
-
-
-def _check_sizes(chain: LayerChain, balance: Sequence[int] | str) -> list[int]:
+def _check_sizes(chain: LayerChain, balance: Any) -> list[int]:
     if isinstance(balance, str) or not isinstance(balance, Iterable):
-        _invalid_balance(balance)
+        raise PlanError(
+            "balance must be a list with the number of layers of each stage, "
+            f"or with stages=n one of {', '.join(map(repr, BALANCE_CRITERIA))}; got {balance!r}"
+        )
     sizes = list(balance)
     if not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
         raise PlanError(f"every stage needs at least one layer: balance={sizes}")

@@ -47,12 +47,7 @@ class FlatSequential(nn.Sequential):
         return len(self._order)
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, slice):
-            return list(self)[index]
-        paths = dict(list(self._paths.items())[index])
-        part = FlatSequential(paths, {path: _at(self, path) for names in paths.values() for path in names})
-        part.training = self.training
-        return part
+        return list(self)[index]
 
     def _immutable(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PlanError("the layers of a flattened model are fixed: flatten the model again, with another list")
@@ -86,8 +81,6 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
     Parameters and buffers outside all entries would be lost; this is an error unless ``partial=True``. The caller is
     responsible for listing the entries as the model's forward runs them.
     """
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"flatten takes an nn.Module, got {type(model).__name__}")
     if isinstance(entries, (str, nn.Module)) or not isinstance(entries, Iterable):
         raise PlanError(f"flatten takes a list of names, modules and functions, got {entries!r}")
     names = _LayerNames(model)

@@ -55,8 +55,6 @@ def init(
     of the cores. ``timeout`` (seconds) is for joining and for torch's collectives. The group is destroyed at exit. A
     second call only sets ``threads``, if given.
     """
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise PlanError(f"threads must be a whole number from 1, got {threads!r}")
     if dist.is_initialized():
         if threads is not None:
             torch.set_num_threads(threads)
@@ -139,7 +137,9 @@ def parse_device(device: torch.device | str | int) -> torch.device:
 def _device_here(device: torch.device | str | None) -> torch.device:
     """The device with an explicit index; by default this process's GPU, or the CPU."""
     wanted = parse_device(device if device is not None else "cuda" if num_gpus() else "cpu")
-    if wanted.type == "cpu" or wanted.index is not None:
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if wanted.index is not None:
         return wanted
     rank = os.environ.get("LOCAL_RANK") or (dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0"))
     return torch.device("cuda", int(rank) % num_gpus())

@@ -107,16 +107,6 @@ class Mesh:
         return self._ranks_along[dimension]
 
     @property
-    def world(self) -> int:
-        """The number of processes in the mesh."""
-        return len(self.world_ranks)
-
-    @property
-    def pipe_ranks(self) -> tuple[int, ...]:
-        """The global ranks of this process's pipeline."""
-        return self._ranks_along["pipe"]
-
-    @property
     def is_first(self) -> bool:
         return self.pipe_rank == 0
 
@@ -130,7 +120,7 @@ class Mesh:
         if self._device_mesh is None:
             grid = torch.tensor(self.world_ranks, dtype=torch.int).view(*self.sizes.values())
             names = tuple(self.sizes)
-            if self.world == dist.get_world_size():
+            if len(self.world_ranks) == dist.get_world_size():
                 self._device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
             else:  # DeviceMesh() would give groups other numbers in processes outside the mesh
                 ranks = [list(self._ranks_along[name]) for name in names]

@@ -104,7 +104,12 @@ class BatchCopier:
         for device, event in sent.events.items():
             torch.cuda.current_stream(device).wait_event(event)
         if sent.events:
-            map_leaves(_record_stream, sent.batch)
+
+            def record(leaf: Any) -> None:
+                if isinstance(leaf, Tensor) and leaf.is_cuda:
+                    leaf.record_stream(torch.cuda.current_stream(leaf.device))
+
+            map_leaves(record, sent.batch)
         return sent.batch
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -133,12 +138,6 @@ def copy_batch(
         make: Any = type(batch)
         return make(*parts) if hasattr(batch, "_fields") else make(parts)
     return map_leaves(to(inputs or targets), batch)
-
-
-def _record_stream(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_cuda:
-        leaf.record_stream(torch.cuda.current_stream(leaf.device))
-    return leaf
 
 
 def map_leaves(change: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
