@@ -647,13 +647,6 @@ def test_a_forward_must_do_what_it_declares() -> None:
         assert isinstance(raised.value, RuntimeError)
 
 
-def test_the_traceback_has_the_line_that_yields() -> None:
-    with pytest.raises(SkipUseError) as raised:
-        _layer(_pop_twice, pop=["a"])(torch.ones(2))
-    assert "no layer before it has stashed" in str(raised.value)
-    assert any(entry.name == "_pop_twice" for entry in raised.traceback)
-
-
 def test_a_pop_in_another_namespace_says_so() -> None:
     with pytest.raises(SkipUseError, match="has stashed that in its namespace"):
         nn.Sequential(_stashed("a"), _Popped("a").isolate(Namespace()))(torch.ones(2))

@@ -118,21 +118,20 @@ class _WholeModelStage(nn.Module):
     """Calls the model, and shares its parameters, buffers and modules under the same names."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        training = model.training
         self.__dict__["_penstock_model"] = model
+        super().__init__()
+        model.training = training  # which the line above has set
         for attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[attribute] = getattr(model, attribute)
 
     @property
     def training(self) -> bool:
-        model: nn.Module | None = self.__dict__.get("_penstock_model")
-        return True if model is None else model.training
+        return bool(self.__dict__["_penstock_model"].training)
 
     @training.setter
     def training(self, value: bool) -> None:
-        model: nn.Module | None = self.__dict__.get("_penstock_model")
-        if model is not None:
-            model.training = value
+        self.__dict__["_penstock_model"].training = value
 
     def forward(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = value

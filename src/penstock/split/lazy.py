@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlanError
 
@@ -78,7 +76,7 @@ class Lazy(nn.Module):
             if self._outline is _NOT_YET:
                 try:
                     with torch.inference_mode(False), _generators(None, restore=True), torch.device("meta"):
-                        outline: nn.Module | None = _without_data(_made_by(self._fn))
+                        outline: nn.Module | None = _made_by(self._fn).to("meta")
                 except PlanError:
                     raise
                 except Exception:
@@ -148,26 +146,11 @@ def _made_by(fn: Callable[[], Any]) -> nn.Module:
 @contextmanager
 def _generators(seed: int | None, *, restore: bool = False) -> Iterator[None]:
     """Set ``seed``, if given. The generators are restored afterwards if there is a seed or ``restore`` is set."""
-    if seed is None and not restore:
-        yield
-        return
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = list(range(torch.cuda.device_count())) if in_use else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices, enabled=restore or seed is not None):
         if seed is not None:
             torch.default_generator.manual_seed(seed)
             if devices:
                 torch.cuda.manual_seed_all(seed)
         yield
-
-
-def _without_data(module: nn.Module) -> nn.Module:
-    """The module on the meta device; a copy if it has tensors elsewhere."""
-    memo: dict[int, Any] = {
-        id(tensor): nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else tensor.to("meta")
-        for tensor in (*module.parameters(), *module.buffers())
-        if not is_lazy(tensor) and not tensor.is_meta
-    }
-    return copy.deepcopy(module, memo) if memo else module

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from torch import nn
@@ -166,8 +166,12 @@ def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         result = forward(self, *args, **kwargs)
         todo = {"stash": dict.fromkeys(self._skip_stash), "pop": dict.fromkeys(self._skip_pop)}
         if isinstance(result, Generator):
+            answers: list[Any] = [None]  # popped at once, so that a value is freed with its last user
             try:
-                result = _run_generator(self, result, todo)
+                while True:
+                    answers.append(_handle_request(self, result.send(answers.pop()), todo))
+            except StopIteration as end:
+                result = end.value
             except BaseException:
                 stashed_values().clear()  # values of a failed call
                 raise
@@ -182,22 +186,6 @@ def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     driven._skip_forward = forward  # type: ignore[attr-defined]
     return driven
-
-
-def _run_generator(layer: Skippable, forward: Generator[Any, Any, Any], todo: Mapping[str, dict[str, None]]) -> Any:
-    step: Callable[[], Any] = partial(next, forward)
-    while True:
-        try:
-            request = step()
-        except StopIteration as end:
-            return end.value
-        try:
-            answer = _handle_request(layer, request, todo)
-        except SkipUseError as error:  # raised at the yield, so that the traceback shows that line
-            step = partial(forward.throw, error)
-        else:
-            step = partial(forward.send, answer)
-            del request, answer
 
 
 def _handle_request(layer: Skippable, request: Any, todo: Mapping[str, dict[str, None]]) -> Any:

@@ -32,7 +32,7 @@ from penstock.split.plan import Plan
 from penstock.train.launch import num_gpus, parse_device
 from penstock.train.mesh import Mesh
 from penstock.train.optimizer_offload import Offload
-from penstock.train.state import FqnMap, all_fqns
+from penstock.train.state import FqnMap
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | int | None
 
@@ -122,7 +122,7 @@ def build(
             from penstock.train.parallelize import parallelize_stages  # FSDP takes seconds to import
 
             rendezvous.compare(pipeline_config(placed, source, shared))
-            fqn = FqnMap(all_fqns(plan.require_chain().model))
+            fqn = FqnMap(plan.require_chain().model)
             parallel = parallelize_stages(modules, mesh, options, plan.ties, copies, fqn)
     pool = HostBufferPool(offload.budget_bytes) if offload is not None and offload.activations else None
     first = 0 if mesh is None else mesh.data_rank * source.microbatches

@@ -58,13 +58,13 @@ def init(
     if dist.is_initialized():
         if threads is not None:
             torch.set_num_threads(threads)
-        return _set_current(device_of_process(device, False))
+        return set_current(device_of_process(device, False))
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     if timeout is not None and timeout <= timedelta(0):
         raise PlanError(f"timeout must be a number of seconds above 0, got {timeout.total_seconds():g}")
     _set_variables()
-    here = _set_current(_device_here(device))
+    here = set_current(_device_here(device))
     processes = _join(here, backend, timeout)
     if threads is None and torch.get_num_threads() == _threads and not omp_threads_set_by_user(os.environ):
         threads = threads_per_process(processes, usable_cores(), os.environ)
@@ -145,7 +145,7 @@ def _device_here(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", int(rank) % num_gpus())
 
 
-def _set_current(device: torch.device) -> torch.device:
+def set_current(device: torch.device) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PlanError
-from penstock.train.launch import device_of_process, init
+from penstock.train.launch import device_of_process, init, set_current
 
 DIMENSIONS = ("data", "pipe", "tensor")
 
@@ -51,7 +51,7 @@ class Mesh:
             raise PlanError(f"rank {dist.get_rank()} is not in the group that was given: only its members have a mesh")
         world = tuple(group if isinstance(group, Sequence) else dist.get_process_group_ranks(group))
         self._set_grid(_resolve(sizes, len(world)), world)
-        self._set_device(device_of_process(device, made))
+        self.device = set_current(device_of_process(device, made))
         self._device_mesh: DeviceMesh | None = None
 
     @classmethod
@@ -77,14 +77,10 @@ class Mesh:
         sizes = {known[name]: size for name, size in zip(names, device_mesh.mesh.shape, strict=True)}
         others = {name: 1 for name in DIMENSIONS if name not in sizes}
         mesh._set_grid({**others, **sizes}, device_mesh.mesh.flatten().tolist())
-        mesh._set_device(device_of_process(device or (None if device_mesh.device_type == "cuda" else "cpu"), True))
+        wanted = device or (None if device_mesh.device_type == "cuda" else "cpu")
+        mesh.device = set_current(device_of_process(wanted, True))
         mesh._device_mesh = device_mesh if set(names) == set(DIMENSIONS) else None
         return mesh
-
-    def _set_device(self, device: torch.device) -> None:
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
 
     def _set_grid(self, sizes: Mapping[str, int], world: Sequence[int]) -> None:
         self.sizes = dict(sizes)

@@ -23,23 +23,20 @@ _WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module"}  # inserted by torc
 
 
 class FqnMap:
-    """Maps the current name of a parameter or module to its fully qualified name in the model."""
+    """Maps the current name of a module, parameter, buffer or extra state to its fully qualified name in the model."""
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        """``names``: those of the model before anything was wrapped."""
-        self.names = frozenset(names)
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """``model``: as it was before anything was wrapped; without one, names stay as they are."""
+        self.names: set[str] = set()
+        if model is not None:
+            self.names |= {name for name, _ in model.named_modules(remove_duplicate=False)}
+            self.names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            self.names |= {name for name, _ in model.named_buffers(remove_duplicate=False)} | set(model.state_dict())
 
     def __call__(self, name: str) -> str:
         if not self.names or name in self.names:
             return name
         return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
-
-
-def all_fqns(model: nn.Module) -> set[str]:
-    """The names of all modules, parameters, buffers and extra state of a model."""
-    found = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    found |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return found | {name for name, _ in model.named_buffers(remove_duplicate=False)} | set(model.state_dict())
 
 
 def stages_state_dict(modules: Mapping[int, nn.Module], fqn: FqnMap) -> dict[str, Tensor]:
