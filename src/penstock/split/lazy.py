@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlanError
 
@@ -76,7 +78,7 @@ class Lazy(nn.Module):
             if self._outline is _NOT_YET:
                 try:
                     with torch.inference_mode(False), _generators(None, restore=True), torch.device("meta"):
-                        outline: nn.Module | None = _made_by(self._fn).to("meta")
+                        outline: nn.Module | None = _without_data(_made_by(self._fn))
                 except PlanError:
                     raise
                 except Exception:
@@ -154,3 +156,15 @@ def _generators(seed: int | None, *, restore: bool = False) -> Iterator[None]:
             if devices:
                 torch.cuda.manual_seed_all(seed)
         yield
+
+
+def _without_data(module: nn.Module) -> nn.Module:
+    """The module on the meta device; a copy if it has tensors elsewhere."""
+    memo: dict[int, Any] = {
+        id(tensor): nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else tensor.to("meta")
+        for tensor in (*module.parameters(), *module.buffers())
+        if not is_lazy(tensor) and not tensor.is_meta
+    }
+    return copy.deepcopy(module, memo) if memo else module
