@@ -398,8 +398,8 @@ def test_an_unknown_name_is_told_what_is_near(name: str, text: str) -> None:
         (3, "entry 0 must be a name, a module or a function, but is 3"),
         (None, "but is None"),
         (nn.ReLU, "must be a name, a module or a function, but is <class"),
-        ("body", r"'body', is a ModuleDict, which has no forward: list its members \('body\.layer2'\)"),
-        (nn.ModuleList([nn.ReLU()]), r"is a ModuleList, which has no forward"),
+        ("body", r"'body', has no forward: list its members \('body\.layer2'\)"),
+        (nn.ModuleList([nn.ReLU()]), r"has no forward"),
     ],
 )
 def test_an_entry_that_cannot_run_is_refused(entry: Any, text: str) -> None:

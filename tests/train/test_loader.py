@@ -404,7 +404,7 @@ def test_refused() -> None:
         (range(9), None, {}, "batch_size must be a number of samples"),
         (range(9), True, {}, "got True"),
         (range(9), 2.0, {}, r"got 2\.0"),
-        (range(9), 3, {"mesh": FakeMesh(4)}, r"batch_size=3 is the whole mini-batch of 4 data replicas.*at least 4"),
+        (range(9), 3, {"mesh": FakeMesh(4)}, r"batch_size=3 is that of 4 data replicas.*at least 4"),
         (range(9), 3, {"batch_sampler": [[1]]}, "leave out batch_size and drop_last"),
         (range(9), None, {"batch_sampler": [[1]], "drop_last": True}, "leave out batch_size and drop_last"),
         (range(9), 3, {"shuffle": True, "sampler": range(9)}, "pass one of them"),

@@ -196,9 +196,9 @@ def from_torch(rank: int) -> None:
     assert mesh.device == torch.device("cpu")
     assert total(mesh, "pipe") == sum(mesh.ranks("pipe"))
     assert total(mesh, "tensor") == rank  # which their grid does not have
-    with refused("named ('pp', 'dp')", "Mesh.from_device_mesh(mesh, data='dp', pipe='pp')"):
+    with refused("dimensions ('pp', 'dp')", "from_device_mesh(mesh, data='dp', pipe='pp')"):
         ps.Mesh.from_device_mesh(theirs)
-    with refused("named nothing"):
+    with refused("dimensions ()"):
         ps.Mesh.from_device_mesh(init_device_mesh("cpu", (4,)))
 
     same = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("tensor", "data", "pipe"))

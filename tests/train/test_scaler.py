@@ -415,4 +415,4 @@ def test_errors_reach_all_ranks() -> None:
     for case in (half, sound, same, switched, saved, new):
         assert [type(result) for result in World(2).run(case)] == [PlanError, PlanError], case.__name__
     complaint = str(World(2).run(same)[1])
-    assert "scale is 9 here, and between 8 and 9 over the ranks" in complaint
+    assert "scale is 8 to 9 over the ranks" in complaint

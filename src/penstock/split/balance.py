@@ -179,10 +179,7 @@ def _check_sizes(chain: LayerChain, balance: Any) -> list[int]:
     if not sizes or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
         raise PlanError(f"every stage needs at least one layer: balance={sizes}")
     if sum(sizes) != len(chain.layers):
-        raise PlanError(
-            f"balance={sizes} is for {sum(sizes)} layers, but the model has {len(chain.layers)}: "
-            f"make the numbers add up to {len(chain.layers)}"
-        )
+        raise PlanError(f"balance={sizes} has {sum(sizes)} layers, but the model has {len(chain.layers)}: change it")
     return sizes
 
 

@@ -113,10 +113,7 @@ def _check_shared_equal(model: nn.Module, shared: Iterable[Sequence[str]]) -> No
     for names in shared:
         for name in names[1:]:
             if not torch.equal(parameters[name], parameters[names[0]]):
-                raise PlanError(
-                    f"{names[0]} and {name} are to be one parameter, but have different values: the pipeline will use "
-                    f"those of {names[0]}, and the model does not"
-                )
+                raise PlanError(f"{names[0]} and {name} are to be one parameter, but have different values")
 
 
 @dataclass(frozen=True)

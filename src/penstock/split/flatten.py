@@ -159,10 +159,7 @@ class _LayerNames:
     def _add_layer(self, number: int, path: str, module: nn.Module) -> None:
         if _has_no_forward(module):
             inside = ", ".join(f"'{path}.{name}'" for name in module._modules) or "none"
-            raise PlanError(
-                f"entry {number}, '{path}', is a {type(module).__name__}, which has no forward: "
-                f"list its members ({inside})"
-            )
+            raise PlanError(f"entry {number}, '{path}', has no forward: list its members ({inside})")
         repeats = sum(known == path for known in self.layers.values())
         self.layers[f"{path}:{repeats + 1}" if repeats else path] = path
         self.tree[path] = module

@@ -237,8 +237,5 @@ def groups_by_device(chain: LayerChain) -> list[tuple[str, ...]]:
     devices = chain.devices()
     without = [layer for layer in chain.layers if layer not in devices]
     if without:
-        raise PlanError(
-            f"stages follow from the blocks' devices only where each block has one, but {', '.join(without)} has none: "
-            "give it a device, or say stages=… "
-        )
+        raise PlanError(f"stages follow from devices if every block has one, but {', '.join(without)} has none")
     return [tuple(layers) for _, layers in groupby(chain.layers, key=lambda layer: devices[layer])]

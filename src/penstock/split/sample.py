@@ -28,10 +28,7 @@ def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return sample, {}
     if isinstance(sample, Mapping) and all(isinstance(key, str) for key in sample):
         return (), dict(sample)
-    raise PlanError(
-        "sample is the arguments of a call: a tensor, a tuple of positional arguments or a dict of keyword "
-        f"arguments, not a {type(sample).__name__}"
-    )
+    raise PlanError(f"sample is the arguments of a call: a tensor, a tuple or a dict, not a {type(sample).__name__}")
 
 
 def sample_inputs(model: nn.Module, sample: Any) -> Any:
@@ -93,10 +90,7 @@ def accelerators_of(model: nn.Module, value: Any) -> set[torch.device]:
     empty = [f"layer {name} is not built yet" for name, part in model.named_modules() if isinstance(part, Lazy)]
     empty += [f"{name} is on the meta device" for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
-        raise PlanError(
-            f"{empty[0]}, so it cannot run: give it values, or do without a sample: ps.split balances by parameters "
-            "then, ps.plan by costs="
-        )
+        raise PlanError(f"{empty[0]}, so it cannot run: give it values, or leave the sample out")
     return {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
 
 

@@ -45,10 +45,7 @@ class SequentialChain(LayerChain):
         kept = {k: t for k, t in own.items() if t is not None and k not in model._non_persistent_buffers_set}
         lost = [name for name, tensor in kept.items() if id(tensor) not in held]
         if lost:
-            raise PlanError(
-                f"{', '.join(lost)} of the nn.Sequential itself would be lost, because no stage holds it: "
-                "make it part of the layer that uses it"
-            )
+            raise PlanError(f"{', '.join(lost)} of the nn.Sequential itself would be lost: make it part of a layer")
         self._skips = match_skips(layers_of(model))
 
     def members(self, layer: str) -> Iterator[tuple[str, Tensor]]:

@@ -192,10 +192,7 @@ def _handle_request(layer: Skippable, request: Any, todo: Mapping[str, dict[str,
     """Stash or pop a value; returns the value of the layer's ``yield``."""
     kind = type(layer).__name__
     if not isinstance(request, SkipRequest):
-        raise SkipUseError(
-            f"the forward of {kind} yields a {type(request).__name__}: it may only yield ps.stash(…) and ps.pop(…), "
-            "and must return its output"
-        )
+        raise SkipUseError(f"the forward of {kind} yields a {type(request).__name__}: it must return its output")
     name, verb = request.name, request.verb
     if name not in todo[verb]:
         if name in (layer._skip_stash if verb == "stash" else layer._skip_pop):

@@ -58,8 +58,7 @@ class Options(SimpleNamespace):
         for limit in self.limits:
             if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
                 raise PlanError(
-                    "timeout must be a number of seconds, or None for never, or a pair of them, for the warning and "
-                    f"for the error: got {self.timeout!r}"
+                    f"timeout must be seconds, None, or a pair of them (warning, error): got {self.timeout!r}"
                 )
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
@@ -106,10 +105,7 @@ def build(
     for s, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_dtensor(tensor):
-                raise PlanError(
-                    f"{name} of stage {s} is a DTensor already: build the pipeline of a plain model, and let "
-                    "Pipeline(…, parallelize=…) shard or distribute its stages"
-                )
+                raise PlanError(f"{name} of stage {s} is a DTensor already: let Pipeline(…, parallelize=…) shard it")
     copies = place_tied_parameters(plan.ties, modules, {s: device_of[s] for s in own})
     offload = options.offload
     weights = host_weights(modules, device_of) if offload is not None and offload.weights else None
@@ -174,8 +170,7 @@ def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvi
     if mesh is not None and mesh.data > 1:
         if options.microbatch_size is not None and options.seed is not None:
             raise PlanError(
-                "with a seed, replicas must know how many micro-batches the others have: say microbatches=…, and not "
-                f"microbatch_size={options.microbatch_size}"
+                "with a seed, replicas need equally many micro-batches: say microbatches=, not microbatch_size="
             )
         loss_fn = options.loss_fn
         named_parameters = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()

@@ -103,8 +103,7 @@ class DataLoader(Generic[Sample]):
             raise PlanError(f"batch_size must be a number of samples, at least 1, got {batch_size!r}")
         elif batch_size < replicas:
             raise PlanError(
-                f"batch_size={batch_size} is the whole mini-batch of {replicas} data replicas, some of which would "
-                f"never get a sample: take at least {replicas}"
+                f"batch_size={batch_size} is that of {replicas} data replicas together: take at least {replicas}"
             )
         if prefetch < 0:
             raise PlanError(f"prefetch must be a number of batches, or 0 for none, got {prefetch!r}")
@@ -116,22 +115,15 @@ class DataLoader(Generic[Sample]):
             raise PlanError("torch's DataPipes shard themselves by rank: wrap it in a Dataset or an IterableDataset")
         if self._stream:
             if self.shuffle or given:
-                raise PlanError(
-                    "an IterableDataset has an order of its own: leave out shuffle, sampler and batch_sampler"
-                )
+                raise PlanError("an IterableDataset has an order of its own: leave out shuffle and samplers")
             if num_workers > 1:
-                raise PlanError(
-                    f"num_workers={num_workers} processes would each read the whole IterableDataset: pass num_workers=1"
-                )
+                raise PlanError(f"num_workers={num_workers} processes would each read the whole dataset: pass 1")
             return
         lacks = "samples by index" if not hasattr(dataset, "__getitem__") else None
         if lacks is None and not given and not hasattr(dataset, "__len__"):
             lacks = "length"
         if lacks is not None:
-            raise PlanError(
-                f"the dataset, a {type(dataset).__name__}, has no {lacks}: give it __getitem__ and __len__, or make it "
-                "an IterableDataset"
-            )
+            raise PlanError(f"the dataset, a {type(dataset).__name__}, has no {lacks}: add it, or use IterableDataset")
         if self.shuffle + len(given) > 1:
             raise PlanError("shuffle, sampler and batch_sampler each say the order: pass one of them")
         for name, sampler in given.items():
@@ -175,10 +167,7 @@ class DataLoader(Generic[Sample]):
             raise PlanError(f"this is not the state of a DataLoader: it has no {', '.join(missing)}")
         for name, here in settings.items():
             if state[name] != here:
-                raise PlanError(
-                    f"the state was saved with {name}={state[name]!r}, but this loader has {here!r}: its batches are "
-                    "others. Make the loader as it was"
-                )
+                raise PlanError(f"saved with {name}={state[name]!r}, but this loader has {here!r}: make it as it was")
         self.seed = state["seed"]
         self._next, self._now = _EpochPosition(state["epoch"], state["batches"]), None
 
@@ -197,10 +186,7 @@ class DataLoader(Generic[Sample]):
         if self._torch.persistent_workers:  # they serve one iterator at a time
             last = None if self._last is None else self._last()
             if last is not None and last.gi_frame is not None:
-                raise PlanError(
-                    "with persistent_workers=True there is one iteration at a time, but another one is in progress: "
-                    "finish it, or delete its iterator"
-                )
+                raise PlanError("with persistent_workers=True there is one iteration at a time: finish the other one")
             with self._lock:  # until a thread of the last iterator has loaded its batch
                 pass
         epoch, start = self._next.epoch, self._next.batches
@@ -409,10 +395,7 @@ def _prepared(sampler: Any, generator: torch.Generator, epoch: int) -> Any:
 
 def _require_global(name: str, sampler: Any) -> None:
     if isinstance(sampler, DistributedSampler):
-        raise PlanError(
-            f"{name} is a DistributedSampler, but the loader gives each replica its share itself: leave it out, or "
-            "pass one that goes over the whole dataset"
-        )
+        raise PlanError(f"{name} is a DistributedSampler, but the loader gives each replica its share: leave it out")
     if getattr(sampler, "sampler", None) is not None:
         _require_global(name, sampler.sampler)
 

@@ -69,10 +69,7 @@ class Mesh:
         names = device_mesh.mesh_dim_names or ()
         unknown = [name for name in names if name not in known]
         if unknown or len(names) != device_mesh.mesh.ndim:
-            raise PlanError(
-                f"the dimensions of the DeviceMesh are named {tuple(names) or 'nothing'}: say which is which, as in "
-                "Mesh.from_device_mesh(mesh, data='dp', pipe='pp')"
-            )
+            raise PlanError(f"the DeviceMesh has dimensions {names}: say from_device_mesh(mesh, data='dp', pipe='pp')")
         mesh = cls.__new__(cls)
         sizes = {known[name]: size for name, size in zip(names, device_mesh.mesh.shape, strict=True)}
         others = {name: 1 for name in DIMENSIONS if name not in sizes}

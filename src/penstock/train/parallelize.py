@@ -57,10 +57,7 @@ def parallelize_stages(
             raise
         result = module if result is None else result
         if not isinstance(result, nn.Module):
-            raise PlanError(
-                f"parallelize gave a {type(result).__name__} for stage {stage}: it must return the stage's new module, "
-                "or None where it has changed the stage in place"
-            )
+            raise PlanError(f"parallelize gave a {type(result).__name__} for stage {stage}: return a module, or None")
         result, wrapped = unwrap_ddp(result, stage, mesh.ranks("data"))
         sharded = fsdp_stage(result, stage, mesh.ranks("data"))
         for name, parameter in result.named_parameters():
@@ -73,10 +70,7 @@ def parallelize_stages(
                     )
         changed = result is not module or sharded is not None or mesh.tensor > 1
         if changed and not fake.pairs and not options.dynamic:
-            raise PlanError(
-                f"stage {stage} cannot be copied (copy.deepcopy fails), and a copy of the stage as it was before "
-                "parallelize is needed, to infer the shapes on its edges"
-            )
+            raise PlanError(f"stage {stage} cannot be copied to infer the shapes on its edges: pass dynamic=True")
         if sharded is not None:
             _apply_mixed_precision(sharded, fake)
         if mesh.tensor > 1:

@@ -167,8 +167,7 @@ class GradScaler:
         largest, smallest = self._pipe.max_over_ranks(number), -self._pipe.max_over_ranks(-number)
         if largest != smallest:
             raise PlanError(
-                f"GradScaler's {name} is {number:g} here, and between {smallest:g} and {largest:g} over the ranks: "
-                "give every rank the same"
+                f"GradScaler's {name} is {smallest:g} to {largest:g} over the ranks: give every rank the same"
             )
 
     def _adjust_scale(self, found: float) -> None:

@@ -254,10 +254,7 @@ def clip_grad_norm(
 ) -> None:
     """Scale gradients with the norm ``total`` to at most ``max_norm``."""
     if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped. Pass "
-            "error_if_nonfinite=False to scale them by it anyway"
-        )
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}: they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
