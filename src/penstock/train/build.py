@@ -57,9 +57,7 @@ class Options(SimpleNamespace):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
         for limit in self.limits:
             if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
-                raise PlanError(
-                    f"timeout must be seconds, None, or a pair of them (warning, error): got {self.timeout!r}"
-                )
+                raise PlanError(f"timeout must be seconds, None for never, or a pair of them: got {self.timeout!r}")
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
         if self.offload is not None and self.offload.weights and self.parallelize is not None:
@@ -169,9 +167,7 @@ def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvi
     )
     if mesh is not None and mesh.data > 1:
         if options.microbatch_size is not None and options.seed is not None:
-            raise PlanError(
-                "with a seed, replicas need equally many micro-batches: say microbatches=, not microbatch_size="
-            )
+            raise PlanError("with a seed, replicas need equally many micro-batches: say microbatches=")
         loss_fn = options.loss_fn
         named_parameters = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
         trained = [name for name, parameter in named_parameters if parameter.requires_grad]
@@ -209,11 +205,7 @@ def assign_devices(devices: Devices, ranks: int) -> list[torch.device]:
         return [torch.device("cuda", r % gpus) if gpus else torch.device("cpu") for r in range(ranks)]
     given = [devices] * ranks if isinstance(devices, (str, torch.device, int)) else list(devices)
     if len(given) < ranks:
-        raise PlanError(
-            f"too few devices: the pipeline has {ranks} ranks, but {len(given)} devices were given "
-            f"({', '.join(map(str, given))}). Name a device several times to put several ranks on it, or choose a "
-            "schedule that puts several stages on one rank, such as 'interleaved'"
-        )
+        raise PlanError(f"too few devices: {ranks} ranks, but {len(given)} devices were given: name some several times")
     parsed = map(parse_device, given[:ranks])
     return [torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in parsed]
 

@@ -102,9 +102,7 @@ class DataLoader(Generic[Sample]):
         elif not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise PlanError(f"batch_size must be a number of samples, at least 1, got {batch_size!r}")
         elif batch_size < replicas:
-            raise PlanError(
-                f"batch_size={batch_size} is that of {replicas} data replicas together: take at least {replicas}"
-            )
+            raise PlanError(f"batch_size={batch_size} is that of {replicas} data replicas: take at least {replicas}")
         if prefetch < 0:
             raise PlanError(f"prefetch must be a number of batches, or 0 for none, got {prefetch!r}")
         if options.get("generator") is not None:

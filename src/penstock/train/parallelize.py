@@ -118,10 +118,7 @@ def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tupl
     for places in places_of.values():
         if len({after[place] for place in places}) > 1:
             names = " and ".join(f"{name} of stage {stage}" for stage, name in places)
-            raise PlanError(
-                f"{names} were one parameter, and parallelize has made several of it, which would drift apart: leave "
-                "it unchanged, or cut the model so that stages which share it are on different ranks"
-            )
+            raise PlanError(f"{names} were one parameter, and parallelize has made several of it: leave it unchanged")
 
 
 def _apply_mixed_precision(sharded: FsdpStage, fake: FakeStage) -> None:

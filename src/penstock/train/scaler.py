@@ -166,9 +166,7 @@ class GradScaler:
     def _check_equal(self, name: str, number: float) -> None:
         largest, smallest = self._pipe.max_over_ranks(number), -self._pipe.max_over_ranks(-number)
         if largest != smallest:
-            raise PlanError(
-                f"GradScaler's {name} is {smallest:g} to {largest:g} over the ranks: give every rank the same"
-            )
+            raise PlanError(f"GradScaler's {name} is {smallest:g} to {largest:g} over the ranks: make it the same")
 
     def _adjust_scale(self, found: float) -> None:
         """Update the scale after an iteration, rounded to float32 as in torch."""
@@ -176,8 +174,7 @@ class GradScaler:
             lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._min_scale or 0.0))
             if lower < _SMALLEST_SCALE:
                 raise PipelineError(
-                    f"gradients are not finite even at a scale of {self._scale:g}: the cause is not the scale, but the "
-                    "model or its data. Look at result.loss, or at the gradients of a step without a scaler"
+                    f"gradients are not finite even at a scale of {self._scale:g}: look at the model and its data"
                 )
             self._scale, self._growth_tracker = lower, 0
         elif self._growth_tracker + 1 < self._growth_interval:
