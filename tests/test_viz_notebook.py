@@ -15,8 +15,7 @@ from torch import nn
 import penstock as ps
 from penstock.profile.planner.result import Candidate, Configuration, Rejection
 from penstock.schedule import SCHEDULES, Costs, build, from_text, simulate
-from penstock.split.chain import Edge
-from penstock.split.plan import Plan, StageSpec, Tie
+from penstock.split.plan import Edge, Plan, StageSpec, Tie
 
 SVG = "{http://www.w3.org/2000/svg}"
 HTML_TEXT = "<script>alert('1')</script>&\x00\"]]>"

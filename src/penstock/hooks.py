@@ -24,9 +24,8 @@ from penstock.engine.replicas.ddp import HookBucket
 from penstock.format import parse_bytes
 from penstock.split import chain_of
 from penstock.split.balance import partition
-from penstock.split.chain import LayerChain, WholeModelChain, bind_arguments
 from penstock.split.marks import begin_block_of, cut_points, remove_begin_block
-from penstock.split.plan import build_plan
+from penstock.split.plan import LayerChain, WholeModelChain, bind_arguments, build_plan
 from penstock.split.trace.errors import mentions_marks
 from penstock.split.trace.line import marked_chain
 from penstock.split.trace.state import recorder

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.split.chain import CountedOutput, Edge, Groups, LayerChain
-from penstock.split.plan import build_plan
+from penstock.split.plan import Edge, Groups, LayerChain, build_plan
+from penstock.split.sample import CountedOutput
 from penstock.split.sequential import SequentialChain
 from tests.support.models import assert_same, batch, mlp, snapshot
 

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.split import chain_of
-from penstock.split.chain import Edge, Groups, LayerChain
 from penstock.split.lazy import Lazy
 from penstock.split.measure import LayerMeasurement, Measurement, measure
+from penstock.split.plan import Edge, Groups, LayerChain
 from tests.support.models import assert_same, batch, mlp, snapshot, stateful_model
 
 FLOAT = 4

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from penstock.engine.shapes import FakeStage
 from penstock.errors import PlanError
 from penstock.split.balance import balance_stages
-from penstock.split.chain import CountedOutput
 from penstock.split.plan import Plan, build_plan, run_stages
+from penstock.split.sample import CountedOutput
 from penstock.split.trunk.line import find_trunk, trunk_chain
 from tests.split.trunk_models import assert_staged
 

@@ -31,7 +31,7 @@ from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join, split_targets
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
-from penstock.split.chain import CountedOutput
+from penstock.split.sample import CountedOutput
 
 # ── loss functions ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -29,9 +29,8 @@ from penstock.profile.flop_counter import analytic_clock
 from penstock.profile.timing import ActionTimes, LayerTimings, measure_overhead, median_times, time_layer
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.split import chain_of
-from penstock.split.chain import LayerChain
 from penstock.split.measure import LayerMeasurement, LayerRun, Measurement, measure, tensor_bytes
-from penstock.split.plan import Plan
+from penstock.split.plan import LayerChain, Plan
 from penstock.split.sample import ModuleState, accelerators_of, sample_arguments
 from penstock.suggest import did_you_mean
 

@@ -11,12 +11,11 @@ from torch import nn
 
 from penstock.errors import PlanError
 from penstock.split.balance import balance_stages, check_limits, check_stage_count, partition_layers
-from penstock.split.chain import Edge as Edge
-from penstock.split.chain import LayerChain, WholeModelChain
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.marks import Stage, begin_block_of, cut_points, devices_of_stages, groups_by_device, groups_by_name
 from penstock.split.measure import measure as measure_layers
-from penstock.split.plan import FRONT_ENDS, SharedWeights, build_plan
+from penstock.split.plan import FRONT_ENDS, LayerChain, SharedWeights, WholeModelChain, build_plan
+from penstock.split.plan import Edge as Edge
 from penstock.split.plan import Plan as Plan
 from penstock.split.plan import StageSpec as StageSpec
 from penstock.split.plan import Tie as Tie

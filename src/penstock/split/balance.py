@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PlanError
 from penstock.format import format_size_exact, parse_bytes
-from penstock.split.chain import Groups, LayerChain
 from penstock.split.measure import Measurement, measure, tensor_bytes
+from penstock.split.plan import Groups, LayerChain
 
 WeightPieces: TypeAlias = Mapping[Hashable, float]
 """The weight of an item by piece: a part counts a piece that several items share (a tied parameter) once."""

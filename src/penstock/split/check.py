@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from penstock._torch import pytree
 from penstock.errors import PlanError
-from penstock.split.chain import LayerChain
-from penstock.split.flatten import is_plain_sequential
 from penstock.split.sample import (
     accelerators_of,
     backward_roots,
@@ -50,7 +48,8 @@ class CheckReport:
 
 
 def check_stages(
-    chain: LayerChain,
+    model: nn.Module,
+    whole: Callable[..., Any],
     make_stages: Callable[[], Sequence[nn.Module]],
     run_stages: Callable[..., Any],
     sample: Any,
@@ -58,21 +57,16 @@ def check_stages(
     rtol: float | None,
     atol: float | None,
 ) -> CheckReport:
-    """Compare ``run_stages(args, kwargs, make_stages())`` with the model on ``sample``; a difference is an error.
+    """Compare ``run_stages(args, kwargs, make_stages())`` with ``whole``, a call of the model, on ``sample``.
 
     Outputs, buffers, and the gradients of parameters and float inputs are compared. The gradients are those of the
     loss, if the output has one, else of a weighted sum of all outputs. Both runs do the same arithmetic, so equality is
     bitwise by default; ``rtol`` and ``atol`` allow for kernels that add in no fixed order. Hooks on modules run.
     """
-    model, (args, kwargs) = chain.model, sample_arguments(sample)
+    args, kwargs = sample_arguments(sample)
     _check_shared_equal(model, shared)
     difference = partial(_difference, rtol=rtol or 0.0, atol=atol or 0.0)
     running = 0  # the stage
-
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        if is_plain_sequential(model):
-            return model(chain.arguments(args, kwargs))
-        return model(*args, **{**kwargs, **chain.fixed})
 
     def run_stage(stage: int, *values: Any) -> Any:
         nonlocal running

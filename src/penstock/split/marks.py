@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.split.chain import LayerChain
+from penstock.split.plan import LayerChain
 from penstock.split.trace.state import recorder
 from penstock.suggest import did_you_mean
 

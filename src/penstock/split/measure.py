@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from penstock._torch import pytree
 from penstock.errors import PlanError
-from penstock.split.chain import LayerChain
-from penstock.split.plan import build_plan
+from penstock.split.plan import LayerChain, build_plan
 from penstock.split.sample import accelerators_of, backward_roots, preserve_state, sample_arguments, temporary_copies
 
 T = TypeVar("T")

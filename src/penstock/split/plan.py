@@ -1,25 +1,153 @@
-"""``Plan``: the stages of a model, the edges and ties between them, and their placement. Plain data."""
+"""``LayerChain``: a model as a sequence of layers. ``Plan``: its stages, the edges and ties between them. Plain data.
+
+    model ──front end──▶ LayerChain ──balance──▶ groups of layers ──▶ Plan, and one module per stage
+
+A stage module takes one value per incoming edge, ordered by source stage, and returns one value per outgoing edge,
+ordered by destination. The first stage takes the value that ``arguments`` builds from the model's arguments; the
+last stage returns the model's output. A single value is not wrapped in a tuple:
+
+    first stage    module(value) -> x                    one edge out
+    middle stage   module(x, skip) -> (y, other)         two edges in, two edges out
+    last stage     module(y, other) -> output
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock import _registry
 from penstock.errors import PlanError
 from penstock.format import format_table
-from penstock.split.chain import Edge, Groups, LayerChain
 from penstock.split.check import CheckReport, check_stages
+from penstock.split.flatten import is_plain_sequential
+from penstock.split.lazy import build, members
 from penstock.suggest import did_you_mean
 
 FORMAT = 1
+
+Groups = Sequence[Sequence[str]]
+"""The layers of each stage."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The values sent from one stage to a later one, by name where they have names."""
+
+    src: int
+    dst: int
+    values: tuple[str, ...] = ()
+
+
+class LayerChain(ABC):
+    """The layers of a model in execution order. Each front end is a subclass."""
+
+    model: nn.Module
+    layers: tuple[str, ...]
+    recipe: Mapping[str, Any]
+    """JSON data from which the front end ``recipe["front"]`` rebuilds the same chain for the same model."""
+    fixed: Mapping[str, Any] = MappingProxyType({})
+    """Arguments that the stages always pass to the model."""
+
+    @abstractmethod
+    def members(self, layer: str) -> Iterable[tuple[str, Tensor]]:
+        """The parameters and buffers that a layer uses, under every name that they have in the model."""
+
+    @abstractmethod
+    def edges(self, groups: Groups) -> tuple[Edge, ...]:
+        """The edges between these stages. Each stage has an edge to the next one, even without values."""
+
+    @abstractmethod
+    def stage(self, groups: Groups, index: int) -> nn.Module:
+        """The module of one stage: it holds the model's own modules under their own names."""
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The input of the first stage for a call of the model: by default its arguments by name."""
+        return bind_arguments(self.model, args, kwargs)
+
+    def crossing(self, cut: int) -> float:
+        """The cost of a cut before layer number ``cut``: the size or the number of the values that cross it."""
+        return 1.0
+
+    def devices(self) -> Mapping[str, str]:
+        """The devices that the user gave to layers."""
+        return {}
+
+
+def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by parameter name, without defaults.
+
+    ``*args`` stays a tuple under its name; ``**kwargs`` is expanded.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise PlanError(f"{type(model).__name__} takes {signature}: {error}") from error
+    arguments = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(name, {}))
+    return arguments
+
+
+class WholeModelChain(LayerChain):
+    """A chain of one layer, the whole model, for models whose forward cannot be traced."""
+
+    layers = ("model",)
+    recipe = {"front": "whole"}  # noqa: RUF012
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def members(self, layer: str) -> Iterable[tuple[str, Tensor]]:
+        return members(self.model, "")
+
+    def edges(self, groups: Groups) -> tuple[Edge, ...]:
+        if len(groups) > 1:
+            raise PlanError(f"the model is one layer, which cannot be cut into {len(groups)} stages")
+        return ()
+
+    def stage(self, groups: Groups, index: int) -> nn.Module:
+        return _WholeModelStage(build(self.model))
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, kwargs
+
+
+class _WholeModelStage(nn.Module):
+    """Calls the model, and shares its parameters, buffers and modules under the same names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        training = model.training
+        self.__dict__["_penstock_model"] = model
+        super().__init__()
+        model.training = training  # which the line above has set
+        for attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[attribute] = getattr(model, attribute)
+
+    @property
+    def training(self) -> bool:
+        return bool(self.__dict__["_penstock_model"].training)
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self.__dict__["_penstock_model"].training = value
+
+    def forward(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = value
+        return self.__dict__["_penstock_model"](*args, **kwargs)
+
 
 FRONT_ENDS: dict[str, Callable[[nn.Module, Mapping[str, Any]], LayerChain]] = {}
 """Makes the chain of a model again from the recipe of a plan, by ``recipe["front"]``. ``penstock.split`` fills it."""
@@ -101,9 +229,14 @@ class Plan:
 
         Outputs, buffers and all gradients are compared; the first difference is an error. The model is not changed.
         """
-        shared = self.recipe.get("shared_weights", ())
-        run = partial(run_stages, self)
-        return check_stages(self.require_chain(), self.stage_modules, run, sample, shared, rtol, atol)
+        chain, shared, run = self.require_chain(), self.recipe.get("shared_weights", ()), partial(run_stages, self)
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            if is_plain_sequential(chain.model):
+                return chain.model(chain.arguments(args, kwargs))
+            return chain.model(*args, **{**kwargs, **chain.fixed})
+
+        return check_stages(chain.model, whole, self.stage_modules, run, sample, shared, rtol, atol)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. The model is not part of it."""

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,9 +15,21 @@ from torch import Tensor, nn
 
 from penstock._torch import DisableTorchFunction
 from penstock.errors import PlanError
-from penstock.split.chain import CountedOutput
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.lazy import Lazy
+
+
+@dataclass(frozen=True)
+class CountedOutput:
+    """The output of the last stage when the model computes its own loss.
+
+    ``count`` is a 0-d tensor: the number of elements that the loss was averaged over (labels that are not ignored). The
+    loss of the mini-batch is the mean of the micro-batch losses weighted by it. With ``count=None`` the losses are
+    added: the model divided a sum by a number that was given for the whole mini-batch.
+    """
+
+    output: Any
+    count: Tensor | None
 
 
 def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

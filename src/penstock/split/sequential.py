@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlanError
-from penstock.split.chain import Edge, Groups, LayerChain
 from penstock.split.flatten import FlatSequential, check_no_hooks, layers_of, paths_of
 from penstock.split.lazy import build, members
+from penstock.split.plan import Edge, Groups, LayerChain
 from penstock.split.skip import Skip, SkipKey, SkipUseError, match_skips, use_stash
 
 ACTIVATION = None

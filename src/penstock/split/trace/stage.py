@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.split.chain import Groups
+from penstock.split.plan import Groups
 
 VARIANT = "penstock: called as"
 """The key under which the kind of call crosses to the next stage, where it is not the usual kind."""
