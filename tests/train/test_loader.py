@@ -424,8 +424,6 @@ def test_refused() -> None:
         (range(9), 3, {"prefetch": -1}, "prefetch must be a number of batches, or 0 for none, got -1"),
         (range(9), 3, {"generator": torch.Generator()}, "leave out generator"),
         (range(9), 3, {"in_order": False, "num_workers": 1}, "different orders"),
-        (range(9), 3, {"mesh": 4}, r"mesh must be ps\.Mesh\(data=…, pipe=…\), got int"),
-        (range(9), 3, {"pipe": mlp()}, r"pipe must be a ps\.Pipeline, got Sequential"),
         (
             range(9),
             3,

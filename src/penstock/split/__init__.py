@@ -50,7 +50,9 @@ def chain_of(
         raise PlanError("say where to cut once: either cuts=[…] (before these modules) or blocks=… (a list of blocks)")
     if blocks is not None:
         return trunk_chain(model, blocks)
-    if cuts is None and not _has_marks(model):
+    # Marks on modules; those inside a forward are seen when it is traced.
+    marked = bool(cut_points(model)) or any(begin_block_of(module) is not None for module in model.modules())
+    if cuts is None and not marked:
         if is_plain_sequential(model):
             return SequentialChain(model)
         if getattr(model, "_no_split_modules", None):
@@ -63,11 +65,6 @@ def chain_of(
         if type(model).forward is nn.Module.forward:  # a container such as ModuleList, which cannot be called
             raise
     return WholeModelChain(model)
-
-
-def _has_marks(model: nn.Module) -> bool:
-    """Whether modules carry marks. Marks inside a forward are seen when it is traced."""
-    return bool(cut_points(model)) or any(begin_block_of(module) is not None for module in model.modules())
 
 
 FRONT_ENDS.update(

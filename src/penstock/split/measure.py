@@ -188,13 +188,6 @@ class _Storages:
         return self._current[place]
 
 
-class _SavedTensor:
-    """Stands for a tensor saved for backward; freed when autograd frees the saved tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-
-
 def _storage(tensor: Tensor) -> tuple[int, int]:
     if tensor.layout is not torch.strided:
         return id(tensor), tensor_bytes(tensor)
@@ -241,20 +234,20 @@ class _StageWithLoss(nn.Module):
 
 def _run_counting_memory(run: LayerRun, storages: _Storages) -> tuple[Any, dict[int, int]]:
     """Run forward and backward once, as a warm-up; the output, and the bytes saved for backward by storage number."""
-    saved: list[weakref.ref[_SavedTensor]] = []
+    saved: list[weakref.ref[Tensor]] = []
 
-    def pack(tensor: Tensor) -> _SavedTensor:
-        holder = _SavedTensor(tensor)
-        saved.append(weakref.ref(holder))
-        return holder
+    def pack(tensor: Tensor) -> Tensor:
+        detached = tensor.detach()  # freed with the graph
+        saved.append(weakref.ref(detached))
+        return detached
 
     inputs = run.inputs()
     copies = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     storages.enter(zip(copies, (one.storage for value in run.values for one in _edge_tensors(value)), strict=True))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = run.stage(*inputs)
     member_storages = {_storage(tensor)[0] for tensor in run.members}
-    alive = [holder.tensor for ref in saved if (holder := ref()) is not None]  # the graph may be freed in part
+    alive = [tensor for ref in saved if (tensor := ref()) is not None]  # the graph may be freed in part
     numbers = {storages.number(tensor) for tensor in alive if _storage(tensor)[0] not in member_storages}
     roots = backward_roots(output)
     if roots:

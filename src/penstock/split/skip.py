@@ -110,8 +110,6 @@ class Skippable:
 
     def isolate(self, namespace: Namespace | None, only: Iterable[str] | None = None) -> Self:
         """Move this layer's names (or ``only`` some) to a namespace, or to the default one. Returns the layer."""
-        if not isinstance(namespace, Namespace | None):
-            raise PlanError(f"isolate takes a Namespace, got {type(namespace).__name__}: make one with ps.Namespace()")
         declared = dict.fromkeys((*self._skip_stash, *self._skip_pop))
         names = list(declared) if only is None else _names("only", only)
         unknown = [name for name in names if name not in declared]
@@ -141,8 +139,6 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     stashed, popped = _names("stash", stash), _names("pop", pop)
 
     def decorate(cls: type[M]) -> type[M]:
-        if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-            raise PlanError(f"skippable decorates a class of nn.Modules, got {cls!r}")
         body = {
             "forward": getattr(cls.forward, "_skip_forward", cls.forward),
             "_skip_stash": stashed,

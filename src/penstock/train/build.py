@@ -142,7 +142,11 @@ def build(
     }
     executor: Executor
     if mesh is None:
-        joined = source if weights is None else source.with_merged_ranks(_joined_ranks(source, device_of, weights))
+        joined = source
+        if weights is not None:  # ranks on one device take turns where weights are moved: transfers need one order
+            of_rank = dict(zip(source.placement, device_of, strict=True))
+            places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
+            joined = source.with_merged_ranks([list(dict.fromkeys(places)).index(place) for place in places])
         executor = ThreadExecutor(placed, stages, joined, copies, HangLimits(*options.limits), **gradients)
     else:
         assert rendezvous is not None
@@ -271,14 +275,6 @@ def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) 
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                 members[name] = made[id(tensor)]  # type: ignore[assignment]
-
-
-def _joined_ranks(source: ScheduleProvider, devices: Sequence[torch.device], weights: HostWeights) -> list[int]:
-    """Ranks on one device take turns where weights are moved to and from it: their transfers need one order."""
-    of_rank = dict(zip(source.placement, devices, strict=True))
-    places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
-    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
-    return [numbers[place] for place in places]
 
 
 def _check_running_statistics(plan: Plan, placement: Sequence[int]) -> None:

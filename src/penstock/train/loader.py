@@ -285,10 +285,6 @@ class _Placement:
 
 def _placement(mesh: Mesh | None, pipe: Pipeline | None, everywhere: bool) -> _Placement:
     """With a mesh alone, the last stage may be on the pipeline's last or first rank (V placement): both load."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise PlanError(f"mesh must be ps.Mesh(data=…, pipe=…), got {type(mesh).__name__}")
-    if pipe is not None and not isinstance(pipe, Pipeline):
-        raise PlanError(f"pipe must be a ps.Pipeline, got {type(pipe).__name__}")
     if mesh is not None and pipe is not None and (pipe.mesh is None or mesh.sizes != pipe.mesh.sizes):
         raise PlanError(f"mesh and pipe disagree: {mesh!r}, but the pipeline is on {pipe.mesh!r}. Pass pipe alone")
     grid = mesh if pipe is None else pipe.mesh

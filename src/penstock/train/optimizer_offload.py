@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -301,14 +302,10 @@ class Offload:
 
 def offload_optimizer(optimizer: Optimizer, offload: Offload, weights: HostWeights | None = None) -> Optimizer:
     """Keep the optimizer's state in host memory from now on. It is used, saved and loaded as before."""
-    copies: dict[torch.device, CopyStreams] = {}
+    streams = cache(CudaCopyStreams)
 
     def copies_for(tensor: Tensor) -> CopyStreams | None:
-        if tensor.device.type != "cuda" or not offload.optimizer:
-            return None
-        if tensor.device not in copies:
-            copies[tensor.device] = CudaCopyStreams(tensor.device)
-        return copies[tensor.device]
+        return streams(tensor.device) if tensor.device.type == "cuda" and offload.optimizer else None
 
     return OffloadedOptimizer(optimizer, offload.bucket_bytes, copies_for, weights=weights).optimizer
 
