@@ -192,11 +192,11 @@ def check_stage_count(chain: LayerChain, stages: int | None) -> int:
 
 
 class MemoryLimitError(ValueError):
-    """No partition is within the memory limits. Each limit would have to grow by ``short``."""
+    """No partition is within the memory limits. Each, at most ``limit``, would have to grow by ``short``."""
 
-    def __init__(self, items: int, limits: Sequence[float], short: int, item: int | None, needs: int) -> None:
-        super().__init__(f"{items} items do not fit into {len(limits)} parts: {short} more would do")
-        self.short, self.item, self.needs, self.limit = short, item, needs, max(limits)
+    def __init__(self, limit: float, short: int, item: int | None, needs: int) -> None:
+        super().__init__(f"the items do not fit into the parts: {short} more would do")
+        self.limit, self.short, self.item, self.needs = limit, short, item, needs
 
 
 def partition(
@@ -307,7 +307,7 @@ def _bounds(
     short = _least(1, span(0, n) - min(units), lambda more: _fits(bounds(more), n))
     largest = max(range(n), key=lambda i: span(i, i + 1))
     needs = span(largest, largest + 1)
-    raise MemoryLimitError(n, each, -(-short // unit), largest if needs > max(units) else None, -(-needs // unit))
+    raise MemoryLimitError(max(each), -(-short // unit), largest if needs > max(units) else None, -(-needs // unit))
 
 
 def _fits(bounds: list[list[int]], n: int) -> bool:

@@ -64,7 +64,11 @@ def check_stages(
     bitwise by default; ``rtol`` and ``atol`` allow for kernels that add in no fixed order. Hooks on modules run.
     """
     args, kwargs = sample_arguments(sample)
-    _check_shared_equal(model, shared)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for first, *others in shared:  # the pipeline has one of them
+        for name in others:
+            if not torch.equal(parameters[name], parameters[first]):
+                raise PlanError(f"{first} and {name} are to be one parameter, but have different values")
     difference = partial(_difference, rtol=rtol or 0.0, atol=atol or 0.0)
     running = 0  # the stage
 
@@ -101,15 +105,6 @@ def check_stages(
     return CheckReport(len(stages), len(expected.outputs), len(expected.buffers), len(expected.gradients))
 
 
-def _check_shared_equal(model: nn.Module, shared: Iterable[Sequence[str]]) -> None:
-    """Parameters in ``shared_weights`` must be equal, or the pipeline does not compute what the model computes."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for names in shared:
-        for name in names[1:]:
-            if not torch.equal(parameters[name], parameters[names[0]]):
-                raise PlanError(f"{names[0]} and {name} are to be one parameter, but have different values")
-
-
 @dataclass(frozen=True)
 class _RunValues:
     outputs: dict[str, Any]
@@ -137,19 +132,13 @@ def _run(call: Callable[..., Any], args: Any, kwargs: Any, holders: Sequence[nn.
             for name, buffer in holder.named_buffers(remove_duplicate=False):
                 buffers.setdefault(name, buffer.detach().clone())
         roots = backward_roots(output)
-        if roots:
-            torch.autograd.backward(roots, [_backward_weights(root) for root in roots])
+        if roots:  # weights differ per element, to expose errors that a plain sum would cancel
+            numbers = [torch.arange(root.numel(), device=root.device).view_as(root) for root in roots]
+            torch.autograd.backward(roots, [n.cos().to(root.dtype) for n, root in zip(numbers, roots, strict=True)])
         gradients = {name: p.grad for name, p in reversed(list(holders[-1].named_parameters()))}
     floats = [value.grad for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     gradients.update((f"input {i}", grad) for i, grad in enumerate(floats))
     return _RunValues(outputs, buffers, gradients)
-
-
-def _backward_weights(root: Tensor) -> Tensor:
-    """Gradients for backward that differ per element, to expose errors that a plain sum would cancel."""
-    if root.dim() == 0:
-        return torch.ones_like(root)
-    return torch.arange(root.numel(), device=root.device).cos().to(root.dtype).view(root.shape)
 
 
 def _difference(whole: Any, staged: Any, rtol: float, atol: float) -> str | None:

@@ -122,7 +122,8 @@ class _LayerNames:
             if module is None:
                 hint = did_you_mean(entry, self.modules, otherwise=f": it has {', '.join(self.model._modules)}")
                 raise PlanError(f"entry {number}: there is no module '{entry}' in {type(self.model).__name__}{hint}")
-            if _is_list(module):
+            plain = is_plain_sequential(module) and not isinstance(module, FlatSequential)
+            if plain or (isinstance(module, nn.ModuleList) and _has_no_forward(module)):  # stands for its members
                 self.expanded.add(entry)
                 for name, member in layers_of(module).items():
                     self._add_layer(number, f"{entry}.{name}", member)
@@ -244,10 +245,3 @@ def _at(root: nn.Module, path: str) -> nn.Module:
 
 def _has_no_forward(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in module.__dict__
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Whether a module is a mere list, whose name stands for its members."""
-    if isinstance(module, nn.ModuleList):
-        return _has_no_forward(module)
-    return is_plain_sequential(module) and not isinstance(module, FlatSequential)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any
 
 import torch
@@ -383,7 +384,12 @@ def find_faster_order(
     """
     orders = tuple(tuple(action for action in order if action.kind != "R") for order in schedule.orders)
     again = {action.stage for order in schedule.orders for action in order if action.kind == "R"}
-    plain, costs = replace(schedule, orders=orders), _with_recompute(costs, again, schedule.num_stages)
+    plain, count = replace(schedule, orders=orders), schedule.num_stages
+    times = costs.durations(count)
+    extra = [times["R"][s] if s in again else 0.0 for s in range(count)]  # recomputes count in the backwards
+    if any(extra):
+        longer = {kind: tuple(map(add, times[kind], extra)) for kind in "IB"}
+        costs = replace(costs, i=longer["I"], b=longer["B"])
     if not any(costs.of_stages("activation", schedule.num_stages)):
         costs = replace(costs, activation=1.0)  # unknown: keep as many micro-batches in flight as before
     old = simulate(plain, costs, edges)
@@ -394,18 +400,6 @@ def find_faster_order(
     if found.makespan > old.makespan * (1 - MIN_SAVING):
         return ReplanResult(old.makespan, old.makespan, False), plain
     return ReplanResult(old.makespan, found.makespan, True), found.schedule
-
-
-def _with_recompute(costs: Costs, stages: set[int], count: int) -> Costs:
-    """The costs with recomputes of ``stages`` included in their backwards."""
-    if not stages:
-        return costs
-    times = costs.durations(count)
-
-    def more(kind: str) -> tuple[float, ...]:
-        return tuple(times[kind][s] + (times["R"][s] if s in stages else 0.0) for s in range(count))
-
-    return replace(costs, i=more("I"), b=more("B"))
 
 
 def predict_from_costs(by: str, costs: Costs, executor: Executor) -> Prediction:
