@@ -1,4 +1,4 @@
-"""docs/many-machines.md tells the truth: its program runs in all the ways it shows, and prints what it shows."""
+"""The program of docs/many-machines.md runs with the documented commands and prints the documented output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def compare(printed: str, command: str) -> None:
-    """Line by line, but for times; a slow machine also shows where it is within an epoch."""
+    """Compare line by line, except times; a slow machine also prints progress within an epoch."""
     first, *epochs = (line for line in printed.splitlines() if "  step " not in line)
     shown, *expected = CONSOLE[command].splitlines()
     assert first == shown
@@ -41,7 +41,7 @@ def compare(printed: str, command: str) -> None:
 
 @pytest.mark.parametrize("command", ["torchrun --nproc-per-node=4 train.py", "penstock run --stages 4 train.py"])
 def test_commands(script: Path, command: str) -> None:
-    """Threads are in test_docs, and two machines in other tests: what they print is the same."""
+    """All commands print the same; test_docs runs threads, and other tests run two machines."""
     assert command in COMMANDS
     assert len(COMMANDS) == 4
     launcher, *arguments = command.split()

@@ -15,6 +15,8 @@ from tests.equivalence.models import TRAINING, stages_for
 from tests.equivalence.test_steps import case_with_all_layers
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zbv", "gpipe")
 MODES = ("never", "always")
 

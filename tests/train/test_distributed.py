@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.channel.base import Endpoint
-from penstock.engine.channel.process import InFlight, TensorFormat
+from penstock.engine.channel.process import InFlight
 from tests.support.models import PlainResult, assert_same, batch, gradients, labels, mlp, plain_step
 from tests.support.ranks import Ranks
 
@@ -50,9 +50,9 @@ def sends() -> Iterator[list[Endpoint]]:
     sent: list[Endpoint] = []
     several, one = Endpoint.send, InFlight.send_tensor
 
-    def count_one(message: InFlight, tensor: Tensor, format: TensorFormat) -> None:
-        sent.append(format.endpoint)
-        one(message, tensor, format)
+    def count_one(message: InFlight, tensor: Tensor) -> None:
+        sent.append(message.endpoint)
+        one(message, tensor)
 
     def count_several(endpoint: Endpoint, tensors: Sequence[Tensor]) -> list[Any]:
         sent.extend([endpoint] * len(tensors))

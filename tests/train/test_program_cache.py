@@ -43,7 +43,7 @@ def few_remembered(rank: int, dynamic: bool) -> list[Any]:
                 assert_plain(pipe, model, batch(samples))
                 protocol, programs = pipe._executor.protocol, pipe._executor.programs
                 assert len(protocol.numbers) in (0, len(protocol.headers))
-                found.append((list(protocol.headers._values), list(programs._loaded._values)))
+                found.append((list(protocol.headers), list(programs._loaded)))
     return found
 
 

@@ -8,11 +8,10 @@ from typing import Protocol
 
 import torch
 
-from penstock.engine.channel.base import Channel, Endpoint, WaitTimer
+from penstock.engine.channel.base import Channel, Endpoint, Group, WaitTimer, open_group, uses_nccl
 from penstock.engine.channel.dynamic import DynamicBackwardChannel, DynamicEndpoints, DynamicForwardChannel
-from penstock.engine.channel.groups import Group, open_group, uses_nccl
 from penstock.engine.channel.local import LocalChannel
-from penstock.engine.channel.process import BackwardChannel, ForwardChannel, ProcessChannel
+from penstock.engine.channel.process import BackwardChannel, ForwardChannel
 from penstock.engine.failure.sockets import abort_nccl
 from penstock.engine.failure.watch import Watch
 from penstock.engine.replicas import ReplicaGroup
@@ -116,10 +115,10 @@ class RankProgram:
 
     def close(self) -> None:
         for channel in self.channels:
-            if isinstance(channel, ProcessChannel | DynamicForwardChannel):
-                channel.close()
+            channel.close()
 
 
+@dataclass
 class ProgramCache:
     """This rank's compiled programs, one for each kind of mini-batch, made when it comes for the first time.
 
@@ -129,28 +128,18 @@ class ProgramCache:
     number of micro-batches, and headers always go over the staged endpoints.
     """
 
-    def __init__(
-        self,
-        edges: Sequence[Edge],
-        placement: Sequence[int],
-        rank: int,
-        device: torch.device,
-        stages: Mapping[int, StageEngine],
-        source: ScheduleProvider,
-        endpoints: Endpoints,
-        staged: Endpoints,
-        dynamic: bool = False,
-    ) -> None:
-        self.edges = edges
-        self.placement = placement
-        self.rank = rank
-        self.device = device
-        self.stages = stages
-        self.source = source
-        self.endpoints = endpoints
-        self.staged = staged
-        self.reducer: GradReducer | None = None  # set when the pipeline has replicas
-        self.dynamic = dynamic
+    edges: Sequence[Edge]
+    placement: Sequence[int]
+    rank: int
+    device: torch.device
+    stages: Mapping[int, StageEngine]
+    source: ScheduleProvider
+    endpoints: Endpoints
+    staged: Endpoints
+    dynamic: bool
+    reducer: GradReducer | None = None  # set when the pipeline has replicas
+
+    def __post_init__(self) -> None:
         self._loaded: LRUCache[Hashable, bool] = LRUCache(MAX_KINDS)
         self._compiled: LRUCache[Hashable, RankProgram] = LRUCache(16)  # compiled programs are larger than headers
         self._first: RankProgram | None = None  # of a first step, used once

@@ -11,20 +11,6 @@ import torch
 
 from penstock.errors import PlanError
 
-__all__ = [
-    "CallerContext",
-    "MicroBatch",
-    "ReentrantContext",
-    "RunNames",
-    "caller_context",
-    "current_microbatch",
-    "forward_state",
-    "is_checkpointing",
-    "is_recomputing",
-]
-
-_DEVICE_TYPES = ("cpu", "cuda")
-
 
 class MicroBatch:
     """One micro-batch of one step: a key under which layers may store values, freed with the step.
@@ -117,20 +103,7 @@ class ReentrantContext:
 def caller_context() -> CallerContext:
     """The calling thread's autocast and default device."""
     cache = torch.is_autocast_cache_enabled()
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind), cache) for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)
-    )
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    autocast = tuple((kind, torch.get_autocast_dtype(kind), cache) for kind in kinds)
     default = torch.get_default_device()
     return CallerContext(autocast, None if default == torch.device("cpu") else default)
-
-
-class RunNames:
-    """Names for the runs of a pipeline, from which seeds derive; steps and other calls are counted separately."""
-
-    def __init__(self) -> None:
-        self.counts = {"step": 0, "call": 0}
-
-    def next(self, *, training: bool) -> str:
-        kind = "step" if training else "call"
-        self.counts[kind] += 1
-        return f"{kind} {self.counts[kind]}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 
-from penstock._torch import PythonNode, disable_current_modes, pytree, storage_id, unsafe_view
+from penstock._torch import PythonNode, pytree, storage_id, unsafe_view
 from penstock.errors import PlanError
 
 # ── values: tensors, and tuples, lists and dicts of tensors, None and plain Python values ────────────────────────
@@ -26,16 +25,10 @@ class TupleSpec:
     specs: tuple[Spec, ...]
     sizes: tuple[int, ...]
 
-    def split(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """The leaves of each value."""
-        ends = list(accumulate(self.sizes, initial=0))
-        return [list(leaves[a:b]) for a, b in pairwise(ends)]
-
 
 Spec: TypeAlias = "pytree.TreeSpec | TupleSpec | None"
 
-LEAF: Spec = None
-"""The structure of a single tensor, by far the most common value: no pytree is walked for it."""
+LEAF: Spec = None  # the structure of a single tensor, by far the most common value: no pytree is walked for it
 
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
@@ -49,7 +42,8 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
 def unflatten(leaves: list[Any], spec: Spec) -> Any:
     """The inverse of ``flatten``; for a ``TupleSpec``, the tuple of its values."""
     if isinstance(spec, TupleSpec):
-        return tuple(unflatten(part, own) for part, own in zip(spec.split(leaves), spec.specs, strict=True))
+        parts = [leaves[a:b] for a, b in pairwise(accumulate(spec.sizes, initial=0))]
+        return tuple(unflatten(part, own) for part, own in zip(parts, spec.specs, strict=True))
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
@@ -261,37 +255,12 @@ def mark_shared(messages: Iterable[Message | None], shared: Iterable[Tensor]) ->
 
 
 def overlapping_leaves(leaves: Sequence[Any]) -> Sequence[int]:
-    """The leaves that have an element in common with another one."""
-    dense = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided]
-    if len(dense) < 2 or len({_storage_key(x) for _, x in dense}) == len(dense):
+    """The leaves that are views of the same memory as another one."""
+    dense = [(i, storage_id(x)) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided]
+    if len(dense) < 2:
         return ()
-    pairs = [
-        (i, j)
-        for (i, a), (j, b) in combinations(dense, 2)
-        if _storage_key(a) == _storage_key(b) and _shares_elements(a, b)
-    ]
-    return sorted({i for pair in pairs for i in pair})
-
-
-def _shares_elements(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors in one storage have an element in common."""
-    if a.dtype != b.dtype or not a.numel() or not b.numel():
-        return a.numel() > 0 and b.numel() > 0
-    first = min(a.storage_offset(), b.storage_offset())
-    layouts = [(tuple(x.shape), x.stride(), x.storage_offset() - first) for x in (a, b)]
-    return layouts[0] == layouts[1] or _strides_intersect(*layouts)
-
-
-_StridedLayout = tuple[tuple[int, ...], tuple[int, ...], int]
-
-
-@lru_cache(maxsize=256)
-def _strides_intersect(a: _StridedLayout, b: _StridedLayout) -> bool:
-    ends = [at + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) for shape, strides, at in (a, b)]
-    with disable_current_modes(), torch.device("cpu"):
-        seen = torch.zeros(max(ends) + 1, dtype=torch.bool)
-        seen.as_strided(*a).fill_(True)
-        return bool(seen.as_strided(*b).any())
+    uses = Counter(storage for _, storage in dense)
+    return [i for i, storage in dense if uses[storage] > 1]
 
 
 def _storage_key(tensor: Tensor) -> int:
@@ -355,6 +324,12 @@ class MessageMeta:
     def tensors(self) -> list[TensorMeta]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
 
+    def to_message(self, tensors: Iterable[Tensor]) -> Message:
+        """The message with these tensors, which are as they were sent."""
+        sent = iter(tensors)
+        leaves = [leaf.from_memory(next(sent)) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
+        return Message(leaves, self.spec, self.wants, self.shared)
+
     def __str__(self) -> str:
         return "(" + ", ".join(map(str, self.leaves)) + ")"
 
@@ -368,14 +343,13 @@ def _unpickle_meta(
 def meta_of(message: Message) -> MessageMeta:
     """The description of a message."""
     leaves, spec, wants, shared = message
-    metas = tuple(_tensor_meta(x) if isinstance(x, Tensor) else x for x in leaves)
-    return MessageMeta(metas, spec, tuple(wants), tuple(shared))
-
-
-def _tensor_meta(tensor: Tensor) -> TensorMeta:
-    if tensor.is_nested:
-        return TensorMeta((), tensor.dtype, torch.jagged)
-    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.layout, memory_order(tensor))
+    metas = list(leaves)
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor) and x.is_nested:
+            metas[i] = TensorMeta((), x.dtype, torch.jagged)
+        elif isinstance(x, Tensor):
+            metas[i] = TensorMeta(tuple(x.shape), x.dtype, x.layout, memory_order(x))
+    return MessageMeta(tuple(metas), spec, tuple(wants), tuple(shared))
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

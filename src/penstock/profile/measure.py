@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from penstock._torch import pytree
 from penstock.engine.microbatch import batch_size, scatter, split_targets
-from penstock.errors import PlanError
+from penstock.errors import PlanError, did_you_mean
 from penstock.profile.analytic import Hardware, get_hardware
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, Profile, SharedParameters
 from penstock.profile.flop_counter import analytic_clock
@@ -32,7 +32,6 @@ from penstock.split import chain_of
 from penstock.split.measure import LayerMeasurement, LayerRun, Measurement, measure, tensor_bytes
 from penstock.split.plan import LayerChain, Plan
 from penstock.split.sample import ModuleState, accelerators_of, sample_arguments
-from penstock.suggest import did_you_mean
 
 TURNS = 4  # times that each layer is timed, if the budget allows it
 _HALF_TYPES = (torch.bfloat16, torch.float16)

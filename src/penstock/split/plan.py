@@ -27,12 +27,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock import _registry
-from penstock.errors import PlanError
+from penstock.errors import PlanError, did_you_mean
 from penstock.format import format_table
 from penstock.split.check import CheckReport, check_stages
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.lazy import build, members
-from penstock.suggest import did_you_mean
 
 FORMAT = 1
 

@@ -29,8 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock._torch import storage_id
-from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, UpdateLease
-from penstock.engine.offload.weights import HostWeights
+from penstock.engine.offload.copies import CopyEvent, CopyStreams
+from penstock.engine.offload.weights import HostWeights, UpdateLease
 from penstock.errors import PlanError
 from penstock.format import parse_bytes
 
@@ -302,7 +302,7 @@ class Offload:
 
 def offload_optimizer(optimizer: Optimizer, offload: Offload, weights: HostWeights | None = None) -> Optimizer:
     """Keep the optimizer's state in host memory from now on. It is used, saved and loaded as before."""
-    streams = cache(CudaCopyStreams)
+    streams = cache(CopyStreams)
 
     def copies_for(tensor: Tensor) -> CopyStreams | None:
         return streams(tensor.device) if tensor.device.type == "cuda" and offload.optimizer else None

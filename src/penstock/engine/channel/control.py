@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.channel.base import ChannelError, WaitTimer
-from penstock.engine.channel.groups import Group
+from penstock.engine.channel.base import ChannelError, Group, WaitTimer
 from penstock.engine.failure.status import RankStatus
 from penstock.errors import PlanError
 

@@ -70,14 +70,12 @@ class DynamicEndpoint:
         self.headers.wait(works)
         code, length = PREFIX.unpack_from(row)
         if code == NEW:
-            data = row[PREFIX.size : PREFIX.size + length] if length <= DATA_BYTES else self._recv_rest(length)
+            data = row[PREFIX.size : PREFIX.size + length]
+            if length > DATA_BYTES:
+                data = bytearray(length)
+                self.headers.wait(self.headers.recv([partial(torch.frombuffer, data, dtype=torch.uint8)], REST))
             channel.expect(pickle.loads(data))
         channel.pending[microbatch] = (channel.meta, self.tensors.recv(channel.buffers))
-
-    def _recv_rest(self, length: int) -> bytearray:
-        data = bytearray(length)
-        self.headers.wait(self.headers.recv([partial(torch.frombuffer, data, dtype=torch.uint8)], REST))
-        return data
 
     def send(self, tensors: Sequence[Tensor], header: bytes | None) -> list[Any]:
         """Start sending a message; None as its header repeats the last header of the edge.
@@ -141,14 +139,14 @@ class DynamicForwardChannel:
         self.received[microbatch] = (meta, self.endpoint.tensors.wait_tensors(works))
 
     def get(self, microbatch: int) -> Any:
-        meta, received = self.received.pop(microbatch)
-        tensors = iter(received)
-        leaves = [leaf.from_memory(next(tensors)) if isinstance(leaf, TensorMeta) else leaf for leaf in meta.leaves]
-        return Message(leaves, meta.spec, meta.wants, meta.shared)
+        meta, tensors = self.received.pop(microbatch)
+        return meta.to_message(tensors)
 
     def send(self, microbatch: int, message: Any) -> None:
         header = self._header(message)
-        tensors = [_to_memory_order(leaf) for leaf in message.leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
+        orders = [memory_order(tensor) for tensor in tensors]
+        tensors = [x if order is None else x.permute(order) for x, order in zip(tensors, orders, strict=True)]
         self.pending[microbatch] = self.endpoint.send(tensors, header)
         self.endpoints.read_arrived_headers()
 
@@ -206,8 +204,3 @@ def _matches_meta(message: Message, meta: MessageMeta) -> bool:
         if memory_order(leaf) != expected.order:
             return False
     return True
-
-
-def _to_memory_order(tensor: Tensor) -> Tensor:
-    order = memory_order(tensor)
-    return tensor if order is None else tensor.permute(order)

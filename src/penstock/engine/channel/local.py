@@ -53,6 +53,9 @@ class LocalChannel:
             self.wait_recv(microbatch)
         return self._received.pop(microbatch)
 
+    def close(self) -> None:
+        self._received.clear()
+
     def cancel(self) -> None:
         """Raise ``Cancelled`` in every thread that waits here, and in every later call."""
         self._cancelled = True

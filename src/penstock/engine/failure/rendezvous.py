@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock import __version__
 from penstock._torch import default_store
 from penstock.engine.channel.base import ChannelError
 from penstock.engine.failure.watch import Watch
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
-from penstock.version import __version__
 
 _num_pipelines: Counter[tuple[int, ...]] = Counter()  # that this process has begun to build, by their ranks
 
@@ -67,13 +67,18 @@ class Rendezvous:
                     + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
                 )
 
-    def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's value, which must be JSON; waits for all ranks, and raises if one does not arrive."""
+    def publish(self, value: Mapping[str, Any]) -> list[str]:
+        """Publish this rank's value, which must be JSON, for the next gathering; returns the keys of all ranks."""
         self._num_gathers += 1
         keys = [f"gather/{self._num_gathers}/{rank}" for rank in range(len(self.ranks))]
         self.store.set(keys[self.rank], json.dumps(value))
+        return keys
+
+    def gather(self, value: Mapping[str, Any], how: str = "until this pipeline is begun by") -> list[dict[str, Any]]:
+        """Every rank's value; waits for all ranks, and raises if one does not arrive."""
+        keys = self.publish(value)
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
-        with self.watch.status.waiting(others, "until this pipeline is begun by"):
+        with self.watch.status.waiting(others, how):
             self._wait(keys)
         if not self.complete:
             self.complete = True
