@@ -17,7 +17,7 @@ from itertools import accumulate
 from operator import add
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import PlanError
 from penstock.format import format_size_exact, parse_bytes
@@ -92,17 +92,19 @@ def partition_layers(
     pieces: list[dict[Hashable, float]] = []
     if criterion == "memory" or limits is not None:
         pieces = _layer_memory(chain, measured, scale=scale, chunks=chunks)
-    weights: Sequence[float | WeightPieces]
+    weights: list[float | WeightPieces] = []
     if criterion == "uniform":
         weights = [1] * len(chain.layers)
     elif criterion == "memory":
-        weights = pieces
+        weights = list(pieces)
     elif criterion == "time" and measured is not None:
         weights = [layer.forward + layer.backward for layer in measured.layers]
     else:
         # A layer without parameters is not free: the one keeps such layers from all going to one stage. A parameter
         # of two layers counts in both, since both compute with it.
-        weights = [1 + sum({id(p): p.numel() for p in _parameters(chain, layer)}.values()) for layer in chain.layers]
+        for layer in chain.layers:
+            own = {id(t): t.numel() for _, t in chain.members(layer) if isinstance(t, nn.Parameter)}
+            weights.append(1 + sum(own.values()))
     if measured is not None:
         crossing: Sequence[float] = measured.crossing
     else:
@@ -121,10 +123,6 @@ def partition_layers(
             f"{len(chain.layers)} layers do not fit into {stages} stages with their {what}: the limit of a stage (at "
             f"most {size}) must grow by {short}; {remedy}"
         ) from None
-
-
-def _parameters(chain: LayerChain, layer: str) -> list[Tensor]:
-    return [tensor for _, tensor in chain.members(layer) if isinstance(tensor, nn.Parameter)]
 
 
 def _layer_memory(

@@ -123,15 +123,13 @@ def BeginBlock(layer: F, name: str | None = None, device: str | torch.device | N
     Returns a module unchanged, with the same parameters and names, and a function wrapped.
     """
     block = Block(name, device)
+    before = getattr(layer, _ATTRIBUTE, None)
+    if before is not None or not callable(layer):
+        kind = type(layer).__name__
+        raise PlanError(f"BeginBlock takes a module or a function without a block, got a {kind} with {before!r}")
     if isinstance(layer, nn.Module):
-        before = begin_block_of(layer)
-        if before is not None:
-            kind = type(layer).__name__
-            raise PlanError(f"this {kind} already begins block {before.name!r}: it cannot begin {name!r} as well")
         layer.__dict__[_ATTRIBUTE] = block
         return layer
-    if not callable(layer) or hasattr(layer, _ATTRIBUTE):
-        raise PlanError(f"BeginBlock takes a module or a function that begins no other block, got {layer!r}")
 
     @functools.wraps(layer)
     def beginning(*args: Any, **kwargs: Any) -> Any:

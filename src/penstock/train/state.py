@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -92,11 +91,7 @@ class PipelineState:
             empty = False
             yield parameter
         if empty and self.mesh is not None:
-            yield self._placeholder
-
-    @cached_property
-    def _placeholder(self) -> nn.Parameter:
-        return nn.Parameter(torch.empty(0))
+            yield vars(self).setdefault("_placeholder", nn.Parameter(torch.empty(0)))
 
     @property
     def stage_modules(self) -> Mapping[int, nn.Module]:
