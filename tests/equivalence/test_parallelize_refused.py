@@ -59,7 +59,7 @@ def tensor_over_data(stage: nn.Module, mesh: ps.Mesh) -> None:
 def sharded_output(stage: nn.Module, mesh: ps.Mesh) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    if mesh.is_first:
+    if mesh.pipe_rank == 0:
         last = ColwiseParallel(use_local_output=False)
         parallelize_module(stage, mesh["tensor"], {[name for name, _ in stage.named_children()][-1]: last})
 

@@ -321,9 +321,6 @@ def test_wrong_arguments_and_variables(bare: pytest.MonkeyPatch) -> None:
     for device, message in (("cuda:99", "cuda:99 is not there"), ("meta", "meta cannot run a stage"), ("gpu", "'gpu'")):
         with pytest.raises(ps.PlanError, match=message):
             ps.init(device)
-    bare.setenv("RANK", "one")
-    with pytest.raises(ps.PlanError, match="RANK must be a whole number, got 'one'"):
-        ps.init()
     bare.setenv("RANK", "1")
     with pytest.raises(ps.PlanError, match="RANK is 1, but WORLD_SIZE says that there are 1"):
         ps.init()

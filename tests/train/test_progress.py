@@ -111,13 +111,6 @@ def test_summary_of_a_loop_that_is_left_or_fails(capsys: pytest.CaptureFixture[s
         assert [LAST.fullmatch(line)[2] for line in lines(capsys)] == ["1"]
 
 
-def test_invalid_arguments() -> None:
-    wrong: Any
-    for wrong in (0, -1):
-        with pytest.raises(ps.PlanError, match="every must be a number of steps"):
-            ps.progress([], every=wrong)
-
-
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

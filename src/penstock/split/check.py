@@ -29,9 +29,6 @@ from penstock.split.sample import (
     temporary_copies,
 )
 
-Difference = Callable[[Any, Any], str | None]
-"""Describes how a value of the stages differs from the model's; None for equal values."""
-
 
 @dataclass(frozen=True)
 class CheckReport:
@@ -167,7 +164,7 @@ def _owners(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, int]:
 
 
 def _first_difference(
-    whole: _RunValues, staged: _RunValues, owners: dict[str, int], difference: Difference
+    whole: _RunValues, staged: _RunValues, owners: dict[str, int], difference: Callable[[Any, Any], str | None]
 ) -> str | None:
     """The first difference, in order of computation."""
     for path in [*whole.outputs, *staged.outputs]:

@@ -90,10 +90,6 @@ class LayerRun:
             tensor.grad = None
 
 
-LayerTimer = Callable[[LayerRun], tuple[float, float]]
-"""Returns the seconds of forward and backward of a layer."""
-
-
 def measure(
     chain: LayerChain,
     sample: Any,
@@ -101,7 +97,7 @@ def measure(
     timeout: float = 1.0,
     device: str | torch.device | None = None,
     finish: Callable[[Any], Any] | None = None,
-    timer: LayerTimer | None = None,
+    timer: Callable[[LayerRun], tuple[float, float]] | None = None,
 ) -> Measurement:
     """Run the chain layer by layer on ``sample``, forward and backward, in the modules' present modes.
 
@@ -109,7 +105,7 @@ def measure(
     ``device``, if given, while it runs. Hooks on the model's modules run.
 
     ``finish`` is applied to the model's output, for example a loss function; its cost belongs to the last layer.
-    ``timer`` replaces the timing of a layer.
+    ``timer`` replaces the timing of a layer: it returns the seconds of its forward and backward.
     """
     entry = chain.arguments(*sample_arguments(sample))
     plan = build_plan(chain, [(layer,) for layer in chain.layers])

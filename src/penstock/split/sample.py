@@ -127,13 +127,11 @@ class ModuleState:
 
     def changed(self, module: nn.Module) -> list[str]:
         """The attributes of one of the modules that have changed since."""
-        for own, attributes, contents in self.modules:
-            if own is module:
-                now = vars(own)
-                names = [name for name in {**attributes, **now} if now.get(name, now) is not attributes.get(name, now)]
-                names += [name for name, items in contents.items() if name in now and not _same(now[name], items)]
-                return list(dict.fromkeys(names))
-        return []
+        now, names = vars(module), list[str]()
+        for attributes, contents in (entry[1:] for entry in self.modules if entry[0] is module):
+            names += [name for name in {**attributes, **now} if now.get(name, now) is not attributes.get(name, now)]
+            names += [name for name, items in contents.items() if name in now and not _same(now[name], items)]
+        return list(dict.fromkeys(names))
 
     def random_drawn(self) -> bool:
         """Whether Python, NumPy or torch has drawn random numbers since."""

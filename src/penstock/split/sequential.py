@@ -69,8 +69,11 @@ class SequentialChain(LayerChain):
         stage: nn.Module
         crossing = self._crossing(groups)
         if any(skips and index in pair for pair, skips in crossing.items()):
-            takes = [_edge_keys(pair, skips) for pair, skips in sorted(crossing.items()) if pair[1] == index]
-            gives = [_edge_keys(pair, skips) for pair, skips in sorted(crossing.items()) if pair[0] == index]
+            keys: dict[tuple[int, int], list[SkipKey | None]] = {}  # of an edge: the activation, if it is to the next
+            for (src, dst), skips in sorted(crossing.items()):
+                keys[src, dst] = [*([ACTIVATION] if dst == src + 1 else []), *(skip.key for skip in skips)]
+            takes = [values for (_, dst), values in keys.items() if dst == index]
+            gives = [values for (src, _), values in keys.items() if src == index]
             stage = SkipStage(parts, tree, takes or [[ACTIVATION]], gives or [[ACTIVATION]])
         elif isinstance(self.model, FlatSequential):
             stage = FlatSequential(parts, tree)
@@ -101,12 +104,6 @@ class SequentialChain(LayerChain):
             if pair[0] != pair[1]:
                 crossing.setdefault(pair, []).append(skip)
         return crossing
-
-
-def _edge_keys(pair: tuple[int, int], skips: Sequence[Skip]) -> list[SkipKey | None]:
-    """The keys of the values on an edge: the activation, if it leads to the next stage, then the skips."""
-    activation: list[SkipKey | None] = [ACTIVATION] if pair[1] == pair[0] + 1 else []
-    return [*activation, *(skip.key for skip in skips)]
 
 
 class SkipStage(FlatSequential):

@@ -217,8 +217,6 @@ def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else tuple(given)
     if isinstance(given, str) or any(not isinstance(name, str) for name in names):
         raise PlanError(f"{what} must be a list of names, got {given!r}")
-    if len(set(names)) < len(names):
-        raise PlanError(f"{what} has a name twice: {list(names)}")
     return names
 
 

@@ -226,11 +226,10 @@ def materialise(
     A parameter with several names on a device stays one; ``copies`` (see ``place_tied_parameters``) is updated. With
     ``weights``, which are in host memory, only one stage's parameters are on the device at a time.
     """
-    on_meta = {
-        stage: [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
-        for stage, module in modules.items()
-    }
-    for stage, names in on_meta.items():
+    on_meta: dict[int, list[str]] = {}
+    for stage, module in modules.items():
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        names = on_meta[stage] = [name for name, tensor in tensors if tensor.is_meta]
         if names and init is None:
             raise PlanError(
                 f"stage {stage} has {len(names)} tensors on the meta device, without data ({names[0]} is one): pass "

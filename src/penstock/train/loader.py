@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, tee
 from typing import Any, Generic, TypeVar
 
@@ -85,7 +86,7 @@ class DataLoader(Generic[Sample]):
         self._feed = _IndexFeed()
         options |= {"num_workers": num_workers, "pin_memory": bool(pin_memory) and self._copier.device is None}
         if self._stream:
-            collate = _CollateShare(self._collate, self._place)
+            collate = partial(_collate_share, self._collate, self._place)
             options |= {"batch_size": batch_size, "drop_last": drop_last, "collate_fn": collate}
         else:
             options |= {"batch_sampler": self._feed, "collate_fn": self._collate}
@@ -290,7 +291,7 @@ def _placement(mesh: Mesh | None, pipe: Pipeline | None, everywhere: bool) -> _P
     grid = mesh if pipe is None else pipe.mesh
     replica = (1, 0) if grid is None else (grid.data, grid.data_rank)
     if grid is not None and (everywhere or pipe is None):
-        loads = everywhere or grid.is_first or grid.is_last
+        loads = everywhere or grid.pipe_rank in (0, grid.pipe - 1)
         device = grid.device if loads else None
         return _Placement(*replica, loads, device, device)
     if pipe is None:
@@ -301,16 +302,10 @@ def _placement(mesh: Mesh | None, pipe: Pipeline | None, everywhere: bool) -> _P
     return _Placement(*replica, loads, first if pipe.has_first_stage else None, last if pipe.has_last_stage else None)
 
 
-@dataclass(frozen=True)
-class _CollateShare:
+def _collate_share(collate: Callable[[list[Any]], Any], place: _Placement, samples: list[Any]) -> Any:
     """A ``collate_fn`` that gets all samples of a mini-batch and keeps a share."""
-
-    collate: Callable[[list[Any]], Any]
-    place: _Placement
-
-    def __call__(self, samples: list[Any]) -> Any:
-        own = list(self.place.share_of(samples))
-        return self.collate(own) if own else without_samples(self.collate(samples[:1]))
+    own = list(place.share_of(samples))
+    return collate(own) if own else without_samples(collate(samples[:1]))
 
 
 class _IndexFeed:

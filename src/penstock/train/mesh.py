@@ -100,14 +100,6 @@ class Mesh:
         return self._ranks_along[dimension]
 
     @property
-    def is_first(self) -> bool:
-        return self.pipe_rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.pipe_rank == self.pipe - 1
-
-    @property
     def device_mesh(self) -> DeviceMesh:
         """The grid as a ``DeviceMesh``. The first access creates it; all processes of the mesh must take part."""
         if self._device_mesh is None:
@@ -150,8 +142,6 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     for name in resolved:
         value = os.environ.get(f"PENSTOCK_{name.upper()}")
         if value is not None:
-            if not value.isascii() or not value.isdigit():
-                raise PlanError(f"PENSTOCK_{name.upper()} must be a number of processes, got {value!r}")
             resolved[name] = int(value)
             given.append(f"{name}={value} by 'penstock run'")
     resolved.update(sizes)

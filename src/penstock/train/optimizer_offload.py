@@ -315,14 +315,11 @@ def require_offloaded(parameters: Iterable[nn.Parameter]) -> RemovableHandle:
     required = {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if is_offloaded(optimizer):
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in required and required[id(parameter)]() is parameter:
-                    raise PlanError(
-                        "the pipeline has Offload(optimizer=True) or Offload(weights=True), and this optimizer is not "
-                        f"offloaded: use pipe.offload_optimizer({type(optimizer).__name__}(pipe.parameters(), …))"
-                    )
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if not is_offloaded(optimizer) and any(id(p) in required and required[id(p)]() is p for p in parameters):
+            raise PlanError(
+                "the pipeline has Offload(optimizer=True) or Offload(weights=True), and this optimizer is not "
+                f"offloaded: use pipe.offload_optimizer({type(optimizer).__name__}(pipe.parameters(), …))"
+            )
 
     return register_optimizer_step_pre_hook(check)

@@ -86,12 +86,10 @@ class PipelineState:
         A rank of a mesh without parameters yields an empty placeholder, because torch's optimizers do not accept an
         empty list, and the same lines should run on all ranks.
         """
-        empty = True
-        for _, parameter in self.named_parameters():
-            empty = False
-            yield parameter
-        if empty and self.mesh is not None:
-            yield vars(self).setdefault("_placeholder", nn.Parameter(torch.empty(0)))
+        own = [parameter for _, parameter in self.named_parameters()]
+        if not own and self.mesh is not None:
+            own = [vars(self).setdefault("_placeholder", nn.Parameter(torch.empty(0)))]
+        return iter(own)
 
     @property
     def stage_modules(self) -> Mapping[int, nn.Module]:
