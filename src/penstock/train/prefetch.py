@@ -7,13 +7,14 @@ caller     ── next() ─ step 0 ─ next() ─ step 1      next() makes the 
 
 from __future__ import annotations
 
+import atexit
 import copy
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -28,28 +29,28 @@ T = TypeVar("T")
 class Prefetcher(Generic[T]):
     """An iterator that a thread fills from ``source``, up to ``depth`` items ahead.
 
-    The thread ends with the source, with an error in it, or soon after this iterator is freed. ``lock`` is held while
-    the source produces an item.
+    The thread ends soon after this iterator is freed or stopped. ``lock`` is held while the source produces an item.
     """
 
     def __init__(self, source: Iterator[T], depth: int, lock: threading.Lock, device: torch.device | None) -> None:
-        self._source = source
-        self._lock = lock
-        self._stopped = SimpleNamespace(value=False)  # not an attribute of this object, which the thread may not hold
-        use_device = None if device is None else partial(torch.cuda.set_device, device)
-        # Its thread is joined when Python exits: one that ended inside torch's code would crash the process.
-        self._pool = ThreadPoolExecutor(1, "penstock loader", initializer=use_device)
         self._items: deque[Future[T]] = deque()
-        weakref.finalize(self, setattr, self._stopped, "value", True)
+        # What the thread shares with this object, which it may not hold. SimpleQueue is reentrant, as finalizers need.
+        self._shared = SimpleNamespace(requests=SimpleQueue(), stopped=False)
+        arguments = (source, self._shared, lock, device)
+        thread = threading.Thread(target=_load, args=arguments, name="penstock loader", daemon=True)
+        weakref.finalize(self, _stop, self._shared)
+        _running[thread] = self._shared
+        thread.start()
         for _ in range(depth):
             self._request()
 
     def _request(self) -> None:
-        self._items.append(self._pool.submit(_next_item, self._source, self._lock, self._stopped))
+        self._items.append(Future())
+        self._shared.requests.put(self._items[-1])
 
     def stop(self) -> None:
         """Stop the thread after its present item; items that are ready can still be taken."""
-        self._stopped.value = True
+        _stop(self._shared)
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -60,15 +61,38 @@ class Prefetcher(Generic[T]):
         return item
 
 
-def _next_item(source: Iterator[T], lock: threading.Lock, stopped: SimpleNamespace) -> T:
-    with lock:
-        if stopped.value:
-            raise StopIteration
-        try:
-            return next(source)
-        except BaseException:
-            stopped.value = True
-            raise
+def _load(source: Iterator[T], shared: SimpleNamespace, lock: threading.Lock, device: torch.device | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+    while (future := shared.requests.get()) is not None:
+        with lock:
+            try:
+                if shared.stopped:
+                    raise StopIteration
+                future.set_result(next(source))
+            except BaseException as error:
+                shared.stopped = True
+                future.set_exception(error)
+        del future  # and with it the item, or an error whose traceback refers to this frame
+    _running.pop(threading.current_thread(), None)
+
+
+def _stop(shared: SimpleNamespace) -> None:
+    shared.stopped = True
+    shared.requests.put(None)
+
+
+_running: dict[threading.Thread, SimpleNamespace] = {}
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Join the threads at exit: a daemon thread that ends inside torch's code would crash the process."""
+    running = dict(_running)
+    for shared in running.values():
+        _stop(shared)
+    for thread in running:
+        thread.join(10)
 
 
 class CopiedBatch(NamedTuple):
