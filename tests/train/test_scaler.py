@@ -145,7 +145,7 @@ def test_gradients_that_are_never_finite_are_not_blamed_on_the_scale() -> None:
     scaler.step(sgd(parameter(float("nan"))))
     scaler.update()
     scaler.step(sgd(parameter(float("nan"))))
-    with pytest.raises(PipelineError, match="the model or its data"):
+    with pytest.raises(PipelineError, match="the model and its data"):
         scaler.update()
 
 

@@ -31,8 +31,7 @@ _Span: TypeAlias = Callable[[int, int], int]
 
 BALANCE_CRITERIA = ("uniform", "parameters", "time", "memory")
 
-TRAINING_FACTOR = 4.0
-"""Bytes per byte of a trained parameter: the parameter, its gradient and two optimizer states."""
+TRAINING_FACTOR = 4.0  # bytes per byte of a trained parameter: itself, its gradient and two optimizer states
 
 
 def balance_stages(

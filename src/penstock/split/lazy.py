@@ -48,7 +48,12 @@ class Lazy(nn.Module):
                 return self
             try:
                 with torch.inference_mode(False), _generators(self._seed):
-                    built = build(_made_by(self._fn))
+                    built = self._fn()
+                    if not isinstance(built, nn.Module):
+                        raise PlanError(
+                            f"a Lazy layer's function must return an nn.Module, not a {type(built).__name__}"
+                        )
+                    build(built)
             except Exception as error:
                 error.add_note(f"while building the layer of {self!r}")
                 raise
@@ -78,10 +83,8 @@ class Lazy(nn.Module):
             if self._outline is _NOT_YET:
                 try:
                     with torch.inference_mode(False), _generators(None, restore=True), torch.device("meta"):
-                        outline: nn.Module | None = _without_data(_made_by(self._fn))
-                except PlanError:
-                    raise
-                except Exception:
+                        outline: nn.Module | None = _without_data(self._fn())
+                except Exception:  # that of the build will say more
                     outline = None
                 self.__dict__["_outline"] = outline  # not by __setattr__, which would register a submodule
             known: nn.Module | None = self._outline
@@ -136,13 +139,6 @@ def members(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
                 yield f"{path}.{name}" if path else name, tensor
-
-
-def _made_by(fn: Callable[[], Any]) -> nn.Module:
-    made = fn()
-    if not isinstance(made, nn.Module):
-        raise PlanError(f"the function of a Lazy layer must return an nn.Module, but returned {type(made).__name__}")
-    return made
 
 
 @contextmanager

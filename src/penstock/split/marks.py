@@ -28,9 +28,6 @@ from penstock.split.trace.state import recorder
 
 T = TypeVar("T")
 
-_SEARCH_DEPTH = 4
-"""Nesting depth to which plain lists and dicts are searched for cut points."""
-
 
 class CutPoint(nn.Module):
     """The identity, marking a place at which the model may be cut. Each object is called once in a forward.
@@ -59,12 +56,12 @@ def cut_points(model: nn.Module) -> dict[int, str]:
             found.setdefault(id(module), path)
         for attribute, value in vars(module).items():
             if attribute not in ("_modules", "_parameters", "_buffers"):
-                for name, point in _cut_points_in(value, _SEARCH_DEPTH):
+                for name, point in _cut_points_in(value):
                     found.setdefault(id(point), f"{prefix}{attribute}{name}")
     return found
 
 
-def _cut_points_in(value: Any, depth: int) -> Iterator[tuple[str, CutPoint]]:
+def _cut_points_in(value: Any, depth: int = 4) -> Iterator[tuple[str, CutPoint]]:
     if isinstance(value, CutPoint):
         yield "", value
     elif depth and isinstance(value, (list, tuple)):
@@ -171,8 +168,7 @@ class Stage:
         return Stage(*self.blocks, device=device)
 
     def __repr__(self) -> str:
-        names = ", ".join(map(repr, self.blocks))
-        return f"Stage({names})" + (f".on({self.device!r})" if self.device else "")
+        return f"Stage{self.blocks!r}" + (f".on({self.device!r})" if self.device else "")
 
 
 def _check_name(name: object) -> str:

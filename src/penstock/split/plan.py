@@ -35,8 +35,7 @@ from penstock.split.lazy import build, members
 
 FORMAT = 1
 
-Groups = Sequence[Sequence[str]]
-"""The layers of each stage."""
+Groups = Sequence[Sequence[str]]  # the layers of each stage
 
 
 @dataclass(frozen=True)
@@ -274,6 +273,8 @@ class Plan:
 
     def attach(self, model: nn.Module) -> Plan:
         """This plan with ``model``, which must have the same layers, parameter counts, edges and ties."""
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"a plan is attached to an nn.Module, got {type(model).__name__}")
         front = self.recipe.get("front")
         if front not in FRONT_ENDS:
             raise PlanError(f"the plan was made by a front end {front!r} that is not known here")
@@ -351,8 +352,7 @@ def run_stages(
     return output
 
 
-SharedWeights = Sequence[Sequence[str]]
-"""Groups of names of parameters to be tied, such as ``[("embed.weight", "head.weight")]``."""
+SharedWeights = Sequence[Sequence[str]]  # names of parameters to be tied: [("embed.weight", "head.weight")]
 
 
 def find_ties(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> tuple[Tie, ...]:

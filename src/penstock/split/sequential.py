@@ -20,8 +20,7 @@ from penstock.split.lazy import build, members
 from penstock.split.plan import Edge, Groups, LayerChain
 from penstock.split.skip import Skip, SkipKey, SkipUseError, match_skips, use_stash
 
-ACTIVATION = None
-"""The key of the activation, among the keys of skips."""
+ACTIVATION = None  # its key, among the keys of skips
 
 
 class SequentialChain(LayerChain):

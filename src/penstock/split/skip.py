@@ -53,8 +53,7 @@ class Namespace:
     _id: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)
 
 
-SkipKey = tuple[Namespace | None, str]
-"""The namespace of a skip (None: the default one) and its name."""
+SkipKey = tuple[Namespace | None, str]  # the namespace of a skip (None: the default one) and its name
 
 
 @dataclass(frozen=True)

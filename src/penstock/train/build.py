@@ -180,7 +180,16 @@ def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvi
                 f"loss_fn has a parameter that is trained ({trained[0]}), whose gradients replicas would not sum: make "
                 "loss_fn a part of the model, which then computes its loss, or freeze the parameter"
             )
-    _check_running_statistics(plan, source.placement)
+    first: dict[int, int] = {}  # stages of several ranks would update running statistics in no defined order
+    for stage, layers in enumerate(plan.groups):
+        for name, tensor in (member for layer in layers for member in plan.require_chain().members(layer)):
+            if name.endswith(("running_mean", "running_var")):
+                ranks = [source.placement[s] for s in (first.setdefault(id(tensor), stage), stage)]
+                if ranks[0] != ranks[1]:
+                    raise PlanError(
+                        f"{name} keeps running statistics of stages {first[id(tensor)]} and {stage}, on ranks "
+                        f"{ranks[0]} and {ranks[1]}: put them on one rank, or use a layer in each"
+                    )
     return source
 
 
@@ -274,20 +283,3 @@ def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) 
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                 members[name] = made[id(tensor)]  # type: ignore[assignment]
-
-
-def _check_running_statistics(plan: Plan, placement: Sequence[int]) -> None:
-    """Refuse running statistics that stages of several ranks update: they would be updated in no defined order."""
-    chain = plan.require_chain()
-    first: dict[int, int] = {}
-    for stage, layers in enumerate(plan.groups):
-        for layer in layers:
-            for name, tensor in chain.members(layer):
-                if not name.endswith(("running_mean", "running_var")):
-                    continue
-                other = first.setdefault(id(tensor), stage)
-                if placement[other] != placement[stage]:
-                    raise PlanError(
-                        f"{name} keeps running statistics of stages {other} and {stage}, on ranks "
-                        f"{placement[other]} and {placement[stage]}: put them on one rank, or use a layer in each"
-                    )

@@ -23,8 +23,6 @@ from torch.distributed.rendezvous import rendezvous
 from penstock._torch import default_store
 from penstock.errors import PipelineError, PlanError
 
-_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 _EXIT_WAIT = 10.0  # seconds that rank 0, which hosts the store, waits at exit for the others
 
 _threads = torch.get_num_threads()  # the default, to see whether the user has changed it
@@ -102,7 +100,7 @@ def _set_variables() -> None:
     if "RANK" not in os.environ and is_slurm(os.environ):
         for name, value in slurm_variables(os.environ).items():
             os.environ.setdefault(name, value)
-    missing = [name for name in _NAMES if name not in os.environ]
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if missing:
         raise PlanError(
             f"a mesh needs several processes: {', '.join(missing)} not set. Start the program with "
@@ -208,8 +206,7 @@ def _made_by_init() -> bool:
 
 # ── SLURM ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_PORTS = range(12_000, 32_000)
-"""Below Linux's range of ephemeral ports."""
+_PORTS = range(12_000, 32_000)  # below Linux's range of ephemeral ports
 
 
 def is_slurm(environ: Mapping[str, str]) -> bool:

@@ -366,10 +366,8 @@ class Pipeline(PipelineState):
         self.close()
 
     def __repr__(self) -> str:
-        return (
-            f"Pipeline({self.plan.num_stages} stages on {self._source.ranks} ranks, "
-            f"schedule {self._source.name!r}, {self._source.microbatches} micro-batches)"
-        )
+        source, ranks = self._source, f"{self.plan.num_stages} stages on {self._source.ranks} ranks"
+        return f"Pipeline({ranks}, schedule {source.name!r}, {source.microbatches} micro-batches)"
 
     def __getstate__(self) -> Any:
         raise PlanError("a pipeline is not copied or pickled: save pipe.state_dict(), and build another pipeline")
