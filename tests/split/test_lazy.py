@@ -339,7 +339,7 @@ def test_data_that_fn_makes_anyway_is_not_kept_for_the_sizes() -> None:
 
 @pytest.mark.parametrize("wrong", [lambda: 3, lambda: None, lambda: nn.Linear], ids=["3", "None", "class"])
 def test_fn_must_return_a_module(wrong: Any) -> None:
-    with pytest.raises(ps.PlanError, match=r"must return an nn\.Module, not a"):
+    with pytest.raises(ps.PlanError, match=r"must return an nn\.Module, not "):
         Lazy(wrong).build()
 
 

@@ -50,9 +50,7 @@ class Lazy(nn.Module):
                 with torch.inference_mode(False), _generators(self._seed):
                     built = self._fn()
                     if not isinstance(built, nn.Module):
-                        raise PlanError(
-                            f"a Lazy layer's function must return an nn.Module, not a {type(built).__name__}"
-                        )
+                        raise PlanError(f"a Lazy layer's function must return an nn.Module, not {type(built).__name__}")
                     build(built)
             except Exception as error:
                 error.add_note(f"while building the layer of {self!r}")
