@@ -95,7 +95,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_aliases_in_a_program_and_its_subprocesses(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert alias.main(["torchgpipe", "fairscale", "--", "aliased_program.py", "child"]) == 0
-    assert capsys.readouterr().out.split() == ["['child']", "penstock.compat.torchgpipe.skip"]
+    assert capsys.readouterr().out.split() == ["['child']", "penstock.compat.torchgpipe.gpipe"]
 
 
 def test_modules_and_code_run_as_well(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

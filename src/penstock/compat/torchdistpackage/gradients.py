@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -102,22 +102,24 @@ class NaiveDDP(nn.Module):
 
 
 @contextmanager
-def defer_reduction(kinds: Mapping[type[nn.Module], Callable[[Any], None]]) -> Iterator[None]:
+def defer_reduction(microbatches: int) -> Iterator[None]:
     """Let wrapped modules that are called in this context reduce their gradients once, at its end.
 
     ``DistributedDataParallel`` reduces in the first backward after its last forward; in a pipeline, later backwards
-    add to the gradients. ``kinds`` maps further wrapper classes to the function that reduces one of them.
+    add to the gradients.
     """
-    known: dict[type[nn.Module], Callable[[Any], None]] = {DistributedDataParallel: _reduce_ddp, **kinds}
-    called: dict[Any, Callable[[Any], None]] = {}
+    called: list[Any] = []
 
     def look(module: Any, args: Any) -> None:
-        reduce = next((reduce for kind, reduce in known.items() if isinstance(module, kind)), None)
-        if reduce is None or module in called or not torch.is_grad_enabled() or not module.require_backward_grad_sync:
+        wrapper = isinstance(module, (DistributedDataParallel, NaiveDDP))
+        if not wrapper or module in called or not torch.is_grad_enabled() or not module.require_backward_grad_sync:
             return
-        if isinstance(module, DistributedDataParallel) and module.static_graph:
-            raise ps.PlanError("a pipeline does not support static_graph=True of DistributedDataParallel: leave it out")
-        called[module] = reduce
+        if isinstance(module, DistributedDataParallel) and (module.static_graph or ddp_comm_hooks(module)):
+            raise ps.PlanError(
+                "a pipeline does not support static_graph=True and communication hooks of DistributedDataParallel: "
+                "leave them out"
+            )
+        called.append(module)
         module.require_backward_grad_sync = False
 
     hook = register_module_forward_pre_hook(look)
@@ -127,31 +129,18 @@ def defer_reduction(kinds: Mapping[type[nn.Module], Callable[[Any], None]]) -> I
         hook.remove()
         for wrapper in called:
             wrapper.require_backward_grad_sync = True
-    for wrapper, reduce in called.items():
-        reduce(wrapper)
-
-
-def _reduce_ddp(wrapper: DistributedDataParallel) -> None:
-    wrapper.require_forward_param_sync = True  # buffers are broadcast in the next forward, as after any reduction
-    named = wrapper.module.named_parameters()
-    parameters = [p for name, p in named if name not in wrapper.parameters_to_ignore]
-    registered = ddp_comm_hooks(wrapper)
-    hook = registered[-1] if registered else None
-    _reduce(parameters, wrapper.process_group, hook=hook)
+    for wrapper in called:
+        if isinstance(wrapper, NaiveDDP):
+            wrapper.after_backwards(microbatches)
+        else:
+            wrapper.require_forward_param_sync = True  # buffers are broadcast in the next forward
+            named = wrapper.module.named_parameters()
+            _reduce((p for name, p in named if name not in wrapper.parameters_to_ignore), wrapper.process_group)
 
 
 @torch.no_grad()
-def _reduce(
-    parameters: Iterable[nn.Parameter],
-    group: dist.ProcessGroup,
-    *,
-    mean: bool = True,
-    hook: tuple[Callable[..., Any], Any] | None = None,
-) -> None:
-    """Replace gradients by their mean or sum over a group; a parameter without a gradient anywhere keeps none.
-
-    ``hook`` is a communication hook of ``DistributedDataParallel`` with its state; it computes the mean.
-    """
+def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, mean: bool = True) -> None:
+    """Replace gradients by their mean or sum over a group; a parameter without a gradient anywhere keeps none."""
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters or group.size() == 1:
         return
@@ -160,27 +149,15 @@ def _reduce(
     buckets: dict[Any, list[Tensor]] = {}  # by device and dtype
     for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
         if anywhere:
-            grad = _dense_grad(parameter)
-            buckets.setdefault((grad.device, grad.dtype), []).append(grad)
-    for index, bucket in enumerate(buckets.values()):
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = grad.to_dense() if grad.is_sparse else grad
+            buckets.setdefault((grad.device, grad.dtype), []).append(parameter.grad)
+    for bucket in buckets.values():
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        if hook is None:
-            dist.all_reduce(flat, group=group)
-            flat /= group.size() if mean else 1
-        else:
-            function, state = hook
-            result = function(state, hooks.HookBucket(index, flat, bucket, index == len(buckets) - 1)).wait()
-            flat = result[0] if isinstance(result, (list, tuple)) else result
+        dist.all_reduce(flat, group=group)
+        flat /= group.size() if mean else 1
         for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
-
-
-def _dense_grad(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    elif parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
-    return parameter.grad
 
 
 # ── clipping ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,30 +204,23 @@ def _all_reduce(mode: str, total: Tensor, largest: bool) -> Tensor:
 def _shared_over_tensor_ranks(parameters: Sequence[Any]) -> set[int]:
     """The ids of parameters whose gradients are the same on all tensor ranks, up to rounding.
 
-    Gradients are compared by shape, norm and a sum with non-repeating weights: parts of one parameter may have equal
-    norms, but hardly equal weighted sums.
+    Gradients are compared by norm and a sum with non-repeating weights: parts of one parameter may have equal norms,
+    but hardly equal weighted sums.
     """
     plain = [p for p in parameters if not isinstance(p, DTensor)]
-    own = [_fingerprint(p.grad) for p in plain]
+    own = []
+    for parameter in plain:
+        grad = torch.zeros(1) if parameter.grad is None else parameter.grad
+        flat = (grad.to_dense() if grad.is_sparse else grad).detach().flatten().to(torch.float64)
+        weights = torch.cos(torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device))
+        own.append((float(flat.norm()), float(flat @ weights)))
     everyone: list[Any] = [None] * tpc.get_group_size("tensor")
     dist.all_gather_object(everyone, own, tpc.get_group("tensor"))
-    if any(len(theirs) != len(own) for theirs in everyone):
-        return set()
-    same = (all(_close(row[0], other) for other in row) for row in zip(*everyone, strict=True))
-    return {id(p) for p, equal in zip(plain, same, strict=True) if equal}
-
-
-def _fingerprint(grad: Tensor | None) -> tuple[tuple[int, ...], float, float]:
-    if grad is None:
-        return (), 0.0, 0.0
-    flat = (grad.to_dense() if grad.is_sparse else grad).detach().flatten().to(torch.float64)
-    weights = torch.cos(torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device))
-    return tuple(grad.shape), float(flat.norm()), float(flat @ weights)
-
-
-def _close(one: tuple[tuple[int, ...], float, float], other: tuple[tuple[int, ...], float, float]) -> bool:
-    tolerance = 1e-4 * one[1]
-    return one[0] == other[0] and all(abs(a - b) <= tolerance for a, b in zip(one[1:], other[1:], strict=True))
+    shared = set()
+    for parameter, first, *others in zip(plain, *everyone, strict=True):
+        if all(abs(a - b) <= 1e-4 * first[0] for other in others for a, b in zip(first, other, strict=True)):
+            shared.add(id(parameter))
+    return shared
 
 
 # ── loss scale ───────────────────────────────────────────────────────────────────────────────────────────────────

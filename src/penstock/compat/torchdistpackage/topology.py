@@ -22,15 +22,8 @@ import torch.distributed as dist
 import penstock as ps
 
 __all__ = [
-    "ProcessTopology",
-    "fix_rand",
-    "get_mp_ckpt_suffix",
-    "is_using_pp",
-    "setup_distributed",
-    "setup_node_groups",
-    "test_comm",
-    "torch_parallel_context",
-    "tpc",
+    *("ProcessTopology", "fix_rand", "get_mp_ckpt_suffix", "is_using_pp", "setup_distributed"),
+    *("setup_node_groups", "test_comm", "torch_parallel_context", "tpc"),
 ]
 
 
@@ -77,11 +70,7 @@ class ProcessTopology:
 
     def _new_groups(self, mode: str, all_ranks: list[list[int]]) -> None:
         self._ranks[mode] = all_ranks
-        for ranks in all_ranks:  # every process creates every group
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                self._groups[mode] = group
+        self._groups[mode], _ = dist.new_subgroups_by_enumeration(all_ranks)  # type: ignore[no-untyped-call]
 
     def is_mode_inited(self, mode: str) -> bool:
         return mode in self._groups
@@ -98,13 +87,13 @@ class ProcessTopology:
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
         """The global ranks of this process's group."""
-        return next(ranks for ranks in self.all_ranks(mode) if dist.get_rank() in ranks)
+        return dist.get_process_group_ranks(self.get_group(mode))
 
     def get_group_rank(self, mode: str) -> int:
-        return self.get_ranks_in_group(mode).index(dist.get_rank())
+        return self.get_group(mode).rank()
 
     def get_group_size(self, mode: str) -> int:
-        return len(self.get_ranks_in_group(mode))
+        return self.get_group(mode).size()
 
     def is_first_in_group(self, mode: str) -> bool:
         return self.get_group_rank(mode) == 0
@@ -193,14 +182,10 @@ def setup_distributed(backend: str = "nccl", port: int | None = None) -> tuple[i
 
 def setup_node_groups(num_per_node: int = 8) -> dist.ProcessGroup:
     """The group of this process's machine, where each machine has ``num_per_node`` consecutive ranks."""
-    own = None
-    for first in range(0, dist.get_world_size(), num_per_node):
-        ranks = list(range(first, min(first + num_per_node, dist.get_world_size())))
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            own = group
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    world = dist.get_world_size()
+    nodes = [list(range(first, min(first + num_per_node, world))) for first in range(0, world, num_per_node)]
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(nodes)[0]  # type: ignore[no-untyped-call]
+    return group
 
 
 def fix_rand(rank: int = 0, seed: int = 1024) -> None:
