@@ -34,7 +34,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, source: Iterator[T], depth: int, lock: threading.Lock, device: torch.device | None) -> None:
         self._items: deque[Future[T]] = deque()
-        # What the thread shares with this object, which it may not hold. SimpleQueue is reentrant, as finalizers need.
+        # Shared with the thread, which may not hold this object. SimpleQueue is reentrant, as finalizers need.
         self._shared = SimpleNamespace(requests=SimpleQueue(), stopped=False)
         arguments = (source, self._shared, lock, device)
         thread = threading.Thread(target=_load, args=arguments, name="penstock loader", daemon=True)
