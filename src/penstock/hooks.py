@@ -25,16 +25,16 @@ from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.replicas.ddp import HookBucket
 from penstock.format import parse_bytes
 from penstock.split import chain_of
-from penstock.split.chain import LayerChain, WholeModelChain, bind_arguments, build_plan
+from penstock.split.balance import partition
 from penstock.split.marks import begin_block_of, cut_points, remove_begin_block
-from penstock.split.partition import partition
+from penstock.split.plan import LayerChain, WholeModelChain, bind_arguments, build_plan
 from penstock.split.trace.errors import mentions_marks
 from penstock.split.trace.line import marked_chain
 from penstock.split.trace.state import recorder
 from penstock.split.trunk.line import trunk_chain
-from penstock.train.clip import clip_grad_norm, grad_norm
 from penstock.train.optimizer_offload import is_offloaded
 from penstock.train.prefetch import Prefetcher
+from penstock.train.state import clip_grad_norm, grad_norm
 
 __all__ = [
     "DeferredStatistics",

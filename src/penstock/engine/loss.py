@@ -30,7 +30,7 @@ from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
-from penstock.split.chain import CountedOutput
+from penstock.split.sample import CountedOutput
 
 # ── loss functions ───────────────────────────────────────────────────────────────────────────────────────────────
 

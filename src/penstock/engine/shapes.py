@@ -27,7 +27,7 @@ from penstock.engine.message import (
     unflatten,
 )
 from penstock.errors import PlanError, text_of
-from penstock.split.chain import CountedOutput
+from penstock.split.sample import CountedOutput
 
 
 class FakeStage:

@@ -106,7 +106,7 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
             if mesh.pipe_rank in (a, b):
                 times = _ping_pong(endpoints[a, b, "F"], endpoints[b, a, "B"], mesh.pipe_rank == a, size, repeats)
                 if mesh.pipe_rank == a:
-                    found.append((mesh.pipe_ranks[a], mesh.pipe_ranks[b], *times))
+                    found.append((mesh.ranks("pipe")[a], mesh.ranks("pipe")[b], *times))
         rows = sorted(row for one in rendezvous.gather({"links": found}) for row in one["links"])
         host = (0.0, inf)
         if ring and mesh.device.type == "cpu":

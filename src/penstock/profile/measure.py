@@ -36,11 +36,9 @@ from penstock.profile.timing import (
 )
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.split import chain_of
-from penstock.split.chain import LayerChain
 from penstock.split.measure import LayerMeasurement, LayerRun, Measurement, measure, tensor_bytes
-from penstock.split.module_state import ModuleState
-from penstock.split.plan import Plan
-from penstock.split.sample import accelerators_of, sample_arguments
+from penstock.split.plan import LayerChain, Plan
+from penstock.split.sample import ModuleState, accelerators_of, sample_arguments
 
 TURNS = 4  # times that each layer is timed, if the budget allows it
 

@@ -28,9 +28,9 @@ from penstock.profile.measure import OptimizerLike, measure_costs
 from penstock.profile.planner.result import PlanResult
 from penstock.profile.planner.search import Cluster, configurations, device_grids, search
 from penstock.split import chain_of
-from penstock.split.chain import LayerChain, build_plan
+from penstock.split.plan import LayerChain, build_plan
 from penstock.split.sample import sample_inputs
-from penstock.train.devices import assign_devices
+from penstock.train.build import assign_devices
 from penstock.train.mesh import Mesh
 
 _STORE_TIMEOUT = timedelta(minutes=30)

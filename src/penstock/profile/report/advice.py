@@ -26,7 +26,7 @@ from penstock.schedule.registry import SCHEDULES, build
 from penstock.schedule.schedule import BACKWARD, Action, Schedule
 from penstock.schedule.search import auto
 from penstock.schedule.simulate import Simulation, simulate
-from penstock.split.partition import partition
+from penstock.split.balance import partition
 
 CAUSES = ("fill", "drain", "imbalance", "communication", "host")
 
