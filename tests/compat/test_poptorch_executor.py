@@ -85,7 +85,6 @@ def test_attributes_of_the_model() -> None:
             _ = training.nothing
         with pytest.raises(poptorch.Error, match="cycleCount needs an IPU"):
             training.cycleCount()
-        assert "trainingModel" in repr(training)
 
 
 def test_compile_builds_the_pipeline_without_running_it() -> None:
@@ -314,7 +313,6 @@ def test_inference_has_no_gradient_accumulation() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: poptorch.trainingModel(nn.Linear, None), "a model is a torch.nn.Module"),
         (lambda: poptorch.trainingModel(made(Plain), {}), "'options' must be of type poptorch.Options"),
         (lambda: poptorch.trainingModel(made(Plain), None, 3), "an optimizer is"),
         (lambda: poptorch.trainingModel(made(Plain))(), "takes tensors with samples"),

@@ -123,7 +123,7 @@ def test_an_output_that_gets_no_gradient_leaves_none() -> None:
     check(module, double(3, 4), double(3, 4))
 
 
-# What is left to autograd
+# Gradients left to autograd
 
 
 def test_hooks_fire_once_per_micro_batch() -> None:

@@ -97,7 +97,7 @@ def test_activations_or_optimizer_only() -> None:
     check_same(train(case, offload_optimizer, offload=ps.Offload(activations=False)), plain)
 
 
-# ── with stand-ins on the CPU: everything moves ────────────────────────────────────────────────────────────────────
+# ── with LateCopies on the CPU: everything is copied ───────────────────────────────────────────────────────────────
 
 
 class UseLateCopies:

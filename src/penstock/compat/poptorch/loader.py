@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -91,8 +90,7 @@ class AsynchronousDataAccessor:
         self._dataset = dataset
         self._depth = positive("buffer_size", buffer_size)
         self._lock = threading.Lock()
-        self._last: weakref.ref[hooks.Prefetcher[Any]] | None = None
-        self._thread: threading.Thread | None = None
+        self._last: hooks.Prefetcher[Any] | None = None
         self._preloaded = self._start() if early_preload else None
 
     def __len__(self) -> int:
@@ -105,16 +103,13 @@ class AsynchronousDataAccessor:
     def terminate(self) -> None:
         """End the thread. An unfinished iterator yields the batches that were loaded, and ends."""
         self._preloaded = None
-        last = None if self._last is None else self._last()
-        if last is not None:
-            last.stop()
-        if self._thread is not None:
-            self._thread.join()
+        if self._last is not None:
+            self._last.stop()
+            self._last.thread.join()
 
     def _start(self) -> hooks.Prefetcher[Any]:
         self.terminate()  # torch's workers serve one iteration at a time
         source = self._dataset
         batches = data.DataLoader.__iter__(source) if isinstance(source, DataLoader) else iter(source)
-        iterator = hooks.Prefetcher(batches, self._depth, self._lock, None)
-        self._last, self._thread = weakref.ref(iterator), iterator.thread
-        return iterator
+        self._last = hooks.Prefetcher(batches, self._depth, self._lock, None)
+        return self._last

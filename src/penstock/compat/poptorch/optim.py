@@ -98,19 +98,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
     _added = "use_tf_variant" + _MOMENT_TYPES
 
 
-class _Lamb(torch.optim.Optimizer):
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-
-class LAMB(Optimizer, _Lamb):
+class LAMB(Optimizer, torch.optim.Adam):
     """Layer-wise adaptive moments (You et al., "Large Batch Optimization for Deep Learning", 2019).
 
     Adam's direction, scaled for each parameter to the parameter's norm, clamped to ``max_weight_norm``.

@@ -24,9 +24,6 @@ __all__ = ["Options", "TensorLocationSettings"]
 _warned: set[str] = set()
 
 
-# ── checks of values ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class TensorLocationSettings:
     """Where tensors are stored: ``TensorLocationSettings().useOnChipStorage(False)`` means in host memory.
 
@@ -72,8 +69,6 @@ def _seed(name: str, value: Any) -> Any:
     require(isinstance(value, int), f"a seed is a whole number, got {value!r}")
     return value
 
-
-# ── the settings ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 _UNSET = object()
 
