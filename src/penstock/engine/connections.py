@@ -189,10 +189,10 @@ class ProgramCache:
                 forward[src, dst] = DynamicForwardChannel(dynamic[a, b, "F"], f"stage {src}", dynamic.values())
                 backward[dst, src] = DynamicBackwardChannel(dynamic[b, a, "B"], f"stage {dst}", dynamic.values())
                 continue
-            metas = header.metas((src, dst))
+            metas = [header.crossing[src, dst][kind] for kind in header.kinds]  # per micro-batch
             forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
             if header.training:
-                present = header.present((src, dst))
+                present = [header.gradients[src, dst][kind] for kind in header.kinds]
                 backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], f"stage {dst}", metas, present)
         return forward, backward
 

@@ -52,14 +52,6 @@ class StepHeader:
     crossing: dict[Edge, list[MessageMeta]] = field(default_factory=dict)  # per kind
     gradients: dict[Edge, list[list[bool]]] = field(default_factory=dict)  # which tensors receive one, per kind
 
-    def metas(self, edge: Edge) -> list[MessageMeta]:
-        """Per micro-batch: the message on this edge."""
-        return [self.crossing[edge][kind] for kind in self.kinds]
-
-    def present(self, edge: Edge) -> list[list[bool]]:
-        """Per micro-batch: which tensors on this edge receive a gradient."""
-        return [self.gradients[edge][kind] for kind in self.kinds] if self.training else []
-
 
 @dataclass
 class StepProtocol:

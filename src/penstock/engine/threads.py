@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -236,7 +236,8 @@ class ThreadExecutor(Executor):
 
     def wait(self, program: ThreadProgram, report: RunReport) -> None:
         """Wait until all ranks have run a program. After a failure, slots and channels of all programs are dropped."""
-        detector = ThreadHangDetector(program.runners, self.placement, self.workers.threads, self.limits)
+        threads = [thread.ident or 0 for thread in self.workers.threads]
+        detector = ThreadHangDetector(program.runners, self.placement, threads, self.limits)
         try:
             self.workers.wait(report, program.cancel, detector.check)
         except BaseException:
@@ -369,6 +370,15 @@ class _ThreadCall(PipelineCall):
         check_joinable([message.leaves for message in outputs], self.sizes)
         return outputs
 
+    def _earlier_inputs(self, slot: Slot) -> list[Tensor]:
+        """The inputs of the same micro-batch in earlier stages, into whose graphs that of this stage may continue.
+
+        It does so where layers passed values to other stages outside the pipeline, keyed by ``current_microbatch``. The
+        gradients that are found there come before those of the earlier stages: a micro-batch goes back up in order.
+        """
+        stage, k = next(key for key, other in self.slots.items() if other is slot)
+        return [leaf for (s, j), other in self.slots.items() if j == k and s < stage for leaf in other.inputs]
+
     def backward(
         self, seeds: Sequence[Sequence[Tensor | None]]
     ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
@@ -381,15 +391,21 @@ class _ThreadCall(PipelineCall):
         retain_graph = graph_task_keeps_graph()
         executor = self.executor
         sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.stage_parameters}
-        crossing = _CrossStageGrads(self.slots, self.parameters) if self.crosses_stages else None
+        crossed: dict[int, Tensor] = {}  # gradients that other stages found for inputs, by identity of the input
 
         def backward(stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot) -> None:
             mine = sums[stage.index]
-            if crossing is None:
-                wanted = self.stage_parameters[stage.index]
-                found = stage.gradients(grads, slot, wanted, retain_graph)
-            else:
-                wanted, found = crossing.gradients(stage, grads, slot)
+            wanted = self.parameters if self.crosses_stages else self.stage_parameters[stage.index]
+            earlier = self._earlier_inputs(slot) if self.crosses_stages else []
+            found = stage.gradients(grads, slot, (*wanted, *earlier), retain_graph or self.crosses_stages)
+            if self.crosses_stages:
+                own = [grad for row in slot.grads for grad in row]
+                for leaf, grad in zip((*earlier, *slot.inputs), (*found[len(wanted) :], *own), strict=True):
+                    if grad is not None:
+                        crossed[id(leaf)] = grad if id(leaf) not in crossed else crossed[id(leaf)] + grad
+                own = [crossed.pop(id(leaf), None) for leaf in slot.inputs]
+                slot.grads = split_grads(own, slot.inputs_per_edge) if slot.inputs_per_edge else [own]
+                found = found[: len(wanted)]
             for parameter, grad in zip(wanted, found, strict=True):
                 if grad is not None:
                     if executor.fp32 is not None and grad.dtype.itemsize < 4:
@@ -430,37 +446,6 @@ class _ThreadCall(PipelineCall):
         return grads, totals
 
 
-class _CrossStageGrads:
-    """Gradients of values that layers passed to other stages outside the pipeline, keyed by ``current_microbatch``.
-
-    The graph of a stage then continues into graphs of earlier stages. Gradients found there are added to those of
-    these stages: they come first, because a micro-batch goes back up the stages in order.
-    """
-
-    def __init__(self, slots: Mapping[tuple[int, int], Slot], parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.earlier_slots = {
-            id(slot): [other for (s, j), other in slots.items() if j == k and s < stage]
-            for (stage, k), slot in slots.items()
-        }
-        self.found: dict[int, Tensor] = {}  # by identity of the input
-
-    def gradients(
-        self, stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot
-    ) -> tuple[list[nn.Parameter], Sequence[Tensor | None]]:
-        """All parameters of the pipeline, and their gradients from this stage's backward."""
-        entries = [leaf for other in self.earlier_slots[id(slot)] for leaf in other.inputs]
-        count = len(self.parameters)
-        found = stage.gradients(grads, slot, (*self.parameters, *entries), True)
-        own = [grad for row in slot.grads for grad in row]
-        for leaf, grad in zip((*entries, *slot.inputs), (*found[count:], *own), strict=True):
-            if grad is not None:
-                self.found[id(leaf)] = grad if id(leaf) not in self.found else self.found[id(leaf)] + grad
-        mine = [self.found.pop(id(leaf), None) for leaf in slot.inputs]
-        slot.grads = split_grads(mine, slot.inputs_per_edge) if slot.inputs_per_edge else [mine]
-        return self.parameters, found[:count]
-
-
 # ── worker threads ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -478,13 +463,13 @@ class WorkerThreads:
     def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
         """One worker per device; ``cpu_threads`` limits the threads that an operator uses on the CPU in each."""
         self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
-        self._threads = [
+        self.threads = [
             threading.Thread(
                 target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
             )
             for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
         self._end = weakref.finalize(self, _stop, self.inboxes)
 
@@ -527,13 +512,9 @@ class WorkerThreads:
     def close(self) -> None:
         """End the threads, and wait for them a few seconds. Closing twice is harmless."""
         self._end()
-        for thread in self._threads:
+        for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join(5)
-
-    @property
-    def threads(self) -> list[int]:
-        return [thread.ident or 0 for thread in self._threads]
 
     @property
     def closed(self) -> bool:
