@@ -92,7 +92,10 @@ def _instances(quick: bool) -> Iterator[dict[str, Any]]:
                 activation=1 / v,
             )
             problem, _ = make_problem(costs, placement, m, None, None)
-            own = [(s.makespan, max(s.peak_memory)) for s in (simulate(f, costs) for f in fixed_schedules(problem))]
+            own = [
+                (s.makespan, max(s.peak_memory))
+                for s in (simulate(f, costs) for f in fixed_schedules(problem.placement, problem.m))
+            ]
             for cap in CAPS:
                 room = float(cap[:-1]) * p
                 begin = time.thread_time()

@@ -120,8 +120,8 @@ def test_long_stage_lists_are_wrapped() -> None:
 def test_colour_is_the_kind_and_shade_the_stage() -> None:
     lines = list(viz._text_chart(simulated("interleaved", 2, 2, 2), 80))
     styles = {str(span.style) for line in lines for span in line.spans}
-    assert {"bright_white on color(25)", "black on color(153)"} <= styles  # forward: first and second stage
-    assert {"bright_white on color(28)", "black on color(157)"} <= styles  # backward
+    assert {"bright_white on #1d4f91", "black on #c3dcf8"} <= styles  # forward: first and second stage
+    assert {"bright_white on #226b35", "black on #c6e9cd"} <= styles  # backward
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -62,25 +62,8 @@ def _raising(name: str) -> Any:
 set_grad_enabled: Callable[[bool], Any] = _find("_C._set_grad_enabled", torch.set_grad_enabled)
 
 
-def _run_backward(
-    roots: Sequence[Any],
-    grads: Sequence[Tensor | None],
-    keep_graph: bool,
-    create_graph: bool,
-    inputs: Sequence[Any],
-    allow_unreachable: bool,
-    accumulate_grad: bool,
-) -> Sequence[Tensor | None]:
-    if not accumulate_grad:
-        return torch.autograd.grad(
-            roots, inputs, grads, retain_graph=keep_graph, create_graph=create_graph, allow_unused=allow_unreachable
-        )
-    torch.autograd.backward(roots, grads, keep_graph, create_graph, inputs=inputs or None)
-    return ()
-
-
 # Autograd's engine without the argument checks of ``torch.autograd.backward``, which cost as much as a small backward.
-run_backward: Callable[..., Any] = _find("autograd.Variable._execution_engine.run_backward", _run_backward)
+run_backward: Callable[..., Any] = _find("autograd.Variable._execution_engine.run_backward")
 
 # Calls a function at the end of the backward that is running.
 queue_callback: Callable[[Callable[[], None]], None] = _find("autograd.Variable._execution_engine.queue_callback")
@@ -181,20 +164,8 @@ def storage_id(tensor: Tensor) -> int:
         raise _error("UntypedStorage._cdata") from None
 
 
-def _foreach_div_(tensors: Sequence[Tensor], divisor: float) -> None:
-    for tensor in tensors:
-        tensor.div_(divisor)
-
-
-def _foreach_unscale_(grads: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    for grad in grads:
-        found_inf.logical_or_(~grad.isfinite().all())
-        grad.mul_(inverse_scale.to(grad.dtype))
-
-
-# One kernel for many gradients: a division, and a multiplication that also looks for values that are not finite.
-foreach_div_: Callable[..., None] = _find("_foreach_div_", _foreach_div_)
-foreach_unscale_: Callable[..., None] = _find("_amp_foreach_non_finite_check_and_unscale_", _foreach_unscale_)
+# One kernel for many gradients: multiplies them, and looks for values that are not finite.
+foreach_unscale_: Callable[..., None] = _find("_amp_foreach_non_finite_check_and_unscale_")
 
 
 # ── modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,12 +265,7 @@ ATTRIBUTES: dict[Any, tuple[str, ...]] = {
 }
 
 
-def _check_attributes() -> None:
-    for owner, names in ATTRIBUTES.items():
-        for name in names:
-            if not hasattr(owner, name):
-                kind = owner if isinstance(owner, type) else type(owner)
-                raise _error(f"{kind.__name__}.{name}")
-
-
-_check_attributes()
+for _owner, _names in ATTRIBUTES.items():
+    for _name in _names:
+        if not hasattr(_owner, _name):
+            raise _error(f"{(_owner if isinstance(_owner, type) else type(_owner)).__name__}.{_name}")

@@ -12,37 +12,28 @@ if TYPE_CHECKING:
 
 
 class ProgressUI:
-    """Reports of a loop. Without a ``progress`` of rich there is no bar: for files, pipes and nested loops."""
+    """Reports of a loop. ``live``: with a bar, whose text is visible."""
 
-    def __init__(self, progress: Progress | None = None) -> None:
-        self.progress = progress
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.live = progress, not progress.disable
         self.task: TaskID | None = None
-
-    @property
-    def live(self) -> bool:
-        """Whether the text of ``advance`` is visible."""
-        return self.progress is not None
 
     def begin(self, title: str, total: int | None) -> None:
         """Start a bar of ``total`` steps; None: an unknown number."""
-        if self.progress is not None:
-            if self.task is not None:
-                self.progress.remove_task(self.task)
-            self.task = self.progress.add_task(title, total=total, text="")
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = self.progress.add_task(title, total=total, text="")
 
     def advance(self, text: str | None, steps: int = 1) -> None:
         """Count steps. ``text`` replaces the text beside the bar; None keeps it."""
-        if self.progress is not None and self.task is not None:
+        if self.task is not None:
             self.progress.advance(self.task, steps)
             if text is not None:
                 self.progress.update(self.task, text=text)
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
-        if self.progress is None:
-            print(text, flush=True)
-        else:
-            self.progress.console.print(text, markup=False, highlight=False)
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 _live_bars = 0
@@ -56,13 +47,11 @@ def progress_ui() -> Iterator[ProgressUI]:
     from rich.progress import BarColumn, Progress, TextColumn
 
     console = Console(file=sys.stdout)
-    if _live_bars or not console.is_terminal:
-        yield ProgressUI()
-        return
     columns = (TextColumn("{task.description}"), BarColumn(10), TextColumn("{task.fields[text]}"))
-    _live_bars += 1
+    live = console.is_terminal and not _live_bars
+    _live_bars += live
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, disable=not live) as progress:
             yield ProgressUI(progress)
     finally:
-        _live_bars -= 1
+        _live_bars -= live

@@ -29,16 +29,9 @@ if TYPE_CHECKING:
 
 KINDS = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
-# Four shades of each kind, dark to light, for the stages of a rank: of a terminal's 256 colours, and for SVG.
-# White text is legible on the first two, black text on the others.
-_TEXT_SHADES = {
-    "F": (25, 32, 75, 153),
-    "B": (28, 34, 113, 157),
-    "I": (30, 37, 80, 159),
-    "W": (130, 166, 214, 222),
-    "R": (90, 133, 176, 225),
-}
-_SVG_SHADES = {
+# Four shades of each kind, dark to light, for the stages of a rank. White text is legible on the first two, black text
+# on the others.
+_SHADES = {
     "F": ("#1d4f91", "#2f6db5", "#8db8ea", "#c3dcf8"),
     "B": ("#226b35", "#2d7f43", "#8fcf9e", "#c6e9cd"),
     "I": ("#0b6a72", "#12808a", "#7fd0d6", "#bdeaed"),
@@ -60,7 +53,7 @@ def _shade(chunk: int, num_chunks: int) -> int:
 
 def _text_style(kind: str, chunk: int, num_chunks: int) -> str:
     shade = _shade(chunk, num_chunks)
-    return f"{'black' if shade > 1 else 'bright_white'} on color({_TEXT_SHADES[kind][shade]})"
+    return f"{'black' if shade > 1 else 'bright_white'} on {_SHADES[kind][shade]}"
 
 
 # A Gantt chart in columns -------------------------------------------------------------------------------------
@@ -272,16 +265,29 @@ def to_svg(simulation: Simulation) -> str:
     there are too many actions for its width, a column shows the main kind of its actions, without tooltips.
     """
     schedule = simulation.schedule
+    chunks = _chunks(schedule)
+    num_chunks = 1 + max(chunks.values())
     if max(map(len, schedule.orders)) > _MAX_WIDTH / 3:
-        rows, chart_width = _column_boxes(simulation), float(_MAX_WIDTH)
+        gantt = _Gantt(simulation, _MAX_WIDTH)
+        scale = _MAX_WIDTH / (simulation.makespan or 1.0)
+        rows = [
+            [_Box(cell.begin, cell.end - cell.begin, cell.kind, _shade(cell.chunk, num_chunks), "") for cell in cells]
+            for cells in map(gantt.cells, range(schedule.num_ranks))
+        ]
     else:
         durations = simulation.costs.durations(schedule.num_stages)
         shortest = min((t for kind in schedule.kinds for t in durations[kind] if t), default=1.0)
         scale = min(_UNIT / shortest, _MAX_WIDTH / simulation.makespan) if simulation.makespan else 1.0
-        rows, chart_width = _action_boxes(simulation, scale), simulation.makespan * scale
+        rows = [
+            [
+                _Box(start * scale, (end - start) * scale, a.kind, _shade(chunks[a.stage], num_chunks), str(a))
+                for a, start, end in zip(order, starts, ends, strict=True)
+            ]
+            for order, starts, ends in zip(schedule.orders, simulation.starts, simulation.ends, strict=True)
+        ]
     left = _LETTER * len(f"rank {schedule.num_ranks - 1}") + 12
     legend, legend_width = _svg_legend(simulation)
-    width = left + max(chart_width, legend_width)
+    width = left + max(simulation.makespan * scale, legend_width)
     height = schedule.num_ranks * (_ROW + _GAP) + 30
     title = _printable(describe_schedule(schedule))
     lines = [
@@ -295,41 +301,16 @@ def to_svg(simulation: Simulation) -> str:
     for rank, boxes in enumerate(rows):
         y = rank * (_ROW + _GAP)
         lines.append(f'<text x="0" y="{y + 15}">rank {rank}</text>')
-        lines.extend(_svg_box(box._replace(x=left + box.x), y) for box in boxes)
+        lines.extend(_svg_box(box._replace(x=left + box.x), y) for box in boxes if box.width)
     lines.append(f'<g transform="translate({left},{height - 22})">{legend}</g>')
     return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def _action_boxes(simulation: Simulation, scale: float) -> Iterator[list[_Box]]:
-    chunks = _chunks(simulation.schedule)
-    num_chunks = 1 + max(chunks.values())
-    for order, starts, ends in zip(simulation.schedule.orders, simulation.starts, simulation.ends, strict=True):
-        yield [
-            _Box(start * scale, (end - start) * scale, a.kind, _shade(chunks[a.stage], num_chunks), str(a))
-            for a, start, end in zip(order, starts, ends, strict=True)
-            if end > start
-        ]
-
-
-def _column_boxes(simulation: Simulation) -> Iterator[list[_Box]]:
-    """The columns of a text drawing; equal neighbours are one box."""
-    gantt = _Gantt(simulation, _MAX_WIDTH)
-    for rank in range(simulation.schedule.num_ranks):
-        boxes: list[_Box] = []
-        for cell in gantt.cells(rank):
-            box = _Box(cell.begin, cell.end - cell.begin, cell.kind, _shade(cell.chunk, gantt.num_chunks), "")
-            if boxes and boxes[-1][2:] == box[2:] and boxes[-1].x + boxes[-1].width == box.x:
-                boxes[-1] = boxes[-1]._replace(width=boxes[-1].width + box.width)
-            elif box.width:
-                boxes.append(box)
-        yield boxes
 
 
 def _svg_box(box: _Box, y: float) -> str:
     """A rectangle, its action as a tooltip, and as much of the action as fits: F0, or 0."""
     tip = f"<title>{box.text}</title>" if box.text else ""
     inset = 0.5 if box.width > 4 else 0
-    x, width, fill = _svg_number(box.x), _svg_number(box.width - inset), _SVG_SHADES[box.kind][box.shade]
+    x, width, fill = _svg_number(box.x), _svg_number(box.width - inset), _SHADES[box.kind][box.shade]
     rect = f'<rect x="{x}" y="{y}" width="{width}" height="{_ROW}" fill="{fill}">{tip}</rect>'
     without_stage = box.text.lstrip("0123456789")
     for text in (without_stage, without_stage[1:]):
@@ -344,7 +325,7 @@ def _svg_legend(simulation: Simulation) -> tuple[str, float]:
     parts, x = [], 0.0
     for kind in COMPUTE:
         if kind in simulation.schedule.kinds:
-            parts.append(f'<rect x="{_svg_number(x)}" y="0" width="12" height="12" fill="{_SVG_SHADES[kind][1]}"/>')
+            parts.append(f'<rect x="{_svg_number(x)}" y="0" width="12" height="12" fill="{_SHADES[kind][1]}"/>')
             parts.append(f'<text x="{_svg_number(x + 17)}" y="11">{kind} {KINDS[kind]}</text>')
             x += 17 + _LETTER * (len(KINDS[kind]) + 4)
     bubble = f"bubble {simulation.bubble:.1%}"

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import penstock.schedule
-from penstock.schedule.interleaved import interleaved
-from penstock.schedule.one_f_one_b import one_f_one_b
+from penstock.schedule.one_f_one_b import interleaved, one_f_one_b
 from penstock.schedule.registry import SCHEDULES, build
 from penstock.schedule.schedule import Schedule, loop, vee
 from penstock.schedule.verify import verify

@@ -121,7 +121,7 @@ def test_every_result_is_valid_and_at_least_as_fast_as_fixed_schedules(case: dic
         assert recomputes == {(s, k) for s in stages for k in range(case["m"])}
     assert lower_bound(problem) <= found.makespan * (1 + 1e-9)
     modes = ["always" if always and not problem.recompute_optional else "never" for always in problem.recomputed]
-    for fixed in fixed_schedules(problem):
+    for fixed in fixed_schedules(problem.placement, problem.m):
         other = simulate(with_recompute(fixed, modes), case["costs"], case["edges"])
         if all(peak <= cap for peak, cap in zip(other.peak_memory, found.cap, strict=True)):
             assert found.makespan <= other.makespan * (1 + 1e-9), fixed.name

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule import Costs
 from penstock.schedule.schedule import loop, vee
-from penstock.schedule.search import first_order
-from penstock.schedule.search.extend import extend
+from penstock.schedule.search import extend, first_order
 from penstock.schedule.search.justify import Justification, justify
 from penstock.schedule.search.list_scheduler import list_schedule
 from penstock.schedule.search.op_graph import NodeTable, OpGraph

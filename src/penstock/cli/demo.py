@@ -81,9 +81,7 @@ def demo(
     ] = None,
     processes: Annotated[bool, option("A process for each rank, not a thread.", "--processes")] = False,
     device: Annotated[Literal["cpu", "cuda"], option("Where the stages are.")] = "cpu",
-    offload_optimiser: Annotated[
-        bool, option("Keep the optimiser's state on the host.", "--offload-optimiser")
-    ] = False,
+    offload_optimiser: Annotated[bool, option("Optimiser's state on the host.", "--offload-optimiser")] = False,
     profile: Annotated[bool, option("Record some steps, and explain their time.", "--profile")] = False,
     report: Annotated[str, option("The page to write.", metavar="FILE")] = "penstock-demo.html",
     profile_dir: Annotated[str, option("For trace.json and perfetto.json.", metavar="DIR")] = "profile",

@@ -60,7 +60,16 @@ def load_mnist(directory: str | Path | None = None) -> tuple[Digits, Digits]:
             f"{folder} does not have {', '.join(missing)}: MNIST is four files, to be had from "
             "https://ossci-datasets.s3.amazonaws.com/mnist/ for example"
         )
-    return _digits(folder, "train"), _digits(folder, "test")
+    halves = []
+    for pair in FILES.values():
+        images, labels = (read_idx(folder / name) for name in pair)
+        if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
+            raise PenstockError(
+                f"{' and '.join(pair)} in {folder} do not belong together: they have the shapes "
+                f"{list(images.shape)} and {list(labels.shape)}"
+            )
+        halves.append(Digits(images, labels))
+    return halves[0], halves[1]
 
 
 def read_idx(path: str | Path) -> Tensor:
@@ -77,13 +86,3 @@ def read_idx(path: str | Path) -> Tensor:
     if have != need:
         raise PenstockError(f"{path} has {have} bytes of data, but its shape {shape} needs {need}")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).reshape(shape)
-
-
-def _digits(folder: Path, half: str) -> Digits:
-    images, labels = (read_idx(folder / name) for name in FILES[half])
-    if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
-        raise PenstockError(
-            f"{' and '.join(FILES[half])} in {folder} do not belong together: they have the shapes "
-            f"{list(images.shape)} and {list(labels.shape)}"
-        )
-    return Digits(images, labels)

@@ -41,7 +41,7 @@ __all__ = [
 
 # Importing the module of a schedule registers it. These come first in listings and tables; a new module is found by
 # itself, and its schedules follow.
-_FAMILIES = ("one_f_one_b", "interleaved", "zero_bubble", "v_shape", "dualpipe_v", "fill_drain")
+_FAMILIES = ("one_f_one_b", "zero_bubble", "v_shape", "dualpipe_v", "fill_drain")
 
 for _module in dict.fromkeys((*_FAMILIES, *(module.name for module in pkgutil.iter_modules(__path__)))):
     import_module(f"{__name__}.{_module}")

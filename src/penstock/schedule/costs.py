@@ -50,7 +50,9 @@ class Costs:
             value = getattr(self, field.name)
             if value is None:
                 continue
-            for number in _numbers(value):
+            if isinstance(value, int | float):
+                value = (value,)
+            for number in value.values() if isinstance(value, Mapping) else value:
                 if not number >= 0 or (math.isinf(number) and field.name != "bandwidth"):
                     raise ScheduleError(f"cost {field.name}={number} must be a number, at least 0")
                 if field.name == "bandwidth" and number == 0:
@@ -76,15 +78,8 @@ class Costs:
         """
         if v < 1:
             raise ScheduleError(f"v={v} stages per rank: at least 1 is needed")
-        return cls(
-            f=f / v,
-            i=i / v,
-            w=w / v,
-            b=None if b is None else b / v,
-            r=None if r is None else r / v,
-            latency=comm,
-            activation=1 / v,
-        )
+        times = {"f": f, "i": i, "w": w, "b": b, "r": r}
+        return cls(latency=comm, activation=1 / v, **{name: t / v for name, t in times.items() if t is not None})
 
     def durations(self, num_stages: int) -> dict[str, list[float]]:
         """For each kind of action, its time on each stage."""
@@ -137,9 +132,3 @@ class Costs:
             return tuple(value)
 
         return cls(**{name: read(value) for name, value in data.items()})
-
-
-def _numbers(value: PerStage | PerEdge) -> tuple[float, ...]:
-    if isinstance(value, int | float):
-        return (value,)
-    return tuple(value.values()) if isinstance(value, Mapping) else tuple(value)

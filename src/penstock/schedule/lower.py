@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -90,7 +90,8 @@ def lower(
     crossing = edges_of(schedule, edges)
     messages = _messages(schedule, crossing)
     clocks = vector_clocks(schedule, crossing)
-    in_flight = [_peak_in_flight(order) if schedule.trains else 0 for order in schedule.orders]
+    held = {"F": 1, "B": -1, "W": -1} if schedule.trains else {}
+    in_flight = [max(accumulate(held.get(action.kind, 0) for action in o), default=0) for o in schedule.orders]
     ranks = range(schedule.num_ranks)
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
     sends: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
@@ -100,14 +101,14 @@ def lower(
         for message, position in zip(channel, _posts(channel, depth, depends_on), strict=True):
             post = Instruction(f"RECV_{direction}", message.dst, message.microbatch, message.src)
             before[receiver][position].append(post)
-        progress = _known_progress(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
+        first_proof = _proofs(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
         open_sends: deque[tuple[int, Instruction]] = deque()
         limit = max(live_sends, in_flight[sender])
         for message in channel:
             key = (message.src, message.microbatch, message.dst)
             release = Instruction(f"SENT_{direction}", *key)
             sends[sender][message.produced].append(Instruction(f"SEND_{direction}", *key))
-            proof = _first_proof(progress, message)
+            proof = first_proof(message)
             if proof is not None:
                 sent[sender][proof].append(release)
                 continue
@@ -161,28 +162,24 @@ def _posts(channel: Sequence[_Transfer], depth: int, depends_on: Sequence[int]) 
     return [max(latest[i - depth + 1] if i >= depth - 1 else 0, own) for i, own in enumerate(depends_on)]
 
 
-def _known_progress(messages: Iterable[_Transfer]) -> tuple[list[int], list[int]]:
-    """A rank's knowledge of its peer: after its own action ``positions[i]``, the peer is past action ``passed[i]``."""
+def _proofs(messages: Iterable[_Transfer]) -> Callable[[_Transfer], int | None]:
+    """For a message to a peer, the sender's first action that proves that it was consumed, if there is one.
+
+    ``messages`` are those of the peer: after its own action ``positions[i]``, the sender knows that the peer is past
+    action ``passed[i]``.
+    """
     positions: list[int] = []
     passed: list[int] = []
     for message in sorted(messages, key=lambda message: message.consumed):
         if not passed or message.produced > passed[-1]:
             positions.append(message.consumed)
             passed.append(message.produced)
-    return positions, passed
 
+    def first_proof(message: _Transfer) -> int | None:
+        i = bisect_right(passed, message.consumed - 1)
+        return None if i == len(passed) else max(positions[i], message.produced)
 
-def _first_proof(progress: tuple[list[int], list[int]], message: _Transfer) -> int | None:
-    """The sender's first action that proves that the message was consumed, if there is one."""
-    positions, passed = progress
-    i = bisect_right(passed, message.consumed - 1)
-    if i == len(passed):
-        return None
-    return max(positions[i], message.produced)
-
-
-def _peak_in_flight(order: Sequence[Action]) -> int:
-    return max(accumulate({"F": 1, "B": -1, "W": -1}.get(action.kind, 0) for action in order), default=0)
+    return first_proof
 
 
 def _assemble(
@@ -249,60 +246,33 @@ def vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str, 
     return counts
 
 
-_Event = tuple[str, int, int, int]
-"""(kind, source stage, destination stage, micro-batch); kinds are those of instructions, and TAKE_F, TAKE_B."""
-
-
 def deadlocks(programs: Sequence[LoweredProgram], *, with_headers: bool = False) -> bool:
     """Whether the programs block each other where sends rendezvous with their receives.
 
-    A send completes once its receive is posted; with headers, once the consuming action begins (TAKE).
+    A send completes once its receive is posted; with headers, once the consuming action begins ("TAKE").
     """
-    events: set[_Event] = set()
-    waits = [_waits(program, with_headers) for program in programs]
-    blocked: dict[_Event, int] = {}
-    ready = list(range(len(programs)))
-    at = [0] * len(programs)
-    while ready:
-        rank = ready.pop()
-        program = programs[rank].instructions
-        while at[rank] < len(program):
-            missing = next((e for e in waits[rank][at[rank]] if e not in events), None)
-            if missing is not None:
-                blocked[missing] = rank
-                break
-            for event in _events(program[at[rank]], waits[rank][at[rank]]):
-                events.add(event)
-                if event in blocked:
-                    ready.append(blocked.pop(event))
-            at[rank] += 1
-    return any(pc < len(program.instructions) for pc, program in zip(at, programs, strict=True))
-
-
-def _events(instruction: Instruction, waited: Sequence[_Event]) -> list[_Event]:
-    """The events of an instruction: a send, a posted receive, or TAKE of the messages that an action consumes."""
-    kind, stage, k, peer = instruction
-    if kind.startswith("SEND"):
-        return [(kind, stage, peer, k)]
-    if kind.startswith("RECV"):
-        return [(kind, peer, stage, k)]
-    return [(f"TAKE_{event[-1]}", src, dst, k) for event, src, dst, k in waited if event.startswith("SEND")]
-
-
-def _waits(program: LoweredProgram, with_headers: bool) -> list[list[_Event]]:
-    """For each instruction, the events of other ranks it waits for: SEND before compute, RECV or TAKE before SENT."""
     completion = "TAKE" if with_headers else "RECV"
-    arrivals: dict[tuple[str, int, int], list[_Event]] = {}
-    for kind, stage, k, peer in program.instructions:
-        if kind.startswith("RECV"):
-            direction = kind[-1]
-            arrivals.setdefault((direction, stage, k), []).append((f"SEND_{direction}", peer, stage, k))
-    waits: list[list[_Event]] = []
-    for kind, stage, k, peer in program.instructions:
-        if kind.startswith("SENT"):
-            waits.append([(f"{completion}_{kind[-1]}", stage, peer, k)])
-        elif kind == "F" or kind in BACKWARD:
-            waits.append(arrivals.get(("F" if kind == "F" else "B", stage, k), []))
-        else:
-            waits.append([])
-    return waits
+    inputs: dict[tuple[str, int, int], list[tuple[str, int, int, int]]] = defaultdict(list)  # messages of an action
+    for program in programs:
+        for kind, stage, k, peer in program.instructions:
+            if kind.startswith("RECV"):
+                inputs[kind[-1], stage, k].append((kind[-1], peer, stage, k))
+    events: set[tuple[str, str, int, int, int]] = set()  # "SEND", "RECV" or "TAKE", and the message
+    at, before = [0] * len(programs), [-1]
+    while at != before:
+        before = list(at)
+        for rank, program in enumerate(programs):
+            for kind, stage, k, peer in program.instructions[at[rank] :]:
+                direction = "F" if kind == "F" else "B" if kind in BACKWARD else ""
+                messages = inputs.get((direction, stage, k), ())
+                if any(("SEND", *message) not in events for message in messages):
+                    break
+                if kind.startswith("SENT") and (completion, kind[-1], stage, peer, k) not in events:
+                    break
+                if kind.startswith("SEND"):
+                    events.add(("SEND", kind[-1], stage, peer, k))
+                elif kind.startswith("RECV"):
+                    events.add(("RECV", kind[-1], peer, stage, k))
+                events.update(("TAKE", *message) for message in messages)
+                at[rank] += 1
+    return any(done < len(program.instructions) for done, program in zip(at, programs, strict=True))

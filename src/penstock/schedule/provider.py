@@ -40,45 +40,39 @@ class ScheduleProvider:
         With ``microbatch_size``, the number of micro-batches follows from the size of the mini-batch. ``costs`` are
         the costs for which an "auto" schedule is searched.
         """
-        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-            raise ScheduleError(f"microbatches must be at least 1, got {microbatches!r}")
-        if microbatch_size is not None and (
-            not isinstance(microbatch_size, int) or isinstance(microbatch_size, bool) or microbatch_size < 1
-        ):
-            raise ScheduleError(f"microbatch_size must be at least 1 sample, got {microbatch_size!r}")
+        size = 1 if microbatch_size is None else microbatch_size
+        for name, number, least in (("microbatches", microbatches, "1"), ("microbatch_size", size, "1 sample")):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ScheduleError(f"{name} must be at least {least}, got {number!r}")
         self.microbatches = microbatches
         self.microbatch_size = microbatch_size
         self.edges = tuple(edges)
         self.recompute = recompute_modes(recompute, stages)
-        self._fixed: Schedule | None = None
+        self.costs = costs
+        self._fixed = schedule if isinstance(schedule, Schedule) else None
         self._previous: ScheduleProvider | None = None  # the provider before ``with_schedule``
+        self._unmerged: tuple[ScheduleProvider, Sequence[int]] | None = None  # and before ``with_merged_ranks``
         self._auto_placement: tuple[int, ...] = ()
         self._cache: dict[tuple[str, int], Schedule] = {}
-        self._unmerged: tuple[ScheduleProvider, Sequence[int]] | None = (
-            None  # before ``with_merged_ranks``, and its map
-        )
         self.stages_per_rank: int | None = None
-        self.costs = costs
         if costs is not None and schedule != AUTO:
             raise ScheduleError(f"costs are for schedule={AUTO!r}, which makes an order for them, not for {schedule!r}")
         if isinstance(schedule, Schedule):
             _check_fixed(schedule, stages, microbatches, ranks)
-            self._fixed, self.name, self.ranks = schedule, schedule.name, schedule.num_ranks
-            trains = schedule.trains
+            self.name, self.ranks, trains = schedule.name, schedule.num_ranks, schedule.trains
+        elif not isinstance(schedule, str):
+            raise ScheduleError(f"schedule must be a name or a Schedule, got {schedule!r}")
+        elif schedule == AUTO:
+            self.name, trains = AUTO, True
+            self.ranks = min(stages if ranks is None else ranks, stages if max_ranks is None else max(1, max_ranks))
+            if self.ranks > stages:
+                raise ScheduleError(f"{stages} stages are too few for {self.ranks} ranks: each must have one")
+            looped = loop(self.ranks, -(-stages // self.ranks))
+            self._auto_placement = vee(self.ranks) if stages == 2 * self.ranks else looped[:stages]
         else:
-            if not isinstance(schedule, str):
-                raise ScheduleError(f"schedule must be a name or a Schedule, got {schedule!r}")
-            if schedule == AUTO:
-                self.name, trains = AUTO, True
-                self.ranks = min(stages if ranks is None else ranks, stages if max_ranks is None else max(1, max_ranks))
-                if self.ranks > stages:
-                    raise ScheduleError(f"{stages} stages are too few for {self.ranks} ranks: each must have one")
-                looped = loop(self.ranks, -(-stages // self.ranks))
-                self._auto_placement = vee(self.ranks) if stages == 2 * self.ranks else looped[:stages]
-            else:
-                self.name = canonical_name(schedule)
-                self.ranks, self.stages_per_rank = _ranks_for(self.name, stages, ranks, max_ranks)
-                trains = build(self.name, 1, 1).trains
+            self.name = canonical_name(schedule)
+            self.ranks, self.stages_per_rank = _ranks_for(self.name, stages, ranks, max_ranks)
+            trains = build(self.name, 1, 1).trains
         if not trains:
             raise ScheduleError(f"schedule {self.name!r} has no backward, and a training step needs one: try '1f1b'")
         self.placement = self.training(1 if self._fixed is None else microbatches).placement
@@ -205,14 +199,13 @@ def _ranks_for(name: str, stages: int, ranks: int | None, max_ranks: int | None)
         return ranks, stages // ranks
     if stages % fixed:
         raise ScheduleError(f"schedule {name!r} puts {fixed} stages on each rank: {stages} stages do not divide")
-    needed = stages // fixed
-    if ranks is not None and ranks != needed:
+    if ranks not in (None, stages // fixed):
         raise ScheduleError(
-            f"schedule {name!r} puts {fixed} stage{'s' * (fixed > 1)} on each rank, so {stages} stages need {needed} "
-            f"ranks, not {ranks}. Schedules that take any number of stages per rank: "
+            f"schedule {name!r} puts {fixed} stage{'s' * (fixed > 1)} on each rank, so {stages} stages need "
+            f"{stages // fixed} ranks, not {ranks}. Schedules that take any number of stages per rank: "
             + ", ".join(repr(other) for other, k in SCHEDULES.items() if k.takes_v and k.default_v > 1)
         )
-    return needed, None
+    return stages // fixed, None
 
 
 def merge_ranks(schedule: Schedule, edges: Iterable[Edge], merged: Sequence[int]) -> Schedule:

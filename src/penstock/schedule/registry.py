@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TypeVar
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, did_you_mean
 from penstock.schedule.schedule import Schedule
 
 Make = TypeVar("Make", bound=Callable[..., Schedule])
@@ -18,15 +17,12 @@ Make = TypeVar("Make", bound=Callable[..., Schedule])
 class ScheduleKind:
     """A schedule that can be built for any number of ranks and micro-batches."""
 
-    make: Callable[..., Schedule]
-    """``make(p, m)``, or ``make(p, m, v)`` where the number of stages per rank is free."""
+    make: Callable[..., Schedule]  # of (p, m), or (p, m, v) where the number of stages per rank is free
     description: str
-    stages_per_rank: int | None
-    """Stages on every rank; None where the caller chooses it, as v."""
-    default_v: int
-    """Stages per rank where the caller does not choose."""
+    stages_per_rank: int | None  # None where the caller chooses it, as v
+    default_v: int  # stages per rank where the caller does not choose
+    # Peak of the fullest rank for m >= 2p, in activations of a micro-batch: an expression of p, m and v.
     memory: str
-    """Peak of the fullest rank for m >= 2p, in activations of a micro-batch: an expression of p, m and v."""
 
     @property
     def takes_v(self) -> bool:
@@ -85,6 +81,5 @@ def canonical_name(name: str) -> str:
     known = {normalized(own): own for own in SCHEDULES}
     if normalized(name) in known:
         return known[normalized(name)]
-    close = [repr(known[match]) for match in get_close_matches(normalized(name), known)]
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(map(repr, SCHEDULES))}"
-    raise ScheduleError(f"there is no schedule {name!r}: {hint}")
+    listed = f": there are {', '.join(map(repr, SCHEDULES))}"
+    raise ScheduleError(f"there is no schedule {name!r}{did_you_mean(name.lower(), SCHEDULES, otherwise=listed)}")

@@ -101,51 +101,36 @@ class Simulation:
         return tuple(curve)
 
 
-class _EdgeTimes:
-    """One edge in one direction: when the value of each micro-batch arrives."""
+_Arrivals = list[float]
+"""By micro-batch: when the value of one edge arrives, in one direction."""
 
-    __slots__ = ("arrival", "channel", "latency", "transfer")
-
-    def __init__(self, num_microbatches: int, latency: float, transfer: float, channel: list[float]) -> None:
-        self.arrival = [0.0] * num_microbatches
-        self.latency = latency
-        self.transfer = transfer
-        self.channel = channel  # [when the channel is free again], shared by the edges that use it
-
-    def send(self, microbatch: int, now: float) -> None:
-        if self.transfer:
-            now = max(now, self.channel[0]) + self.transfer
-            self.channel[0] = now
-        self.arrival[microbatch] = now + self.latency
+_Sends = list[tuple[_Arrivals, float, float, list[float]]]
+"""Arrivals, latency and transfer time of each edge; and when its channel is free again, which edges share."""
 
 
-_EdgesByStage = dict[str, list[list[_EdgeTimes]]]
-"""By kind of action and stage."""
-
-
-def _links(schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> tuple[_EdgesByStage, _EdgesByStage]:
-    """The links that each stage's actions wait for, and those they send on.
+def _links(
+    schedule: Schedule, costs: Costs, edges: Iterable[Edge]
+) -> tuple[dict[str, list[list[_Arrivals]]], dict[str, list[_Sends]]]:
+    """By kind of action and stage: the arrivals that it waits for, and the edges that it sends on.
 
     Forward and backward traffic have separate channels, one per direction between two ranks.
     """
-    stages, m = range(schedule.num_stages), schedule.num_microbatches
-    forward_in, forward_out, backward_in, backward_out = ([list[_EdgeTimes]() for _ in stages] for _ in range(4))
+    stages = range(schedule.num_stages)
+    incoming: dict[str, list[list[_Arrivals]]] = {kind: [[] for _ in stages] for kind in "FBW"}
+    outgoing: dict[str, list[_Sends]] = {kind: [[] for _ in stages] for kind in "FBW"}
     channels: dict[tuple[str, int, int], list[float]] = {}
-    for src, dst in edges:
-        src_rank, dst_rank = schedule.placement[src], schedule.placement[dst]
+    for edge in edges:
         latency = transfer = 0.0
-        if src_rank != dst_rank:
-            latency = costs.of_edge("latency", (src, dst))
-            transfer = costs.of_edge("bytes", (src, dst)) / costs.of_edge("bandwidth", (src, dst))
-        forward = _EdgeTimes(m, latency, transfer, channels.setdefault(("F", src_rank, dst_rank), [0.0]))
-        forward_out[src].append(forward)
-        forward_in[dst].append(forward)
-        backward = _EdgeTimes(m, latency, transfer, channels.setdefault(("B", dst_rank, src_rank), [0.0]))
-        backward_out[dst].append(backward)
-        backward_in[src].append(backward)
-    none: list[list[_EdgeTimes]] = [[] for _ in stages]
-    incoming = {"F": forward_in, "B": backward_in, "I": backward_in, "R": none, "W": none}
-    outgoing = {"F": forward_out, "B": backward_out, "I": backward_out, "R": none, "W": none}
+        if schedule.placement[edge[0]] != schedule.placement[edge[1]]:
+            latency = costs.of_edge("latency", edge)
+            transfer = costs.of_edge("bytes", edge) / costs.of_edge("bandwidth", edge)
+        for kind, (src, dst) in (("F", edge), ("B", edge[::-1])):
+            arrivals = [0.0] * schedule.num_microbatches
+            channel = channels.setdefault((kind, schedule.placement[src], schedule.placement[dst]), [0.0])
+            incoming[kind][dst].append(arrivals)
+            outgoing[kind][src].append((arrivals, latency, transfer, channel))
+    incoming["I"], incoming["R"] = incoming["B"], incoming["W"]
+    outgoing["I"], outgoing["R"] = outgoing["B"], outgoing["W"]
     return incoming, outgoing
 
 
@@ -164,14 +149,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edg
     for rank, begin, stop in topological_runs(schedule, edges).runs:
         now = ends[rank][-1] if begin else 0.0
         for stage, kind, microbatch in schedule.orders[rank][begin:stop]:
-            for link in incoming[kind][stage]:
-                if link.arrival[microbatch] > now:
-                    now = link.arrival[microbatch]
+            for arrivals in incoming[kind][stage]:
+                if arrivals[microbatch] > now:
+                    now = arrivals[microbatch]
             starts[rank].append(now)
             now += times[kind][stage]
             ends[rank].append(now)
-            for link in outgoing[kind][stage]:
-                link.send(microbatch, now)
+            for arrivals, latency, transfer, channel in outgoing[kind][stage]:
+                sent = now
+                if transfer:
+                    sent = channel[0] = max(now, channel[0]) + transfer
+                arrivals[microbatch] = sent + latency
     return Simulation(schedule, costs, report, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, vee
@@ -62,14 +61,6 @@ def v_min(p: int, m: int) -> Schedule:
     return v_schedule("v_min", p, m, hops=(1, 1, 1, 1), cap=(p + 4) // 3 * 2)
 
 
-class _TimeSlot(NamedTuple):
-    """The preferred slot of an action on micro-batch 0; that of micro-batch k is 6k slots later."""
-
-    time: int
-    stage: int
-    kind: str
-
-
 def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: int) -> Schedule:
     """The V-shaped schedule for ``hops`` (slots per rank of F down, F up, I down, I up), compacted.
 
@@ -88,10 +79,10 @@ def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: 
         f_up_time, i_down_time = f_end - f_up * r, i_start + i_down * r
         slots.append(
             (
-                _TimeSlot(f_down * r, down, "F"),
-                _TimeSlot(f_up_time, up, "F"),
-                _TimeSlot(i_down_time, up, "I"),
-                _TimeSlot(i_end - i_up * r, down, "I"),
+                (f_down * r, down, "F"),
+                (f_up_time, up, "F"),
+                (i_down_time, up, "I"),
+                (i_end - i_up * r, down, "I"),
             )
         )
         # A rank that runs ahead leaves memory for its second stage: from its F to the end of its W.
@@ -100,13 +91,14 @@ def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: 
 
 
 def _compact(
-    p: int, m: int, slots: Sequence[Sequence[_TimeSlot]], cap: int, ahead: Sequence[int]
+    p: int, m: int, slots: Sequence[Sequence[tuple[int, int, str]]], cap: int, ahead: Sequence[int]
 ) -> list[list[Action]]:
     """List-schedule all ranks in lockstep, one action per slot, as early as possible.
 
-    A rank runs the action with the earliest preferred slot. If that lacks its input or memory, it runs a W; without a
-    W, the next action that is ready, except that it starts micro-batches early only while it holds fewer than
-    ``ahead`` of its first stage.
+    ``slots`` has for each rank the preferred slot of its actions on micro-batch 0, with stage and kind; those of
+    micro-batch k are 6k slots later. A rank runs the action with the earliest preferred slot. If that lacks its input
+    or memory, it runs a W; without a W, the next action that is ready, except that it starts micro-batches early only
+    while it holds fewer than ``ahead`` of its first stage.
     """
     last = 2 * p - 1
     done = {kind: [0] * (2 * p) for kind in "FIW"}  # micro-batches, by kind and stage

@@ -70,7 +70,6 @@ def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> MemoryRep
 def _check_placement(schedule: Schedule) -> None:
     """Every stage is on a rank that exists, and every rank has a stage."""
     num_ranks = schedule.num_ranks
-    ranks = f"there are {num_ranks} ranks (0..{num_ranks - 1})"
     if not num_ranks:
         _fail(schedule, "there are no ranks")
     if not schedule.num_stages:
@@ -79,10 +78,10 @@ def _check_placement(schedule: Schedule) -> None:
         _fail(schedule, f"there are {schedule.num_microbatches} micro-batches, at least 1 is needed")
     for stage, rank in enumerate(schedule.placement):
         if not 0 <= rank < num_ranks:
+            ranks = f"there are {num_ranks} ranks (0..{num_ranks - 1})"
             _fail(schedule, f"stage {stage} is placed on rank {rank}, but {ranks}")
     for rank in sorted(set(range(num_ranks)) - set(schedule.placement)):
-        why = f"rank {rank} holds no stage: use fewer ranks, or place a stage there"
-        _fail(schedule, why, {rank: (0, "")})
+        _fail(schedule, f"rank {rank} holds no stage: use fewer ranks, or place a stage there", {rank: (0, "")})
 
 
 def _check_orders(schedule: Schedule) -> MemoryReport:
@@ -105,10 +104,7 @@ def _check_orders(schedule: Schedule) -> MemoryReport:
             state[stage * m + microbatch] = state_after
             flight += _IN_FLIGHT[kind]
             deferred += _DEFERRED[kind]
-            if flight > peak_flight:
-                peak_flight = flight
-            if deferred > peak_deferred:
-                peak_deferred = deferred
+            peak_flight, peak_deferred = max(peak_flight, flight), max(peak_deferred, deferred)
         flights.append(peak_flight)
         deferreds.append(peak_deferred)
 

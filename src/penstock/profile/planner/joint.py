@@ -130,7 +130,8 @@ class AdaptedSchedule:
         """
         problem, _ = make_problem(stages.costs, stages.placement, stages.m, stages.cap, stages.edges, stages.recomputed)
         problem = replace(problem, recompute_optional=optional)
-        orders = encode(problem, orders) if isinstance(orders, Schedule) else with_recomputes(problem, orders)
+        fused = problem.fusing_pays
+        orders = encode(orders, fused) if isinstance(orders, Schedule) else with_recomputes(problem, orders)
         variants = [(evaluate(problem, orders), orders)]
         others = without_weight_grads(problem, orders)
         for overrun in (0.0, 0.5):

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from random import Random
 
 from penstock.errors import ScheduleError
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule
-from penstock.schedule.search.extend import extend, searched_microbatches
 from penstock.schedule.search.justify import justify
 from penstock.schedule.search.list_scheduler import list_schedule
 from penstock.schedule.search.lower_bound import lower_bound, recompute_choices
@@ -24,45 +23,30 @@ from penstock.schedule.search.op_graph import NodeTable
 from penstock.schedule.search.orders import (
     fixed_orders,
     fuse_all,
-    sequential_orders,
     simulate_orders,
     warmup_variants,
     without_weight_grads,
 )
-from penstock.schedule.search.place_weight_grads import evaluate, place_weight_grads
-from penstock.schedule.search.problem import TOLERANCE, Orders, Problem, make_problem
+from penstock.schedule.search.place_weight_grads import place_weight_grads
+from penstock.schedule.search.problem import TOLERANCE, B, C, F, I, Orders, Problem, R, W, make_problem
 from penstock.schedule.search.tabu import tabu_search
 
 __all__ = ["SearchResult", "auto", "first_order"]
 
 # The search does a fixed amount of work, counted in ops: the unit is the evaluation of one op of an order.
+_OPS_PER_SECOND = 3.2e6  # that a core reaches at least
+_JUSTIFY_COST = 6.0  # per op, to justify an order once
+_STEP_OVERHEAD = 150  # of a step of tabu search, besides its ops
+_SEARCH_SHARE = 0.6  # of the time, for few micro-batches, where the result has to be extended to more
+_TABU_SHARE = 0.6  # of that time
+_SMALL = 1024  # pairs of stage and micro-batch up to which all micro-batches are searched
 
-_OPS_PER_SECOND = 3.2e6
-"""Evaluations per second that a core reaches at least."""
-
-_ORDER_OVERHEAD = 300
-"""The cost of an evaluation besides its ops."""
-
-_START_COST, _JUSTIFY_COST, _COMPARE_COST = 4.0, 6.0, 65.0
-"""Per op: to make a start, to justify an order once, and to compare the result with all fixed schedules."""
-
-_STEP_COST, _STEP_OVERHEAD = 1.05, 150
-"""The cost of a step of tabu search, per op and besides."""
-
-_SEARCH_SHARE = 0.6
-"""The share of the time that is spent on few micro-batches, where the result has to be extended to more."""
-
-_STARTS, _START_MARGIN = 12, 1.05
-"""The number of starts that are justified, and how much slower than the best a start may be."""
-
-_PASSES = (2, 8)
-"""Passes of justification: of all starts, then of the best ones."""
-
-_TRACKS, _MIN_STEPS = (4, 2, 1), 150
-"""The number of orders that each round of tabu search improves, and the least number of steps for each."""
-
-_OVERRUNS = (0.0, 0.5)
-"""Values of ``overrun`` with which W is placed into a start."""
+_STARTS = 12  # that are justified
+_START_MARGIN = 1.05  # how much slower than the best a start may be
+_OVERRUNS = (0.0, 0.5)  # values of ``overrun`` with which W is placed into a start
+_PASSES = (2, 8)  # of justification: of all starts, then of the best ones
+_TRACKS = (4, 2, 1)  # orders that each round of tabu search improves
+_MIN_STEPS = 150  # of tabu search, for each of them
 
 _Found = tuple[float, Orders]
 """A makespan and its orders."""
@@ -75,10 +59,8 @@ class SearchResult:
     schedule: Schedule
     makespan: float
     lower_bound: float
-    peak_memory: tuple[float, ...]
-    """By rank, in the unit of ``Costs.activation``."""
-    cap: tuple[float, ...]
-    """By rank: the memory that it may use."""
+    peak_memory: tuple[float, ...]  # by rank, in the unit of ``Costs.activation``
+    cap: tuple[float, ...]  # by rank: the memory that it may use
 
     @property
     def gap(self) -> float:
@@ -174,40 +156,31 @@ def _fixed(problem: Problem, costs: Costs, edges: Sequence[Edge], limit: float) 
 
 def first_order(problem: Problem) -> Orders:
     """Orders that fit, without a search."""
-    problem = recompute_choices(problem)[0]
-    makespan, orders = list_schedule(problem)
-    return orders if makespan < math.inf else sequential_orders(problem)
+    return list_schedule(recompute_choices(problem)[0])[1]
 
 
 def _search(
     problem: Problem, goal: float, seconds: float, random: Random, elapsed: Callable[[], float]
 ) -> list[_Found]:
     """The best orders, best first. A makespan of ``goal`` ends the search."""
-    small = problem.with_m(searched_microbatches(problem))
-    share = 1.0
-    if small.m < problem.m:  # extending takes time, and so does the comparison with fixed schedules then
-        share, all_ops = _SEARCH_SHARE, 3 * problem.num_stages * problem.m
-        seconds = max(seconds / 2, seconds - _COMPARE_COST * all_ops / _OPS_PER_SECOND)
+    small = problem.with_m(_searched_microbatches(problem))
+    share = 1.0 if small.m == problem.m else _SEARCH_SHARE
 
     def expired() -> bool:
         return elapsed() >= share * seconds
 
     # A makespan of the small problem that would extend to the goal, if every added micro-batch costs its work.
     small_goal = (goal - (problem.m - small.m) * max(problem.work)) * (1 + TOLERANCE)
-    ops = 3 * small.num_stages * small.m
-    evaluation = ops + _ORDER_OVERHEAD
-    evaluations = share * seconds * _OPS_PER_SECOND / evaluation
-    starts, tried = _starts(small, int(evaluations / 60), small_goal, expired)
-    evaluations -= _START_COST * tried
+    starts = _starts(small, small_goal, expired)
     table = NodeTable(small)
     found = starts[:_STARTS]
     for passes, count in zip(_PASSES, (_STARTS, _TRACKS[0]), strict=True):
         for i, (_, orders) in enumerate(found[:count]):
             if min(found)[0] > small_goal and not expired():
                 found[i] = justify(table, orders, passes, expired)
-                evaluations -= _JUSTIFY_COST * (passes + 1)
         found.sort(key=lambda entry: entry[0])
-    steps = int(max(0.0, evaluations) * evaluation / (_STEP_COST * ops + _STEP_OVERHEAD) / len(_TRACKS))
+    ops = 3 * small.num_stages * small.m
+    steps = int(_TABU_SHARE * share * seconds * _OPS_PER_SECOND / (ops + _STEP_OVERHEAD) / len(_TRACKS))
     for tracks in (max(1, min(most, steps // _MIN_STEPS)) for most in _TRACKS):
         for i, (_, orders) in enumerate(found[:tracks]):
             if min(found)[0] > small_goal:
@@ -224,42 +197,29 @@ def _search(
     return found
 
 
-def _starts(problem: Problem, variants: int, goal: float, expired: Callable[[], bool]) -> tuple[list[_Found], int]:
-    """Complete orders of different makespans to start from, best first; and the number of skeletons tried."""
+def _starts(problem: Problem, goal: float, expired: Callable[[], bool]) -> list[_Found]:
+    """Complete orders of different makespans to start from, best first.
+
+    They are the fixed schedules, a list schedule and warm-up variants of 1F1B, with their W as deadlines and without.
+    """
     found: list[_Found] = []
-    best, tried = math.inf, 0
+    best = math.inf
     choices = recompute_choices(problem)
     for choice in choices:
-        for skeleton in _skeletons(choice, max(4, variants // len(choices))):
-            if best <= goal or (found and expired()):
-                break
-            tried += 1
-            for overrun in _OVERRUNS:
-                orders: Orders = [[] for _ in skeleton]
-                makespan = place_weight_grads(choice, skeleton, overrun, best * _START_MARGIN, orders)
-                if makespan < math.inf:
-                    found.append((makespan, orders))
-                    best = min(best, makespan)
+        for orders in (*fixed_orders(choice), *warmup_variants(choice), list_schedule(choice)[1]):
+            for skeleton in (orders, without_weight_grads(problem, orders)):
+                if best <= goal or (found and expired()):
+                    break
+                for overrun in _OVERRUNS:
+                    filled: Orders = [[] for _ in skeleton]
+                    makespan = place_weight_grads(choice, skeleton, overrun, best * _START_MARGIN, filled)
+                    if makespan < math.inf:
+                        found.append((makespan, filled))
+                        best = min(best, makespan)
     if not found:
-        orders = sequential_orders(choices[0])
-        found.append((evaluate(problem, orders), orders))
+        found.append(list_schedule(choices[0]))
     found.sort(key=lambda entry: entry[0])
-    distinct = [y for x, y in pairwise([(-math.inf, []), *found]) if y[0] > x[0] * (1 + TOLERANCE)]
-    return distinct, tried
-
-
-def _skeletons(problem: Problem, variants: int) -> Iterator[Orders]:
-    """Warm-up variants of 1F1B, the fixed schedules and a list schedule, with their W as deadlines and without."""
-    warmups = islice(warmup_variants(problem), variants)
-    yield from islice(warmups, 2)
-    for orders in fixed_orders(problem):
-        yield orders
-        yield without_weight_grads(problem, orders)
-    yield from warmups
-    makespan, orders = list_schedule(problem)
-    if makespan < math.inf:
-        yield orders
-        yield without_weight_grads(problem, orders)
+    return [y for x, y in pairwise([(-math.inf, []), *found]) if y[0] > x[0] * (1 + TOLERANCE)]
 
 
 def _extend_all(
@@ -278,10 +238,85 @@ def _extend_all(
     for choice in recompute_choices(problem):
         if extended and expired():
             break
-        makespan, orders = list_schedule(choice)
-        if makespan < math.inf:
-            extended.append((makespan, orders))
-    if not extended:
-        orders = first_order(problem)
-        extended.append((evaluate(problem, orders), orders))
+        extended.append(list_schedule(choice))
     return sorted(extended, key=lambda entry: entry[0])
+
+
+def _searched_microbatches(problem: Problem) -> int:
+    """All micro-batches of a small problem; otherwise enough for warm-up, drain and some periods of the steady state,
+    fewer than 4p. The difference is a multiple of p, so any kernel whose length divides p can fill it.
+    """
+    ranks, m = problem.num_ranks, problem.m
+    enough = 3 * ranks + m % ranks
+    return m if m <= enough or problem.num_stages * m <= _SMALL else enough
+
+
+# F F F I F I F I F I I I              for 6 micro-batches
+# F F F I F I F I F I F I F I I I      for 8: the kernel "I F", with one F and one I, twice more
+
+
+def extend(
+    problem: Problem, orders: Orders, m: int, overrun: float | None, makespan: float
+) -> tuple[float, Orders] | None:
+    """Orders for ``m`` micro-batches, extended to those of ``problem`` with W placed, and their makespan; None where
+    there is no kernel. ``overrun`` is that of ``place_weight_grads``; ``makespan`` is that of the given orders.
+
+    Kernels of 1, 2, 4 … p micro-batches near several positions are tried for p more micro-batches. The one that adds
+    the least time is taken, or the first that adds no more than the work of the busiest rank.
+    """
+    ranks = problem.num_ranks
+    trial = problem.with_m(m + ranks)
+    goal = (makespan + ranks * max(problem.work)) * (1 + TOLERANCE)
+    tried: list[tuple[float, int, list[tuple[int, int]]]] = []
+    for length in (q for q in range(1, ranks + 1) if ranks % q == 0):
+        kernels = [_kernels(problem, rank, order, length, overrun is None) for rank, order in enumerate(orders)]
+        if not all(kernels):
+            continue
+        for middle in (m // 2, m // 3, 3 * m // 5):
+            nearest = [min(each, key=lambda entry: abs(entry[0] - middle))[1] for each in kernels]
+            repeated = _repeat(orders, nearest, ranks // length)
+            tried.append((place_weight_grads(trial, repeated, overrun), length, nearest))
+            if tried[-1][0] <= goal:
+                break
+        if tried[-1][0] <= goal:
+            break
+    for added, length, nearest in sorted(tried)[:2]:
+        if added < math.inf:
+            repeated = _repeat(orders, nearest, (problem.m - m) // length)
+            filled: Orders = [[] for _ in orders]
+            extended = place_weight_grads(problem, repeated, overrun, filled=filled)
+            if extended < math.inf:
+                return extended, filled
+    return None
+
+
+def _kernels(
+    problem: Problem, rank: int, order: list[int], length: int, with_w: bool
+) -> list[tuple[int, tuple[int, int]]]:
+    """Slices of a rank's order from a forward of its first stage on that hold ``length`` of each F and backward, and
+    of each W if ``with_w``. For each, the micro-batch it starts with, and its begin and end.
+    """
+    count, stages = problem.num_stages, problem.stages_of[rank]
+    starts = [at for at, op in enumerate(order) if op in (F * count + stages[0], C * count + stages[0])]
+    kernels = []
+    for k, (begin, end) in enumerate(zip(starts, starts[length:], strict=False)):
+        ops = [0] * (6 * count)
+        for op in order[begin:end]:
+            ops[op] += 1
+        num = [ops[kind * count : (kind + 1) * count] for kind in range(6)]
+        if all(
+            num[F][s] + num[C][s] == num[I][s] + num[B][s] == length
+            and num[R][s] == num[C][s]
+            and (not with_w or num[I][s] == num[W][s])
+            for s in stages
+        ):
+            kernels.append((k, (begin, end)))
+    return kernels
+
+
+def _repeat(orders: Orders, kernels: list[tuple[int, int]], times: int) -> Orders:
+    """The orders with each rank's kernel ``times`` more."""
+    return [
+        order[:end] + order[begin:end] * times + order[end:]
+        for order, (begin, end) in zip(orders, kernels, strict=True)
+    ]

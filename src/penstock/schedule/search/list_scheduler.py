@@ -12,16 +12,25 @@ import math
 from heapq import heappop, heappush
 
 from penstock.schedule.search.lower_bound import memory_bound_period
+from penstock.schedule.search.orders import sequential_orders
+from penstock.schedule.search.place_weight_grads import evaluate
 from penstock.schedule.search.problem import TOLERANCE, C, F, I, Orders, Problem, R, W, connect_arcs
 
 
 def list_schedule(problem: Problem) -> tuple[float, Orders]:
-    """The makespan and the orders; an infinite makespan in case of a deadlock."""
+    """The makespan and the orders; one micro-batch at a time in case of a deadlock."""
     count, m, ranks = problem.num_stages, problem.m, problem.num_ranks
     durations, change, needs = problem.durations, problem.memory_change, problem.memory_need
     recomputed = problem.recomputed
     never = math.inf
-    targets, period = _travel_times(problem), max(*problem.work, *memory_bound_period(problem))
+    targets = [0.0] * (2 * count)  # by F and I of each stage: when micro-batch 0 passes if it never waits
+    for src, dst, time in sorted(problem.arcs, key=lambda arc: arc[1]):
+        targets[dst] = max(targets[dst], targets[src] + durations[src] + time)
+    for s in range(count):
+        targets[count + s] = targets[s] + durations[s]
+    for src, dst, time in sorted(problem.arcs, key=lambda arc: -arc[0]):
+        targets[count + src] = max(targets[count + src], targets[count + dst] + durations[count + dst] + time)
+    period = max(*problem.work, *memory_bound_period(problem))
     incoming, outgoing = connect_arcs(problem)
     limits = [cap * (1 + TOLERANCE) for cap in problem.cap]
     reserve = [0.0] * count  # memory for the rank's later stages, without which no micro-batch might ever finish
@@ -110,18 +119,7 @@ def list_schedule(problem: Problem) -> tuple[float, Orders]:
         makespan = max(makespan, end)
         wake[rank] = end
         heappush(events, (end, rank))
-    complete = all(k == m for done in (num_f, num_i, num_w) for k in done)
-    return (makespan if complete else never), orders
-
-
-def _travel_times(problem: Problem) -> list[float]:
-    """By F and I of each stage: when micro-batch 0 passes if it never waits."""
-    count, times = problem.num_stages, problem.durations
-    passes = [0.0] * (2 * count)
-    for src, dst, time in sorted(problem.arcs, key=lambda arc: arc[1]):
-        passes[dst] = max(passes[dst], passes[src] + times[src] + time)
-    for stage in range(count):
-        passes[count + stage] = passes[stage] + times[stage]
-    for src, dst, time in sorted(problem.arcs, key=lambda arc: -arc[0]):
-        passes[count + src] = max(passes[count + src], passes[count + dst] + times[count + dst] + time)
-    return passes
+    if all(k == m for done in (num_f, num_i, num_w) for k in done):
+        return makespan, orders
+    orders = sequential_orders(problem)
+    return evaluate(problem, orders), orders

@@ -6,9 +6,11 @@ the start to each node and from there to the end give an estimate of the makespa
 
 from __future__ import annotations
 
-from collections import deque
-
+from penstock.schedule.search.orders import microbatches
 from penstock.schedule.search.problem import TOLERANCE, B, C, F, I, Orders, Problem, R, W
+
+_LINES = (0, 1, 1, 2, 3, 0)
+"""The line of each kind of op."""
 
 
 class NodeTable:
@@ -43,37 +45,16 @@ class NodeTable:
                     targets[source * m + k].append((target * m + k, time))
         self.sources = [tuple(each) for each in sources]
         self.targets = [tuple(each) for each in targets]
-        self.is_chain = max(map(len, (*sources, *targets)), default=0) <= 1
-        """Whether every node has at most one source and one target, those of the next four lists."""
-        none = (self.none, 0.0)
-        self.source, self.source_time = zip(*((*each, none)[0] for each in self.sources), strict=True)
-        self.target, self.target_time = zip(*((*each, none)[0] for each in self.targets), strict=True)
 
     def number(self, orders: Orders) -> tuple[list[list[int]], list[int]]:
         """For each rank its order as nodes; and the op of each node."""
         count, m = self.problem.num_stages, self.problem.m
         ops = list(self.ops)
-        done = [0] * (2 * count)
-        deferred: list[deque[int]] = [deque() for _ in range(count)]
-        to_recompute: list[deque[int]] = [deque() for _ in range(count)]
         numbered = []
-        for order in orders:
-            nodes = []
-            for op in order:
-                kind, stage = divmod(op, count)
-                if kind in (W, R):
-                    waiting = deferred if kind == W else to_recompute
-                    nodes.append(((kind - 1) * count + stage) * m + waiting[stage].popleft())
-                    continue
-                line = stage if kind in (F, C) else count + stage
-                k = done[line]
-                done[line] = k + 1
-                nodes.append(line * m + k)
-                ops[line * m + k] = op
-                if kind == I:
-                    deferred[stage].append(k)
-                elif kind == C:
-                    to_recompute[stage].append(k)
+        for order, ks in zip(orders, microbatches(self.problem, orders), strict=True):
+            nodes = [(_LINES[op // count] * count + op % count) * m + k for op, k in zip(order, ks, strict=True)]
+            for node, op in zip(nodes, order, strict=True):
+                ops[node] = op
             numbered.append(nodes)
         return numbered, ops
 
@@ -160,25 +141,6 @@ class OpGraph:
 
     def update(self) -> None:
         """Recompute the longest paths and the makespan after moves."""
-        if self.table.is_chain:
-            self._update_chain()
-        else:
-            self._update_any()
-        self.makespan = max(self.end[order[-1]] for order in self.orders)
-        self._first, self._last = len(self.sequence), -1
-
-    def _update_chain(self) -> None:
-        table, before, after, duration = self.table, self.before, self.after, self.duration
-        source, source_time, target, target_time = table.source, table.source_time, table.target, table.target_time
-        end, tail = self.end, self.tail
-        for node in self.sequence[self._first :]:
-            start, arrival = end[before[node]], end[source[node]] + source_time[node]
-            end[node] = (arrival if arrival > start else start) + duration[node]
-        for node in reversed(self.sequence[: self._last + 1]):
-            rest, there = tail[after[node]], tail[target[node]] + target_time[node]
-            tail[node] = (there if there > rest else rest) + duration[node]
-
-    def _update_any(self) -> None:
         before, after, duration, sources, targets = self.before, self.after, self.duration, self.sources, self.targets
         end, tail, sequence = self.end, self.tail, self.sequence
         for node in sequence[self._first :]:
@@ -193,6 +155,8 @@ class OpGraph:
                 if tail[other] + time > rest:
                     rest = tail[other] + time
             tail[node] = rest + duration[node]
+        self.makespan = max(end[order[-1]] for order in self.orders)
+        self._first, self._last = len(sequence), -1
 
     def moved(self, rank: int, origin: int, to: int) -> list[int] | None:
         """The slice of a rank's order between two places after the node at ``origin`` moves to ``to``.
@@ -210,7 +174,10 @@ class OpGraph:
         for other in part:
             if lines[other] == line:
                 return None
-            if microbatch[other] == k and ((lines[other] - line) % self.stages == 0 or self._connected(node, other)):
+            if microbatch[other] == k and (
+                (lines[other] - line) % self.stages == 0
+                or any(near == other for near, _ in (*self.sources[node], *self.targets[node]))
+            ):
                 return None
         part.insert(to - low, node)
         held, limit = self.held[order[low - 1]] if low else 0.0, self.memory_limit[rank]
@@ -219,9 +186,6 @@ class OpGraph:
                 return None
             held += change[other]
         return part
-
-    def _connected(self, node: int, other: int) -> bool:
-        return any(near == other for near, _ in (*self.sources[node], *self.targets[node]))
 
     def estimate(self, rank: int, low: int, part: list[int]) -> float:
         """The longest path through a new slice of an order from place ``low``, with all other paths as they are."""

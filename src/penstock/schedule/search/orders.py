@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from penstock.schedule.costs import Costs
 from penstock.schedule.one_f_one_b import alternate
@@ -13,16 +14,10 @@ from penstock.schedule.schedule import Action, Edge, Schedule, loop, vee
 from penstock.schedule.search.problem import KINDS, TOLERANCE, B, C, F, I, Orders, Problem, R, W
 from penstock.schedule.simulate import Simulation, simulate
 
-_cache: dict[tuple[tuple[int, ...], int, tuple[bool, ...]], list[Orders]] = {}
-_CACHE_SIZE = 4
-"""The fixed schedules of the last few problems, by placement, micro-batches and fused stages."""
 
-
-def encode(problem: Problem, schedule: Schedule, fused: Sequence[bool] | None = None) -> Orders:
-    """A schedule's orders as op codes. A B stays one op on ``fused`` stages (by default, where that takes less time
-    than I and W), and becomes I and W on the others.
-    """
-    count, fused = problem.num_stages, problem.fusing_pays if fused is None else fused
+def encode(schedule: Schedule, fused: Sequence[bool]) -> Orders:
+    """A schedule's orders as op codes. A B stays one op on ``fused`` stages, and becomes I and W on the others."""
+    count = schedule.num_stages
     orders: Orders = []
     for actions in schedule.orders:
         order: list[int] = []
@@ -38,39 +33,36 @@ def encode(problem: Problem, schedule: Schedule, fused: Sequence[bool] | None = 
     return orders
 
 
-def _decode(problem: Problem, orders: Orders) -> Schedule:
-    """The orders with their micro-batches."""
+def microbatches(problem: Problem, orders: Orders) -> list[list[int]]:
+    """By rank: the micro-batch of each op. W and R take the first micro-batch whose I or C is done."""
     count = problem.num_stages
-    forwards, backwards = [0] * count, [0] * count
-    deferred: list[deque[int]] = [deque() for _ in range(count)]
-    to_recompute: list[deque[int]] = [deque() for _ in range(count)]
-    decoded = []
+    done = [0] * (2 * count)  # by F and I of each stage
+    waiting: list[deque[int]] = [deque() for _ in range(2 * count)]  # by W and R of each stage
+    numbered = []
     for order in orders:
-        actions = []
+        numbers = []
         for op in order:
             kind, stage = divmod(op, count)
-            if kind in (F, C):
-                k = forwards[stage]
-                forwards[stage] += 1
-                if kind == C:
-                    to_recompute[stage].append(k)
-            elif kind == W:
-                k = deferred[stage].popleft()
-            elif kind == R:
-                k = to_recompute[stage].popleft()
+            if kind in (W, R):
+                k = waiting[op - W * count].popleft()
             else:
-                k = backwards[stage]
-                backwards[stage] += 1
-                if kind == I:
-                    deferred[stage].append(k)
-            actions.append(Action(stage, KINDS[kind], k))
-        decoded.append(actions)
-    return Schedule.of("auto", problem.placement, decoded, problem.m)
+                line = stage if kind in (F, C) else count + stage
+                k = done[line]
+                done[line] = k + 1
+                if kind in (I, C):
+                    waiting[(kind == C) * count + stage].append(k)
+            numbers.append(k)
+        numbered.append(numbers)
+    return numbered
 
 
 def simulate_orders(problem: Problem, orders: Orders, costs: Costs, edges: Sequence[Edge]) -> Simulation:
     """Simulate the orders as a schedule. Adjacent I and W become a B where that delays nothing."""
-    split = simulate(_decode(problem, orders), costs, edges)
+    actions = (
+        [Action(op % problem.num_stages, KINDS[op // problem.num_stages], k) for op, k in zip(order, ks, strict=True)]
+        for order, ks in zip(orders, microbatches(problem, orders), strict=True)
+    )
+    split = simulate(Schedule.of("auto", problem.placement, actions, problem.m), costs, edges)
     fused = simulate(_fuse_backwards(problem, split), costs, edges)
     return fused if fused.makespan <= split.makespan * (1 + 1e-12) else split
 
@@ -153,28 +145,28 @@ def sequential_orders(problem: Problem) -> Orders:
     )
 
 
-def fixed_schedules(problem: Problem) -> Iterator[Schedule]:
+def fixed_schedules(placement: tuple[int, ...], m: int) -> Iterator[Schedule]:
     """All registered training schedules that have exactly this placement."""
-    ranks, per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
-    if problem.placement not in (loop(ranks, per_rank), vee(ranks)):
+    ranks = max(placement) + 1
+    per_rank = len(placement) // ranks
+    if placement not in (loop(ranks, per_rank), vee(ranks)):
         return
     for kind in SCHEDULES.values():
-        if kind.stages_per_rank not in (None, per_rank):
-            continue
-        schedule = kind.make(ranks, problem.m, per_rank) if kind.takes_v else kind.make(ranks, problem.m)
-        if schedule.trains and schedule.placement == problem.placement:
-            yield schedule
+        if kind.stages_per_rank in (None, per_rank):
+            schedule = kind.make(ranks, m, per_rank) if kind.takes_v else kind.make(ranks, m)
+            if schedule.trains and schedule.placement == placement:
+                yield schedule
 
 
-def fixed_orders(problem: Problem, *, fused: Sequence[bool] | None = None) -> list[Orders]:
-    """The fixed schedules, encoded, with the recomputes of the problem; ``fused`` is that of ``encode``."""
-    fused = problem.fusing_pays if fused is None else tuple(fused)
-    key = problem.placement, problem.m, fused
-    if key not in _cache:
-        if len(_cache) >= _CACHE_SIZE:
-            _cache.clear()
-        _cache[key] = [encode(problem, schedule, fused) for schedule in fixed_schedules(problem)]
-    return [with_recomputes(problem, orders) for orders in _cache[key]]
+@lru_cache(4)
+def _encode_fixed(placement: tuple[int, ...], m: int, fused: tuple[bool, ...]) -> list[Orders]:
+    return [encode(schedule, fused) for schedule in fixed_schedules(placement, m)]
+
+
+def fixed_orders(problem: Problem, fused: tuple[bool, ...] | None = None) -> list[Orders]:
+    """The fixed schedules, encoded, with the recomputes of the problem; ``fused`` as for ``encode``."""
+    known = _encode_fixed(problem.placement, problem.m, fused or problem.fusing_pays)
+    return [with_recomputes(problem, orders) for orders in known]
 
 
 def warmup_variants(problem: Problem) -> Iterator[Orders]:

@@ -37,26 +37,18 @@ class Problem:
 
     placement: tuple[int, ...]
     m: int
-    durations: tuple[float, ...]
-    """By op."""
-    arcs: tuple[tuple[int, int, float], ...]
-    """(source stage, destination stage, transfer time)."""
+    durations: tuple[float, ...]  # by op
+    arcs: tuple[tuple[int, int, float], ...]  # source stage, destination stage, transfer time
+    # By stage: the memory counted from F on, the maximum of what is held before and after I; and the fractions of it
+    # that are really held before I, and between I and W.
     activation: tuple[float, ...]
-    """By stage: the memory counted from F on, the maximum of what is held before and after I."""
     before_i: tuple[float, ...]
-    """By stage: the fraction of ``activation`` that is really held before I."""
     keep: tuple[float, ...]
-    """By stage: the fraction that is held between I and W."""
-    cap: tuple[float, ...]
-    """By rank."""
-    contended: bool
-    """Whether transfers queue for a channel. Then ``evaluate`` is an estimate, and ``simulate`` decides."""
-    checkpoint: tuple[float, ...]
-    """By stage: the fraction of ``activation`` that is held between C and R."""
-    recomputed: tuple[bool, ...]
-    """By stage: whether its micro-batches are recomputed."""
-    recompute_optional: bool = False
-    """Whether the search may keep the activations of some micro-batches of the recomputed stages."""
+    cap: tuple[float, ...]  # by rank
+    contended: bool  # transfers queue for a channel: ``evaluate`` is an estimate, and ``simulate`` decides
+    checkpoint: tuple[float, ...]  # by stage: the fraction of ``activation`` that is held between C and R
+    recomputed: tuple[bool, ...]  # by stage: whether its micro-batches are recomputed
+    recompute_optional: bool = False  # the search may keep some micro-batches of the recomputed stages
 
     @property
     def num_stages(self) -> int:
@@ -77,16 +69,11 @@ class Problem:
     @cached_property
     def memory_change(self) -> tuple[float, ...]:
         """By op: the change of the rank's memory by the time the op is done."""
-        sizes = self.activation
-        checkpoints = [size * part for size, part in zip(sizes, self.checkpoint, strict=True)]
-        return (
-            *sizes,
-            *(-size * (1 - keep) for size, keep in zip(sizes, self.keep, strict=True)),
-            *(-size for size in sizes),
-            *(-size * keep for size, keep in zip(sizes, self.keep, strict=True)),
-            *(size - part for size, part in zip(sizes, checkpoints, strict=True)),
-            *checkpoints,
-        )
+        changes = [
+            (size, -size * (1 - keep), -size, -size * keep, size - size * part, size * part)
+            for size, keep, part in zip(self.activation, self.keep, self.checkpoint, strict=True)
+        ]
+        return tuple(change for kind in zip(*changes, strict=True) for change in kind)
 
     @cached_property
     def memory_need(self) -> tuple[float, ...]:
@@ -217,6 +204,10 @@ def make_problem(
             contended |= transfer > 0
             time = transfer + costs.of_edge("latency", edge)
         arcs.append((*edge, time))
+    chosen = set(range(count)) if recompute is None or recompute is True else set(recompute or ())
+    unknown = sorted(chosen - set(range(count)))
+    if unknown:
+        raise ScheduleError(f"recompute names stage {unknown[0]}, but there are {count} stages (0..{count - 1})")
     keeps = costs.of_stages("keep", count)
     before_i = [1 / max(1.0, keep) for keep in keeps]
     problem = Problem(
@@ -230,65 +221,46 @@ def make_problem(
         (0.0,) * ranks,
         contended,
         tuple(part * before for part, before in zip(costs.of_stages("checkpoint", count), before_i, strict=True)),
-        _recomputed(recompute, count),
+        tuple(s in chosen for s in range(count)),
         recompute is None,
     )
-    problem = replace(problem, cap=_caps(problem, cap))
-    _check_memory(problem.with_full_backwards())
-    return problem, edges
-
-
-def _recomputed(recompute: Iterable[int] | bool | None, count: int) -> tuple[bool, ...]:
-    if recompute is None or isinstance(recompute, bool):
-        return (recompute is not False,) * count
-    chosen = set(recompute)
-    unknown = sorted(chosen - set(range(count)))
-    if unknown:
-        raise ScheduleError(f"recompute names stage {unknown[0]}, but there are {count} stages (0..{count - 1})")
-    return tuple(s in chosen for s in range(count))
-
-
-def _caps(problem: Problem, cap: float | Sequence[float] | None) -> tuple[float, ...]:
-    ranks = problem.num_ranks
     if cap is None:
-        return (_peak_of_1f1b(problem),) * ranks
-    caps = (float(cap),) * ranks if isinstance(cap, int | float) else tuple(map(float, cap))
+        caps = (_peak_of_1f1b(problem),) * ranks
+    else:
+        caps = (float(cap),) * ranks if isinstance(cap, int | float) else tuple(map(float, cap))
     if len(caps) != ranks:
         raise ScheduleError(f"cap has {len(caps)} numbers, there are {ranks} ranks: give one number, or {ranks}")
-    unlimited = (problem.m * sum(problem.activation[s] for s in stages) for stages in problem.stages_of)
-    return tuple(most if cap == math.inf else cap for cap, most in zip(caps, unlimited, strict=True))
+    unlimited = (m * sum(problem.activation[s] for s in stages) for stages in problem.stages_of)
+    caps = tuple(most if cap == math.inf else cap for cap, most in zip(caps, unlimited, strict=True))
+    problem = replace(problem, cap=caps)
+    _check_memory(problem.with_full_backwards())
+    return problem, edges
 
 
 def _peak_of_1f1b(problem: Problem) -> float:
     """The peak of 1F1B's fullest rank. The r-th of p ranks holds min(m, p - r) micro-batches in all its stages; one
     more complete activation counts where stages are recomputed.
     """
-    ranks = sorted(range(problem.num_ranks), key=lambda rank: problem.stages_of[rank][0])
     if problem.recompute_optional:
         problem = problem.with_recomputed(())
     peaks = []
-    for position, rank in enumerate(ranks):
-        stages = problem.stages_of[rank]
+    for position, stages in enumerate(sorted(problem.stages_of)):
         complete = max(problem.activation[s] - problem.held_after_forward(s) for s in stages)
         held = sum(map(problem.held_after_forward, stages))
-        peaks.append(min(problem.m, len(ranks) - position) * held + complete)
+        peaks.append(min(problem.m, problem.num_ranks - position) * held + complete)
     return max(peaks)
 
 
 def _check_memory(problem: Problem) -> None:
     """Every rank has memory for one micro-batch in all its stages. In a chain of stages, no order needs less."""
-    short = [
-        (need - cap, rank)
-        for rank, (need, cap) in enumerate(zip(problem.least_memory, problem.cap, strict=True))
-        if not need <= cap * (1 + TOLERANCE)
-    ]
-    if not short:
+    if problem.feasible:
         return
-    lack, rank = max(short, key=lambda entry: entry[0])
+    lacks = [need - cap for need, cap in zip(problem.least_memory, problem.cap, strict=True)]
+    rank = max(range(problem.num_ranks), key=lambda rank: lacks[rank])
     each = ", ".join(f"{need:.4g}" for need in problem.least_memory)
     raise ScheduleError(
         f"no order fits: rank {rank} keeps at least {problem.least_memory[rank]:.4g} (one micro-batch in stages "
-        f"{', '.join(map(str, problem.stages_of[rank]))}) and may keep {problem.cap[rank]:.4g}, {lack:.4g} too little. "
-        f"The least for all ranks: {each}. Raise the cap, "
+        f"{', '.join(map(str, problem.stages_of[rank]))}) and may keep {problem.cap[rank]:.4g}, {lacks[rank]:.4g} too "
+        f"little. The least for all ranks: {each}. Raise the cap, "
         + ("or cut the model finer" if all(problem.recomputed) else "cut the model finer, or recompute")
     )

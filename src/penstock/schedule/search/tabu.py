@@ -15,23 +15,12 @@ from penstock.schedule.search.problem import TOLERANCE, Orders
 _Block = tuple[int, int, int]
 """Rank, first and last place in its order."""
 
-_REACH = 7
-"""How far from the end of a block a node may be that moves there."""
-
-_MOVES_PER_STEP = 3
-"""Moves per step, on different ranks; those after the first only if they shorten the path."""
-
-_TRIES = 10
-"""Moves tried per step, best first: a move may turn out to close a cycle."""
-
-_FUSE_RATE = 0.3
-"""The fraction of steps that fuse or split a backward, where fusing pays."""
-
-_RECOMPUTE_RATE = 0.3
-"""The fraction of steps that add or remove a recompute, where those are optional."""
-
-_TENURE = (20, 40)
-"""The range of the number of steps for which a reversed pair is tabu."""
+_REACH = 7  # how far from the end of a block a node may be that moves there
+_TRIES = 10  # moves tried per step, best first
+_MOVES_PER_STEP = 3  # on different ranks; those after the first only if they shorten the path
+_FUSE_RATE = 0.3  # the fraction of steps that fuse or split a backward, where fusing pays
+_RECOMPUTE_RATE = 0.3  # the fraction of steps that add or remove a recompute, where those are optional
+_TENURE = (20, 40)  # the range of the number of steps for which a reversed pair is tabu
 
 
 def tabu_search(
@@ -82,12 +71,11 @@ def _make_moves(
             continue
         order = graph.orders[rank]
         node, passed = order[origin], order[to:origin] or order[origin + 1 : to + 1]
-        if not graph.move(rank, origin, to, part):
-            continue
-        changed_ranks.add(rank)
-        until = step + random.randint(*_TENURE)
-        for other in passed:
-            tabu[(other, node) if to < origin else (node, other)] = until
+        if graph.move(rank, origin, to, part):  # it may turn out to close a cycle
+            changed_ranks.add(rank)
+            until = step + random.randint(*_TENURE)
+            for other in passed:
+                tabu[(other, node) if to < origin else (node, other)] = until
     if not changed_ranks:
         tabu.clear()
         _random_swaps(graph, random)
