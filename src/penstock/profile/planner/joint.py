@@ -185,7 +185,7 @@ def joint_search(
     """
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
     search.run(seconds, moves)
-    return search.with_least_memory(min(QUICK, seconds / 40)) if search.found else None
+    return search.best if search.found else None
 
 
 class _Search:
@@ -225,19 +225,6 @@ class _Search:
         self.add_adapted(best.improved(int(0.25 * left / best.stages.seconds_per_move), random))
         choose_recompute = self.ranks.recompute is None and bool(best.point[1])
         self.try_point(best.point, 0.25 * left, choose_recompute=choose_recompute)
-
-    def with_least_memory(self, seconds: float) -> JointResult:
-        """The best result; with an order that needs no more memory than 1F1B, if that takes as long."""
-        best = self.best
-        stages = None if best.recomputed else self.stages((best.cuts, best.recomputed))
-        if stages is None or stages.cap is None:
-            return best
-        found = find_order(replace(stages, memory=(inf,) * len(stages.memory)), seconds=seconds, seed=self.seed)
-        if found is None or max(found.peak_memory) >= max(best.result.peak_memory):
-            return best
-        fits = all(peak <= limit for peak, limit in zip(found.peak_memory, stages.memory, strict=True))
-        same = found.makespan <= best.result.makespan * (1 + 1e-9)
-        return replace(best, result=found) if fits and same else best
 
     def stages(self, point: Point) -> StageProblem | None:
         """The scheduling problem of a point; None if a rank has no memory for the static bytes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Candidate:
     lower_bound: float  # no order of these stages is faster
     memory: tuple[float, ...]  # peak bytes of each rank
     bubble: float
-    costs: Costs | None = None  # of its stages and edges
+    costs: Costs  # of its stages and edges
     saved: tuple[float, ...] | None = None  # peak bytes saved for backwards; None where activations are recomputed
 
     @property
@@ -133,8 +133,6 @@ class PlanResult:
     def simulation(self) -> Simulation:
         """The predicted step, without the all-reduce of gradients over replicas at its end."""
         costs = self.best.costs
-        if costs is None:
-            raise PlanError("this plan was saved without the costs of its stages: plan it again")
         edges = tuple(costs.bytes) if isinstance(costs.bytes, Mapping) else None
         return simulate(self.schedule, costs, edges)
 
@@ -194,13 +192,13 @@ class PlanResult:
         Path(path).write_text(self.to_json())
 
     def to_json(self) -> str:
-        best = asdict(replace(self.best, schedule=Schedule("", (), (), 0), costs=None))
-        del best["schedule"]
-        best["costs"] = None if self.best.costs is None else self.best.costs.to_data()
+        best = {one.name: getattr(self.best, one.name) for one in fields(self.best)}
+        best["configuration"] = asdict(self.configuration)
         data = {
             "penstock_plan_result": FORMAT,
             **best,
             "schedule": to_text(self.schedule),
+            "costs": self.best.costs.to_data(),
             "others": [asdict(one) for one in self.others],
             "layers": self.layers,
             "plan": None if self.plan is None else json.loads(self.plan.to_json()),
@@ -232,8 +230,8 @@ class PlanResult:
                 data["lower_bound"],
                 tuple(data["memory"]),
                 data["bubble"],
-                costs=None if data.get("costs") is None else Costs.from_data(data["costs"]),
-                saved=None if data.get("saved") is None else tuple(data["saved"]),
+                Costs.from_data(data["costs"]),
+                None if data["saved"] is None else tuple(data["saved"]),
             )
             others = tuple(Rejection(Configuration(**one.pop("configuration")), **one) for one in data["others"])
             plan = None if data["plan"] is None else Plan._from_data(data["plan"])

@@ -45,9 +45,7 @@ class Trace(TraceData):
         except ValueError as error:
             raise PlanError(f"{path} is not a saved trace, nor JSON at all: {error}") from error
         if not isinstance(data, dict) or "penstock_trace" not in data:
-            chrome = isinstance(data, dict) and "traceEvents" in data
-            what = "trace.chrome wrote it, for Perfetto" if chrome else "something else wrote it"
-            raise PlanError(f"{path} is not a saved trace: {what}, and trace.save writes what can be read here")
+            raise PlanError(f"{path} is not a saved trace: trace.save writes them, and trace.chrome does not")
         try:
             return cls.from_data(data)
         except PlanError as error:
