@@ -16,7 +16,7 @@ from penstock.compat.varuna import AutoConfig, Profiler, run_varuna
 from penstock.compat.varuna.profiler import even_cuts, load_links
 from penstock.profile.costs import Link, Profile
 from penstock.profile.links import Links
-from penstock.profile.planner.segments import Segments
+from penstock.profile.planner.cuts import Segments
 from tests.compat.varuna_models import Tower, data
 from tests.support.ranks import Ranks
 

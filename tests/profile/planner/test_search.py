@@ -12,11 +12,11 @@ import pytest
 from penstock.errors import PlanError
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Profile
 from penstock.profile.planner import search
+from penstock.profile.planner.cuts import Ranks, Segments, edges_between, stage_costs
 from penstock.profile.planner.joint import JointResult, joint_search
 from penstock.profile.planner.plan import plan_costs
 from penstock.profile.planner.result import Configuration
 from penstock.profile.planner.search import configurations, device_grids
-from penstock.profile.planner.segments import Ranks, Segments, edges_between, stage_costs
 from penstock.schedule import build, simulate
 from tests.support.published import work_of
 

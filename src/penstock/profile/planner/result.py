@@ -14,7 +14,7 @@ from torch import nn
 from penstock import _registry
 from penstock.errors import PenstockError, PlanError
 from penstock.format import format_size, format_table, format_time
-from penstock.profile.planner.segments import Cuts
+from penstock.profile.planner.cuts import Cuts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Prediction, Simulation, simulate

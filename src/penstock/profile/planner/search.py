@@ -16,10 +16,9 @@ from math import inf
 from penstock.errors import PlanError
 from penstock.format import format_size_exact
 from penstock.profile.costs import Link, ModelCosts
-from penstock.profile.planner.cuts import least_memory, placement_of
+from penstock.profile.planner.cuts import Ranks, Segments, least_memory, placement_of
 from penstock.profile.planner.joint import joint_search
 from penstock.profile.planner.result import Candidate, Configuration, Rejection
-from penstock.profile.planner.segments import Ranks, Segments
 from penstock.schedule.simulate import simulate
 
 EVALUATED = 16  # configurations that get cuts and a schedule
