@@ -1,1 +1,1 @@
-"""Side-by-side runs against peers. Each module has a ``run`` and prints a table."""
+"""Benchmarks against other libraries. Each module has ``run`` and ``show``, which prints a table."""

@@ -29,7 +29,7 @@ BENCHMARKS = {
 
 
 def targets_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A benchmark's targets; ``split_backward`` has them in its rows."""
+    """The targets of a benchmark; ``split_backward`` has them in its rows."""
     if "targets" in result:
         return result["targets"]
     return [
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="short runs to see that everything works; rough numbers")
     parser.add_argument("--out", type=Path, help="folder for the JSON files (default: benchmarks/results; quick: /tmp)")
     options = parser.parse_args()
-    quick_out = Path(tempfile.gettempdir()) / "penstock-benchmarks"  # rough numbers must not replace the others
+    quick_out = Path(tempfile.gettempdir()) / "penstock-benchmarks"  # quick results must not replace full ones
     out = options.out or (quick_out if options.quick else Path(__file__).parent / "results")
     unknown = [name for name in options.names if name not in BENCHMARKS]
     if unknown:
@@ -58,7 +58,7 @@ def main() -> int:
         try:
             module = importlib.import_module(f"benchmarks.{name}")
             result = module.run(quick=options.quick)
-        except Exception:  # the others still run
+        except Exception:  # run the others nevertheless
             traceback.print_exc()
             failed.append(name)
             continue

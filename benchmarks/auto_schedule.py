@@ -1,4 +1,4 @@
-"""(i) The automatic schedule: regret against the best known orders, gain over fixed schedules, and speed.
+"""(i) Schedule search: regret against the best known orders, gain over fixed schedules, and speed.
 
 The scenarios are those of ``../shared/peers/scenarios.json``: costs per stage for 4 and 8 ranks, the latency of a hop,
 the makespans of fixed schedules, and the best known orders for one stage per rank, two in a loop and two in a V, at the
@@ -138,7 +138,7 @@ def _scenarios(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _widen(times: list[float], count: int) -> list[float]:
-    """More stages: the first and the last are unchanged, the middle one is repeated."""
+    """More stages: repeat the middle one, keep the first and the last."""
     return [times[0], *([times[1]] * (count - 2)), times[-1]]
 
 
@@ -158,7 +158,7 @@ def _gains(rows: list[dict[str, Any]], cap: str, ours: bool = True) -> list[floa
 
 
 def _recompute() -> Iterator[dict[str, Any]]:
-    """8 ranks, 16 micro-batches, hops of a tenth, half of 1F1B's memory: without recompute, and where it pays."""
+    """8 ranks, 16 micro-batches, hop latency 0.1, half of 1F1B's memory: with and without recompute."""
     p, m = 8, 16
     for shape, v, placement in (("v1", 1, loop(p)), ("loop2", 2, loop(p, 2)), ("V", 2, vee(p))):
         costs = replace(Costs.per_rank(v=v, comm=0.1), checkpoint=CHECKPOINT)
@@ -193,7 +193,7 @@ def _uniform(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _speed(quick: bool) -> Iterator[dict[str, Any]]:
-    """16 ranks, two stages each, hops of a tenth: the time of the search, and of the first order."""
+    """16 ranks, two stages each, hop latency 0.1: seconds of the search and until the first order."""
     p = 16
     for m in (128,) if quick else (32, 64, 128, 256):
         for shape, placement in (("loop", loop(p, 2)), ("V", vee(p))):

@@ -1,4 +1,4 @@
-"""What the benchmarks share in measuring: ranks with a deadline, a common start, variants in turn, medians."""
+"""Measurement helpers of the benchmarks: rank processes with a deadline, a common start, interleaved variants."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ import torch.distributed as dist
 __all__ = ["interleave", "interleave_one_at_a_time", "medians", "spawn", "time_on_all_ranks"]
 
 T = TypeVar("T")
-LEAD = 0.01  # seconds between the agreement on a common start and that start
+LEAD = 0.01  # seconds from the agreement on a common start to that start
 
 
 # ── ranks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def spawn(work: Callable[..., T], ranks: int, *args: Any, deadline: float, gloo: bool = True) -> list[T]:
-    """``work(*args)`` on every rank of a gloo world of new processes with one thread each; their results.
+    """Run ``work(*args)`` on every rank of a gloo world of new processes with one operator thread; their results.
 
-    Without ``gloo`` the world is left to ``work``. Whatever happens, no process is left behind, and after
-    ``deadline`` seconds there is an error.
+    Without ``gloo``, ``work`` creates its own process group. All processes are ended in any case; a run of more than
+    ``deadline`` seconds raises TimeoutError.
     """
     context = multiprocessing.get_context("spawn")
     port = _free_port()
@@ -92,7 +92,7 @@ def _rank_main(
     except BaseException:
         out.send((traceback.format_exc(), None))
     out.close()
-    os._exit(0)  # gloo's threads are not worth waiting for
+    os._exit(0)  # without waiting for gloo's threads
 
 
 def _free_port() -> int:
@@ -108,13 +108,13 @@ def _free_port() -> int:
 def interleave(
     variants: Mapping[str, Callable[[], T]], rounds: int, *, warmup: int = 1, between: Callable[[], object] = gc.collect
 ) -> dict[str, list[T]]:
-    """Each variant once per round, beginning with another one every round, garbage collected in between only."""
+    """Run each variant once per round, in an order that rotates; garbage is collected only between runs."""
     names = list(variants)
     found: dict[str, list[T]] = {name: [] for name in names}
     for number in range(-warmup, rounds):
         if number == 0:
             gc.collect()
-            gc.freeze()  # what lives by now is not looked at again: collecting between steps is cheap
+            gc.freeze()  # existing objects are excluded: collecting between steps is cheap
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             between()
@@ -136,9 +136,9 @@ def interleave_one_at_a_time(
     repeats: int = 2,
     warmup: int = 1,
 ) -> dict[str, list[T]]:
-    """Like ``interleave``, for variants of which only one may be there at a time: made, warmed up, measured, closed.
+    """Like ``interleave``, but only one variant exists at a time: it is built, warmed up, measured and closed.
 
-    An idle process group of gloo is not idle: a thread of it looks around a hundred times a second.
+    An idle gloo process group costs CPU time: one of its threads polls a hundred times a second.
     """
 
     def visit(make: Callable[[], AbstractContextManager[Callable[[], T]]]) -> list[T]:
@@ -153,8 +153,8 @@ def interleave_one_at_a_time(
 
 
 def time_on_all_ranks(work: Callable[[], object]) -> float:
-    """Seconds from a moment common to all ranks until the last one is done with ``work``; the same on every rank."""
-    start = _largest(time.monotonic() + LEAD)  # one clock for all processes of a machine
+    """Seconds from a common start on all ranks until the last one has finished ``work``; equal on every rank."""
+    start = _largest(time.monotonic() + LEAD)  # the monotonic clock is common to all processes of a machine
     time.sleep(max(0.0, start - time.monotonic()))
     work()
     return _largest(time.monotonic()) - start

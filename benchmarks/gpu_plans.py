@@ -1,8 +1,7 @@
-"""(k) On a GPU: whether what plans predict comes true, where its work takes long, and where launching it does.
+"""(k) Predictions of plans on a GPU, for models bound by compute and by kernel launches.
 
-Transformers in bfloat16, measured, planned and run on one device by ``ps.plan``: all layers in one stage, micro-batch
-after micro-batch, so that what is predicted is what the layers take, and the memory. Skipped where there is no CUDA
-device.
+``ps.plan`` measures and plans transformers in bfloat16 on one device, all layers in one stage, so the predictions are
+the time and memory of the layers, micro-batch after micro-batch. Skipped without a CUDA device.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from benchmarks.transformer import Block
 __all__ = ["run", "show"]
 
 BLOCKS, VOCABULARY, MICROBATCHES = 12, 256, 8
-SIZES = {  # of the model, and of a micro-batch
+SIZES = {  # model size, micro-batch size
     "d=2048, 2 x 2048 tokens": (2048, 2, 2048),
     "d=1024, 4 x 1024 tokens": (1024, 4, 1024),
     "d=1024, 1 x 512 tokens": (1024, 1, 512),
@@ -76,7 +75,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         return {"rows": [], "targets": [], "skipped": "no CUDA device"}
     rows = []
     for name, size in SIZES.items():
-        gc.collect()  # what is left of the last
+        gc.collect()  # memory left by the last one
         rows.append({"model": name, **planned_and_run(*size, *((0.5, 3) if quick else (4.0, 15)))})
     return {"rows": rows, "targets": [], "gpu": torch.cuda.get_device_name()}
 

@@ -1,14 +1,14 @@
-"""(a) What the host spends per action, where nothing else takes time.
+"""(a) Host time per action, without communication or computation.
 
-One rank in the middle of 4 runs its part of a step of 32 micro-batches. Its process groups are torch's fake ones, on
-which sends and receives are over at once, and its stages are one small linear layer each: what is left is the cost
-of the executor, plus the module's own forward and backward, which is measured beside it.
+One of 4 ranks runs its part of a step of 32 micro-batches. It uses torch's fake process groups, on which sends and
+receives complete at once, and each of its stages is one small linear layer: the time is the cost of the executor, plus
+the module's own forward and backward, which is measured separately.
 
-An action is a receive, a forward, a send, a receive, a backward (or I and W) and a send: 6, or 7, per stage and
-micro-batch. The time per action is that of the whole step over their number, so the module's own time is in it;
-"beyond the module" is what is left without the time of a bare forward and backward on autograd's engine.
-Ours is run with a trace as well: what that adds is the cost of recording an action.
-Ours and torch.distributed.pipelining's take turns, one step each per round; medians over the rounds, and the least.
+The actions are a receive, a forward, a send, a receive, a backward (or I and W) and a send: 6, or 7, per stage and
+micro-batch. The time per action is that of the whole step over their number, so it includes the module's own time;
+"beyond the module" excludes the time of a bare forward and backward in autograd's engine. A run with a trace shows the
+cost of recording an action. Steps of Penstock and torch.distributed.pipelining are interleaved, one each per round;
+medians and minima over the rounds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TRACED = ", traced"
 TARGET = 10.0  # µs per action
 CPU = torch.device("cpu")
 
-# our schedule, its stages per rank, and torch's that does the same work
+# Penstock's schedule, its stages per rank, and the equivalent schedule of torch
 PAIRS: list[tuple[str, int, Any]] = [
     ("1f1b", 1, Schedule1F1B),
     ("interleaved", 2, ScheduleInterleaved1F1B),
@@ -67,7 +67,7 @@ def small_module() -> nn.Module:
 
 
 def our_runner(schedule: Schedule, rank: int = RANK) -> Runner:
-    """The program of one rank, compiled as ``DistributedExecutor`` does, over fake groups."""
+    """The program of one rank, compiled as by ``DistributedExecutor``, over fake groups."""
     edges = edges_of(schedule)
     program = lower(schedule, edges)[rank]
     stages = {s: StageEngine(s, small_module(), CPU) for s in schedule.stages_of(rank)}
@@ -101,7 +101,7 @@ def torch_step(kind: Any, per_rank: int) -> Callable[[], object]:
     example = torch.zeros(BATCH, WIDTH, requires_grad=True)
     stages = [PipelineStage(small_module(), s, count, CPU, input_args=example, output_args=example) for s in indices]
     schedule = kind(stages[0] if per_rank == 1 else stages, MICROBATCHES, loss_fn=lambda output, target: output.sum())
-    for stage in stages:  # all stages know their shapes, but on a fake group the ranks cannot tell each other so
+    for stage in stages:  # all stages have their shapes, which ranks cannot exchange over a fake group
         stage._inference_mode = InferenceMode.STATIC
     schedule._warmup_p2p = lambda *_: None
     step: Callable[[], object] = schedule.step
@@ -109,7 +109,7 @@ def torch_step(kind: Any, per_rank: int) -> Callable[[], object]:
 
 
 def traced(runner: Runner) -> Callable[[], None]:
-    """A step that a recorder records, as ``pipe.trace()`` does; what it has recorded is dropped."""
+    """A step with a recorder, as under ``pipe.trace()``; the records are dropped."""
     recorder = StepRecorder([], None, 0)
 
     def step() -> None:
@@ -121,7 +121,7 @@ def traced(runner: Runner) -> Callable[[], None]:
 
 
 def bare_step(backward: Callable[[Tensor, Tensor], object]) -> Callable[[], None]:
-    """The module's forward and backward alone, as often as one stage runs them in a step."""
+    """The forwards and backwards of one stage in a step, without an executor."""
     module = small_module()
     x = torch.randn(BATCH, WIDTH, requires_grad=True)
     grad = torch.randn(BATCH, WIDTH)
@@ -144,7 +144,7 @@ def timed(step: Callable[[], object]) -> Callable[[], float]:
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """In a process of its own: seconds per step of every variant."""
+    """Seconds per step of every variant; runs in a new process."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
     engine = torch.autograd.Variable._execution_engine.run_backward
     variants: dict[str, Callable[[], float]] = {

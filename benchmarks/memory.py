@@ -1,12 +1,11 @@
-"""(e) What is alive during a step: receive buffers, sent outputs and input gradients, as micro-batches grow in number.
+"""(e) Live receive buffers, sent outputs and input gradients during a step, by the number of micro-batches.
 
-Four gloo ranks train small linear stages with 4 to 64 micro-batches. Every tensor that a rank gives to the process
-group is noted by a weak reference to its storage: ours at the groups that
-``DistributedExecutor`` opens, torch's at the batches
-of P2P operations that its schedules make. What is still alive is counted at every send and receive of the third step,
-and once more when the step is over: the highest count and the last one are shown, for the rank with most.
+Four gloo ranks train small linear stages with 4 to 64 micro-batches. A weak reference tracks the storage of every
+tensor that a rank passes to a process group: for Penstock at the groups of ``DistributedExecutor``, for torch at the
+batches of P2P operations of its schedules. Live storages are counted at every send and receive of the third step and
+after it: the table has the maximum and the last count of the rank with most.
 
-    receive buffers   storages that something is, or was, received into
+    receive buffers   storages of receives
     sent outputs      storages sent to the next rank
     input gradients   storages sent to the rank before
 """
@@ -26,7 +25,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import penstock as ps
-import penstock.engine.distributed as our_process
+import penstock.engine.connections as our_connections
 from benchmarks.common import spawn
 from benchmarks.report import check, table
 
@@ -40,7 +39,7 @@ KINDS = ("receive buffers", "sent outputs", "input gradients")
 
 
 class AliveCounts:
-    """The storages seen so far, by kind, and the most that were alive at a time."""
+    """The observed storages by kind, and the maximum number alive at a time."""
 
     def __init__(self) -> None:
         self.seen: dict[str, dict[int, StorageWeakRef]] = {kind: {} for kind in KINDS}
@@ -64,7 +63,7 @@ alive_counts = AliveCounts()
 
 
 class CountingGroup:
-    """A process group that shows the census what passes through it."""
+    """A process group that records the tensors of its sends and receives."""
 
     def __init__(self, group: Any, forward: bool) -> None:
         self.group = group
@@ -83,8 +82,8 @@ class CountingGroup:
 
 
 def watch() -> None:
-    """Put the census where tensors leave and arrive."""
-    open_group, batch_p2p = our_process.open_group, torch_schedules._batch_p2p
+    """Record tensors at the sends and receives of Penstock and torch."""
+    open_group, batch_p2p = our_connections.open_group, torch_schedules._batch_p2p
 
     def counting_group(store: Any, name: str, *rest: Any) -> Any:
         group = open_group(store, name, *rest)
@@ -97,13 +96,13 @@ def watch() -> None:
             alive_counts.note(sent if operation.op is dist.isend else "receive buffers", [operation.tensor])
         return batch_p2p(operations, desc)
 
-    our_process.open_group = counting_group
+    our_connections.open_group = counting_group
     torch_schedules._batch_p2p = counting_batch
 
 
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(RANKS)))  # a relu would keep its output
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(RANKS)))  # a relu would save its output
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -126,7 +125,7 @@ def torch_step(kind: Any, number: int, data: Tensor) -> Callable[[], object]:
 
 
 def variants(number: int, mesh: ps.Mesh) -> dict[str, Callable[[], Callable[[], object]]]:
-    """What makes the step of each variant: one at a time, so that only its own tensors are there."""
+    """Factories of the variants' steps; one variant exists at a time, so that only its tensors are counted."""
     data = torch.randn(2 * number, WIDTH)
     ours = {f"ours {name}": partial(our_step, name, number, data, mesh) for name in OURS}
     theirs = {
@@ -136,7 +135,7 @@ def variants(number: int, mesh: ps.Mesh) -> dict[str, Callable[[], Callable[[], 
 
 
 def measure(numbers: tuple[int, ...]) -> dict[str, dict[str, dict[str, int]]]:
-    """On each rank, for every variant and number of micro-batches: the most alive in a step, and alive after it."""
+    """On each rank, for every variant and number of micro-batches: maximum alive in a step, and alive after it."""
     global alive_counts
     watch()
     mesh = ps.Mesh(pipe=RANKS)
@@ -169,7 +168,7 @@ def run(quick: bool = False) -> dict[str, Any]:
                     row[f"m={number}" if when == "most" else f"after m={number}"] = count
             rows.append(row)
             if name.startswith("ours"):
-                # with m = p the pipeline is just filled, so flat begins at the next number
+                # with m = p the pipeline is just filled, so counts must be constant from the next number on
                 growth = row[f"m={numbers[-1]}"] - row[f"m={numbers[1]}"]
                 targets.append(check(f"{name}, {kind}, growth from m={numbers[1]} to {numbers[-1]}", growth, most=0))
                 left = row[f"after m={numbers[-1]}"]

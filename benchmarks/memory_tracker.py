@@ -1,8 +1,8 @@
-"""The bytes that are alive, by the stage that made them: storages seen at the operations of every thread.
+"""Track the bytes of live tensor storages by the stage that allocated them, on all threads.
 
-A dispatch mode sees what the operations of its thread take and give, those of autograd's backward too. A storage that
-is given and was not there before is new, and a weak reference says when it is gone; what a kernel allocates for itself
-is not seen. Hooks on the first and the last layer of each stage tell which stage a thread is in, and watch new threads.
+A dispatch mode observes inputs and outputs of all operators of its thread, including the backward. An output with an
+unknown storage is an allocation; a weak reference tells when it is freed. Temporary memory inside kernels is not
+observed. Hooks on the first and the last layer of each stage set the current stage of a thread and start the mode.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Entry:
 
 
 class MemoryTracker:
-    """The storages that were made since ``reset`` and are alive, by the stage that made them, on any thread."""
+    """Live storages that were allocated since ``reset``, by stage, on all threads."""
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
-        self.lock = threading.RLock()  # a storage may die in the midst of a note
+        self.lock = threading.RLock()  # a storage may be freed inside ``note``
         self.here = threading.local()
         self.leaving = False
         self.first: Watch | None = None
@@ -45,15 +45,15 @@ class MemoryTracker:
             self.entries: dict[int, Entry] = {}
             self.alive, self.most = [0] * self.stages, [0] * self.stages
             self.total = self.most_total = 0
-            self.at_entry: dict[int, list[int]] = {}  # what was alive when a stage was entered last
+            self.at_entry: dict[int, list[int]] = {}  # bytes alive when a stage was last entered
 
     def enter(self, stage: int) -> None:
-        """What this thread makes from now on counts for ``stage``."""
+        """Attribute allocations of this thread to ``stage`` from now on."""
         self.here.stage = stage
         with self.lock:
             self.at_entry[stage] = list(self.alive)
         watch: Watch | None = getattr(self.here, "watch", None)
-        if watch is None and not self.leaving:  # a dispatch mode sees one thread: each gets its own
+        if watch is None and not self.leaving:  # a dispatch mode is local to a thread
             self.here.watch = Watch(self)
             self.here.watch.__enter__()
         elif watch is not None and self.leaving and watch is not self.first:
@@ -61,7 +61,7 @@ class MemoryTracker:
             watch.__exit__(None, None, None)
 
     def note(self, tensor: Tensor, made: bool) -> None:
-        """A tensor that an operation took (then it is old) or gave."""
+        """Record an input (``made=False``) or output of an operator."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self.lock:
@@ -74,7 +74,7 @@ class MemoryTracker:
 
     def drop(self, key: int, entry: Entry) -> None:
         with self.lock:
-            if self.entries.get(key) is entry:  # not one of before the reset
+            if self.entries.get(key) is entry:  # not one from before the reset
                 del self.entries[key]
                 self.add(entry.stage, -entry.bytes)
 
@@ -86,9 +86,9 @@ class MemoryTracker:
 
     @contextmanager
     def watching(self, stages: Sequence[Sequence[nn.Module]]) -> Iterator[None]:
-        """Meanwhile a thread that goes into a stage's forward or backward is watched, and this thread all the time.
+        """Track this thread, and every thread that enters the forward or backward of a stage.
 
-        With ``leaving`` set, the next step's threads are left as they were found: they must not end with a mode on.
+        With ``leaving`` set, the next step removes the modes of its threads, which must not end with an active mode.
         """
 
         def into(stage: int, *_: Any) -> None:
@@ -108,7 +108,7 @@ class MemoryTracker:
 
 
 class Watch(TorchDispatchMode):
-    """Shows a ledger what the operations of one thread take and give, those of autograd's backward too."""
+    """Reports inputs and outputs of one thread's operators to a tracker."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def tensors_of(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def tracker_accuracy(number: int = 4) -> float:
-    """What the ledger finds over what is known, where it is: threads that each keep the outputs of ten tanh."""
+    """Tracked bytes over known bytes, for threads that each keep the outputs of ten tanh."""
     tracker = MemoryTracker(number)
     size, depth, kept = 2**10, 10, []
 
@@ -151,5 +151,5 @@ def tracker_accuracy(number: int = 4) -> float:
         thread.join()
     found = tracker.total
     kept.clear()
-    assert tracker.total == 0, f"{tracker.total} bytes are said to be alive when nothing is"
+    assert tracker.total == 0, f"{tracker.total} bytes are reported alive, but all are freed"
     return found / (number * (depth + 1) * size * 4)

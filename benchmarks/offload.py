@@ -1,17 +1,17 @@
-"""Offloading on one GPU: the memory that it saves, the time that it costs, and how much of the host link it uses.
+"""Offloading on one GPU: memory saved, time cost, and use of the host link.
 
-A transformer in bfloat16 is trained with AdamW by a fill-drain schedule of several ranks on one device, where every
-activation waits: with nothing offloaded, with activations, with the optimizer's state, with both, with weights, and
-with all. One model has many activations and four stages; the other has many weights, and sixteen stages. Each variant
-is built, measured and closed alone. The losses of all steps must agree; whether they are the same to the bit is shown.
-(Attention's backward on a GPU may add in any order: two runs of one variant may differ, too.)
+A transformer in bfloat16 is trained with AdamW and a fill-drain schedule of several ranks on one device, so that all
+activations wait: without offloading, and with activations, optimizer state, both, weights, and all offloaded. One model
+has many activations and four stages, the other many weights and sixteen stages. Variants are built, measured and closed
+one after the other. The losses of all steps must agree; the table shows whether they are bitwise equal. (Attention's
+backward on a GPU is not deterministic: two runs of one variant may differ, too.)
 
-    peak GiB        most that was allocated in a step with its update, beyond nothing: weights are in it
-    over nothing    seconds of step and update, over those of the variant that offloads nothing
+    peak GiB        peak allocation in a step with its update, including weights
+    over nothing    seconds of step and update, over those of the variant without offloading
     GiB moved       both ways, per step; ``link`` is the seconds that this takes at the measured bandwidth, both ways at
                     once, and ``link use`` those seconds over the seconds of the step
 
-Skipped where there is no CUDA device.
+Skipped without a CUDA device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import penstock as ps
 from benchmarks.report import check, table
 from benchmarks.transformer import Block
-from penstock.engine.offload.copies import CudaCopyStreams
+from penstock.engine.offload.copies import CopyStreams
 from penstock.train.optimizer_offload import OffloadedOptimizer
 
 __all__ = ["run", "show"]
@@ -45,7 +45,12 @@ VARIANTS: dict[str, ps.Offload | None] = {
     "weights": ps.Offload(optimizer=False, activations=False, weights=True),
     "all": ps.Offload(weights=True),
 }
-MANY_ACTIVATIONS = ("nothing", "activations", "optimizer", "both")  # with weights too, 128 GiB of host memory are short
+MANY_ACTIVATIONS = (
+    "nothing",
+    "activations",
+    "optimizer",
+    "both",
+)  # weights, too, exceed 128 GiB of host memory
 MANY_WEIGHTS = ("nothing", "optimizer", "weights", "all")
 
 
@@ -85,7 +90,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Each variant of a model beside the first, which offloads nothing."""
+    """Compare the variants of a model with the first, which offloads nothing."""
     base = rows[0]
     for row in rows:
         row["over nothing"] = row["seconds"] / base["seconds"]
@@ -96,7 +101,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 
 def measure(name: str, size: Size, device: torch.device, link: dict[str, float]) -> dict[str, Any]:
-    """Steps of one variant, alone on the device; the first one, which makes buffers and state, is not counted."""
+    """Steps of one variant, alone on the device, without the first one, which allocates buffers and state."""
     gc.collect()
     torch.cuda.empty_cache()
     x, y = (_tokens(size, device, seed) for seed in (1, 2))
@@ -134,7 +139,7 @@ def measure(name: str, size: Size, device: torch.device, link: dict[str, float])
 
 @contextmanager
 def trainer(offload: ps.Offload | None, size: Size, device: torch.device) -> Iterator[tuple[Any, Any, Any]]:
-    """A pipeline, its optimizer, and a function that says how many bytes they have moved so far."""
+    """A pipeline, its optimizer, and a function that returns the bytes copied so far."""
     torch.manual_seed(0)
     with device:
         blocks = [Block(size.dim, max(1, size.dim // 64)).bfloat16() for _ in range(size.blocks)]
@@ -148,11 +153,11 @@ def trainer(offload: ps.Offload | None, size: Size, device: torch.device) -> Ite
         if weights is not None:
             copies += weights.copies.values()
         if offload is not None and (offload.optimizer or offload.weights):
-            of_state = CudaCopyStreams(device)
+            of_state = CopyStreams(device)
             copies.append(of_state)
             goes = offload.optimizer
 
-            def copies_for(tensor: Tensor) -> CudaCopyStreams | None:
+            def copies_for(tensor: Tensor) -> CopyStreams | None:
                 return of_state if goes and tensor.is_cuda else None
 
             OffloadedOptimizer(optimizer, offload.bucket_bytes, copies_for, weights=weights)
@@ -170,8 +175,8 @@ def _tokens(size: Size, device: torch.device, seed: int) -> Tensor:
 
 
 def bandwidth(device: torch.device, mib: int) -> dict[str, float]:
-    """What the link between host and device carries: each way alone, and both at once, through pinned memory."""
-    out, back = CudaCopyStreams(device), CudaCopyStreams(device)
+    """Bandwidth between host and device with pinned memory: each direction alone, and both at once."""
+    out, back = CopyStreams(device), CopyStreams(device)
     here = [torch.empty(mib << 20, dtype=torch.uint8, device=device) for _ in range(2)]
     there = [out.allocate_host(tensor) for tensor in here]
 

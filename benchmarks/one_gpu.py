@@ -1,8 +1,8 @@
-"""Several stages on one GPU: what threads, channels and split backwards cost where there is nothing to gain.
+"""Several stages on one GPU: the overhead of threads, channels and split backwards.
 
 Twelve transformer blocks in bfloat16, trained as 4 ranks on one device, against the plain model that accumulates
-gradients over the same micro-batches. One GPU does the same work either way, so the best possible ratio is near 1.
-Variants take turns; medians. Skipped where there is no CUDA device.
+gradients over the same micro-batches. The work on the GPU is the same, so the best possible ratio is near 1. Medians of
+interleaved variants. Skipped without a CUDA device.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def pipe_step(pipe: ps.Pipeline, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
 
 
 def measure(step: Callable[[], Tensor], model: nn.Module) -> tuple[float, float, float]:
-    """Seconds, peak GiB beyond what was there, loss."""
+    """Seconds, peak GiB above the initial allocation, loss."""
     for parameter in model.parameters():
         parameter.grad = None
     torch.cuda.synchronize()

@@ -1,14 +1,14 @@
-"""(j) The planner: how much its plans gain over torch's best, and whether what they predict comes true.
+"""(j) The planner: gain of its plans over torch's best schedule, and accuracy of its predictions.
 
 *8B-like*: 32 equal layers, an embedding of 0.13 and a head of 2.4 of them, on 8 gloo ranks, 16 micro-batches, with
-stages that sleep (see ``timed_stages``). torch's schedules have as many layers in each stage; the planner cuts between
-layers, or in their middle, and makes an order for it, in the memory that 1F1B has on the even cut. On paper the same
-case has a latency of 0.05 units; here it is what gloo has.
+stages that sleep (see ``timed_stages``). torch's schedules have equally many layers in each stage; the planner cuts
+between layers, or in their middle, and searches a schedule within the memory of 1F1B on the even cut. The simulated
+case has a latency of 0.05 units; the measured one has gloo's.
 
-*Uneven*: models of random layers, planned for straight, looped and V placement, and run the same way.
+*Uneven*: models of random layers, planned for straight, looped and V placement, and measured the same way.
 
 *Transformer*: the model of ``transformer`` with two ranks on two cores: measured, planned and run by ``ps.plan``, five
-times; with the bytes of each rank at its peak, of which a ledger knows all that operations make.
+times; with the peak bytes of each rank, measured with ``memory_tracker``.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from penstock.schedule import Schedule, build, simulate
 __all__ = ["run", "show"]
 
 RANKS, MICROBATCHES = 8, 16
-UNIT = 0.02  # seconds of F, of I and of W of four layers
-HOP = 0.0003  # seconds that a message takes between two processes here
-PAPER = {"layers": 65.0, "half layers": 60.5}  # at most, where torch's best takes 80.7
+UNIT = 0.02  # seconds of F, I and W each, for four layers
+HOP = 0.0003  # seconds of a message between two processes here
+PAPER = {"layers": 65.0, "half layers": 60.5}  # upper bound; torch's best takes 80.7
 THEIRS: list[Any] = [Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble]
 
 
 def like_8b(halves: bool, unit: float, latency: float) -> Segments:
-    """The model as costs; four layers take ``unit`` for each kind of work, and keep 1."""
+    """Costs of the model; four layers take ``unit`` for each of F, I and W, and 1 unit of memory."""
     parts = 2 if halves else 1
 
     def one(name: str, layers: float, kept: float) -> LayerCosts:
@@ -61,7 +61,7 @@ def like_8b(halves: bool, unit: float, latency: float) -> Segments:
 
 
 def uneven(seed: int, unit: float) -> Segments:
-    """A model of 24 to 40 layers, none like another."""
+    """A model of 24 to 40 different layers."""
     of = random.Random(seed)
 
     def one(i: int) -> LayerCosts:
@@ -84,7 +84,7 @@ def planned(segments: Segments, shape: str, v: int, seconds: float, memory: floa
 
 
 class TimedPipelines:
-    """Pipelines of stages that sleep, each for as long as its layers take."""
+    """Pipelines whose stages sleep for the time of their layers."""
 
     def __init__(self) -> None:
         self.data = torch.zeros(MICROBATCHES, 4)
@@ -129,7 +129,7 @@ def measure(plans: Plans, rounds: int, repeats: int) -> dict[str, list[float]]:
 
 
 def transformer(seconds: float, rounds: int) -> dict[str, Any]:
-    """On both ranks: the predicted and the measured seconds of a step."""
+    """On both ranks: predicted and measured seconds of a step."""
     dim, tokens, batch = SIZES["d=256"]
     model = build_model(dim)
     data = torch.randint(64, (batch * 8, tokens + 1))
@@ -152,7 +152,7 @@ def transformer(seconds: float, rounds: int) -> dict[str, Any]:
 
 
 def _memory(pipe: ps.Pipeline, layers: Sequence[nn.Module], step: Callable[[], object]) -> int:
-    """The bytes of a rank at the peak of a step: what it holds all the time, and what the step makes."""
+    """Peak bytes of a rank in a step: permanent ones and those that the step allocates."""
     optimizer = torch.optim.AdamW(pipe.parameters())
     optimizer.step()
     own = [(parameter, parameter.grad, *optimizer.state[parameter].values()) for parameter in pipe.parameters()]

@@ -1,29 +1,28 @@
-"""(f) What each recompute mode keeps and costs: a U-Net and a deep transformer, against the plain model.
+"""(f) Memory and time of each recompute mode: a U-Net and a deep transformer, against the plain model.
 
-Four stages on four threads train a mini-batch of m micro-batches. Counted are the bytes that a step makes and that are
-alive at the same time: activations, messages and gradients of activations; not parameters, their gradients and the
-mini-batch, which are there before. Each counts for the stage in whose forward or backward it was made, and the most of
-three steps is shown.
+Four stages on four threads train a mini-batch of m micro-batches. The figures are peak bytes that a step allocates:
+activations, messages and gradients of activations, without parameters, their gradients and the mini-batch, which exist
+before. Bytes count for the stage in whose forward or backward they are allocated; the maximum of three steps is shown.
 
-The closed form is built from the plain model's run of one micro-batch, seen stage by stage:
+The closed form uses figures of the plain model's run of one micro-batch, per stage:
 
-    A  what the forward leaves alive          Y  what of that goes to later stages, which keep it as their input
-    P  what its backward needs, with A, at the worst moment
-    G  gradients of inputs that wait for an earlier stage: as many as that stage is backwards behind, its distance
+    A  bytes alive after the forward          Y  the part of A that later stages keep as their input
+    P  peak bytes of the backward, including A
+    G  gradients of inputs that wait for an earlier stage: their number is the distance to that stage
 
     n = m micro-batches in flight for gpipe, min(m, p - rank) for 1f1b
     never         (n-1) A + P + G
-    always          n Y   + P + G       the inputs of all in flight, and one that is recomputed
-    except_last   (n-1) Y + A + P + G   backwards run oldest first: the last one, which is kept, waits for all others
-                  (n-1) Y + P + G       where they run newest first, as in torchgpipe: it is the first to go
+    always          n Y   + P + G       inputs of all micro-batches in flight, and one that is recomputed
+    except_last   (n-1) Y + A + P + G   backwards in order: the last micro-batch, which is not recomputed, waits longest
+                  (n-1) Y + P + G       backwards in reverse order, as in torchgpipe: the last micro-batch is the first
 
-A total is the sum over the ranks, at most: not all are at their worst at once. The plain model has no G, and one P at a
-time. Under gpipe nothing but the others' pace keeps a late rank from running further ahead, and G from growing.
+A total is an upper bound, the sum over the ranks: not all have their peak at the same time. The plain model has no G,
+and one P at a time. Under gpipe only the pace of the other ranks limits how far a late rank runs ahead, and so G.
 
-An operation uses one thread, so that the plain model has one core and our ranks have as many as there are: ``over
-never`` is the price of recomputing; ``over loop``, over the plain model micro-batch by micro-batch, is a matter of
-cores, too. torchgpipe is measured where it is installed (it is no dependency); on a CPU one thread does all its work,
-and its loss is that of all outputs joined. On a GPU all ranks share one, and the total is what its allocator says.
+Operators use one thread, so the plain model uses one core, and Penstock's ranks use all: ``over never`` is the cost of
+recomputation; ``over loop``, over the plain model micro-batch by micro-batch, also depends on the number of cores.
+torchgpipe is measured if it is installed (it is no dependency); on a CPU it uses one thread for all its work, and its
+loss is computed on all outputs at once. On a GPU all ranks share one device, and totals are those of its allocator.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ __all__ = ["run", "show"]
 MIB = 2**20
 
 
-# ── what is expected ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── closed form ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of one micro-batch, by stage of the plain model."""
+    """Bytes of one micro-batch per stage of the plain model."""
 
     A: list[int]
     Y: list[int]
@@ -67,13 +66,13 @@ def stage_bytes(case: Case) -> StageBytes:
     case = replace(case, device=torch.device("cpu"))
     model, stages = case.model()
     x, y = (tensor[: case.size] for tensor in case.data())
-    F.mse_loss(model(x), y).backward()  # the gradients of the parameters are there from now on
+    F.mse_loss(model(x), y).backward()  # allocates the gradients of the parameters
     tracker = MemoryTracker(RANKS)
     held: list[Tensor] = []
     with tracker.watching(stages):
         with torch.no_grad():
             model(x)
-        # edges[s][t]: what stage s made and stage t is the last to use
+        # edges[s][t]: bytes that stage s allocates and stage t is the last to use
         edges = [[0] * RANKS for _ in range(RANKS)]
         for s, t in combinations(range(RANKS), 2):
             later = tracker.at_entry[t + 1][s] if t + 1 < RANKS else 0
@@ -85,7 +84,7 @@ def stage_bytes(case: Case) -> StageBytes:
         del loss
         tracker.reset()
         hooks = [layers[-1].register_forward_hook(lambda m, a, output: held.append(output)) for layers in stages[:-1]]
-        loss = F.mse_loss(model(x), y)  # a pipeline keeps each stage's input, whether its backward needs it or not
+        loss = F.mse_loss(model(x), y)  # a pipeline keeps each stage's input even if its backward does not need it
         kept = list(tracker.alive)
         del loss
         for hook in hooks:
@@ -95,7 +94,7 @@ def stage_bytes(case: Case) -> StageBytes:
 
 
 def expected(variant: Variant, parts: StageBytes, m: int) -> tuple[list[int], int]:
-    """The closed form: bytes of each stage, and in all."""
+    """The closed form: bytes per stage and in total."""
     if variant.schedule in ("whole", "accumulate"):
         n = m if variant.schedule == "whole" else 1
         on_top = max(p - a for a, p in zip(parts.A, parts.P, strict=True))
@@ -117,7 +116,7 @@ def expected(variant: Variant, parts: StageBytes, m: int) -> tuple[list[int], in
 
 
 def most_alive(variant: Variant, device: torch.device, times: int) -> tuple[list[int], int]:
-    """The most that is alive in a step, by stage and in all; on a GPU in all only."""
+    """Peak bytes of a step, per stage and in total; on a GPU only in total."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -144,7 +143,7 @@ def measure(case: Case, rounds: int, traced: int) -> dict[str, Any]:
     with ExitStack() as stack:
         found, missing = variants(case, stack)
         for variant in found:
-            variant.step()  # gradients are made, and stages seen to leave their inputs alone
+            variant.step()  # allocates gradients; stages are found not to change their inputs
         losses = [variant.step() for variant in found]
         if max(losses) - min(losses) > 1e-4 * abs(losses[0]):
             raise AssertionError(f"{case.name}: the variants do not compute the same loss: {losses}")
@@ -192,7 +191,7 @@ def timed(step: Step, device: torch.device) -> float:
 
 def run(quick: bool = False) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    torch.set_num_threads(1)  # else the plain model's threads wait for each other wherever others use the machine
+    torch.set_num_threads(1)  # otherwise the plain model's threads wait for each other if other jobs use the machine
     known = tracker_accuracy()
     targets = [check("bytes counted over bytes known", known, least=1.0), check("the same", known, most=1.0)]
     models = []

@@ -1,4 +1,4 @@
-"""The models of ``recompute``, and the ways to train them: plain, in our pipeline, in torchgpipe's."""
+"""The models of ``recompute``, and their training loops: plain, with Penstock, with torchgpipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def convs(before: int, after: int) -> nn.Sequential:
 
 
 def unet(skips: Any, channels: int, depth: int) -> nn.Sequential:
-    """A U-Net whose skips are ``skips.stash`` and ``skips.pop``: those of penstock and torchgpipe read the same."""
+    """A U-Net with ``skips.stash`` and ``skips.pop``, which are the same in penstock and torchgpipe."""
 
     class Down(nn.Module):
         def __init__(self, before: int, after: int) -> None:
@@ -66,7 +66,7 @@ def transformer(skips: Any, layers: int, dim: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how its layers are cut, and its mini-batch."""
+    """A model, the balance of its stages, and its mini-batch."""
 
     name: str
     make: Callable[[Any], nn.Sequential]
@@ -74,11 +74,11 @@ class Case:
     sample: tuple[int, ...]
     target: tuple[int, ...]
     microbatches: int
-    size: int  # samples of a micro-batch
+    size: int  # samples per micro-batch
     device: torch.device
 
     def model(self, skips: Any = ps) -> tuple[nn.Sequential, list[Sequence[nn.Module]]]:
-        """The model, and the layers of each of its stages."""
+        """The model, and the layers of each stage."""
         torch.manual_seed(0)
         model = self.make(skips).to(self.device)
         ends = [sum(self.balance[: i + 1]) for i in range(RANKS)]
@@ -92,7 +92,7 @@ class Case:
 
 
 def cases(quick: bool, device: torch.device) -> list[Case]:
-    each, side = (1, 32) if quick else (4, 64)  # transformer layers of a stage, pixels
+    each, side = (1, 32) if quick else (4, 64)  # transformer layers per stage, pixels
     m, deep = 8, partial(transformer, layers=RANKS * each, dim=128)
     return [
         Case("U-Net", partial(unet, channels=8, depth=3), (1, 2, 2, 3), (1, side, side), (1, side, side), m, 2, device),
@@ -155,7 +155,7 @@ def torchgpipe(case: Case, mode: str) -> Variant:
 
 
 def variants(case: Case, stack: ExitStack) -> tuple[list[Variant], dict[str, str]]:
-    """All that can run, and why the others cannot."""
+    """All variants that can run here, and the reasons why the others cannot."""
     found = [plain(case, accumulate=False), plain(case, accumulate=True)]
     found += [ours(case, schedule, mode, stack) for schedule in ("gpipe", "1f1b") for mode in MODES]
     missing = {}
@@ -167,6 +167,6 @@ def variants(case: Case, stack: ExitStack) -> tuple[list[Variant], dict[str, str
         except ImportError as error:
             absent = isinstance(error, ModuleNotFoundError) and error.name == "torchgpipe"
             missing[f"torchgpipe, {mode}"] = "not installed" if absent else repr(error)
-        except Exception as error:  # of another time than this torch
+        except Exception as error:  # does not support this torch
             missing[f"torchgpipe, {mode}"] = repr(error)
     return found, missing

@@ -1,4 +1,4 @@
-"""What the benchmarks share in telling: whether the machine is quiet, tables, targets, results as JSON."""
+"""Reporting helpers of the benchmarks: load by other jobs, tables, targets, results as JSON."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["MachineLoad", "check", "table", "verdict_lines", "write"]
 
 
 class MachineLoad:
-    """Whether other jobs use the machine: waits before a benchmark until they do not, and looks again after it.
+    """Detects other jobs on the machine: waits before a benchmark until it is idle, and checks again after it.
 
-    The load average also counts our own work, of this benchmark and the last, so the CPUs' own record decides.
+    The load average also counts this benchmark and the last one, so /proc/stat decides.
     """
 
     def __init__(self, max_wait: float, busy: float = 0.15) -> None:
@@ -38,7 +38,7 @@ class MachineLoad:
             self._warn(f"other jobs use {used:.2f} of {os.cpu_count()} cores (load average {os.getloadavg()[0]:.2f})")
 
     def finish(self) -> dict[str, Any]:
-        """What was found, before and during the benchmark."""
+        """The CPU use of other jobs before and during the benchmark."""
         clock, others = (now - then for now, then in zip(_cpu_seconds(), self.start, strict=True))
         during = others / clock
         if during > self.busy:
@@ -57,11 +57,11 @@ class MachineLoad:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """The time, and the CPU time that all but this process and its ended children have used up to now."""
+    """The time, and the total CPU time without this process and its ended children."""
     now = time.monotonic()
     try:
         fields = list(map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:]))
-    except OSError:  # not Linux: nobody else is seen
+    except OSError:  # not Linux: other jobs are not detected
         return now, 0.0
     busy = sum(fields[n] for n in (0, 1, 2, 5, 6))  # user, nice, system, irq, softirq
     return now, busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
@@ -80,14 +80,14 @@ def machine() -> dict[str, Any]:
 
 
 def check(what: str, value: float, *, most: float | None = None, least: float | None = None) -> dict[str, Any]:
-    """A target and whether it is met."""
+    """A target, and whether it is met."""
     met = (most is None or value <= most) and (least is None or value >= least)
     target = f"≤ {most:.4g}" if most is not None else f"≥ {least:.4g}"
     return {"what": what, "value": value, "target": target, "met": met}
 
 
 def verdict_lines(targets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line per missed target, and how many are met."""
+    """One line per missed target, and the number of targets met."""
     missed = [f"TARGET MISSED  {t['what']}: {t['value']:.4g}, target {t['target']}" for t in targets if not t["met"]]
     return [*missed, f"{len(targets) - len(missed)} of {len(targets)} targets met"]
 
@@ -115,7 +115,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested dicts become columns ``outer inner``; lists (raw repeats) are left to the JSON."""
+    """Nested dicts become columns ``outer inner``; lists (raw repeats) appear only in the JSON."""
     cells: list[tuple[str, Any]] = []
     for key, value in row.items():
         if isinstance(value, Mapping):
@@ -134,7 +134,7 @@ def _cell(value: Any) -> str:
 
 
 def write(folder: Path, name: str, result: Mapping[str, Any], quick: bool, quiet: Mapping[str, Any]) -> Path:
-    """The result as JSON, with when and where it was found."""
+    """Write the result as JSON, with date, machine and versions."""
     versions = {"torch": torch.__version__, "python": platform.python_version(), "penstock": penstock.__version__}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     head = {"benchmark": name, "date": date, "quick": quick, "machine": machine(), "versions": versions, "load": quiet}

@@ -1,9 +1,9 @@
-"""(d) What splitting the backward costs: ours I + W, and torch.distributed.pipelining's, against the full backward.
+"""(d) Cost of splitting the backward: I + W of Penstock and of torch.distributed.pipelining over the full backward.
 
 ``.venv/bin/python -m benchmarks.split_backward [--quick]``
 
-The heap is kept (`_heap_kept`): what is held from I to W makes glibc give memory back after each W and take it again,
-page by page, in the next I, which added 3% to I + W at the real size on the machine this was written on.
+glibc does not trim the heap (`_keep_heap`): otherwise memory held from I to W is returned to the system after each W
+and page-faulted again in the next I, which added 3% to I + W at the real size on the machine this was written on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.engine.weightgrad import WeightGradQueue, make_recorder
 
 __all__ = ["main", "run", "show"]
 
-HOST_TARGET = 1.2  # I + W over the full backward, where the host is the bottleneck
+HOST_TARGET = 1.2  # I + W over the full backward, bound by the host
 WALL_TARGET = 1.0  # at real sizes
 
 
@@ -53,7 +53,7 @@ class Layer(nn.Module):
 
 
 class Case:
-    """One stage, and three ways to run its forward and backward. Each returns seconds of F, I (or B) and W."""
+    """One stage and three implementations of its forward and backward, which return seconds of F, I (or B) and W."""
 
     def __init__(self, layers: int, dim: int, tokens: int, batch: int, device: str) -> None:
         torch.manual_seed(0)
@@ -94,26 +94,28 @@ class Case:
         self.sync()
         return time.perf_counter()
 
-    def gradients(self, way: Callable[[], object]) -> list[Tensor]:
+    def gradients(self, implementation: Callable[[], object]) -> list[Tensor]:
         self.module.zero_grad()
         self.x.grad = None
-        way()
+        implementation()
         return [p.grad.clone() for p in (self.x, *self.module.parameters()) if p.grad is not None]
 
     def measure(self, repeats: int) -> dict[str, list[tuple[float, float, float]]]:
-        """The ways taking turns. Gradients stay, as they do from the second micro-batch on."""
-        ways = {"full": self.full, "ours": self.ours, "peer": self.peer}
+        """Interleave the implementations. Gradients accumulate, as from the second micro-batch on."""
+        implementations = {"full": self.full, "ours": self.ours, "peer": self.peer}
         wanted = self.gradients(self.full)
-        for way in ("ours", "peer"):
-            torch.testing.assert_close(self.gradients(ways[way]), wanted, rtol=1e-3, atol=1e-3)
-        seconds: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
-        orders = list(permutations(ways))  # each comes after each of the others
+        for implementation in ("ours", "peer"):
+            torch.testing.assert_close(self.gradients(implementations[implementation]), wanted, rtol=1e-3, atol=1e-3)
+        seconds: dict[str, list[tuple[float, float, float]]] = {
+            implementation: [] for implementation in implementations
+        }
+        orders = list(permutations(implementations))  # every order
         for repeat in range(repeats):
             if repeat % 10 == 0:
                 gc.collect()
             gc.disable()
             for name in orders[repeat % len(orders)]:
-                seconds[name].append(ways[name]())
+                seconds[name].append(implementations[name]())
                 self.x.grad = None
             gc.enable()
         return seconds
@@ -121,7 +123,7 @@ class Case:
 
 @contextmanager
 def _keep_heap() -> Iterator[bool]:
-    """Meanwhile glibc does not give memory back to the system, nor map it apart. False where there is no glibc."""
+    """Keep glibc from trimming the heap and from using mmap. Yields False without glibc."""
     trim_threshold, top_pad, mmap_max = -1, -2, -4
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -136,7 +138,7 @@ def _keep_heap() -> Iterator[bool]:
 
 
 def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
-    """Measure, with one thread. ``quick`` is a short run to see that it works; its numbers are rough."""
+    """Measure with one operator thread. ``quick`` is a short run with rough numbers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -168,7 +170,7 @@ def _rows(quick: bool, device: str) -> list[dict[str, Any]]:
             row[f"{name}_us"] = {
                 part: median(t) * 1e6 for part, t in zip(parts, zip(*seconds, strict=True), strict=True)
             }
-            # Ratios within a turn, so that a machine that slows down for a while slows both sides down.
+            # Ratios within a round: a temporary slowdown of the machine affects both sides.
             turns = list(zip(seconds, times["full"], strict=True))
             row[f"{name}_backward_ratio"] = median((i + w) / b for (_, i, w), (_, b, _) in turns)
             row[f"{name}_step_ratio"] = median(sum(ours) / sum(full) for ours, full in turns)

@@ -1,13 +1,13 @@
-"""(c) How close a step comes to its simulated time: stages that sleep, 8 gloo ranks, 16 micro-batches.
+"""(c) Step time over simulated time: stages that sleep, 8 gloo ranks, 16 micro-batches.
 
 A stage sleeps one chunk in F, one in I and one in W, so 8 ranks fit on 2 cores and everything beyond the simulated
-makespan (same costs, no communication) is the executor's: posting, waiting, sending, autograd, Python. W is a node of
-its own beside the path of the input's gradient, so that torch's split backward finds it in the graph; it hands its
-sleep over by ``ps.defer_weight_grad``, which ours takes up and which sleeps at once anywhere else.
+makespan (same costs, no communication) is overhead of the executor: posting, waiting, sending, autograd, Python. W is a
+separate node beside the path of the input gradient, so that torch's split backward finds it in the graph; it defers its
+sleep with ``ps.defer_weight_grad``, which takes effect in Penstock only and sleeps at once elsewhere.
 
-A step lasts from a moment common to all ranks until the last one is done; the variants take turns in one set of
-processes, one of them alive at a time. Sleeps end by a short spin, with the kernel's timer slack off; their overshoot
-is measured and shown. torch's orders are simulated as torch makes them.
+A step lasts from a common start on all ranks until the last one is done. The variants are interleaved in one set of
+processes, and only one exists at a time. Sleeps end with a short spin, and the kernel's timer slack is off; their
+overshoot is measured and shown. torch's schedules are simulated from the orders that torch generates.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ overshoots: list[float] = []
 
 
 def sleep_until(since: float, seconds: float) -> None:
-    """Be away until ``seconds`` after ``since``: asleep, and the last few microseconds awake."""
+    """Sleep until ``seconds`` after ``since``; spin for the last microseconds."""
     end = since + seconds
     time.sleep(max(0.0, end - time.monotonic() - SPIN))
     while (now := time.monotonic()) < end:
@@ -62,7 +62,7 @@ def sleep_until(since: float, seconds: float) -> None:
 
 
 class InputPath(torch.autograd.Function):
-    """From the input to the output: sleeps in F, which began at ``since``, and in I."""
+    """Path from the input to the output: sleeps in F, which began at ``since``, and in I."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chunk: float, since: float) -> Tensor:
@@ -78,7 +78,7 @@ class InputPath(torch.autograd.Function):
 
 
 class WeightPath(torch.autograd.Function):
-    """From the parameter to the output: sleeps in W."""
+    """Path from the parameter to the output: sleeps in W."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, chunk: float) -> Tensor:
@@ -99,7 +99,7 @@ class WeightPath(torch.autograd.Function):
 
 
 class TimedStage(nn.Module):
-    """``x + weight``, in as much time as is asked for: what it takes itself is part of its sleep."""
+    """``x + weight`` in a given time: the sleep is shortened by the time of the computation."""
 
     def __init__(self, chunk: float, first: bool) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class TimedStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         since = time.monotonic()
         if self.first:
-            x = x.detach().requires_grad_()  # so that the first stage has an I, like all others
+            x = x.detach().requires_grad_()  # gives the first stage an I, like all others
         y: Tensor = InputPath.apply(x + WeightPath.apply(self.weight, self.chunk), self.chunk, since)
         return y
 
@@ -123,7 +123,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 class TimedPipelines:
-    """What every variant has in common on this rank: the chunk, the data, and what the variants' schedules are."""
+    """State common to all variants on this rank: chunk, data, mesh, and simulated times."""
 
     def __init__(self, chunk: float) -> None:
         self.chunk = chunk
@@ -153,7 +153,7 @@ class TimedPipelines:
         schedule = kind(stages[0] if per_rank == 1 else stages, MICROBATCHES, loss_fn=loss_fn)
         inputs = (self.data,) if 0 in own else ()
         last: dict[str, Any] = {"target": self.data, "losses": []} if count - 1 in own else {}
-        if kind is Schedule1F1B:  # its own record of its order is wrong on the last rank
+        if kind is Schedule1F1B:  # torch's record of its order is wrong on the last rank
             self.simulate(shown, build("1f1b", RANKS, MICROBATCHES))
         else:
             with tempfile.NamedTemporaryFile("r", suffix=".csv") as file:
@@ -163,7 +163,7 @@ class TimedPipelines:
 
 
 def measure(chunk: float, rounds: int, repeats: int) -> dict[str, Any]:
-    """On each rank: seconds per step of every variant, simulated seconds, and by how much sleeps were too long."""
+    """On each rank: seconds per step of every variant, simulated seconds, and the overshoot of sleeps."""
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: 1 ns instead of 50 µs
     sleeps = TimedPipelines(chunk)
     makers = {f"ours {name}": partial(sleeps.ours, name, f"ours {name}") for name in OURS}
@@ -199,4 +199,4 @@ def run(quick: bool = False) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     table(f"(c) stages that sleep, {RANKS} gloo ranks, m={MICROBATCHES}, medians", result["rows"])
     for chunk, late in result["settings"]["worst rank's overshoot of a sleep, µs"].items():
-        print(f"{chunk}: sleeps were too long by " + ", ".join(f"{key} {value:.0f} µs" for key, value in late.items()))
+        print(f"{chunk}: overshoot of sleeps: " + ", ".join(f"{key} {value:.0f} µs" for key, value in late.items()))

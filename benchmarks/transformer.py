@@ -2,11 +2,11 @@
 
 Two processes with one thread each train the model in 8 micro-batches over gloo: ours with 1F1B and the zero-bubble
 schedules, torch.distributed.pipelining with its own. One process with one thread accumulates the gradients of the same
-micro-batches. All variants run in the same two processes and take turns, a few steps each per round, in an order that
-rotates; a step lasts from a moment common to both ranks until both are done. The losses of all must agree.
+micro-batches. All variants are interleaved in the same two processes, a few steps each per round, in an order that
+rotates; a step lasts from a common start until both ranks are done. The losses of all must agree.
 
-The speed-up over one process has a limit, simulated with F = I = W and no communication: 2·m/(m+1) with 1F1B, a little
-under 2 with the zero-bubble schedules. How equal the halves are is measured too.
+The limit of the speed-up is simulated with F = I = W and no communication: 2·m/(m+1) with 1F1B, a little under 2 with
+the zero-bubble schedules. The balance of the two halves is measured, too.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = ["run", "show"]
 
 RANKS, MICROBATCHES, BLOCKS, VOCABULARY = 2, 8, 8, 64
 ZERO_BUBBLE = ("zb_h1", "zb_h2", "zbv")
-THEIRS: dict[Any, list[int]] = {  # and where the stages go
+THEIRS: dict[Any, list[int]] = {  # and the placement of the stages
     Schedule1F1B: [0, 1],
     ScheduleInterleavedZeroBubble: [0, 1, 0, 1],
     ScheduleZBVZeroBubble: [0, 1, 1, 0],
 }
-# width, tokens of a sequence, sequences of a micro-batch
+# width, tokens per sequence, sequences per micro-batch
 SIZES = {"d=256": (256, 128, 1), "d=64": (64, 128, 4)}
 
 
@@ -66,14 +66,14 @@ class Block(nn.Module):
 
 
 def limit(variant: str) -> float:
-    """The speed-up that the variant's schedule allows."""
+    """The largest possible speed-up with the variant's schedule."""
     twins = {"torch 1F1B": "1f1b", "torch InterleavedZeroBubble": "zbv", "torch ZBVZeroBubble": "zbv"}
     simulated = simulate(build(twins.get(variant, variant.removeprefix("ours ")), RANKS, MICROBATCHES))
     return sum(simulated.busy) / simulated.makespan
 
 
 def build_model(dim: int) -> nn.Sequential:
-    """A vocabulary so small that embedding and head weigh next to nothing."""
+    """The small vocabulary makes the costs of embedding and head negligible."""
     torch.manual_seed(0)
     head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, VOCABULARY))
     return nn.Sequential(nn.Embedding(VOCABULARY, dim), *(Block(dim, 4) for _ in range(BLOCKS)), head)
@@ -91,7 +91,7 @@ def balance(stages: int) -> list[int]:
 
 
 class Training:
-    """The model, the data, and the ways to train: each on a copy, measured with ``together``, its losses kept."""
+    """The model, the data, and the variants: each trains a copy of the model; losses are recorded."""
 
     def __init__(self, dim: int, tokens: int, batch: int) -> None:
         self.model = build_model(dim)
@@ -101,7 +101,7 @@ class Training:
         self.losses: dict[str, list[float]] = {}
 
     def timed(self, name: str, model: nn.Module, step: Callable[[], Tensor | None]) -> Callable[[], float]:
-        """Seconds of a step that gives the loss, on the ranks where it is known."""
+        """Seconds of a step, which returns the loss on the ranks that have it."""
         seen = self.losses.setdefault(name, [])
 
         def measured() -> float:
@@ -115,7 +115,7 @@ class Training:
 
     @contextmanager
     def plain(self, shown: str) -> Iterator[Callable[[], float]]:
-        """Rank 0 alone, while rank 1 waits."""
+        """Rank 0 trains alone while rank 1 waits."""
         model = copy.deepcopy(self.model)
 
         def step() -> Tensor | None:
@@ -140,7 +140,7 @@ class Training:
 
     @contextmanager
     def theirs(self, kind: Any, where: Sequence[int], shown: str) -> Iterator[Callable[[], float]]:
-        """torch's runtime on the same stages, placed as its schedule wants them."""
+        """torch's runtime on the same stages, with the placement of its schedule."""
         model = copy.deepcopy(self.model)
         plan = ps.split(model, balance=balance(len(where)))
         own = [s for s, rank in enumerate(where) if rank == dist.get_rank()]
@@ -158,7 +158,7 @@ class Training:
 
 
 def halves(model: nn.Sequential, x: Tensor, y: Tensor) -> float:
-    """Time of the first stage's part of a micro-batch over the second's, forward and backward, the slower rank's."""
+    """Seconds of the first stage over those of the second for one micro-batch, on the slower rank."""
     first, second = model[: BLOCKS // 2 + 1], model[BLOCKS // 2 + 1 :]
     inputs, targets = x.chunk(MICROBATCHES)[0], y.chunk(MICROBATCHES)[0]
 
@@ -179,7 +179,7 @@ def halves(model: nn.Sequential, x: Tensor, y: Tensor) -> float:
 
 
 def measure(dim: int, tokens: int, batch: int, rounds: int) -> dict[str, Any]:
-    """On each rank: seconds per step of every variant, the losses it saw, and how equal the halves are."""
+    """On each rank: seconds per step of every variant, its losses, and the balance of the halves."""
     training = Training(dim, tokens, batch)
     makers = {"one process": partial(training.plain, "one process")}
     for name in ("1f1b", *ZERO_BUBBLE):

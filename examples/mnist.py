@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as ps
-from penstock.data import mnist
+from penstock.data import load_mnist
 
 
 def network() -> nn.Sequential:
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="mini-batches of 80 digits (default 150: three epochs)")
     steps = parser.parse_args().steps
 
-    train, test = mnist.load()
+    train, test = load_mnist()
     mesh = ps.Mesh(pipe=4) if ps.is_distributed() else None
     plan = ps.split(network(), balance=[3, 3, 3, 1])
     pipe = ps.Pipeline(plan, loss_fn=F.cross_entropy, microbatches=8, schedule="1f1b", mesh=mesh)

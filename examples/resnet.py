@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.data import mnist
+from penstock.data import load_mnist
 
 
 class Block(nn.Module):
@@ -67,7 +67,7 @@ def main() -> None:
     pipe = ps.Pipeline(plan, F.cross_entropy, microbatches=4, batchnorm="deferred", mesh=mesh)
     ps.print0(pipe.plan)
 
-    train, test = mnist.load()
+    train, test = load_mnist()
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
     batches = (batch for epoch in count() for batch in train.batches(64, shuffle=epoch))
     for _ in ps.progress(range(args.steps), pipe, every=max(1, args.steps // 10)):

@@ -1,4 +1,4 @@
-"""For all tests, and for the programs that they start."""
+"""Settings for all tests and for the programs that they start."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-# torch looks up the name of every process that connects to its store. Where names are not known, that takes seconds.
+# torch resolves the host name of every process that connects to its store. Without a DNS server that takes seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """An operation is computed by the thread that asks for it.
+    """Run every operator in the calling thread.
 
-    Else each of a pipeline's threads has threads of its own, which do not sleep while they wait for the next operation:
-    with two of them, a small step takes ten times the time of a core.
+    Otherwise each worker thread of a pipeline has its own OpenMP threads, which spin while they wait for the next
+    operator: with two of them, a small step takes ten times the CPU time.
     """
     import torch
 
@@ -26,11 +26,11 @@ def _one_thread() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests are no garbage: they are not looked through again and again."""
+    """Exclude modules and tests from garbage collection."""
     gc.freeze()
 
 
-_FIXTURES = {"two", "three", "four", "two_ranks", "four_ranks"}  # processes that several tests share
+_FIXTURES = {"two", "three", "four", "two_ranks", "four_ranks", "browser"}  # processes that several tests share
 _STARTERS = {
     "subprocess",
     "multiprocessing",

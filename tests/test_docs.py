@@ -1,9 +1,9 @@
-"""The documents tell the truth: their programs run, and print what they show; so do their commands.
+"""Programs and commands of the documents run and print the output that the documents show.
 
-A page's blocks of Python stand alone, except on the pages of ``IN_ORDER``, where each goes on from the one before. What
-follows a block after the line "It prints:" is what it prints. Before blocks that are a part of a program for several
-processes stands how many, and ``BEFORE`` has what comes before them in such a program. Commands of ``penstock
-schedule`` and ``penstock plan`` are run, too; the other commands that are shown are those of ``SHOWN``.
+The Python blocks of a page are independent programs, except on the pages of ``IN_ORDER``, where each block continues
+the one before. The text after a block and the line "It prints:" is its output. A comment before a block for several
+processes gives their number, and ``BEFORE`` has the code that precedes such a block. Commands of ``penstock schedule``
+and ``penstock plan`` are run, too; ``SHOWN`` lists the other commands.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ dry_run_input, batches, global_batch_size = tokens(2), [tokens(4), tokens(4)], 4
 args = argparse.Namespace(stage_to_rank_map="0;1", chunk_size=2, fp16=False, local_rank="cpu")
 """,
 }
-"""What stands before the blocks for several processes, by a word that is in them."""
+"""Code to run before the blocks for several processes, by a keyword that they contain."""
 
 
 class Block(NamedTuple):
@@ -135,7 +135,7 @@ def execute(code: str, prints: str | None, names: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "prints"), PROGRAMS)
 def test_program(code: str, prints: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where it writes its files
+    monkeypatch.chdir(tmp_path)  # the program's working directory
     names: dict[str, Any] = {"__name__": "docs"}
     try:
         execute(code, prints, names)
@@ -175,7 +175,7 @@ def test_all_code_blocks_are_tested() -> None:
         assert {block.language for block in blocks(page)} <= {"python", "console", "text", "bash"}, name
         for block in blocks(page):
             if block.language == "text":
-                with pytest.raises(SyntaxError):  # no program goes by as a text
+                with pytest.raises(SyntaxError):  # no program is marked as text
                     compile(block.text, name, "exec")
 
 
@@ -184,7 +184,7 @@ def test_all_code_blocks_are_tested() -> None:
 def test_commands(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``$ penstock schedule`` prints what stands below it. ``$ cat FILE`` makes the file. ``$ make`` has a rule."""
+    """``$ penstock schedule`` prints the text below it. ``$ cat FILE`` creates the file. ``$ make`` has a rule."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", COMMANDS[name], re.MULTILINE):

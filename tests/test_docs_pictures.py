@@ -1,4 +1,4 @@
-"""Schedules as SVG: what the picture holds, and that the documents' pictures are those of today's schedules."""
+"""SVG drawings of schedules: their content, and that the documents' pictures are up to date."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_actions_are_drawn_at_their_times(name: str, v: int | None) -> None:
     last = max(start for _, start, *_ in expected)
     for (_, x, width, *_), (_, start, time, _) in zip(found, expected, strict=True):
         assert (x - left) * last == pytest.approx(start * unit, abs=0.02 * last)
-        assert 0 <= time / last * unit - width <= 0.52  # a hair is left between two
+        assert 0 <= time / last * unit - width <= 0.52  # a small gap between two actions
 
 
 def test_svg_texts() -> None:
@@ -78,9 +78,9 @@ def test_light_and_dark_colour_schemes() -> None:
     text = to_svg(simulate(build("1f1b", 2, 2)))
     assert "prefers-color-scheme:dark" in text
     assert "fill:currentColor" in text
-    for selector in re.findall(r"[}>]([^{}<>@]+)\{", text):  # in a page, it styles nothing else
+    for selector in re.findall(r"[}>]([^{}<>@]+)\{", text):  # its styles do not affect the rest of a page
         assert ".penstock" in selector
-    assert " id=" not in text  # and shares no names with other pictures
+    assert " id=" not in text  # its ids differ from those of other pictures
 
 
 def test_edge_cases() -> None:

@@ -1,4 +1,4 @@
-"""The examples are short, and run as their first lines say: to losses that fall, from the plain model's."""
+"""The examples are short, run as documented, start at the plain model's loss and reduce it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.data import mnist
+from penstock.data import load_mnist
 from tests.support.programs import environment, run_in_process
 from tests.support.ranks import start_ranks
 
@@ -40,7 +40,7 @@ def load(name: str) -> Any:
 
 @torch.no_grad()
 def first_loss(name: str, example: Any) -> float:
-    """That of the plain model, on the mini-batch of the first step."""
+    """The plain model's loss on the mini-batch of the first step."""
     if name == "llama":
         return float(example.network()(**example.batch(0)).loss)
     if name == "gpt":
@@ -50,8 +50,8 @@ def first_loss(name: str, example: Any) -> float:
     if name == "unet":
         x, y = example.pictures(16, seed=0)
         return float(nn.BCEWithLogitsLoss()(example.network()(x), y))
-    x, y = next(mnist.load()[0].batches({"mnist": 80, "resnet": 64}[name], shuffle=0))
-    parts = 4 if name == "resnet" else 1  # BatchNorm sees micro-batches
+    x, y = next(load_mnist()[0].batches({"mnist": 80, "resnet": 64}[name], shuffle=0))
+    parts = 4 if name == "resnet" else 1  # BatchNorm uses statistics of micro-batches
     model = example.network()
     return sum(float(F.cross_entropy(model(a), b)) for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True)) / parts
 
@@ -93,7 +93,7 @@ def test_examples_in_threads(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "names"), [(2, ["gpt", "llama", "resnet"]), (4, ["mnist", "unet"])])
 def test_examples_over_processes(ranks: int, names: list[str]) -> None:
-    """As under torchrun, with as many processes as the example says."""
+    """As under torchrun, with the number of processes that the example documents."""
     with start_ranks(ranks) as processes:
         for name in names:
             if name == "llama" and importlib.util.find_spec("transformers") is None:

@@ -1,9 +1,10 @@
-"""What stands for Python in tests of whole programs runs scripts as Python does."""
+"""``fork_python``, which tests use to start programs, behaves like Python."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ EXITS = {
     "no Python": "1 +",
     "exit": f"{PROGRAM}\nsys.exit()",
     "a code": f"{PROGRAM}\nsys.exit(7)",
-    "a word": f"{PROGRAM}\nsys.exit('no')",
+    "a message": f"{PROGRAM}\nsys.exit('no')",
     "a signal": f"{PROGRAM}\nprint('lost?', end='')\nos.abort()",
 }
 COMMAND_LINES = (
@@ -56,12 +57,17 @@ def test_output_and_exit_status_match_python(exit_kind: str, tmp_path: Path) -> 
     (tmp_path / "script.py").write_text(EXITS[exit_kind])
     (tmp_path / "beside.py").write_text("print(__name__)")
     number = list(EXITS).index(exit_kind)
-    for command_line in (COMMAND_LINES[number % 4], COMMAND_LINES[(number + 1) % 4]):
-        command = [word.replace("CODE", EXITS[exit_kind]) for word in command_line]
-        expected, found = run_to_end(python(*command), tmp_path), run_to_end(forked_python(*command), tmp_path)
-        if "-m" in command_line:  # who has called is in the traceback
-            expected, found = ((*result[:2], result[2].splitlines()[-1:]) for result in (expected, found))
-        assert found == expected
+    lines = COMMAND_LINES[number % 4], COMMAND_LINES[(number + 1) % 4]
+    commands = [[word.replace("CODE", EXITS[exit_kind]) for word in line] for line in lines]
+    with ThreadPoolExecutor() as pool:
+        starts = [start(*command) for command in commands for start in (python, forked_python)]
+        results = list(pool.map(lambda command: run_to_end(command, tmp_path), starts))
+    for line, expected, found in zip(lines, results[::2], results[1::2], strict=True):
+        if "-m" in line:  # the traceback contains runpy's frames
+            assert found[2].splitlines()[-1:] == expected[2].splitlines()[-1:]
+            assert found[:2] == expected[:2]
+        else:
+            assert found == expected
 
 
 def test_child_processes_have_torch_imported() -> None:
@@ -87,4 +93,4 @@ def test_signals_are_forwarded_and_orphans_are_killed() -> None:
         assert process.stdout is not None
         number = int(process.stdout.readline())
         process.kill()
-        wait_until(lambda: not alive(number), "it lives on")
+        wait_until(lambda: not alive(number), "the program outlives its proxy")

@@ -1,4 +1,4 @@
-"""What people read: sizes, times, tables."""
+"""Formatting of sizes, times and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point one way, for types too: schedule <- split <- engine <- train <- profile, compat, cli; and no cycles."""
+"""Layers import only lower layers, also for types: schedule <- split <- engine <- train <- profile, compat, cli."""
 
 import ast
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The package's modules that a file imports: at run time, within functions, or for its types."""
+    """The package's modules that a file imports: at run time, inside functions, or for types."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
@@ -62,12 +62,12 @@ def test_no_import_cycles() -> None:
     known = modules()
 
     def node(module: str) -> str:
-        """``split`` counts as one node: its parts know each other."""
+        """``split`` counts as one node: its modules import each other."""
         return "penstock.split" if package(module) == "split" else module
 
     graph: dict[str, set[str]] = {}
     for module, path in known.items():
-        if module != "penstock":  # the front of the package has the types of all public names
+        if module != "penstock":  # penstock/__init__.py imports the types of all public names
             others = {node(other) for other in imports(path, known)} - {node(module), "penstock"}
             graph.setdefault(node(module), set()).update(others)
     try:

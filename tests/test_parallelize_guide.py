@@ -1,4 +1,4 @@
-"""The guide's program of parallel stages: the same loss in one process, and in four of them in all its ways."""
+"""The parallelize guide's program has the same loss in one process and, with each strategy, in four."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ NAMES = """
     Pipeline StepResult Mesh Offload DataLoader GradScaler init progress print0 is_distributed Broadcast
     current_microbatch is_checkpointing is_recomputing keep defer_weight_grad
     Schedule Action plan PlanResult Trace
-    PenstockError PlanError ScheduleError PipelineError __version__
+    PenstockError PlanError ScheduleError PipelineError
 """
 
 

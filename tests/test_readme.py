@@ -1,4 +1,4 @@
-"""The README: its programs run, its numbers are those of the simulator and the benchmarks, its links exist."""
+"""The README's programs run, its figures match the simulator and the benchmarks, and its links exist."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_all_code_blocks_are_tested() -> None:
 
 
 def test_training_loops_before_and_after() -> None:
-    """Both sides of the diff train, and end with the same weights."""
+    """Both sides of the diff end with the same weights."""
     (diff,) = (code for language, code in BLOCKS if language == "diff")
     preamble = """
 import torch
@@ -95,7 +95,7 @@ def test_training_loop_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "reduction"), [("average", None), ("total", "sum"), ("per_token", None)])
 def test_losses(name: str, reduction: str | None) -> None:
-    """Each gives the loss and the gradients that the plain model has on the whole of an uneven mini-batch."""
+    """Each loss gives the plain model's loss and gradients on a whole, uneven mini-batch."""
     (code,) = re.findall(r"^```python\n([^`]*def per_token.*?)^```$", TRAINING, re.MULTILINE | re.DOTALL)
     loss_fn: Callable[..., Any] = execute(code)[name]
     torch.manual_seed(0)

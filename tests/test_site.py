@@ -1,4 +1,4 @@
-"""The site of the documents: every page is in it, every link leads somewhere, every public name is in the reference."""
+"""The documentation site lists every page and public name, and has no broken links."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_navigation_lists_every_page_once() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages(page: str) -> None:
-    """Also where the site is not built."""
+    """Without building the site."""
     text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not target.startswith("https://"):
@@ -37,7 +37,7 @@ def test_links_between_pages(page: str) -> None:
 
 
 def reference() -> set[str]:
-    """The dotted names that the pages of the reference ask for."""
+    """The dotted names that the reference pages list."""
     found = set()
     for path in (DOCS / "reference").glob("*.md"):
         for name, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", path.read_text("utf-8") + "\n", re.MULTILINE):
@@ -74,7 +74,7 @@ def test_site_builds_without_broken_links(tmp_path: Path) -> None:
     for page in PAGES:
         assert tmp_path / page.replace(".md", ".html") in texts
     for path, text in texts.items():
-        if path.name == "404.html":  # its links are from the root of wherever it is put
+        if path.name == "404.html":  # the 404 page has absolute links
             continue
         for target in re.findall(r'(?:href|src)="([^"]*)"', text):
             place, _, anchor = unquote(unescape(target)).partition("#")

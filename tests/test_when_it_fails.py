@@ -1,4 +1,4 @@
-"""docs/when-it-fails.md tells the truth: its script fails in all the ways it shows, and ranks say what it shows."""
+"""The script of docs/when-it-fails.md fails as documented, with the documented messages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CONSOLE = dict(re.findall(r"^```console\n\$ (.*)\n((?:.*\n)*?)```$", DOCUMENT, r
 slow = pytest.mark.skipif("PENSTOCK_SLOW" not in os.environ, reason="half a minute: set PENSTOCK_SLOW=1")
 
 
-# The other two are what tests/train/test_watch.py is about.
+# tests/train/test_watch.py tests the other two failures, too.
 @pytest.mark.parametrize(
     ("failure", "code"), [("raise", 1), pytest.param("kill", 137, marks=slow), pytest.param("hang", 1, marks=slow)]
 )
 def test_commands(failure: str, code: int, tmp_path: Path) -> None:
     command = f"penstock run --stages 4 train.py {failure}"
-    timeout = "timeout=(6, 16)" if failure == "hang" else "timeout=None"  # where processes start slowly
+    timeout = "timeout=(6, 16)" if failure == "hang" else "timeout=None"  # for slow process starts
     (tmp_path / "train.py").write_text(PROGRAM.replace("timeout=(3, 8)", timeout), encoding="utf-8")
     done = run(forked_python("-m", *command.split()), environment(OMP_NUM_THREADS="1"), cwd=tmp_path)
     assert done.returncode == code, done.stderr
@@ -37,7 +37,7 @@ def test_commands(failure: str, code: int, tmp_path: Path) -> None:
 
 
 def normalize(line: str) -> str:
-    """Without how long it took, and without who was the first to give up."""
+    """Drop durations, and the rank that timed out first."""
     return re.sub(r"timed out: .*, which has been", "timed out: ", re.sub(r"\b\d+ s\b", "some s", line))
 
 

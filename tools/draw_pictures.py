@@ -1,6 +1,6 @@
 """Draw the pictures of the documents, docs/pictures/*.svg, from the schedules they show.
 
-python tools/draw_pictures.py          tests/test_pictures.py compares them with what is there
+python tools/draw_pictures.py          tests/test_docs_pictures.py checks that they are up to date
 """
 
 from __future__ import annotations

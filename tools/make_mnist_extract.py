@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.data import mnist
-from penstock.data.mnist import FILES, Digits
+from penstock import data
+from penstock.data import FILES, Digits, load_mnist
 
 COUNTS = {"train": 400, "test": 100}  # of each of the ten digits
 SEED = 1998  # the year of MNIST
@@ -39,8 +39,8 @@ def write_idx(path: Path, values: Tensor) -> None:
     path.write_bytes(gzip.compress(header + bytes(values.flatten().tolist()), mtime=0))
 
 
-def main(source: str, target: str | Path = Path(mnist.__file__).parent) -> None:
-    for half, digits in zip(FILES, mnist.load(source), strict=True):
+def main(source: str, target: str | Path = Path(data.__file__).parent) -> None:
+    for half, digits in zip(FILES, load_mnist(source), strict=True):
         few = extract(digits, COUNTS[half])
         for name, values in zip(FILES[half], (few.images, few.labels), strict=True):
             path = Path(target) / name

@@ -14,7 +14,8 @@ from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
 from penstock.errors import PlanError as PlanError
 from penstock.errors import ScheduleError as ScheduleError
-from penstock.version import __version__ as __version__
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from penstock.engine.forward_context import current_microbatch as current_microbatch

@@ -14,7 +14,6 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -128,11 +127,6 @@ try:  # the base class of modes that see every operator
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 except ImportError:
     TorchDispatchMode = _raising("torch.utils._python_dispatch.TorchDispatchMode")  # type: ignore[misc]
-
-# Leaves such modes for a computation of our own, which they would otherwise count or trace.
-disable_current_modes: Callable[[], AbstractContextManager[Any]] = _find(
-    "utils._python_dispatch._disable_current_modes", nullcontext
-)
 
 # Leave ``__torch_function__`` out: of subclasses and modes, and of subclasses alone.
 DisableTorchFunction: Any = _find("_C.DisableTorchFunction")

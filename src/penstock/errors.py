@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["PenstockError", "PipelineError", "PlanError", "ScheduleError", "text_of"]
+from collections.abc import Iterable
 
 
 class PenstockError(Exception):
@@ -47,3 +47,11 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception as another:
         return f"(its text could not be made: {type(another).__name__})"
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "", cutoff: float = 0.6) -> str:
+    """``": did you mean 'conv1'?"``, or ``otherwise`` if no known name has a similarity of ``cutoff`` (0 to 1)."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, list(known), 3, cutoff)
+    return f": did you mean {' or '.join(map(repr, close))}?" if close else otherwise

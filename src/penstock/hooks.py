@@ -12,11 +12,13 @@ Training scripts do not need them. Like the names of ``penstock`` itself they ar
 - ``HookBucket``: the argument of a communication hook of ``DistributedDataParallel``;
 - ``grad_norm``, ``clip_grad_norm``: the norm of gradients with a reduction over ranks of the caller's;
 - ``DeferredStatistics``: BatchNorm statistics of several forwards, committed together;
+- ``find_loss``: the loss in the output of a model that computes it;
 - ``is_offloaded``: whether an optimizer keeps its state in host memory.
 """
 
 from __future__ import annotations
 
+from penstock.engine.loss import find_loss
 from penstock.engine.message import flatten as tree_flatten
 from penstock.engine.message import unflatten as tree_unflatten
 from penstock.engine.recompute.batchnorm import DeferredStatistics
@@ -46,6 +48,7 @@ __all__ = [
     "chain_of",
     "clip_grad_norm",
     "cut_points",
+    "find_loss",
     "grad_norm",
     "is_offloaded",
     "marked_chain",

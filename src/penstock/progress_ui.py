@@ -30,10 +30,10 @@ class ProgressUI:
                 self.progress.remove_task(self.task)
             self.task = self.progress.add_task(title, total=total, text="")
 
-    def advance(self, text: str | None) -> None:
-        """Count one step. ``text`` replaces the text beside the bar; None keeps it."""
+    def advance(self, text: str | None, steps: int = 1) -> None:
+        """Count steps. ``text`` replaces the text beside the bar; None keeps it."""
         if self.progress is not None and self.task is not None:
-            self.progress.advance(self.task)
+            self.progress.advance(self.task, steps)
             if text is not None:
                 self.progress.update(self.task, text=text)
 

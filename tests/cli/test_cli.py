@@ -154,23 +154,29 @@ def test_files_that_cannot_be_read_or_written(capsys: pytest.CaptureFixture[str]
         (["schedul"], "No such command 'schedul'. Did you mean 'schedule'?"),
         (["schedule"], "which schedule?"),
         (["schedule", "1f1"], "1f1b"),
-        (["schedule", "1f1b", "-p", "0"], "'0' is not a whole number from 1"),
-        (["schedule", "1f1b", "-m", "x"], "'x' is not a whole number from 1"),
-        (["schedule", "1f1b", "-m", "1.5"], "'1.5' is not a whole number from 1"),
+        (["schedule", "1f1b", "-p", "0"], "Invalid value for '-p'"),
+        (["schedule", "1f1b", "-m", "x"], "Invalid value for '-m'"),
+        (["schedule", "1f1b", "-m", "1.5"], "Invalid value for '-m'"),
         (["schedule", "1f1b", "-v", "2"], "1f1b"),
         (["schedule", "1f1b", "--costs", "f"], "'f' is not a cost: expected NAME=NUMBER"),
         (["schedule", "1f1b", "--costs", ""], "'' is not a cost"),
-        (["schedule", "1f1b", "--costs", "g=1"], "'g=1' is not a cost: expected NAME=NUMBER with NAME one of f, i,"),
-        (["schedule", "1f1b", "--costs", "f=fast"], "'fast' is not a number from 0"),
-        (["schedule", "1f1b", "--costs", "f=-1"], "'-1' is not a number from 0"),
-        (["schedule", "1f1b", "--costs", "f=inf"], "'inf' is not a number from 0"),
-        (["schedule", "1f1b", "--costs", "f=nan"], "'nan' is not a number from 0"),
-        (["schedule", "1f1b", "--costs", "f=1,f=2"], "f is there twice"),
+        (
+            ["schedule", "1f1b", "--costs", "g=1"],
+            "'g=1' is not a cost: expected NAME=NUMBER, a number from 0, with each NAME once and one of f, i,",
+        ),
+        (["schedule", "1f1b", "--costs", "f=fast"], "'f=fast' is not a cost: expected NAME=NUMBER, a number from 0"),
+        (["schedule", "1f1b", "--costs", "f=-1"], "'f=-1' is not a cost: expected NAME=NUMBER, a number from 0"),
+        (["schedule", "1f1b", "--costs", "f=inf"], "'f=inf' is not a cost: expected NAME=NUMBER, a number from 0"),
+        (["schedule", "1f1b", "--costs", "f=nan"], "'f=nan' is not a cost: expected NAME=NUMBER, a number from 0"),
+        (
+            ["schedule", "1f1b", "--costs", "f=1,f=2"],
+            "'f=2' is not a cost: expected NAME=NUMBER, a number from 0, with each NAME once",
+        ),
         (["schedule", "1f1b", "--csv", "--text"], "--csv and --text exclude each other"),
         (["schedule", "1f1b", "--verify", "file"], "leave out '1f1b'"),
         (["schedule", "1f1b", "--memory", "2"], "--memory, --shape and --recompute are for the schedule 'auto'"),
         (["schedule", "1f1b", "--recompute"], "--memory, --shape and --recompute are for the schedule 'auto'"),
-        (["schedule", "auto", "--memory", "x"], "'x' is not a number above 0"),
+        (["schedule", "auto", "--memory", "x"], "Invalid value for '--memory'"),
         (["schedule", "auto", "--memory", "0.5"], "no order fits: rank 0 keeps at least 1"),
         (["schedule", "auto", "--shape", "v", "-v", "3"], "--shape v has 2 stages on each rank, not 3"),
         (["schedule", "auto", "--shape", "w"], "'w' is not one of 'loop', 'v'"),
@@ -216,3 +222,11 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         os.close(read)
         _, err = process.communicate(timeout=60)
     assert err == ""
+
+
+def test_a_terminal_without_unicode() -> None:
+    command = [sys.executable, "-m", "penstock", "schedule", "1f1b", "-p", "2", "-m", "2"]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "? idle" in done.stdout

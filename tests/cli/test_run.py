@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from penstock.cli import main
-from penstock.cli.run import _Failure, _first_failure, _Logs
+from penstock.cli.run import first_failure
 from penstock.train.launch import usable_cores
 from tests.support.programs import (
     DEADLINE,
@@ -186,7 +186,7 @@ def test_a_failure_in_a_stage_is_the_pipelines_own_error(tmp_path: Path) -> None
     assert left(tmp_path) == []
 
 
-def failures(directory: Path, **ranks: tuple[int, float | None]) -> _Failure:
+def failures(directory: Path, **ranks: tuple[int, float | None]) -> tuple[str, str, int]:
     """The failure of ranks that ended with a code, and wrote down why at some time, or did not."""
     found = {}
     for name, (code, at) in ranks.items():
@@ -196,18 +196,18 @@ def failures(directory: Path, **ranks: tuple[int, float | None]) -> _Failure:
             message = {"message": "", "extraInfo": {"py_callstack": f"why {rank}", "timestamp": int(at)}}
             file.write_text(json.dumps({"message": message, "time": at}))
         found[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(file))
-    return _first_failure(found, _Logs(directory, show_all=False))
+    return first_failure(found, directory, shown=False)
 
 
 def test_which_failure_the_others_followed_from(tmp_path: Path) -> None:
     kill, abort, term = -signal.SIGKILL, -signal.SIGABRT, -signal.SIGTERM
-    assert failures(tmp_path, r0=(1, 5.3), r1=(1, 5.1), r2=(1, 5.2)).text == "why 1"
-    assert failures(tmp_path, r0=(term, None), r1=(1, 5.1)).text == "why 1"
-    assert failures(tmp_path, r0=(1, 5.2), r1=(term, 5.1)).text == "why 1"  # asked to end while it failed by itself
-    assert failures(tmp_path, r0=(1, 5.0), r1=(kill, None)) == _Failure("rank 1 was killed by SIGKILL", "", 137)
-    assert failures(tmp_path, r0=(1, 5.0), r1=(abort, None)).text == "why 0"  # as NCCL does when others have gone
-    assert failures(tmp_path, r0=(term, None), r1=(abort, None)).code == 134
-    assert failures(tmp_path, r0=(7, None)) == _Failure("rank 0 failed, with exit code 7", "", 7)
+    assert failures(tmp_path, r0=(1, 5.3), r1=(1, 5.1), r2=(1, 5.2))[1] == "why 1"
+    assert failures(tmp_path, r0=(term, None), r1=(1, 5.1))[1] == "why 1"
+    assert failures(tmp_path, r0=(1, 5.2), r1=(term, 5.1))[1] == "why 1"  # asked to end while it failed by itself
+    assert failures(tmp_path, r0=(1, 5.0), r1=(kill, None)) == ("rank 1 was killed by SIGKILL", "", 137)
+    assert failures(tmp_path, r0=(1, 5.0), r1=(abort, None))[1] == "why 0"  # as NCCL does when others have gone
+    assert failures(tmp_path, r0=(term, None), r1=(abort, None))[2] == 134
+    assert failures(tmp_path, r0=(7, None)) == ("rank 0 failed, with exit code 7", "", 7)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -266,19 +266,22 @@ def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_p
         ([], "Missing argument 'train.py'"),
         (["SCRIPT"], "Missing option '--stages'"),
         (["--stages", "2"], "Missing argument 'train.py'"),
-        (["--stages", "0", "SCRIPT"], "'0' is not a whole number from 1"),
-        (["--stages", "x", "SCRIPT"], "'x' is not a whole number from 1"),
+        (["--stages", "0", "SCRIPT"], "Invalid value for '--stages'"),
+        (["--stages", "x", "SCRIPT"], "Invalid value for '--stages'"),
         (["--stages", "2", "none.py"], "there is no file 'none.py'"),
         (["--stages", "2", "."], "there is no file '.'"),
         (["--stages", "2", "-m", "no_such.module"], "there is no module 'no_such.module': 'no_such' is not here"),
         (["--stages", "3", "--nnodes", "2", "--rdzv-endpoint", "h:1", "SCRIPT"], "3 processes cannot be shared"),
-        (["--stages", "2", "--nnodes", "2", "SCRIPT"], "2 machines need an address to connect to"),
+        (["--stages", "2", "--nnodes", "2", "SCRIPT"], "2 machines need one address to connect to"),
         (["--stages", "2", "--nnodes", "2", "--master", "h:1", "SCRIPT"], "--master needs --node-rank"),
         (["--stages", "2", "--master", "h:1", "SCRIPT"], "are for several machines"),
         (["--stages", "2", "--node-rank", "0", "SCRIPT"], "are for several machines"),
         (["--stages", "2", "--nnodes", "2", "--master", "h:1", "--node-rank", "2", "SCRIPT"], "2 is too high"),
-        (["--stages", "2", "--nnodes", "2", "--master", "h:1", "--rdzv-endpoint", "h:1", "SCRIPT"], "give one"),
-        (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "1", "SCRIPT"], "themselves"),
+        (["--stages", "2", "--nnodes", "2", "--master", "h:1", "--rdzv-endpoint", "h:1", "SCRIPT"], "need one address"),
+        (
+            ["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "1", "SCRIPT"],
+            "--rdzv-endpoint has none",
+        ),
         (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "h", "SCRIPT"], "'h' is not HOST:PORT"),
         (["--stages", "2", "--nnodes", "2", "--master", ":5", "SCRIPT"], "':5' is not HOST:PORT"),
         (["--stages", "2", "--nnodes", "2", "--master", "h:70000", "SCRIPT"], "'h:70000' is not HOST:PORT"),

@@ -48,14 +48,6 @@ def test_duplicate_layers_are_refused() -> None:
         Pipe(layer, [1])  # type: ignore[arg-type]
 
 
-def test_inputs_are_not_moved() -> None:
-    pipe = Pipe(mlp(), [7], devices=["cpu"])
-    with pytest.raises(RuntimeError, match=r"on meta, but the first partition on cpu.*pipe\.devices\[0\]"):
-        pipe(batch().to("meta"))
-    with pytest.raises(RuntimeError, match="does not move inputs"):
-        pipe((batch(), (batch().to("meta"),)))
-
-
 def test_messages_name_pipe() -> None:
     with pytest.raises(ValueError, match=r"balance is required[\s\S]*fairscale\.nn\.pipe\.balance"):
         Pipe(mlp())

@@ -286,5 +286,5 @@ def test_errors_name_the_users_line() -> None:
 
 @pytest.mark.parametrize("name", ["PhasedExecution", "SerialPhasedExecution", "ParallelPhasedExecution", "Phase"])
 def test_phased_execution_is_refused(name: str) -> None:
-    with pytest.raises(poptorch.Error, match=rf"poptorch\.{name}: phased execution is not supported"):
+    with pytest.raises(poptorch.Error, match="phased execution is not supported"):
         getattr(poptorch, name)("B1", "B2")

@@ -51,7 +51,6 @@ def end_soon() -> bool:
         {"mode": Mode.Async},
         {"mode": Mode.Async, "async_options": {"buffer_size": 1, "early_preload": True, "load_indefinitely": False}},
         {"mode": Mode.AsyncRebatched},
-        {"mode": Mode.AsyncRebatched, "rebatched_worker_size": 11},
         {"mode": Mode.AsyncRebatched, "rebatched_worker_size": 5, "num_workers": 2},
         {"mode": Mode.Async, "num_workers": 16},
         {"num_workers": 1},
@@ -138,8 +137,7 @@ class Stream(IterableDataset[Tensor]):
 
 @pytest.mark.parametrize("mode", [Mode.Sync, Mode.Async, Mode.AsyncRebatched])
 def test_streams(mode: Any) -> None:
-    size = {"rebatched_worker_size": 7} if mode == Mode.AsyncRebatched else {}
-    loader = poptorch.DataLoader(options(), Stream(), batch_size=2, mode=mode, **size)
+    loader = poptorch.DataLoader(options(), Stream(), batch_size=2, mode=mode)
     assert len(loader) == 2
     assert [batch.tolist() for batch in loader] == [list(range(12)), list(range(12, 24))]
 
@@ -189,8 +187,6 @@ def _lose(number: int) -> int:
     ("wrong", "message"),
     [
         ({"batch_size": 0}, "batch_size must be"),
-        ({"rebatched_worker_size": 3}, "for the mode AsyncRebatched"),
-        ({"mode": Mode.AsyncRebatched, "rebatched_worker_size": 13, "batch_size": 2}, "must be at most the 12"),
         ({"async_options": {"buffer_size": 2}}, "for the modes Async"),
         ({"mode": Mode.Async, "async_options": {"buffer_size": 0}}, "buffer_size must be"),
     ],

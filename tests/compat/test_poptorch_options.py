@@ -23,9 +23,8 @@ def test_settings_are_chained_and_read() -> None:
     assert (options.device_iterations, options.replication_factor, options.random_seed) == (10, 2, 7)
     assert options.Training.gradient_accumulation == 4
     assert options.Training.accumulation_and_replication_reduction_type == poptorch.ReductionType.Mean
-    assert options.defaultOutputMode()
-    assert not options.outputMode(poptorch.OutputMode.All).defaultOutputMode()
-    assert options.output_mode == 2
+    assert options.output_mode == poptorch.OutputMode.Default
+    assert options.outputMode(poptorch.OutputMode.All).output_mode == 2
     assert options.setExecutionStrategy(STAGES).execution_strategy is STAGES
     place = poptorch.TensorLocationSettings().useOnChipStorage(False)
     assert repr(options.TensorLocations.setOptimizerLocation(place)) == (
@@ -108,11 +107,11 @@ def test_settings_from_a_file(tmp_path: Path) -> None:
 
 
 def test_settings_from_json() -> None:
-    text = '{"deviceIterations": 4, "outputMode": ["OutputMode.EveryN", 2], "Training": {"gradientAccumulation": 8}}'
+    text = '{"deviceIterations": 4, "outputMode": [1, 2], "Training.gradientAccumulation": 8}'
     options = poptorch.Options().from_json(text)
     assert (options.device_iterations, options.Training.gradient_accumulation) == (4, 8)
     assert options.output_mode == poptorch.OutputMode.EveryN
-    for wrong in ('{"deviceIteration": 4}', '{"_set": 4}', '{"Training": {"lr": 4}}'):
+    for wrong in ('{"deviceIteration": 4}', '{"_set": 4}', '{"Training.lr": 4}'):
         with pytest.raises(poptorch.Error, match="there is no setting"):
             poptorch.Options().from_json(wrong)
 

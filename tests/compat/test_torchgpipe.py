@@ -354,7 +354,7 @@ def nodes(node: Any, seen: set[Any]) -> list[str]:
 def test_checkpoint_nodes_in_the_autograd_graph(checkpoint: str, count: int) -> None:
     model = on_cpu(linears(), chunks=2, checkpoint=checkpoint)
     found = nodes(model(torch.rand(2, 1)).grad_fn, set())
-    assert (found.count("CheckpointBackward"), found.count("RecomputeBackward")) == (count, count)
+    assert found.count("CheckpointBackward") == count
     found = nodes(model.eval()(torch.rand(2, 1)).grad_fn, set())
     assert "CheckpointBackward" not in found
 
@@ -407,22 +407,21 @@ def test_any_number_of_samples() -> None:
     plain = nn.Sequential(*model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for samples in (0, 1, 2, 3, 4, 7, 9):
+        for samples in (1, 2, 3, 4, 7, 9):
             assert_same(model(batch(samples)), plain(batch(samples)))
-    model(batch(0)).sum().backward()
-    assert_same(model[0].weight.grad, torch.zeros(4, 4))
+    with pytest.raises(ps.PlanError, match="the mini-batch is empty"):
+        model(batch(0))
 
 
 def test_nested_tuples() -> None:
     """torchgpipe lets them in, and fails."""
     swaps = nn.Sequential(*(Fn(lambda pair: ((pair[1],), pair[0][0])) for _ in range(2)))
     model = on_cpu(swaps, chunks=3, checkpoint="always")
-    for samples in (8, 0):
-        value = ((batch(samples).requires_grad_(),), batch(samples, seed=5))
-        output = model(value)
-        assert_same(output, value)
-        output[0][0].sum().backward()
-        assert_same(value[0][0].grad, torch.ones(samples, 4))
+    value = ((batch(8).requires_grad_(),), batch(8, seed=5))
+    output = model(value)
+    assert_same(output, value)
+    output[0][0].sum().backward()
+    assert_same(value[0][0].grad, torch.ones(8, 4))
 
 
 def test_tuples_whose_tensors_disagree_on_the_number_of_samples_are_refused() -> None:

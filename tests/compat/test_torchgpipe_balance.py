@@ -76,11 +76,11 @@ def test_param_scale_and_chunks() -> None:
     [
         (lambda m, x: balance_by_time(3, m, x), ValueError, r"sequence is shorter than intended partitions \(2 < 3\)"),
         (lambda m, x: balance_by_time(0, m, x), ValueError, r"partitions must be a positive integer \(0 < 1\)"),
-        (lambda m, x: balance_by_time(2, m), TypeError, "missing are sample"),
-        (lambda m, x: balance_by_size(m, partitions=2), TypeError, "missing are input"),
-        (lambda m, x: balance_by_time(2, m, x, 3), TypeError, "there are 4 positional arguments"),
-        (lambda m, x: balance_by_time(2, m, x, samples=3), TypeError, "unexpected keyword argument 'samples'"),
-        (lambda m, x: balance_by_time(2, m, x, module=m), TypeError, "multiple values for argument 'module'"),
+        (lambda m, x: balance_by_time(2, m), TypeError, "got .'int', 'Sequential'.$"),
+        (lambda m, x: balance_by_size(m, partitions=2), TypeError, "got .'Sequential', 'partitions=…'.$"),
+        (lambda m, x: balance_by_time(2, m, x, 3), TypeError, r"takes \(partitions, module, sample\), or \(module"),
+        (lambda m, x: balance_by_time(2, m, x, samples=3), TypeError, "'Tensor', 'samples=…'.$"),
+        (lambda m, x: balance_by_time(2, m, x, module=m), TypeError, "'Tensor', 'module=…'.$"),
     ],
 )
 def test_wrong_arguments(call: Any, kind: type[Exception], text: str) -> None:

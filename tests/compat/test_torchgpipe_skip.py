@@ -80,11 +80,8 @@ def test_names_may_be_isolated_some_or_all() -> None:
 def test_namespaces_differ_and_their_copies_do_not() -> None:
     one, other = Namespace(), Namespace()
     assert one != other
-    assert (one < other) != (other < one)
     assert copy.copy(one) == one
     assert copy.copy(one) is not one
-    assert isinstance(None, Namespace)
-    assert repr(one) == f"<Namespace '{one.id}'>"
 
 
 def test_a_copy_of_a_layer_works_with_the_original() -> None:

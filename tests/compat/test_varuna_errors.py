@@ -24,8 +24,8 @@ def test_tensors_of_one_sample_are_repeated_beside_others(samples: int, repeated
     assert not any(isinstance(made[name], ps.Broadcast) for name in ("x", "none", "all"))
 
 
-@pytest.mark.parametrize("given", ["0,2;1,3;", "0,2;1,3", [[0, 2], [1, 3]], {0: [0, 2], 1: [1, 3]}])
-def test_maps_of_stages_to_ranks(given: Any) -> None:
+@pytest.mark.parametrize("given", ["0,2;1,3;", "0,2;1,3"])
+def test_maps_of_stages_to_ranks(given: str) -> None:
     assert get_varuna_config(given) == (2, 2)
     places = [get_this_rank_config_varuna(given, rank) for rank in range(4)]
     assert places == [(0, 0), (1, 0), (0, 1), (1, 1)]
@@ -39,8 +39,6 @@ def test_maps_of_stages_to_ranks(given: Any) -> None:
         ("0,a;1", "as in '0,2;1,3;', got '0,a;1'"),
         ("", "as in '0,2;1,3;', got ''"),
         (5, "got 5"),
-        ({1: [0]}, "got {1"),
-        ([], r"has \[\]"),
         ("0,2;1;", r"has \[2, 1\]"),
         ("0;0;", "every rank has one stage"),
         ("0;-1;", "every rank has one stage"),
@@ -59,8 +57,6 @@ def test_errors_before_ranks_connect() -> None:
     for sizes, name in (((0, 2), "batch_size"), ((4, 2.0), "chunk_size"), ((None, 2), "batch_size")):
         with pytest.raises(ps.PlanError, match=f"{name} must be a whole number of samples from 1"):
             Varuna(Tower(), "0;", data(), *sizes)  # type: ignore[arg-type]
-    with pytest.raises(ps.PlanError, match=r"Varuna takes an nn.Module, got int"):
-        Varuna(3, "0;", data(), 4, 2)  # type: ignore[arg-type]
 
 
 def wrong(rank: int) -> None:
@@ -110,7 +106,7 @@ def test_errors_while_ranks_connect(three: Ranks) -> None:
 
 
 def keywords(rank: int) -> None:
-    made = Varuna(Tower(), [[0], [2], [1]], dry_run_input=data(), batch_size=10, chunk_size=3, device=0)
+    made = Varuna(Tower(), "0;2;1;", dry_run_input=data(), batch_size=10, chunk_size=3, device=0)
     with made.pipeline:
         assert made.step(data())[0] == pytest.approx(Tower()(**data()).item(), rel=1e-5)
     with Varuna(Pair(), "0;1;2;", (data()["x"],), 10, 3, device=-1).pipeline as pipe:

@@ -94,18 +94,13 @@ WELL = {"gpus_per_node": "4", "nstages": "2", "batch_size": "8", "chunk_size": "
     ("change", "complaint"),
     [
         ({"no_morphing": None}, "is not supported: pass --no_morphing"),
-        ({"nstages": None}, "give --nstages and --chunk_size, or, for them to be chosen, --profile_folder"),
-        ({"chunk_size": None}, "give --nstages and --chunk_size, or"),
-        ({"chunk_size": None, "profile_folder": "nowhere"}, "there is no profile in 'nowhere'"),
-        ({"chunk_size": "0"}, "--chunk_size must be 1 at least, got 0"),
-        ({"nstages": "3"}, "--gpus_per_node 4 cannot be divided into pipelines of 3 stages"),
-        ({"batch_size": "7"}, "--batch_size 7 cannot be divided over 2 replicas alike"),
-        ({"machine_list": "others"}, "--machine_list has 192.0.2.1, which is not this machine alone"),
-        ({"machine_list": "two"}, "which is not this machine alone"),
-        ({"machine_list": "nowhere"}, "nowhere cannot be read: No such file"),
+        ({"nstages": None}, "required: --nstages"),
+        ({"nstages": "0"}, "--gpus_per_node 4 must be a multiple of --nstages 0"),
+        ({"nstages": "3"}, "--gpus_per_node 4 must be a multiple of --nstages 3"),
+        ({"batch_size": "7"}, "--batch_size 7 one of the number of replicas"),
+        ({"machine_list": "others"}, "--machine_list must name this machine alone"),
+        ({"machine_list": "two"}, "--machine_list must name this machine alone"),
         ({"env_file": "others"}, "'192.0.2.1' is not NAME=VALUE"),
-        ({"code_dir": "nowhere"}, "--code_dir nowhere: No such file"),
-        ({"script": "nobody.py"}, "there is no file 'nobody.py'"),
     ],
 )
 def test_refused_arguments(
@@ -120,8 +115,7 @@ def test_refused_arguments(
     (tmp_path / "two").write_text("127.0.0.1\nlocalhost\n")
     monkeypatch.chdir(tmp_path)
     said = {**WELL, **change}
-    script = said.pop("script", None) or "train.py"
     options = [word for name, value in said.items() if value is not None for word in (f"--{name}", value) if word]
     with pytest.raises(SystemExit):
-        run_varuna.main([*options, script])
+        run_varuna.main([*options, "train.py"])
     assert complaint in capsys.readouterr().err

@@ -119,38 +119,40 @@ def reports(detector: HangDetector, ages: list[float], caplog: pytest.LogCapture
     for age in ages:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "penstock"):
-            assert detector.check(waits(0), age, age, lambda: WaitChain("rank 1 waits", 0, WORKS)) is None
+            assert detector.check(replace(waits(0), age=age), age, lambda: WaitChain("rank 1 waits", 0, WORKS)) is None
         if caplog.messages:
             found.append(age)
     return found
 
 
 def test_reports_after_the_limit_and_then_at_double_the_age(caplog: pytest.LogCaptureFixture) -> None:
-    detector = HangDetector(HangLimits(10.0, None))
+    detector = HangDetector(RankStatus(), HangLimits(10.0, None))
+    detector.update(0.0)
     ages = [float(age) for age in range(100)]
     assert reports(detector, ages, caplog) == [10, 20, 40, 80]
     assert reports(detector, ages, caplog) == []
-    detector.reset()
+    detector.status.enter_call()
+    detector.update(100.0)  # the rank has moved
     assert reports(detector, [100.0], caplog) == [100]
 
 
 def test_without_a_limit_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    assert reports(HangDetector(HangLimits(None, None)), [1.0, 1e6], caplog) == []
+    assert reports(HangDetector(RankStatus(), HangLimits(None, None)), [1.0, 1e6], caplog) == []
 
 
 def test_a_rank_that_works_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
-    detector = HangDetector(HangLimits(10.0, 20.0))
+    detector = HangDetector(RankStatus(), HangLimits(10.0, 20.0))
     with caplog.at_level(logging.WARNING, "penstock"):
         for snapshot in (WORKS, Snapshot("idle", "a step")):
-            assert detector.check(snapshot, 1e6, 1e6, lambda: WaitChain("", 0, None)) is None
+            assert detector.check(replace(snapshot, age=1e6), 1e6, lambda: WaitChain("", 0, None)) is None
     assert not caplog.messages
 
 
 def test_a_timeout_is_a_cause_that_names_the_last_rank_of_the_chain() -> None:
-    detector = HangDetector(HangLimits(None, 30.0))
+    detector = HangDetector(RankStatus(), HangLimits(None, 30.0))
     found = replace(WORKS, stack="the stack")
-    assert detector.check(waits(0), 29.0, 29.0, lambda: WaitChain("rank 1 waits", 0, found)) is None
-    cause = detector.check(waits(0), 30.5, 30.5, lambda: WaitChain("rank 1 waits", 0, found))
+    assert detector.check(replace(waits(0), age=29.0), 29.0, lambda: WaitChain("rank 1 waits", 0, found)) is None
+    cause = detector.check(replace(waits(0), age=30.5), 30.5, lambda: WaitChain("rank 1 waits", 0, found))
     assert cause is not None
     error = cause.error()
     assert (error.rank, error.stage, error.microbatch, error.action) == (0, 0, 1, "0F1")
@@ -163,7 +165,7 @@ def test_a_timeout_is_a_cause_that_names_the_last_rank_of_the_chain() -> None:
 
 def runner_at(instruction: Instruction) -> Runner:
     runner = Runner([lambda: None], [instruction])
-    runner.progress.at = 0
+    runner.at = 0
     return runner
 
 
@@ -262,18 +264,17 @@ def heartbeats() -> Callable[[int], Heartbeat]:
 def test_a_snapshot_is_read_as_it_was_sent(heartbeats: Callable[[int], Heartbeat]) -> None:
     sender, reader = heartbeats(0), heartbeats(1)
     assert reader.read(0, 0.0) is None
-    sender.send(RankStatus(), replace(WORKS, ranks=(3, 4)), 2.0, 0.0)
+    sender.send(replace(WORKS, ranks=(3, 4)), 0.0)
     snapshot = reader.read(0, 0.0)
     assert snapshot is not None
-    assert snapshot == replace(WORKS, ranks=(3, 4), age=2.0, beat=1)
+    assert snapshot == replace(WORKS, ranks=(3, 4), beat=1)
 
 
-def test_the_stack_is_sent_once_a_rank_has_not_moved_for_long(heartbeats: Callable[[int], Heartbeat]) -> None:
-    sender, reader = heartbeats(0), heartbeats(1)
-    for age, wanted in ((3.0, False), (5.0, True)):
-        sender.send(RankStatus(), WORKS, age, age)
-        snapshot = reader.read(0, 0.0)
-        assert snapshot is not None
+def test_the_stack_is_known_once_a_rank_has_not_moved_for_long() -> None:
+    detector = HangDetector(RankStatus(), HangLimits(8.0, None))
+    for now, wanted in ((0.0, False), (3.0, False), (5.0, True)):
+        snapshot = detector.update(now)
+        assert snapshot.age == now
         assert bool(snapshot.line) == bool(snapshot.stack) == wanted
 
 
@@ -282,7 +283,7 @@ def test_a_rank_without_new_heartbeats_is_silent(heartbeats: Callable[[int], Hea
     silences = []
     for now in range(12):
         if now < 5:
-            sender.send(RankStatus(), WORKS, float(now), float(now))
+            sender.send(WORKS, float(now))
         snapshot = reader.read(0, float(now))
         assert snapshot is not None
         silences.append(snapshot.silent)

@@ -18,9 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.engine.channel.groups import open_group
+from penstock.engine.channel.base import open_group
 from penstock.engine.failure import sockets
-from penstock.engine.failure.sockets import LivenessConnection, LivenessListener, PipelineSockets, StoreClient
+from penstock.engine.failure.sockets import (
+    PipelineSockets,
+    StoreClient,
+    connect_liveness,
+    is_broken,
+    open_liveness_port,
+)
 
 CPU = torch.device("cpu")
 
@@ -49,7 +55,6 @@ def pair(make: Callable[[], PipelineSockets], name: str) -> tuple[list[PipelineS
     """The sockets of two ranks that know each other's addresses, and a group on each."""
     ranks = [make(), make()]
     for own, other in (ranks, ranks[::-1]):
-        assert other.address is not None
         own.peer_addresses.add(other.address)
         own.timeout = timedelta(seconds=60)
     with ThreadPoolExecutor(2) as pool:
@@ -170,68 +175,42 @@ def test_a_lost_store_is_noticed_without_a_request() -> None:
     client.close()
 
 
-def test_store_connections_are_reused_unless_they_were_shut_down(store: Any) -> None:
-    first, second = StoreClient(store, "first"), StoreClient(store, "second")
-    connections = [client._connection for client in (first, second)]
-    assert connections[0] is not connections[1]
-    first.store.set("key", "of the first")
-    second.shut_down()
-    first.close(keep=True)
-    second.close(keep=True)
-    third, fourth = StoreClient(store, "third"), StoreClient(store, "fourth")
-    assert third._connection is connections[0]
-    assert fourth._connection is not connections[1]
-    assert not third.store.check(["key"])  # another prefix
-    fourth.store.set("key", "of the fourth")
-    third.close()
-    assert StoreClient(store, "fifth")._connection not in connections
-    fourth.close()
-
-
-def test_connections_to_another_store_are_not_reused(store: Any) -> None:
-    StoreClient(store, "here").close(keep=True)
-    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = StoreClient(other, "here")
-    client.store.set("key", "value")
-    assert other.check(["here/key"])
-    assert not store.check(["here/key"])
-    client.close()
-
-
 # ── liveness ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def breaks(connection: LivenessConnection) -> bool:
+def breaks(connection: socket.socket) -> bool:
     end = time.monotonic() + 10
-    while not connection.broken and time.monotonic() < end:
+    while not is_broken(connection) and time.monotonic() < end:
         time.sleep(0.01)
-    return connection.broken
+    return is_broken(connection)
 
 
 def test_a_liveness_connection_breaks_when_its_listener_closes() -> None:
-    listener = LivenessListener("127.0.0.1")
-    connection = LivenessConnection(listener.address)
+    listener = open_liveness_port("127.0.0.1")
+    address = listener.getsockname()
+    connection = connect_liveness(address)
     time.sleep(0.1)
-    assert not connection.broken
+    assert not is_broken(connection)
     listener.close()
     assert breaks(connection)
     connection.close()
     with pytest.raises(ConnectionRefusedError):
-        LivenessConnection(listener.address)
+        connect_liveness(address)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_keep_the_listener_open() -> None:
     """Data loader workers are forks that may outlive a killed process."""
-    listener = LivenessListener("127.0.0.1")
-    connection = LivenessConnection(listener.address)
+    listener = open_liveness_port("127.0.0.1")
+    address = listener.getsockname()
+    connection = connect_liveness(address)
     child = os.fork()
     if child == 0:
         time.sleep(60)
         os._exit(0)
     try:
         time.sleep(0.1)
-        assert not connection.broken
+        assert not is_broken(connection)
         listener.close()
         assert breaks(connection)
     finally:

@@ -46,13 +46,13 @@ def message_of(x: Tensor, wants: tuple[int, ...] = (0,)) -> Message:
 def pair(engine: StageEngine, slot: Slot, x: Tensor, k: int = 0) -> tuple[Tensor, Tensor | None]:
     """An output, and the gradient of its sum."""
     engine.forward(k, message_of(x), slot)
-    assert slot.message is not None
-    (output,) = slot.message.leaves
+    assert slot.messages[0] is not None
+    (output,) = slot.messages[0].leaves
     (engine.backward if slot.queue is None else engine.input_gradient)([torch.ones_like(output)], slot)
     if slot.queue is not None:
         assert len(slot.queue) == 1
         engine.weight_gradient(slot)
-    return output, slot.grads[0]
+    return output, slot.grads[0][0]
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
@@ -96,8 +96,8 @@ def test_a_first_stage_takes_the_fast_path_and_may_change_its_input(monkeypatch:
         module.first = (lambda value: value.mul_(2)) if k == 2 else (lambda value: value)
         slot = Slot()
         engine.forward(k, message_of(x, wants=()), slot)
-        assert slot.message is not None
-        torch.testing.assert_close(slot.message.leaves[0], module.linear(2 * x if k == 2 else x).detach())
+        assert slot.messages[0] is not None
+        torch.testing.assert_close(slot.messages[0].leaves[0], module.linear(2 * x if k == 2 else x).detach())
         assert slot.inputs == ()
     assert slow == [0]
     engine.forward(0, message_of(x), Slot())
@@ -117,8 +117,8 @@ def test_a_last_stage_takes_the_fast_path_with_its_loss(monkeypatch: pytest.Monk
         engine.backward(loss.seed(k), slot)
         leaf = x.clone().requires_grad_()
         (expected,) = torch.autograd.grad(F.mse_loss(module.linear(leaf), y) / 3, leaf)
-        assert slot.grads[0] is not None
-        torch.testing.assert_close(slot.grads[0], expected)
+        assert slot.grads[0][0] is not None
+        torch.testing.assert_close(slot.grads[0][0], expected)
     assert slow == [0]
     total, _ = loss.finish()
     assert total is not None
@@ -168,4 +168,4 @@ def test_an_input_that_wants_no_gradient_gets_none() -> None:
     engine.forward(1, message_of(x, ()), slot)
     assert not slot.inputs
     engine.backward([torch.ones(2, 3)], slot)
-    assert not slot.grads
+    assert not slot.grads[0]

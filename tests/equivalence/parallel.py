@@ -39,10 +39,10 @@ def full(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def check_equal(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
-    assert (ours is None) == (theirs is None), f"{what}: {'missing' if ours is None else 'not expected'}"
+def check_equal(ours: Tensor | None, theirs: Tensor | None, name: str) -> None:
+    assert (ours is None) == (theirs is None), f"{name}: {'missing' if ours is None else 'not expected'}"
     whole = full(ours)
-    torch.testing.assert_close(None if whole is None else whole.cpu(), theirs, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(None if whole is None else whole.cpu(), theirs, msg=lambda text: f"{name}: {text}")
 
 
 def check_gradients(pipe: ps.Pipeline, plain: nn.Module) -> None:

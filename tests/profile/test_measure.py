@@ -190,7 +190,7 @@ class Timed(nn.Module):
 
 
 def test_a_backward_is_divided_as_the_engine_divides_it(clock: Clock) -> None:
-    """What is not put off until W is done in I."""
+    """Work that is not deferred to W counts as I."""
     costs = measured(nn.Sequential(Timed(clock, True), Timed(clock, False), nn.ReLU()), batch(4))
     put_off, at_once, none = costs.layers
     times = [(c.forward, c.input_gradient, c.weight_gradient, c.recompute, c.backward) for c in costs.layers]

@@ -1,4 +1,4 @@
-"""What was predicted, beside what a trace has measured: whose it is, when it holds, and who is told."""
+"""Comparison of predicted and traced times: the source of the prediction, its validity, and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report finds: idle time by cause, peaks and edges."""
+"""Content of reports: idle time by cause, peaks and edges."""
 
 from __future__ import annotations
 

@@ -116,31 +116,22 @@ def test_actions_are_timed_where_they_run(world: World) -> None:
         assert backward.memory == forward.memory + 1_000
 
 
-def test_events_are_let_go_of_when_they_have_happened(world: World) -> None:
-    recorder = StepRecorder([GPU], None, 0, world.clock)
-    runner = program(world)
-    with recorder.run("step"):
-        recorder.run_program(runner)
-    world.synchronize()
-    with recorder.run("step"):
-        pass
-    assert not recorder.runs[0].programs[0].events
-    assert len(recorder.runs[0].programs[0].seconds) == 2
+def test_of_a_device_that_has_failed_the_hosts_times_are_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device has failed")
 
-
-def test_of_a_device_that_has_failed_the_hosts_times_are_left(world: World) -> None:
     recorder = StepRecorder([GPU], None, 0, world.clock)
     runner = program(world)
     for _ in range(2):
         with recorder.run("step"):
             recorder.run_program(runner)
         world.synchronize()
-    recorder.forget_devices()
+    monkeypatch.setattr(recorder.devices, "finish", fail)
+    recorder.finish(RuntimeError("the device has failed"))
     for run in recorder.runs:
         (part,) = rank_records(recorder, run, lambda at: at / 1e6, (0, 0, 0), {0: 0})
         assert [done.launched for done in part.actions] == [None, None]
         assert [done.seconds for done in part.actions] == pytest.approx([0.001, 0.001])
-    recorder.finish()
 
 
 def test_a_host_that_is_late_is_not_a_wait(world: World) -> None:

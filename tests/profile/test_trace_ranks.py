@@ -131,7 +131,7 @@ def check_causal(trace: ps.Trace) -> None:
 def test_a_clock_that_drifts() -> None:
     aligned = AlignedClock(1_000, ClockOffset(500.0, 10.0))
     assert aligned(2_000) == 2_500 / 1e9
-    aligned.set_end(3_000, ClockOffset(700.0, 30.0))
+    aligned.end = (3_000, ClockOffset(700.0, 30.0))
     assert [aligned(at) for at in (1_000, 2_000, 3_000)] == [1_500 / 1e9, 2_600 / 1e9, 3_700 / 1e9]
     assert aligned.error == 30 / 1e9
 

@@ -1,4 +1,4 @@
-"""Where the documents' programs run: on the CPU, and on a GPU where there is one."""
+"""Run the documents' programs on the CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kind of device that a program finds; on the CPU, as on a machine without a GPU."""
+    """The type of device that a program finds; for ``cpu``, CUDA is hidden."""
     kind: str = request.param
     if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")

@@ -1,4 +1,4 @@
-"""The script that the PopTorch tutorial describes, ``mnist_pipeline.py``, with its command line, made of its snippets.
+"""The script ``mnist_pipeline.py`` of the PopTorch tutorial, assembled from its snippets, with its command line.
 
 python -m tests.seeds.mnist_pipeline --strategy sharded --offload-optimiser --data <directory of MNIST>
 """
@@ -22,14 +22,14 @@ FILE = Path(__file__).with_name("poptorch_tutorial.txt")
 
 
 def tutorial() -> list[str]:
-    """The snippets of the tutorial, in order; its import of poptorch is changed."""
+    """The snippets of the tutorial, in order, with the import of poptorch changed."""
     return FILE.read_text("utf-8").split("\n# %%\n")
 
 
 def run(cell: int, names: dict[str, Any]) -> None:
     """Run a snippet of the tutorial."""
     cells = tutorial()
-    lines = "\n# %%\n".join([*cells[:cell], ""]).count("\n")  # so that errors name the line of the file
+    lines = "\n# %%\n".join([*cells[:cell], ""]).count("\n")  # errors name the line of the file
     exec(compile("\n" * lines + cells[cell], str(FILE), "exec"), names)
 
 
@@ -49,7 +49,7 @@ def loader(opts: poptorch.Options, dataset: Any, batch_size: int) -> poptorch.Da
 
 
 def accuracy_of(model: nn.Module, opts: poptorch.Options, args: argparse.Namespace, names: dict[str, Any]) -> float:
-    """The percentage of test digits that are recognised."""
+    """The accuracy on the test set in percent."""
     inference = opts.clone().deviceIterations(names["inference_iterations"])
     inference.Training.gradientAccumulation(1)
     total, batches = 0.0, 0
@@ -63,7 +63,7 @@ def accuracy_of(model: nn.Module, opts: poptorch.Options, args: argparse.Namespa
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Train and test as the command line says; gives the accuracy on the test set."""
+    """Train and test with the options of the command line; return the accuracy on the test set."""
     parser = argparse.ArgumentParser(description="MNIST training in PopTorch, pipelined or sharded")
     parser.add_argument("--batch-size", type=int, default=40, help="mini-batch size for training")
     parser.add_argument("--device-iterations", type=int, default=10, help="device iterations for training")

@@ -1,4 +1,4 @@
-"""The PopTorch tutorial: its snippets run as they stand, import line aside, and train as the plain model does."""
+"""The snippets of the PopTorch tutorial run unchanged, except the import, and match the plain model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_snippets_match_the_document() -> None:
 
 
 class RecordedModel:
-    """A training model whose calls are kept."""
+    """A training model that records its calls."""
 
     def __init__(self, model: poptorch.PoplarExecutor) -> None:
         self.model = model
@@ -48,7 +48,7 @@ class RecordedModel:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Operators on few samples: threads that wait for each other are no help."""
+    """Operators on few samples are faster with one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def names() -> Iterator[dict[str, Any]]:
 
 
 def replay(model: Any, calls: list[Call]) -> None:
-    """Train the plain model on what the calls were given; what they returned must be what it computes."""
+    """Train the plain model on the arguments of the calls and compare the results."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
@@ -98,7 +98,7 @@ def test_notebook(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> 
     names["get_training_model"] = lambda opts, model: RecordedModel(get_training_model(opts, model))
     run(19, names)
     recording = names["training_model"]
-    assert len(recording.calls) == 3  # epochs of one call: the extract has 4,000 digits
+    assert len(recording.calls) == 3  # one call per epoch: the extract has 4,000 digits
     names["training_data"].terminate()
     replay(plain, recording.calls)
     recording.model.copyWeightsToHost()
@@ -112,7 +112,7 @@ def test_notebook(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> 
     assert "Epoch 3/3" in text
     found = re.search(r"Accuracy on test set: (\d+\.\d+)%", text)
     assert found is not None
-    assert float(found[1]) > 75  # after 30 updates; the whole of MNIST is below
+    assert float(found[1]) > 75  # after 30 updates; the test below uses all of MNIST
     x = names["test_dataset"][0][0][None].repeat(800, 1, 1, 1)
     output = names["inference_model"](x)
     names["inference_model"].copyWeightsToHost()
@@ -160,7 +160,7 @@ def test_strategies_match_the_plain_model(names: dict[str, Any], cell: str, offl
 
 @pytest.mark.slow
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the extract's digits a few: what the options say is done, and not how well it learns."""
+    """Options take effect; accuracy is not tested, because only a few digits are used."""
     monkeypatch.setattr("tests.seeds.vision.MNIST.__len__", lambda self: 800)
     profile_folder = str(tmp_path / "pipeline_profile")
     few = ["--batch-size", "4", "--device-iterations", "4", "--test-batch-size", "2", "--epochs", "1"]

@@ -1,4 +1,4 @@
-"""The programs of TorchDistPackage's document on pipelines, with their import lines changed, on two processes.
+"""The programs of TorchDistPackage's document on pipelines, with changed imports, over two processes.
 
 The document's ``.cuda()`` and ``torch.cuda.amp.autocast(…)`` are written for any device here.
 """
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """torchvision's, but for its size."""
+    """Like torchvision's, but smaller."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def evaluate(model: Any, data_loader: Any, criterion: Any, device: torch.device)
             return output, loss, acc1, acc5
 
 
-# ── and what they are compared with ────────────────────────────────────────────────────────────────────────────────
+# ── comparison with the plain model ────────────────────────────────────────────────────────────────────────────────
 
 
 def programs(rank: int, device_type: str, wrapper: str, own_bwd_fn: bool) -> None:

@@ -1,4 +1,4 @@
-"""The programs of torchgpipe's user guide (0.0.2), with their import lines changed and their dots filled in."""
+"""The programs of torchgpipe's user guide (0.0.2), with changed imports and the ellipses filled in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.compat.torchgpipe import GPipe, current_microbatch, is_recomputing
 from penstock.compat.torchgpipe_balancing import balance_by_size, balance_by_time
 from tests.support.models import assert_same, batch, gradients, labels
 
-# One GPU may have to do for all partitions.
+# All partitions may share one GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.* partitions share .* GPU")
 
 
@@ -24,7 +24,7 @@ def linear() -> nn.Linear:
 
 
 def assert_matches_plain(model: GPipe, plain: nn.Module, input: Tensor, **tolerance: float) -> None:
-    """Output and gradients of the model are those of the plain one, in its own place."""
+    """Compare output and gradients with the plain model."""
     output = model(input.to(model.devices[0]))
     expected = plain(input)
     for one in (output, expected):
@@ -139,7 +139,7 @@ def test_balance_by_size(device_type: str) -> None:
 
 
 class ResNet(nn.Module):
-    """Stands for torchvision's: it is not a Sequential either."""
+    """A replacement of torchvision's, which is not a Sequential either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_layers_take_one_argument(device_type: str) -> None:
 
 
 class ExampleLayer(nn.Module):
-    """A layer of one of the guide's signatures."""
+    """A layer with one of the guide's signatures."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class Layer8(nn.Module):
 
 @pytest.fixture
 def eight_layers() -> Iterator[nn.Sequential]:
-    """The guide's eight layers, behind one more, whose gradient comes over the skip as well."""
+    """The guide's eight layers after one more, whose gradient also passes through the skip."""
     torch.manual_seed(0)
     skips.clear()
     yield nn.Sequential(linear(), Layer1(), *(linear() for _ in range(6)), Layer8())

@@ -1,4 +1,4 @@
-"""The programs of Varuna's document on cut points, with its import lines changed and its dots filled in."""
+"""The programs of Varuna's document on cut points, with changed imports and the ellipses filled in."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
 
 
 class PretrainedModel(nn.Module):
-    """The word embedding is used at the beginning and at the end, and stands in two parameters."""
+    """The word embedding is used at the beginning and at the end, as two parameters."""
 
     def __init__(self, words: int = 13, width: int = 8):
         super().__init__()
@@ -77,7 +77,7 @@ def arguments(rank: int, device_type: str, fp16: bool) -> Namespace:
 
 
 def patch_cuda(device_type: str) -> Any:
-    """Where there is no GPU, or as if there were none."""
+    """Hide CUDA, unless ``device_type`` is "cuda"."""
     return (
         contextlib.nullcontext() if device_type == "cuda" else mock.patch("torch.cuda.is_available", return_value=False)
     )

@@ -1,4 +1,4 @@
-"""A stand-in for torchvision, of which the documents use MNIST and three transforms. It downloads nothing."""
+"""A replacement of torchvision's MNIST and three transforms, which downloads nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from penstock.data.mnist import load
+from penstock.data import load_mnist
 
 __all__ = ["SHARED", "fake_torchvision", "full_mnist_folder"]
 
@@ -23,20 +23,20 @@ SHARED = Path(os.environ.get("PENSTOCK_SHARED", Path(__file__).parents[3] / "sha
 
 
 def full_mnist_folder() -> Path | None:
-    """The directory of the whole of MNIST, if it is at hand."""
+    """The directory of the full MNIST, if it exists."""
     folder = SHARED / "data" / "mnist"
     return folder if (folder / "train-images-idx3-ubyte.gz").is_file() else None
 
 
 class MNIST(Dataset[tuple[Any, int]]):
-    """Handwritten digits: those of ``folder``, or the extract that comes with Penstock."""
+    """The digits of ``folder``, or the extract that comes with Penstock."""
 
     folder: Path | None = None
 
     def __init__(
         self, root: str, train: bool = True, download: bool = False, transform: Callable[[Any], Any] | None = None
     ) -> None:
-        self.digits = load(self.folder)[0 if train else 1]
+        self.digits = load_mnist(self.folder)[0 if train else 1]
         self.transform = transform
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class Compose:
 
 
 class ToTensor:
-    """Bytes to numbers from 0 to 1, with a dimension for the one colour."""
+    """Bytes to floats from 0 to 1, with a channel dimension."""
 
     def __call__(self, image: Tensor) -> Tensor:
         return image.unsqueeze(0).float().div_(255)
@@ -73,7 +73,7 @@ class Normalize:
 
 
 class _SilentProgressBar:
-    """A stand-in for tqdm's bar."""
+    """A replacement of tqdm's progress bar."""
 
     def __init__(self, iterable: Any, total: int | None = None) -> None:
         self.iterable = iterable
@@ -93,7 +93,7 @@ def _module(name: str) -> ModuleType:
 
 @contextmanager
 def fake_torchvision(folder: Path | None = None) -> Iterator[None]:
-    """Let ``import torchvision`` and ``import tqdm`` find the stand-ins, with the digits of ``folder``."""
+    """Let ``import torchvision`` and ``import tqdm`` find the replacements, with the digits of ``folder``."""
     vision: Any = _module("torchvision")
     vision.datasets, vision.transforms = _module("torchvision.datasets"), _module("torchvision.transforms")
     vision.datasets.MNIST = MNIST

@@ -78,11 +78,13 @@ class Published:
 def step_seconds(
     costs: ModelCosts, pipe: int, microbatches: int, *, interleaved: int = 1, recompute: bool = False
 ) -> float:
-    """The seconds of a step of 1F1B, by its formula: each rank has as many layers, the ends go with the first and last.
-    Where that does not come out even, the ends count as a layer each.
+    """Seconds of a step of 1F1B by its formula.
 
-    The slowest rank works all the time; the others' work on one micro-batch, divided by the stages of a rank, is what
-    the bubble takes, with the hops of the first micro-batch down and of the last one up.
+    Ranks have equally many layers; embedding and head are with the first and the last layer. If the layers do not
+    divide evenly, embedding and head count as a layer each.
+
+    The slowest rank works all the time. The bubble is the other ranks' work on one micro-batch, divided by the stages
+    per rank, plus the hops of the first micro-batch down and of the last one up.
     """
     ends = [costs.layers[0], costs.layers[-1]]
     inner = costs.layers[1:-1]

@@ -1,7 +1,7 @@
 """Pipelines of processes: every rank's part of a step equals the plain model's, whatever crosses between them.
 
 A case is a function that runs on every rank of a group of worker processes (``two``, ``three``, ``four``), which many
-cases share. What a rank asserts there, the test asserts.
+cases share. A failed assertion on any rank fails the test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.channel.base import Endpoint
-from penstock.engine.channel.process import InFlight, TensorFormat
+from penstock.engine.channel.process import InFlight
 from tests.support.models import PlainResult, assert_same, batch, gradients, labels, mlp, plain_step
 from tests.support.ranks import Ranks
 
@@ -50,9 +50,9 @@ def sends() -> Iterator[list[Endpoint]]:
     sent: list[Endpoint] = []
     several, one = Endpoint.send, InFlight.send_tensor
 
-    def count_one(message: InFlight, tensor: Tensor, format: TensorFormat) -> None:
-        sent.append(format.endpoint)
-        one(message, tensor, format)
+    def count_one(message: InFlight, tensor: Tensor) -> None:
+        sent.append(message.endpoint)
+        one(message, tensor)
 
     def count_several(endpoint: Endpoint, tensors: Sequence[Tensor]) -> list[Any]:
         sent.extend([endpoint] * len(tensors))
@@ -225,7 +225,7 @@ def test_every_kind_of_loss_is_that_of_the_mini_batch_on_every_rank(two: Ranks) 
 
 
 class Fan(nn.Module):
-    """What leaves is nested, begins with what has no gradient, and is partly of no use."""
+    """The output is nested, starts with a value without gradient, and is partly unused."""
 
     def __init__(self) -> None:
         super().__init__()

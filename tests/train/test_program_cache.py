@@ -43,7 +43,7 @@ def few_remembered(rank: int, dynamic: bool) -> list[Any]:
                 assert_plain(pipe, model, batch(samples))
                 protocol, programs = pipe._executor.protocol, pipe._executor.programs
                 assert len(protocol.numbers) in (0, len(protocol.headers))
-                found.append((list(protocol.headers._values), list(programs._loaded._values)))
+                found.append((list(protocol.headers), list(programs._loaded)))
     return found
 
 
@@ -89,7 +89,7 @@ def test_the_default_dtype_is_part_of_a_kind(two: Ranks) -> None:
 
 
 def default_device(rank: int, dynamic: bool) -> None:
-    """What the ranks tell each other is on the host, wherever tensors are made by default."""
+    """Control messages of the ranks are on the host, whatever the default device."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), batch()
     expected = plain_step(model, x, x, F.mse_loss)

@@ -6,9 +6,10 @@ Each subcommand is a module of this package with an ``app``. It is imported when
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +23,8 @@ try:
 except ImportError:  # before typer had its own copy of click
     from click import ClickException as TyperException  # type: ignore[assignment]
 
+from penstock import __version__
 from penstock.errors import PenstockError
-from penstock.version import __version__
-
-__all__ = ["UsageError", "app", "complete_schedule", "count", "flag", "main", "unwritable", "value"]
 
 _COMMANDS = {
     "schedule": "Draw, write or verify a pipeline schedule.",
@@ -79,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is that of the script.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # drawings on a terminal without Unicode
     try:
         code = get_command(app).main(argv, "penstock", standalone_mode=False)
         sys.stdout.flush()
@@ -99,29 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit.code if isinstance(exit.code, int) else 1
 
 
-def count(help: str, *names: str, minimum: int = 1, metavar: str = "N") -> Any:
-    """An option that is a whole number from ``minimum``."""
-
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = minimum - 1
-        if number < minimum:
-            raise typer.BadParameter(f"{text!r} is not a whole number from {minimum}")
-        return number
-
-    return typer.Option(*names, parser=parse, metavar=metavar, help=help)
-
-
-def flag(name: str, help: str) -> Any:
-    """An option without a value."""
-    return typer.Option(name, help=help)
-
-
-def value(metavar: str, help: str, *names: str, parser: Callable[[str], Any] | None = None) -> Any:
-    """An option with a text as its value, or the result of its ``parser``."""
-    return typer.Option(*names, metavar=metavar, help=help, parser=parser)
+def option(help: str, *names: str, **settings: Any) -> Any:
+    """``typer.Option`` with its help first."""
+    return typer.Option(*names, help=help, **settings)
 
 
 def unwritable(path: str | Path) -> str | None:

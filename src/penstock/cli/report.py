@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import UsageError, value
+from penstock.cli import UsageError, option
 
 _EXAMPLES = """\
 Examples, after trace.save("run.json") of `with pipe.trace() as trace:`:
@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False)
 def report(
     trace_file: Annotated[str, typer.Argument(metavar="TRACE", help="A saved trace.")],
     output: Annotated[
-        str | None, value("FILE", "The page to write (default: TRACE with .html).", "-o", "--output")
+        str | None, option("The page to write (default: TRACE with .html).", "-o", "--output", metavar="FILE")
     ] = None,
 ) -> None:
     """Make an HTML page of a saved trace: timeline, idle time by cause, memory, advice."""

@@ -7,7 +7,6 @@ error of a rank        all      ──▶ files, one each      ─▶ the first 
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import logging
 import os
@@ -18,8 +17,8 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.cli import UsageError, count, flag, value
+from penstock.cli import UsageError, option
 from penstock.errors import PenstockError
 from penstock.train.launch import usable_cores
 
@@ -57,13 +56,6 @@ On two machines, with the same line on both, or with --node-rank 1 on the second
 """
 
 
-def _endpoint(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise typer.BadParameter(f"{text!r} is not HOST:PORT")
-    return text
-
-
 app = typer.Typer(add_completion=False)
 
 
@@ -74,55 +66,65 @@ app = typer.Typer(add_completion=False)
 )
 def run(
     script: Annotated[str, typer.Argument(metavar="train.py", help="The script, or with -m the module.")],
-    stages: Annotated[int, count("Processes in a pipeline: the mesh's 'pipe'.")],
+    stages: Annotated[int, option("Processes in a pipeline: the mesh's 'pipe'.", min=1)],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's arguments.")] = None,
-    data: Annotated[int, count("Replicas of the pipeline.")] = 1,
-    tensor: Annotated[int, count("Processes that share a rank's layers.")] = 1,
-    nnodes: Annotated[int, count("Machines, with as many processes each.")] = 1,
-    node_rank: Annotated[int | None, count("This machine's number; with --master.", minimum=0, metavar="K")] = None,
-    master: Annotated[str | None, value("HOST:PORT", "Address of machine 0, a free port.", parser=_endpoint)] = None,
+    data: Annotated[int, option("Replicas of the pipeline.", min=1)] = 1,
+    tensor: Annotated[int, option("Processes that share a rank's layers.", min=1)] = 1,
+    nnodes: Annotated[int, option("Machines, with as many processes each.", min=1)] = 1,
+    node_rank: Annotated[int | None, option("This machine's number; with --master.", min=0)] = None,
+    master: Annotated[str | None, option("Address of machine 0, a free port.", metavar="HOST:PORT")] = None,
     rdzv_endpoint: Annotated[
-        str | None, value("HOST:PORT", "The same, if machines have no --node-rank.", parser=_endpoint)
+        str | None, option("The same, if machines have no --node-rank.", metavar="HOST:PORT")
     ] = None,
-    cpu: Annotated[bool, flag("--cpu", "Use no GPUs.")] = False,
-    all_ranks: Annotated[bool, flag("--all-ranks", "Show the output of every rank.")] = False,
-    log_dir: Annotated[str | None, value("DIR", "Keep the output of ranks 1, 2, … as DIR/rank1.out, …")] = None,
-    module: Annotated[bool, flag("-m", "The script is a module, as for 'python -m'.")] = False,
+    cpu: Annotated[bool, option("Use no GPUs.", "--cpu")] = False,
+    all_ranks: Annotated[bool, option("Show the output of every rank.", "--all-ranks")] = False,
+    log_dir: Annotated[
+        str | None, option("Keep the output of ranks 1, 2, … as DIR/rank1.out, …", metavar="DIR")
+    ] = None,
+    module: Annotated[bool, option("The script is a module, as for 'python -m'.", "-m")] = False,
 ) -> int:
     """Train a script as a pipeline."""
-    total, endpoint = stages * data * tensor, master or rdzv_endpoint
+    total = stages * data * tensor
     _check_machines(total, nnodes, node_rank, master, rdzv_endpoint)
-    _check_script(script, module)
-    logs = _Logs(_directory(log_dir), all_ranks)
-    command = ("-u", _WORKER, *(["-m"] * module), script, *(arguments or ()))
-    mesh = {"PENSTOCK_PIPE": str(stages), "PENSTOCK_DATA": str(data), "PENSTOCK_TENSOR": str(tensor)}
-    keep = log_dir is not None
+    if not module and not Path(script).is_file():
+        raise UsageError(f"there is no file {script!r}")
+    if module and PathFinder.find_spec(package := script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        raise UsageError(f"there is no module {script!r}: {package!r} is not here, nor installed")
+    try:
+        directory = Path(log_dir or tempfile.mkdtemp(prefix="penstock_"))
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to --log-dir {log_dir!r}: {error.strerror}") from None
+    endpoint = master or rdzv_endpoint
     config = LaunchConfig(
         min_nodes=nnodes,
         max_nodes=nnodes,
         nproc_per_node=total // nnodes,
         run_id="penstock" if endpoint else uuid.uuid4().hex,
         max_restarts=0,
-        logs_specs=logs,
+        logs_specs=_Logs(directory, all_ranks),
         log_line_prefix_template="[rank ${rank}] ",
-        **_rendezvous(endpoint, node_rank),
+        # On one machine, the store is in this process, on a port that the system chooses: any rank may end without it.
+        rdzv_backend="static" if master else "c10d",
+        rdzv_endpoint=endpoint or "localhost:0",
+        rdzv_configs={"rank": node_rank} if master else {},
+        local_addr=None if endpoint else "127.0.0.1",
     )
+    mesh = {"PENSTOCK_PIPE": str(stages), "PENSTOCK_DATA": str(data), "PENSTOCK_TENSOR": str(tensor)}
+    keep = log_dir is not None
     try:
         with _environment(mesh, total // nnodes, cpu):
-            elastic_launch(config, sys.executable)(*command)
+            elastic_launch(config, sys.executable)("-u", _WORKER, *(["-m"] * module), script, *(arguments or ()))
         return 0
     except ChildFailedError as error:
-        failure = _first_failure(error.failures, logs)
-        printed = any(file.stat().st_size for file in logs.directory.glob("rank*.*"))
+        summary, text, code = first_failure(error.failures, directory, all_ranks)
+        printed = any(file.stat().st_size for file in directory.glob("rank*.*"))
         keep = keep or printed
-        text = failure.text.rstrip()
         machine = " (the first on this machine)" if nnodes > 1 else ""
-        print(f"\npenstock: {failure.summary}{machine}{':' if text else ''}", file=sys.stderr)
-        if text:
-            print(f"\n{text}\n", file=sys.stderr)
+        print(f"\npenstock: {summary}{machine}" + (f":\n\n{text}\n" if text else ""), file=sys.stderr)
         if printed:
-            print(f"penstock: the output of ranks other than 0 is in {logs.directory}", file=sys.stderr)
-        return failure.code
+            print(f"penstock: the output of ranks other than 0 is in {directory}", file=sys.stderr)
+        return code
     except SignalException as error:
         return 128 + error.sigval
     except (RendezvousError, dist.DistError, TimeoutError) as error:
@@ -130,7 +132,7 @@ def run(
         raise PenstockError(f"the {nnodes} machines did not connect{at}: {error}") from error
     finally:
         if not keep:
-            shutil.rmtree(logs.directory, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _check_machines(
@@ -138,53 +140,22 @@ def _check_machines(
 ) -> None:
     if total % nnodes:
         raise UsageError(f"{total} processes cannot be shared equally by --nnodes {nnodes} machines")
-    if master and rdzv_endpoint:
-        raise UsageError("--master is for machines with a --node-rank, --rdzv-endpoint for those without: give one")
     if nnodes == 1 and (master or rdzv_endpoint or node_rank is not None):
         raise UsageError("--master, --rdzv-endpoint and --node-rank are for several machines: give --nnodes, too")
-    if nnodes > 1 and not master and not rdzv_endpoint:
-        raise UsageError(f"{nnodes} machines need an address to connect to: give --rdzv-endpoint HOST:PORT or --master")
-    if master and node_rank is None:
-        raise UsageError("--master needs --node-rank: which of the machines this is, from 0 on")
-    if rdzv_endpoint and node_rank is not None:
-        raise UsageError("with --rdzv-endpoint the machines number themselves: leave out --node-rank, or use --master")
+    if nnodes > 1 and bool(master) == bool(rdzv_endpoint):
+        raise UsageError(f"{nnodes} machines need one address to connect to: give --rdzv-endpoint or --master")
+    endpoint = master or rdzv_endpoint or "localhost:1"
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{endpoint!r} is not HOST:PORT")
+    if bool(master) != (node_rank is not None):
+        raise UsageError("--master needs --node-rank, the number of this machine from 0; --rdzv-endpoint has none")
     if node_rank is not None and node_rank >= nnodes:
         raise UsageError(f"--node-rank {node_rank} is too high: --nnodes {nnodes} are numbered from 0 on")
-    if endpoint := master or rdzv_endpoint:
-        host = endpoint.rpartition(":")[0].strip("[]")
-        try:
-            socket.getaddrinfo(host, None)
-        except (OSError, UnicodeError):
-            raise UsageError(f"the machine {host!r} is not known here: is its name right?") from None
-
-
-def _check_script(script: str, module: bool) -> None:
-    if module:
-        package = script.partition(".")[0]
-        if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
-            raise UsageError(f"there is no module {script!r}: {package!r} is not here, nor installed")
-    elif not Path(script).is_file():
-        raise UsageError(f"there is no file {script!r}")
-
-
-def _directory(log_dir: str | None) -> Path:
-    """The directory for the output of the ranks."""
-    if log_dir is None:
-        return Path(tempfile.mkdtemp(prefix="penstock_"))
     try:
-        Path(log_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to --log-dir {log_dir!r}: {error.strerror}") from None
-    return Path(log_dir)
-
-
-def _rendezvous(endpoint: str | None, node_rank: int | None) -> dict[str, Any]:
-    if endpoint is None:
-        # The store is in this process, on a port that the system chooses: any rank may end without it.
-        return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1"}
-    if node_rank is None:
-        return {"rdzv_backend": "c10d", "rdzv_endpoint": endpoint}
-    return {"rdzv_backend": "static", "rdzv_endpoint": endpoint, "rdzv_configs": {"rank": node_rank}}
+        socket.getaddrinfo(host.strip("[]"), None)
+    except (OSError, UnicodeError):
+        raise UsageError(f"the machine {host!r} is not known here: is its name right?") from None
 
 
 @contextmanager
@@ -236,45 +207,33 @@ class _Logs(LogsSpecs):
         )
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """The first failure: in a line, in full, and as an exit code."""
+def first_failure(failures: dict[int, ProcessFailure], directory: Path, shown: bool) -> tuple[str, str, int]:
+    """The failure that the others followed from: in a line, in full, and as an exit code.
 
-    summary: str
-    text: str
-    code: int
-
-
-def _first_failure(failures: dict[int, ProcessFailure], logs: _Logs) -> _Failure:
-    """The failure that the others followed from."""
-    records: dict[int, dict[str, Any]] = {}  # that ranks wrote before they ended
+    The full text is the error that the rank recorded, or the end of its stderr, unless that was ``shown``.
+    """
+    records: dict[int, dict[str, Any]] = {}
     for rank, failure in failures.items():
         file = Path(failure.error_file)
-        try:
+        with suppress(OSError, ValueError):
             records[rank] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        finally:
-            file.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
 
     def order(rank: int) -> tuple[int, float]:
         """Killed processes first. Those that were aborted, or asked to end, are no cause."""
         code, timestamp = failures[rank].exitcode, failures[rank].timestamp
         if rank in records:
             return 1, records[rank].get("time", timestamp)
-        return ({signal.SIGABRT: 2, signal.SIGTERM: 3}.get(-code, 0) if code < 0 else 1), timestamp  # type: ignore[call-overload]
+        return {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(code, int(code > 0)), timestamp
 
     rank = min(failures, key=order)
-    failure = failures[rank]
     if rank in records:
         record = records[rank]
-        code = record.get("code", 1)
-        text = record["message"]["extraInfo"]["py_callstack"]
-        return _Failure(f"rank {record.get('rank', rank)} failed, with exit code {code}", text, code)
-    text = ""
-    stderr = logs.directory / f"rank{rank}.err"
-    if not logs.show_all and stderr.exists():
-        text = "\n".join(stderr.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-    if failure.exitcode > 0:
-        return _Failure(f"rank {rank} failed, with exit code {failure.exitcode}", text, failure.exitcode)
-    return _Failure(f"rank {rank} was killed by {failure.signal_name()}", text, 128 - failure.exitcode)
+        code, text = record.get("code", 1), record["message"]["extraInfo"]["py_callstack"]
+        return f"rank {record.get('rank', rank)} failed, with exit code {code}", text.rstrip(), code
+    code, text, stderr = failures[rank].exitcode, "", directory / f"rank{rank}.err"
+    if not shown and stderr.exists():
+        text = "\n".join(stderr.read_text(errors="replace").splitlines()[-_LAST_LINES:]).rstrip()
+    if code < 0:
+        return f"rank {rank} was killed by {failures[rank].signal_name()}", text, 128 - code
+    return f"rank {rank} failed, with exit code {code}", text, code

@@ -5,23 +5,23 @@ from __future__ import annotations
 import csv
 import math
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand
 
-from penstock.cli import UsageError, complete_schedule, count, flag, value
+from penstock.cli import UsageError, complete_schedule, option
 from penstock.errors import ScheduleError
 from penstock.schedule.registry import SCHEDULES, build
 from penstock.schedule.schedule import Schedule, loop, vee
-from penstock.schedule.search import SearchResult, auto
+from penstock.schedule.search import auto
 from penstock.schedule.simulate import Costs, simulate
-from penstock.schedule.text import from_csv, from_text, to_csv, to_text
+from penstock.schedule.text import from_csv, from_text, to_csv
 from penstock.schedule.verify import verify
-from penstock.viz import align_columns, describe_schedule, memory_rows, print_schedule, print_text
+from penstock.viz import describe_schedule, memory_table, print_schedule
 
 _EXAMPLES = """\
 Examples:
@@ -52,34 +52,20 @@ _COSTS_HELP = "Times of a rank's share of a micro-batch: " + ", ".join(f"{k} {v}
 _MEMORY_HELP = "With auto: memory of a rank, in its shares of a micro-batch (default: that of 1f1b, p)."
 
 
-def _memory(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise typer.BadParameter(f"{text!r} is not a number above 0")
-    return number
-
-
 def _costs(text: str) -> dict[str, float]:
     """``f=1,comm=0.1`` as a dictionary."""
     costs: dict[str, float] = {}
     for part in text.split(","):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in _COST_NAMES:
-            raise typer.BadParameter(
-                f"{part.strip()!r} is not a cost: expected NAME=NUMBER with NAME one of {', '.join(_COST_NAMES)}, "
-                "as in f=1,comm=0.1"
-            )
-        if name in costs:
-            raise typer.BadParameter(f"{name} is there twice")
+        name, _, number = map(str.strip, part.partition("="))
         try:
-            costs[name] = float(value)
+            if name not in _COST_NAMES or name in costs or not 0 <= float(number) < math.inf:
+                raise ValueError
         except ValueError:
-            costs[name] = math.nan
-        if not 0 <= costs[name] < math.inf:
-            raise typer.BadParameter(f"{part.strip()!r}: {value!r} is not a number from 0")
+            raise typer.BadParameter(
+                f"{part.strip()!r} is not a cost: expected NAME=NUMBER, a number from 0, with each NAME once and one "
+                f"of {', '.join(_COST_NAMES)}, as in f=1,comm=0.1"
+            ) from None
+        costs[name] = float(number)
     return costs
 
 
@@ -103,22 +89,22 @@ def schedule(
     name: Annotated[
         str | None, typer.Argument(metavar="SCHEDULE", help="Its name: see --list.", autocompletion=complete_schedule)
     ] = None,
-    p: Annotated[int, count("Ranks.", "-p", metavar="RANKS")] = 4,
-    m: Annotated[int, count("Micro-batches.", "-m", metavar="MICROBATCHES")] = 8,
-    v: Annotated[int | None, count("Stages per rank, where one can choose.", "-v", metavar="STAGES")] = None,
-    costs: Annotated[Any, value("f=1,i=1,w=1,comm=0", _COSTS_HELP, parser=_costs)] = None,
-    memory: Annotated[float | None, value("SHARES", _MEMORY_HELP, parser=_memory)] = None,
-    recompute: Annotated[bool, flag("--recompute", "With auto: recompute forwards where that saves time.")] = False,
+    p: Annotated[int, option("Ranks.", "-p", metavar="RANKS", min=1)] = 4,
+    m: Annotated[int, option("Micro-batches.", "-m", metavar="MICROBATCHES", min=1)] = 8,
+    v: Annotated[int | None, option("Stages per rank, where one can choose.", "-v", metavar="STAGES", min=1)] = None,
+    costs: Annotated[Any, option(_COSTS_HELP, metavar="f=1,i=1,w=1,comm=0", parser=_costs)] = None,
+    memory: Annotated[float | None, option(_MEMORY_HELP, metavar="SHARES", min=0.0)] = None,
+    recompute: Annotated[bool, option("With auto: recompute forwards where that saves time.", "--recompute")] = False,
     shape: Annotated[
         Literal["loop", "v"] | None,
-        typer.Option(help="With auto: stages go round the ranks, or there and back (default loop)."),
+        option("With auto: stages go round the ranks, or there and back (default loop)."),
     ] = None,
-    csv_file: Annotated[str | None, value("[FILE]", "Write it as CSV, one row per rank.", "--csv")] = None,
-    text_file: Annotated[str | None, value("[FILE]", "Write it as text.", "--text")] = None,
+    csv_file: Annotated[str | None, option("Write it as CSV, one row per rank.", "--csv", metavar="[FILE]")] = None,
+    text_file: Annotated[str | None, option("Write it as text.", "--text", metavar="[FILE]")] = None,
     verify_file: Annotated[
-        str | None, value("FILE", "Check a schedule in a file, text or CSV (- is stdin).", "--verify")
+        str | None, option("Check a schedule in a file, text or CSV (- is stdin).", "--verify", metavar="FILE")
     ] = None,
-    list_all: Annotated[bool, flag("--list", "List all schedules.")] = False,
+    list_all: Annotated[bool, option("List all schedules.", "--list")] = False,
 ) -> None:
     """Draw a schedule with its bubble and memory, write it, or verify one from a file."""
     given = {"--csv": csv_file, "--text": text_file, "--verify": verify_file, "--list": list_all or None}
@@ -126,62 +112,47 @@ def schedule(
     if len(actions) > 1:
         raise UsageError(f"{actions[0]} and {actions[1]} exclude each other: give one")
     if list_all:
-        return _list()
+        for each, kind in SCHEDULES.items():
+            print(f"{each:<12}  {kind.description}")
+        print(f"{_AUTO:<12}  searched: for your costs, memory and placement")
+        return
     if verify_file is not None:
         if name is not None:
             raise UsageError(f"--verify checks a file: leave out {name!r}")
-        return _verify(verify_file)
+        _verify(verify_file)
+        return
     if name is None:
         raise UsageError("which schedule? Give its name before the options; --list lists all")
     if p * m * (v or 1) > _MAX_CELLS:
         raise UsageError(f"-p {p} -m {m} is too much: at most {_MAX_CELLS:,} micro-batches times stages")
-    note = ""
+    costs, note = costs or {}, ""
     try:
         if name.strip().lower() == _AUTO:
-            result = _search(p, m, v, shape, costs or {}, memory, recompute)
+            v = v or (2 if shape == "v" else 1)
+            if shape == "v" and v != 2:
+                raise UsageError(f"--shape v has 2 stages on each rank, not {v}: leave -v out")
+            placement = vee(p) if shape == "v" else loop(p, v)
+            recomputed = None if recompute else False
+            result = auto(Costs.per_rank(v=v, **costs), placement, m, cap=memory, recompute=recomputed)
             order, note = result.schedule, str(result)
         elif memory is not None or shape is not None or recompute:
             raise UsageError(f"--memory, --shape and --recompute are for the schedule {_AUTO!r}: {name!r} has its own")
         else:
             order = build(name, p, m, v)
+        text = to_csv(order) if csv_file else str(order)
     except ScheduleError as error:
         raise UsageError(str(error)) from None
-    if csv_file is not None:
-        return _write(csv_file, to_csv(order))
-    if text_file is not None:
-        return _write(text_file, to_text(order))
-    print_schedule(simulate(order, Costs.per_rank(v=order.num_stages // order.num_ranks, **(costs or {}))))
-    if note:
-        print(note)
-
-
-def _search(
-    p: int, m: int, v: int | None, shape: str | None, costs: dict[str, float], memory: float | None, recompute: bool
-) -> SearchResult:
-    v = v or (2 if shape == "v" else 1)
-    if shape == "v" and v != 2:
-        raise ScheduleError(f"--shape v has 2 stages on each rank, not {v}: leave -v out")
-    placement = vee(p) if shape == "v" else loop(p, v)
-    return auto(Costs.per_rank(v=v, **costs), placement, m, cap=memory, recompute=None if recompute else False)
-
-
-def _list() -> None:
-    width = max(map(len, SCHEDULES))
-    for name, kind in SCHEDULES.items():
-        print(f"{name.ljust(width)}  {kind.description}")
-    print(f"{_AUTO.ljust(width)}  searched: for your costs, memory and placement")
-
-
-def _write(target: str, text: str) -> None:
-    if not text.endswith("\n"):
-        text += "\n"
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {target!r}: {_reason(error)}") from None
+    target = csv_file or text_file
+    if target is None:
+        print_schedule(simulate(order, Costs.per_rank(v=order.num_stages // order.num_ranks, **costs)))
+        print(note, end="\n" if note else "")
+    elif target == "-":
+        print(text, end="")
+    else:
+        try:
+            Path(target).write_text(text, encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot write {target!r}: {_reason(error)}") from None
 
 
 def _verify(source: str) -> None:
@@ -191,31 +162,22 @@ def _verify(source: str) -> None:
         raise UsageError(f"cannot read {source!r}: {_reason(error)}") from None
     schedule = _parse(source, data)
     report = verify(schedule)
-    lines = align_columns(memory_rows(schedule, report), shutil.get_terminal_size((80, 24)).columns)
-    print_text(
-        "\n".join([f"{describe_schedule(schedule)}: complete, in order, free of deadlock", "", *lines]), sys.stdout
-    )
+    print(f"{describe_schedule(schedule)}: complete, in order, free of deadlock\n")
+    Console(highlight=False).print(memory_table(schedule, report))
 
 
 def _parse(source: str, data: bytes) -> Schedule:
     """A schedule in either form: rows of a CSV have commas, text has none (but in comments)."""
     try:
         text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise ScheduleError(f"{source!r} is not a text file: expected a schedule as text or CSV")
-    if not text.strip():
-        raise ScheduleError(f"{source!r} is empty: expected a schedule as text or CSV")
-    rows = [line.partition("#")[0] for line in text.splitlines()]
-    if any(re.search(r"[1-9][0-9]{6}", row) for row in rows):
-        raise ScheduleError(f"{source!r} has a stage or a micro-batch from {_MAX_CELLS:,} on: that is too many")
-    if not any("," in row for row in rows):
+        rows = [line.partition("#")[0] for line in text.splitlines()]
+        if any(re.search(r"[1-9][0-9]{6}", row) for row in rows):
+            raise ScheduleError(f"{source!r} has a stage or a micro-batch from {_MAX_CELLS:,} on: that is too many")
+        if any("," in row for row in rows):
+            return from_csv(text, "custom" if source == "-" else Path(source).stem)
         return from_text(text)
-    try:
-        return from_csv(text, "custom" if source == "-" else Path(source).stem)
-    except csv.Error as error:
-        raise ScheduleError(f"{source!r} is not a CSV file: {error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ScheduleError(f"{source!r} is not a schedule as text or CSV: {error}") from None
 
 
 def _reason(error: OSError | ValueError) -> str:

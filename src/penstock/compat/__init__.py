@@ -20,8 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.errors import PipelineError, PlanError
-from penstock.suggest import did_you_mean
+from penstock.errors import PipelineError, PlanError, did_you_mean
 
 __all__ = ["SYSTEMS", "install"]
 

@@ -1,1 +1,89 @@
-"""Data that ships with the package: enough of MNIST to see a pipeline learn."""
+"""MNIST, read from its original files: the extract beside this file, or all of it from a directory."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+
+FILES = {
+    "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+}
+"""The images and the labels of each half, under the names they were published with."""
+
+_EXTRACT = Path(__file__).parent
+_MEAN, _DEVIATION = 0.1307, 0.3081  # of all training pixels, from 0 to 1
+_UBYTE = b"\0\0\x08"  # an idx file of unsigned bytes starts so
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images of handwritten digits, and their labels."""
+
+    images: Tensor  # [n, 28, 28], bytes
+    labels: Tensor  # [n], bytes from 0 to 9
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, size: int, *, shuffle: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Mini-batches of (normalised images, labels), in an order that the seed ``shuffle`` makes, if given.
+
+        The last one may be smaller.
+        """
+        order = torch.arange(len(self))
+        if shuffle is not None:
+            order = torch.randperm(len(self), generator=torch.Generator().manual_seed(shuffle))
+        for indices in torch.split(order, size):
+            pixels = self.images[indices].unsqueeze(1).float() / 255  # [size, 1, 28, 28], from 0 to 1
+            yield (pixels - _MEAN) / _DEVIATION, self.labels[indices].long()
+
+
+def load_mnist(directory: str | Path | None = None) -> tuple[Digits, Digits]:
+    """The training and the test digits: 4,000 and 1,000 that are part of the package.
+
+    With ``directory``, all of the four original files that are there.
+    """
+    folder = _EXTRACT if directory is None else Path(directory)
+    missing = [name for pair in FILES.values() for name in pair if not (folder / name).is_file()]
+    if missing:
+        raise PenstockError(
+            f"{folder} does not have {', '.join(missing)}: MNIST is four files, to be had from "
+            "https://ossci-datasets.s3.amazonaws.com/mnist/ for example"
+        )
+    return _digits(folder, "train"), _digits(folder, "test")
+
+
+def read_idx(path: str | Path) -> Tensor:
+    """The bytes of a gzip-compressed idx file, in the shape that its header gives."""
+    try:
+        data = gzip.decompress(Path(path).read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise PenstockError(f"{path} cannot be read: {error}") from error
+    if data[:3] != _UBYTE or len(data) < 4 + 4 * data[3]:
+        raise PenstockError(f"{path} is not an idx file of bytes: it starts with {data[:4].hex(' ') or 'nothing'}")
+    start = 4 + 4 * data[3]
+    shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4)]
+    have, need = len(data) - start, math.prod(shape)
+    if have != need:
+        raise PenstockError(f"{path} has {have} bytes of data, but its shape {shape} needs {need}")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start).reshape(shape)
+
+
+def _digits(folder: Path, half: str) -> Digits:
+    images, labels = (read_idx(folder / name) for name in FILES[half])
+    if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
+        raise PenstockError(
+            f"{' and '.join(FILES[half])} in {folder} do not belong together: they have the shapes "
+            f"{list(images.shape)} and {list(labels.shape)}"
+        )
+    return Digits(images, labels)

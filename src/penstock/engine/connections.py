@@ -8,11 +8,10 @@ from typing import Protocol
 
 import torch
 
-from penstock.engine.channel.base import Channel, Endpoint, WaitTimer
-from penstock.engine.channel.dynamic import DynamicBackwardChannel, DynamicEndpoints, DynamicForwardChannel
-from penstock.engine.channel.groups import Group, open_group, uses_nccl
+from penstock.engine.channel.base import Channel, Endpoint, Group, WaitTimer, open_group, uses_nccl
+from penstock.engine.channel.dynamic import DynamicBackwardChannel, DynamicEndpoint, DynamicForwardChannel
 from penstock.engine.channel.local import LocalChannel
-from penstock.engine.channel.process import BackwardChannel, ForwardChannel, ProcessChannel
+from penstock.engine.channel.process import BackwardChannel, ForwardChannel
 from penstock.engine.failure.sockets import abort_nccl
 from penstock.engine.failure.watch import Watch
 from penstock.engine.replicas import ReplicaGroup
@@ -96,10 +95,6 @@ class Connections:
                     endpoints[a, b, direction].connect(sender=self.rank == a)
         return endpoints
 
-    @property
-    def closed(self) -> bool:
-        return not self.groups
-
     def close(self) -> None:
         """Leave all groups, after everything else has dropped its references to them."""
         abort_nccl([group for group in self.groups if group.name() == "nccl"])
@@ -116,10 +111,10 @@ class RankProgram:
 
     def close(self) -> None:
         for channel in self.channels:
-            if isinstance(channel, ProcessChannel | DynamicForwardChannel):
-                channel.close()
+            channel.close()
 
 
+@dataclass
 class ProgramCache:
     """This rank's compiled programs, one for each kind of mini-batch, made when it comes for the first time.
 
@@ -129,35 +124,24 @@ class ProgramCache:
     number of micro-batches, and headers always go over the staged endpoints.
     """
 
-    def __init__(
-        self,
-        edges: Sequence[Edge],
-        placement: Sequence[int],
-        rank: int,
-        device: torch.device,
-        stages: Mapping[int, StageEngine],
-        source: ScheduleProvider,
-        endpoints: Endpoints,
-        staged: Endpoints,
-        dynamic: bool = False,
-    ) -> None:
-        self.edges = edges
-        self.placement = placement
-        self.rank = rank
-        self.device = device
-        self.stages = stages
-        self.source = source
-        self.endpoints = endpoints
-        self.staged = staged
-        self.reducer: GradReducer | None = None  # set when the pipeline has replicas
-        self.dynamic = dynamic
+    edges: Sequence[Edge]
+    placement: Sequence[int]
+    rank: int
+    device: torch.device
+    stages: Mapping[int, StageEngine]
+    source: ScheduleProvider
+    endpoints: Endpoints
+    staged: Endpoints
+    dynamic: bool
+    reducer: GradReducer | None = None  # set when the pipeline has replicas
+
+    def __post_init__(self) -> None:
         self._loaded: LRUCache[Hashable, bool] = LRUCache(MAX_KINDS)
         self._compiled: LRUCache[Hashable, RankProgram] = LRUCache(16)  # compiled programs are larger than headers
         self._first: RankProgram | None = None  # of a first step, used once
         self._programs: dict[tuple[int, bool, bool], LoweredProgram] = {}
 
     def get(self, header: StepHeader) -> RankProgram:
-        """The program for an announced mini-batch."""
         kind: Hashable = header.number
         if self.dynamic:
             kind = (len(header.sizes), header.training, header.caller_loss)
@@ -188,11 +172,9 @@ class ProgramCache:
         channels = (*forward.values(), *backward.values())
         return RankProgram(compile_program(program.instructions, bindings), io, channels)
 
-    def _channels(
-        self, header: StepHeader, endpoints: Endpoints
-    ) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
+    def _channels(self, header: StepHeader, endpoints: Endpoints) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
         count = len(header.sizes)
-        dynamic = DynamicEndpoints(endpoints, self.staged) if self.dynamic else None
+        dynamic = {key: DynamicEndpoint(endpoint, self.staged[key]) for key, endpoint in endpoints.items()}
         forward: dict[Edge, Channel] = {}
         backward: dict[Edge, Channel] = {}
         for src, dst in self.edges:
@@ -203,9 +185,9 @@ class ProgramCache:
                 forward[src, dst] = LocalChannel(count, self.device, self.device)
                 backward[dst, src] = LocalChannel(count, self.device, self.device)
                 continue
-            if dynamic is not None:
-                forward[src, dst] = DynamicForwardChannel(dynamic, (a, b, "F"), f"stage {src}")
-                backward[dst, src] = DynamicBackwardChannel(dynamic, (b, a, "B"), f"stage {dst}")
+            if self.dynamic:
+                forward[src, dst] = DynamicForwardChannel(dynamic[a, b, "F"], f"stage {src}", dynamic.values())
+                backward[dst, src] = DynamicBackwardChannel(dynamic[b, a, "B"], f"stage {dst}", dynamic.values())
                 continue
             metas = header.metas((src, dst))
             forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
@@ -215,7 +197,6 @@ class ProgramCache:
         return forward, backward
 
     def reschedule(self, source: ScheduleProvider) -> None:
-        """Drop the programs of another order."""
         self._clear()
         self._programs.clear()
         self.source = source

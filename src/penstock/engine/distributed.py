@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,26 +13,15 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.autograd_call import apply_call, with_training_modes
-from penstock.engine.channel.base import ChannelError, WaitTimer
+from penstock.engine.channel.base import ChannelError, WaitTimer, uses_nccl
 from penstock.engine.channel.control import NORM, NUMBER, STATE, STEP, TRACE, ControlChannel
-from penstock.engine.channel.groups import uses_nccl
 from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
-from penstock.engine.executor import Executor
-from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
+from penstock.engine.executor import Executor, PipelineCall, apply_call, with_training_modes
 from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
-from penstock.engine.failure.watch import PipelineStopped
+from penstock.engine.failure.watch import PipelineStopped, Rendezvous, pipeline_config
 from penstock.engine.forward_context import CallerContext, caller_context
-from penstock.engine.loss import ModelLoss, Outputs, StepOutcome, check_joinable
-from penstock.engine.message import (
-    BorrowedInputs,
-    Message,
-    Spec,
-    backward_inputs,
-    flatten,
-    input_edges,
-    unflatten,
-)
+from penstock.engine.loss import Outputs, StepOutcome, check_joinable
+from penstock.engine.message import BorrowedInputs, Message, backward_inputs, flatten, input_edges, unflatten
 from penstock.engine.microbatch import split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import RunningStatistics, commit_statistics
 from penstock.engine.recorder import AlignedClock, StepRecorder, measure_clock_offset
@@ -54,7 +42,6 @@ _BACKWARD_PENDING = (
     "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call backward on a loss of it "
     "before anything else, or call the pipeline under torch.no_grad()"
 )
-_TRACE_ENDED, _TRACE_LEFT = "over", "left"
 _NO_INPUT = Message([], None, ())  # on a rank without the first stage
 
 
@@ -75,11 +62,9 @@ class DistributedExecutor(Executor):
         mesh: MeshCoordinates,
         rendezvous: Rendezvous,
         options: Mapping[str, Any],
-        *,
-        fp32_gradients: bool = False,
-        loss_parameters: Sequence[nn.Parameter] = (),
+        **gradients: Any,
     ) -> None:
-        super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
+        super().__init__(plan, stages, source, **gradients)
         self.ended: PipelineError | None = None  # why it has stopped
         self.mesh = mesh
         self.rank = mesh.pipe_rank
@@ -88,18 +73,15 @@ class DistributedExecutor(Executor):
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.pending: _PendingBackward | None = None  # a mini-batch whose backward is still to come
         self.wait_timer = WaitTimer()
-        self.recordings = 0  # so far
-        self.watch, self.status = rendezvous.watch, rendezvous.watch.status
+        self.rendezvous, self.watch, self.status = rendezvous, rendezvous.watch, rendezvous.watch.status
         self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive an executor that was not closed
         rendezvous.compare(pipeline_config(plan, source, options))
         self.watch.set_limits(*options["timeout"])
         self.connections = Connections(mesh, self.watch, self.wait_timer)
         host = torch.device("cpu")
-        self.control = ControlChannel(
-            self.connections.group("control", range(len(self.ranks)), host), self.ranks, self.status
-        )
-        self.control.wait_timer = self.wait_timer
+        control = self.connections.group("control", range(len(self.ranks)), host)
+        self.control = ControlChannel(control, self.ranks, self.status, self.wait_timer)
         self.replicas = self.connections.replicas("data")
         self.tensor_parallel = self.connections.replicas("tensor")
         endpoints = self.connections.endpoints(self.edges, self.placement, "", self.device)
@@ -132,14 +114,14 @@ class DistributedExecutor(Executor):
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        return self._timed("step", lambda: self._run_step(value, targets, outputs))
+        return self._timed("step", lambda: self._run_minibatch(value, targets, outputs, training=True))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
         """The outputs are on the rank of the last stage, the loss on every rank.
 
         All replicas take part where there is a loss, and each by itself where none is wanted.
         """
-        return self._timed("evaluate", lambda: self._run_evaluation(value, targets, outputs, loss))
+        return self._timed("evaluate", lambda: self._run_minibatch(value, targets, outputs, training=False, loss=loss))
 
     def _timed(self, kind: str, work: Callable[[], StepOutcome]) -> StepOutcome:
         self.wait_timer.seconds, start = 0.0, perf_counter()
@@ -148,49 +130,45 @@ class DistributedExecutor(Executor):
         self.bubble = None if self.device.type == "cuda" else self.wait_timer.seconds / (perf_counter() - start)
         return outcome
 
-    def _run_step(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
+    def _run_minibatch(
+        self, value: Any, targets: Any, outputs: Outputs, *, training: bool, loss: bool = True
+    ) -> StepOutcome:
         with self.recording_span("announce"):
-            header, messages = self.announce(value, targets, training=True)
-        sizes, loss = header.sizes, self.loss
+            header, messages = self.announce(value, targets, training=training)
+        sizes, end = header.sizes, self.loss
+        if not training:
+            messages = [message._replace(wants=()) for message in messages]
+            if loss and not sizes and any(self.control.gather(targets is not None)):
+                targets = ()
         targets = self.protocol.exchange_targets(header, targets)
-        if loss is not None:
-            if targets is None and loss.rule.wants_targets and sizes:
+        if end is not None:
+            missing = targets is None and end.rule.wants_targets
+            if training and missing and sizes:
                 where = f"rank {self.ranks[self.rank]}, which has the last stage"
                 how = " in each step: this one has none" if header.targets_rank == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")
-            loss.begin(sizes, split_targets(targets, sizes, self.device), outputs, training=True)
-        with self.committing_statistics(training=True):
-            if self.reducer is not None:
-                self.reducer.begin()
+            parts = split_targets(targets, sizes, self.device) if training or (loss and not missing) else None
+            end.begin(sizes, parts, outputs, training=training)
+        reducer = self.reducer if training else None
+        with self.committing_statistics(training=training):
+            if reducer is not None:
+                reducer.begin()
             self.gather_shards()
             edges = input_edges(messages)
-            with self.ties.reducing() if self.ties.copies else nullcontext():
-                grads = self._run_program(header, messages, grad=True)
-                if self.reducer is not None:
+            with self.ties.reducing() if training and self.ties.copies else nullcontext():
+                grads = self._run_program(header, messages, grad=training)
+                if reducer is not None:
                     with self.recording_span("reduce"):
-                        self.reducer.finish()
+                        reducer.finish()
+            if not training:
+                for sharded in self.sharded:
+                    sharded.reshard()
             with self.recording_span("loss"):
                 total, factor, samples = self._broadcast_loss()
-            if grads:
+            if training and grads:
                 backward_inputs(edges, grads, factor)
-        return StepOutcome(total, factor, loss.take_outputs() if loss is not None else None, samples, len(sizes))
-
-    def _run_evaluation(self, value: Any, targets: Any, outputs: Outputs, wants_loss: bool) -> StepOutcome:
-        with self.recording_span("announce"):
-            header, messages = self.announce(value, targets, training=False)
-        sizes, loss = header.sizes, self.loss
-        if not sizes and wants_loss and self.protocol.anyone(targets is not None):
-            targets = ()
-        targets = self.protocol.exchange_targets(header, targets)
-        if loss is not None:
-            loss.begin(sizes, loss.evaluation_targets(targets, sizes, self.device) if wants_loss else None, outputs)
-        with self.committing_statistics(training=False):
-            self.gather_shards()
-            self._run_program(header, [message._replace(wants=()) for message in messages], grad=False)
-            for sharded in self.sharded:
-                sharded.reshard()
-            total, _, samples = self._broadcast_loss()
-        return StepOutcome(total, None, loss.take_outputs() if loss is not None else None, samples, len(sizes))
+        kept = None if end is None else end.take_outputs()
+        return StepOutcome(total, factor if training else None, kept, samples, len(sizes))
 
     def announce(
         self, value: Any, targets: Any, *, training: bool, caller_loss: bool = False
@@ -216,7 +194,7 @@ class DistributedExecutor(Executor):
         self, header: StepHeader, messages: Sequence[Message], *, grad: bool
     ) -> list[Sequence[Tensor | None]] | None:
         """Run the program; returns the gradients of the inputs, where the first stage is."""
-        run_name = self.run_names.next(training=grad)
+        run_name = self.next_run_name(training=grad)
         if not header.sizes:
             if self.weights is not None:
                 self.weights.end_run()
@@ -224,18 +202,23 @@ class DistributedExecutor(Executor):
         program = self.programs.get(header)
         io = program.io
         io.grads = [()] * len(messages) if messages else None
-        begin_run(self.stages.values(), caller_context(), len(header.sizes), run_name)
-        self.status.runner, self.status.phase = program.runner, REDUCE_GRADS
+        with BorrowedInputs(messages) as io.inputs:
+            self.run(program.runner, caller_context(), len(header.sizes), run_name, grad=grad)
+        grads, io.inputs, io.grads = io.grads, [], None
+        return grads
+
+    def run(self, runner: Runner, context: CallerContext, microbatches: int, run_name: str, *, grad: bool) -> None:
+        stages = self.stages.values()
+        begin_run(stages, context, microbatches, run_name)
+        self.status.runner, self.status.phase = runner, REDUCE_GRADS
         try:
-            with torch.set_grad_enabled(grad), BorrowedInputs(messages) as io.inputs:
-                self.recorded(program.runner)()
+            with torch.set_grad_enabled(grad):
+                self.recorded(runner)()
         finally:
             if self.weights is not None:
                 self.weights.end_run()
-        for stage in self.stages.values():
+        for stage in stages:
             stage.microbatches = ()
-        grads, io.inputs, io.grads = io.grads, [], None
-        return grads
 
     def gather_shards(self) -> None:
         """Before a run: gather the parameters of stages that FSDP shards over the replicas."""
@@ -258,10 +241,10 @@ class DistributedExecutor(Executor):
 
     def _broadcast_loss(self) -> tuple[Tensor | None, float | None, int]:
         """Loss, gradient factor and samples, from the rank of the last stage to all ranks."""
-        control, loss = self.control, self.loss
+        loss = self.loss
         self.status.phase = LOSS
         if loss is None:
-            present, number, factor, double, samples = control.recv_row(self.last_rank, 5)
+            present, number, factor, double, samples = self.control.recv_row(self.last_rank, 5)
             dtype = torch.float64 if double else torch.float32
             received = torch.tensor(number, dtype=dtype, device=self.device) if present else None
             return received, factor or None, int(samples)
@@ -271,13 +254,10 @@ class DistributedExecutor(Executor):
             with self.status.waiting(others, "for its GPU, and that for what comes from"):
                 torch.cuda.current_stream(self.device).synchronize()
         value, own_factor = loss.finish()
-        if value is None:
-            row = [0.0, 0.0, 0.0, 0.0, loss.batch]
-        else:
+        row = [0.0, 0.0, 0.0, 0.0, loss.batch]
+        if value is not None:
             row = [1.0, float(value), own_factor or 0.0, float(value.dtype == torch.float64), loss.batch]
-        for rank in range(len(self.ranks)):
-            if rank != self.last_rank:
-                control.send_row(rank, row)
+        self.protocol.send_all(row)
         return value, own_factor, loss.batch
 
     def call(self, value: Any) -> Any:
@@ -288,9 +268,8 @@ class DistributedExecutor(Executor):
     def forward(self, value: Any) -> Any:
         if self.weights is not None:
             raise PlanError("under a mesh pipe.forward(x) does without Offload(weights=True): use step()")
-        context = caller_context()
         header, messages = self.guarded(lambda: self.announce(value, None, training=True, caller_loss=True))
-        self.pending = pending = _PendingBackward(self, header, context)
+        self.pending = pending = _PendingBackward(self, header)
         if self.loss is not None:
             return apply_call(pending, messages or [_NO_INPUT])
         edges = input_edges(messages)
@@ -305,10 +284,6 @@ class DistributedExecutor(Executor):
         self.programs.reschedule(source)
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def sums_over_replicas(self) -> bool:
-        return self.replicas is not None
 
     def broadcast(self, value: Any) -> Any:
         there = self._gather(value, STEP)[self.last_rank]
@@ -344,66 +319,39 @@ class DistributedExecutor(Executor):
     # ── recording ────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin_recording(self, recorder: StepRecorder) -> None:
-        offset = self.guarded(lambda: self._clock_offset(recorder))
+        offset = self._clock_offset(recorder)
         recorder.aligned = AlignedClock(recorder.elapsed(), offset)
-        self.recordings += 1
         self.recorder = recorder
 
     def end_recording(
         self, recorder: StepRecorder, error: BaseException | None, part: Callable[[], T]
     ) -> tuple[list[T], str | None]:
-        alone = None
-        if error is not None:
-            alone = f"rank {self.mesh.rank} left it by {type(error).__name__}: {error}".splitlines()[0]
-        elif self.closed:
-            alone = "the pipeline was closed in it"
-        if alone is not None:
-            if self.ended is None and not self.closed:
+        if self.closed:
+            return [part()], "the pipeline was closed in it"
+        if error is not None:  # no rank waits for this one, which may have moved on
+            if self.ended is None:
                 with suppress(RuntimeError):  # the store may be gone
-                    self.watch.sockets.store.set(self._recording_key(self.mesh.rank), _TRACE_LEFT)
-            return [part()], alone
-        ends = self.guarded(self._exchange_recording_ends)
-        left = [rank for rank, end in ends.items() if end != _TRACE_ENDED]
-        if left:
-            return [part()], f"rank {left[0]} left it by an error"
-        offset = self.guarded(lambda: self._clock_offset(recorder))
-        recorder.aligned.set_end(recorder.elapsed(), offset)
-        return self.guarded(lambda: self._gather_parts(part())), None
+                    self.rendezvous.publish({"left": True})
+            return [part()], f"rank {self.mesh.rank} left it by {type(error).__name__}: {error}".splitlines()[0]
+        end_here, how = {"left": False}, "until this trace is ended by"
+        ends = self.guarded(lambda: self.rendezvous.gather(end_here, how, limited=False))
+        for rank, end in zip(self.mesh.world_ranks, ends, strict=True):
+            if end["left"]:
+                return [part()], f"rank {rank} left it by an error"
+        offset = self._clock_offset(recorder)
+        recorder.aligned.end = (recorder.elapsed(), offset)
+        with self.control.in_call(TRACE):
+            parts: list[T] = self.guarded(lambda: self.control.gather(part()))
+        for group in (self.tensor_parallel, self.replicas):  # in the order of the replicas and of their ranks
+            if group is not None:
+                rows = self.guarded(partial(group.control.gather, parts))
+                parts = [one for row in rows for one in row]
+        return parts, None
 
     def _clock_offset(self, recorder: StepRecorder) -> Any:
         data, tensor = (None if group is None else group.control for group in (self.replicas, self.tensor_parallel))
         with self.control.in_call(TRACE):
-            return measure_clock_offset(self.control, data, tensor, recorder.elapsed)
-
-    def _recording_key(self, rank: int) -> str:
-        return f"trace/{self.recordings}/{rank}"
-
-    def _exchange_recording_ends(self) -> dict[int, str]:
-        """How each rank has ended the recording. Through the store, because a rank that left may have moved on.
-
-        The store is polled: a rank that is gone must not be waited for.
-        """
-        store, ranks = self.watch.sockets.store, self.mesh.world_ranks
-        store.set(self._recording_key(self.mesh.rank), _TRACE_ENDED)
-        keys = [self._recording_key(rank) for rank in ranks]
-        pause = 0.001
-        others = [rank for rank in ranks if rank != self.mesh.rank]
-        with self.status.waiting(others, "until this trace is ended by"):
-            while not store.check(keys):
-                if self.watch.cause is not None:
-                    raise PipelineStopped(self.watch.cause)
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-        return {rank: store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)}
-
-    def _gather_parts(self, part: T) -> list[T]:
-        """Every process's part, on every one of them, in the order of the replicas and of their ranks."""
-        with self.control.in_call(TRACE):
-            parts: list[T] = self.control.gather(part)
-        for group in (self.tensor_parallel, self.replicas):
-            if group is not None:
-                parts = [one for row in group.control.gather(parts) for one in row]
-        return parts
+            return self.guarded(lambda: measure_clock_offset(self.control, data, tensor, recorder.elapsed))
 
     # ── failures and end of life ─────────────────────────────────────────────────────────────────────────────
 
@@ -427,7 +375,7 @@ class DistributedExecutor(Executor):
             self._stop(stopped.cause.error(), stopped.__cause__)
         except BaseException as error:
             ended = self.watch.explain(error)
-            if isinstance(error, Exception) or self.watch.interrupt.sent:
+            if isinstance(error, Exception) or self.watch.interrupted:
                 self._stop(ended, error)
             self.ended = ended
             self.close()
@@ -443,11 +391,7 @@ class DistributedExecutor(Executor):
 
     @property
     def closed(self) -> bool:
-        return self.connections.closed and self.ended is None
-
-    def check_idle(self) -> None:
-        if self.closed:
-            raise PipelineError("this pipeline was closed: build a new one from its plan")
+        return not self.connections.groups and self.ended is None
 
     def exit(self, error: BaseException | None) -> None:
         self.watch.on_exit(error)
@@ -455,7 +399,7 @@ class DistributedExecutor(Executor):
 
     def close(self) -> None:
         """Leave the channels. Ranks that still wait for this one learn of it at once."""
-        if self.connections.closed:
+        if not self.connections.groups:
             return
         self.watch.stop()
         self.programs.close()
@@ -475,8 +419,8 @@ class DistributedExecutor(Executor):
         self.connections.close()
 
 
-class _PendingBackward:
-    """A mini-batch whose loss the caller computes, on the rank of the last stage; see ``PipelineCall``.
+class _PendingBackward(PipelineCall):
+    """A mini-batch whose loss the caller computes, on the rank of the last stage.
 
         rank 0   F0 F1 F2 F3 · · · · waits · · · · · · · · B0 B1 B2 B3     forward(x) returns None
         rank 1   ·  F0 F1 F2 F3 ─▶ outputs ─▶ loss.backward() B0 B1 B2 B3  forward(x) returns the outputs, after F3
@@ -484,26 +428,17 @@ class _PendingBackward:
     The ranks run the same program, all forwards and then all backwards. The last one leaves it in between.
     """
 
-    def __init__(self, executor: DistributedExecutor, header: StepHeader, context: CallerContext) -> None:
+    def __init__(self, executor: DistributedExecutor, header: StepHeader) -> None:
+        # The stages' backwards add to ``.grad``; autograd only needs an input that requires a gradient.
+        super().__init__(executor, header.sizes, [nn.Parameter(torch.empty(()))])
         self.executor = executor
-        self.sizes: Sequence[int] = header.sizes
-        self.count = len(header.sizes)
-        self.context = context
         self.io = (program := executor.programs.get(header)).io
         self.halves = program.runner.halves()
-        self.run_name = executor.run_names.next(training=False)
-        self.modes = [(part, part.training) for stage in executor.stages.values() for part in stage.module.modules()]
-        # The stages' backwards add to ``.grad``; autograd only needs an input that requires a gradient.
-        self.parameters = [nn.Parameter(torch.empty(()))]
-        self.recorder: StepRecorder | None = None  # the one that has recorded the forward
-        self.model_loss = ModelLoss(())
-        self.template: tuple[list[Any], Spec] = ([], None)
 
     def forward(self, inputs: list[Message]) -> list[Message]:
         """Run this rank's forwards; returns its outputs, where it has the last stage."""
         with self.executor.recording_run("call"):
-            recorder = self.executor.recorder
-            self.recorder = None if recorder is None or recorder.now is None else recorder
+            self.recorder = self.executor.current_recorder
             return self.executor.guarded(lambda: self._forward(inputs), self)  # type: ignore[no-any-return]
 
     def backward(
@@ -513,10 +448,8 @@ class _PendingBackward:
         executor = self.executor
         if executor.pending is not self:
             raise RuntimeError("Trying to backward through the pipeline a second time: under a mesh, call it again")
-        if self.recorder is executor.recorder:
-            with executor.recording_run("backward"):
-                return executor.guarded(lambda: self._backward(seeds), self), {}
-        return executor.guarded(lambda: self._backward(seeds), self), {}
+        with executor.recording_run("backward") if self.recorder is executor.recorder else nullcontext():
+            return executor.guarded(lambda: self._backward(seeds), self), {}
 
     def _forward(self, inputs: list[Message]) -> list[Message]:
         executor, loss, io = self.executor, self.executor.loss, self.io
@@ -527,7 +460,7 @@ class _PendingBackward:
             if executor.reducer is not None:
                 executor.reducer.begin()
             executor.gather_shards()
-            self._run(self.halves[0], grad=True)
+            executor.run(self.halves[0], self.context, self.count, self.run_name, grad=True)
         outputs = [message for message in io.outputs or () if message is not None]
         io.inputs, io.outputs = [], None
         if loss is not None:
@@ -542,19 +475,9 @@ class _PendingBackward:
         io.seed = seeds.__getitem__
         io.grads = [()] * self.count
         with executor.accumulating(), with_training_modes(self.modes), executor.ties.reducing():
-            self._run(self.halves[1], grad=False)
+            executor.run(self.halves[1], self.context, self.count, self.run_name, grad=False)
             if executor.reducer is not None:
                 executor.reducer.finish()
         grads, io.grads, io.seed = io.grads, None, None
         executor.pending = None
         return grads
-
-    def _run(self, runner: Runner, *, grad: bool) -> None:
-        executor = self.executor
-        stages = executor.stages.values()
-        begin_run(stages, self.context, self.count, self.run_name)
-        executor.status.runner, executor.status.phase = runner, REDUCE_GRADS
-        with torch.set_grad_enabled(grad):
-            executor.recorded(runner)()
-        for stage in stages:
-            stage.microbatches = ()

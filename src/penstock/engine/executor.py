@@ -7,6 +7,9 @@ others through torch.distributed. `Pipeline`, the profiler and the compatibility
     evaluate(inputs, targets)     forward without a graph
     stream(batches)               many evaluations, overlapped where the executor can
     call(inputs), forward(inputs) outputs in the caller's autograd graph, for a loss that the caller computes
+
+For ``call`` and ``forward``, a whole pipeline is one node of that graph: its forward runs the forward half of a
+fill-drain program, its backward the other half. A `PipelineCall` runs the halves.
 """
 
 from __future__ import annotations
@@ -19,16 +22,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from penstock.engine.forward_context import RunNames
-from penstock.engine.loss import LossAndOutputs, Outputs, StepOutcome
+from penstock.engine.forward_context import caller_context
+from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome
+from penstock.engine.message import Message, Spec, unflatten
+from penstock.engine.microbatch import join
 from penstock.engine.recompute.batchnorm import deferred_statistics_of
 from penstock.engine.recorder import StepRecorder
+from penstock.engine.replicas import ReplicaGroup
 from penstock.engine.replicas.fp32_accumulate import Fp32GradAccumulator
 from penstock.engine.replicas.ties import Ties
 from penstock.engine.runner import Runner
 from penstock.engine.stage import StageEngine
-from penstock.errors import PlanError
+from penstock.errors import PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 
@@ -54,30 +61,28 @@ class Executor(ABC):
         self.stages: Mapping[int, StageEngine] = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.last_stage = plan.num_stages - 1
-        self.run_names = RunNames()
+        last = self.stages.get(self.last_stage)
+        self.loss: LossAndOutputs | None = None if last is None else last.loss  # on the rank of the last stage
+        self.num_runs = {"step": 0, "call": 0}
         self.norms = deferred_statistics_of(self.stages)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
         self.recorder: StepRecorder | None = None  # set while steps are recorded
+        self.replicas: ReplicaGroup | None = None  # of this process's stages, which sum their gradients
         self.lockstep = False  # see ``set_lockstep``
         self.bubble: float | None = None  # share of the last run's time spent waiting for other ranks
         self.fp32 = Fp32GradAccumulator(self.parameters()) if fp32_gradients else None
         self.loss_parameters = loss_parameters
         self._rescales: bool | None = None  # whether the loss returns counts that rescale gradients; None: unknown
 
-    @property
-    def loss(self) -> LossAndOutputs | None:
-        """Loss and outputs, on the rank of the last stage."""
-        stage = self.stages.get(self.last_stage)
-        return None if stage is None else stage.loss
-
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterable[nn.Parameter]:
         """The parameters of this process's stages, each once."""
-        seen: set[int] = set()
-        for stage in self.stages.values():
-            for parameter in stage.module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        return {id(p): p for stage in self.stages.values() for p in stage.module.parameters()}.values()
+
+    def next_run_name(self, *, training: bool) -> str:
+        """A name for a run, from which seeds derive; steps and other calls are counted separately."""
+        kind = "step" if training else "call"
+        self.num_runs[kind] += 1
+        return f"{kind} {self.num_runs[kind]}"
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -86,19 +91,18 @@ class Executor(ABC):
 
         After a failure, parameters that had no gradient before have none.
         """
-        with self.weights_in_use(), nullcontext() if self.fp32 is None else self.fp32:
-            # Gradients of earlier steps are kept apart, unless the loss is known not to rescale this step's.
-            apart = self._rescales is not False or self.sums_over_replicas
-            stash = GradStash((*self.parameters(), *self.loss_parameters), apart=apart)
+        # Gradients of earlier steps are kept apart, unless the loss is known not to rescale this step's.
+        apart = self._rescales is not False or self.replicas is not None
+        parameters = (*self.parameters(), *self.loss_parameters)
+        with self.weights_in_use(), self.fp32 or nullcontext(), GradStash(parameters, apart=apart) as stash:
             try:
                 outcome = self._train(value, targets, outputs)
             except BaseException:
                 if self.weights is not None:
                     self.weights.end_run()
-                stash.restore()
                 raise
+            stash.factor = outcome.factor
             self._rescales = outcome.factor is not None
-            stash.add_back(outcome.factor)
         return outcome
 
     @abstractmethod
@@ -109,7 +113,6 @@ class Executor(ABC):
         """The outputs of one mini-batch without a graph, and its loss where there are targets and ``loss`` is set."""
 
     def stream(self, values: Iterable[Any]) -> Iterator[Any]:
-        """The outputs of many mini-batches, in order."""
         for value in values:
             with torch.no_grad(), self.weights_in_use():
                 outputs = self.evaluate(value, None, "all", loss=False).outputs
@@ -119,14 +122,17 @@ class Executor(ABC):
     def call(self, value: Any) -> Any:
         """``pipe(x)`` with gradients: the outputs in the caller's autograd graph."""
 
-    @abstractmethod
     def forward(self, value: Any) -> Any:
         """``pipe.forward(x)``: like ``call``; under a mesh the other ranks wait for the caller's backward."""
+        return self.call(value)
 
     def set_lockstep(self, value: bool) -> None:
         """Whether, in forward-only runs, a stage starts its next forward only when its last output is taken."""
         if value:
-            raise PlanError("pipe.lockstep = True is for threads of this process that have one stage each")
+            raise PlanError(
+                "pipe.lockstep = True is for threads of this process that have one stage each: with Offload(weights="
+                "True), one thread has all stages of a GPU, and under a mesh each rank is a process"
+            )
 
     @abstractmethod
     def reschedule(self, source: ScheduleProvider) -> None:
@@ -135,41 +141,30 @@ class Executor(ABC):
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Around a backward that adds to ``.grad``; one that fails leaves no gradient where there was none."""
-        with nullcontext() if self.fp32 is None else self.fp32:
-            stash = GradStash(self.parameters(), apart=self.sums_over_replicas)
-            try:
-                yield
-            except BaseException:
-                stash.restore()
-                raise
-            stash.add_back(None)
+        with self.fp32 or nullcontext(), GradStash(self.parameters(), apart=self.replicas is not None):
+            yield
 
     def weights_in_use(self) -> AbstractContextManager[None]:
         """Around a run: weights that live on the host are moved to their devices as stages need them."""
         return nullcontext() if self.weights is None else self.weights.run()
 
-    # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
+    # ── the other ranks, all of which are in this process unless a subclass says otherwise ───────────────────────
 
-    @property
-    @abstractmethod
-    def sums_over_replicas(self) -> bool:
-        """Whether gradients are summed over data-parallel replicas."""
-
-    @abstractmethod
     def broadcast(self, value: Any) -> Any:
         """The value of the last stage's rank, on every rank."""
+        return value
 
-    @abstractmethod
     def reduce(self, value: Tensor, largest: bool) -> Tensor:
         """The sum, or the maximum, of a number over the ranks of the pipeline."""
+        return value
 
-    @abstractmethod
     def max_over_ranks(self, number: float) -> float:
         """The maximum of a number over all ranks, replicas included."""
+        return number
 
-    @abstractmethod
     def gather_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state of all ranks' stages, of which ``state`` is this process's."""
+        return state
 
     @abstractmethod
     def align_ties(self) -> None:
@@ -181,21 +176,24 @@ class Executor(ABC):
         """Around one mini-batch, whether it is recorded or not."""
         return nullcontext() if self.recorder is None else self.recorder.run(kind)
 
+    @property
+    def current_recorder(self) -> StepRecorder | None:
+        """The recorder of the run that is under way, if it is recorded."""
+        return None if self.recorder is None or self.recorder.now is None else self.recorder
+
     def recording_span(self, name: str) -> AbstractContextManager[None]:
         """Around a phase of a run outside the program."""
-        recorder = self.recorder
-        return nullcontext() if recorder is None or recorder.now is None else recorder.span(name)
+        recorder = self.current_recorder
+        return nullcontext() if recorder is None else recorder.span(name)
 
     def recorded(self, runner: Runner) -> Callable[[], None]:
-        """Runs a program, recorded or not."""
-        recorder = self.recorder
-        return runner.run if recorder is None or recorder.now is None else partial(recorder.run_program, runner)
+        recorder = self.current_recorder
+        return runner.run if recorder is None else partial(recorder.run_program, runner)
 
-    @abstractmethod
     def begin_recording(self, recorder: StepRecorder) -> None:
         """Record runs from now on. Under a mesh all ranks call it, and align their clocks."""
+        self.recorder = recorder
 
-    @abstractmethod
     def end_recording(
         self, recorder: StepRecorder, error: BaseException | None, part: Callable[[], T]
     ) -> tuple[list[T], str | None]:
@@ -203,6 +201,7 @@ class Executor(ABC):
 
         ``error`` is the exception that ended the recording. The text says why parts of other processes are missing.
         """
+        return [part()], None
 
     # ── end of life ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -210,9 +209,10 @@ class Executor(ABC):
     @abstractmethod
     def closed(self) -> bool: ...
 
-    @abstractmethod
     def check_idle(self) -> None:
         """Raise a ``PipelineError`` where nothing can be started."""
+        if self.closed:
+            raise PipelineError("this pipeline was closed: build a new one from its plan")
 
     @abstractmethod
     def close(self) -> None: ...
@@ -223,30 +223,149 @@ class Executor(ABC):
 
 
 class GradStash:
-    """The gradients from before a step.
+    """Around a step: the gradients from before it are added to the step's, or restored if it fails.
 
     ``apart``: existing gradients are removed from ``.grad`` during the step, because a loss that returns counts
     rescales what the step adds.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, apart: bool) -> None:
+        self.parameters, self.apart = parameters, apart
         self.before: dict[nn.Parameter, Tensor | None] = {}
-        for parameter in parameters:
+        self.factor: float | None = None  # what the step's gradients are multiplied by; None: nothing
+
+    def __enter__(self) -> GradStash:
+        for parameter in self.parameters:
             if parameter.grad is None:
                 self.before[parameter] = None
-            elif apart:
+            elif self.apart:
                 self.before[parameter] = parameter.grad
                 parameter.grad = None
+        return self
 
-    def restore(self) -> None:
-        """Undo a step that failed."""
-        for parameter, grad in self.before.items():
-            parameter.grad = grad
-
-    def add_back(self, factor: float | None) -> None:
-        """Multiply the step's gradients by ``factor`` (None: leave them), and add those from before."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for parameter, before in self.before.items():
-            if factor is not None and parameter.grad is not None:
-                parameter.grad.mul_(factor)
+            if error is not None:
+                parameter.grad = before
+                continue
+            if self.factor is not None and parameter.grad is not None:
+                parameter.grad.mul_(self.factor)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+
+# ── the pipeline as a node of the caller's autograd graph ────────────────────────────────────────────────────────
+
+
+class PipelineCall(ABC):
+    """One mini-batch, whose forward runs when it is called, and whose backward when autograd gets there."""
+
+    def __init__(self, executor: Executor, sizes: Sequence[int], parameters: list[nn.Parameter]) -> None:
+        """``sizes`` are those of the micro-batches; autograd accumulates the gradients of ``parameters``."""
+        self.sizes, self.count, self.parameters = sizes, len(sizes), parameters
+        self.run_name = executor.next_run_name(training=False)
+        # A backward may recompute forwards: they need the context and the training flags of the first ones.
+        self.context = caller_context()
+        self.modes = [(part, part.training) for stage in executor.stages.values() for part in stage.module.modules()]
+        self.recorder: StepRecorder | None = None  # the one that has recorded the forward
+        self.model_loss = ModelLoss(())
+        self.template: tuple[list[Any], Spec] = ([], None)  # of the joined output; non-tensor leaves are themselves
+
+    @abstractmethod
+    def forward(self, inputs: list[Message]) -> list[Message]:
+        """The output of each micro-batch."""
+
+    @abstractmethod
+    def backward(
+        self, seeds: Sequence[Sequence[Tensor | None]]
+    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+        """The gradients of the inputs, per micro-batch, and of the parameters, by identity."""
+
+
+def apply_call(call: PipelineCall, inputs: list[Message]) -> Any:
+    """Run the call's forward and return the joined output, in the caller's autograd graph."""
+    wanted = inputs[0].wants
+    tensors = [message.leaves[i] for message in inputs for i in wanted]
+    result: tuple[Tensor, ...] = _PipelineFunction.apply(call, inputs, *tensors, *call.parameters)  # type: ignore[no-untyped-call]
+    leaves, spec = call.template
+    tensors_out = iter(result)
+    joined = unflatten([next(tensors_out) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return call.model_loss.merge(joined)
+
+
+class _PipelineFunction(torch.autograd.Function):
+    """Inputs: the micro-batches' tensors that require a gradient, then the parameters. Outputs: the joined tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, call: PipelineCall, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = call.forward([message.detached() for message in inputs])
+        leaves, spec, _, _ = outputs[0]
+        if any(message.spec != spec for message in outputs):
+            raise PlanError("the outputs of the micro-batches have different structures and cannot be joined")
+        columns = list(zip(*(message.leaves for message in outputs), strict=True))
+        for column in columns:  # in a list of plain values, a tensor would lose its graph
+            if len({isinstance(leaf, Tensor) for leaf in column}) > 1:
+                kinds = " or a ".join(sorted({type(leaf).__name__ for leaf in column}))
+                raise PlanError(
+                    f"an output of the model is a {kinds}, depending on the micro-batch, and cannot be joined with "
+                    "gradients: return the same kinds for all of them, or use step()"
+                )
+        joined: list[Any] = [join(column) for column in columns]
+        call.template = ([leaf if isinstance(leaf, Tensor) else joined[i] for i, leaf in enumerate(leaves)], spec)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        ctx.call = call
+        ctx.wants = [message.wants for message in outputs]  # may differ between micro-batches
+        wants = sorted({i for message in outputs for i in message.wants})
+        ctx.want = [(i, places.index(i)) for i in wants]
+        ctx.shapes = [[message.leaves[i].shape for message in outputs] for i in wants]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(joined[i] for i in places if i not in wants))
+        return tuple(joined[i] for i in places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call: PipelineCall = ctx.call
+        columns = {i: _split_grad(grads[at], shapes) for (i, at), shapes in zip(ctx.want, ctx.shapes, strict=True)}
+        seeds = [[columns[i][k] for i in wants] for k, wants in enumerate(ctx.wants)]
+        input_grads, parameter_grads = call.backward(seeds)
+        flat = [grad for row in input_grads for grad in row]
+        return None, None, *flat, *(parameter_grads.get(id(p)) for p in call.parameters)
+
+
+def _split_grad(grad: Tensor | None, shapes: Sequence[torch.Size]) -> Sequence[Tensor | None]:
+    """The gradient of a joined output, split as the output was joined."""
+    if grad is None:
+        return [None] * len(shapes)
+    if len(shapes) == 1:
+        return [grad]
+    if not shapes[0]:
+        return grad.unbind()
+    return torch.split(grad, [shape[0] for shape in shapes])
+
+
+@contextmanager
+def with_training_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Set the ``training`` flags of modules to what they were at the forward."""
+    now = [(module, module.training) for module, mode in modes if module.training != mode]
+    for module, _ in now:
+        module.training = not module.training
+    try:
+        yield
+    finally:
+        for module, mode in now:
+            module.training = mode
+
+
+@contextmanager
+def suspended_grad_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Suspend hooks on parameters: they run once, on the whole gradient, in the caller's graph."""
+    hooked = [hooks for p in parameters if (hooks := p._backward_hooks)]
+    kept = [list(hooks.items()) for hooks in hooked]
+    for hooks in hooked:
+        hooks.clear()  # autograd refers to the dictionary itself
+    try:
+        yield
+    finally:
+        for hooks, items in zip(hooked, kept, strict=True):
+            hooks.update(items)

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock.errors import PlanError
-
-__all__ = [
-    "CallerContext",
-    "MicroBatch",
-    "ReentrantContext",
-    "RunNames",
-    "caller_context",
-    "current_microbatch",
-    "forward_state",
-    "is_checkpointing",
-    "is_recomputing",
-]
-
-_DEVICE_TYPES = ("cpu", "cuda")
 
 
 class MicroBatch:
@@ -92,45 +78,20 @@ class CallerContext:
     def __bool__(self) -> bool:
         return bool(self.autocast) or self.device is not None
 
-    def contexts(self) -> list[AbstractContextManager[object]]:
-        autocasts = [torch.autocast(kind, dtype, cache_enabled=cache) for kind, dtype, cache in self.autocast]
-        return [*autocasts, *([] if self.device is None else [self.device])]
-
-
-class ReentrantContext:
-    """A ``CallerContext`` that a stage enters again for each forward."""
-
-    def __init__(self, context: CallerContext) -> None:
-        self.context = context
-        self.stacks: list[ExitStack] = []
-
-    def __enter__(self) -> None:
+    def entered(self) -> ExitStack:
+        """A context manager, in which autocast and default device are set."""
         stack = ExitStack()
-        for context in self.context.contexts():
-            stack.enter_context(context)
-        self.stacks.append(stack)
-
-    def __exit__(self, *error: Any) -> None:
-        self.stacks.pop().__exit__(*error)
+        for kind, dtype, cache in self.autocast:
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+        if self.device is not None:
+            stack.enter_context(self.device)
+        return stack
 
 
 def caller_context() -> CallerContext:
     """The calling thread's autocast and default device."""
     cache = torch.is_autocast_cache_enabled()
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind), cache) for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)
-    )
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    autocast = tuple((kind, torch.get_autocast_dtype(kind), cache) for kind in kinds)
     default = torch.get_default_device()
     return CallerContext(autocast, None if default == torch.device("cpu") else default)
-
-
-class RunNames:
-    """Names for the runs of a pipeline, from which seeds derive; steps and other calls are counted separately."""
-
-    def __init__(self) -> None:
-        self.counts = {"step": 0, "call": 0}
-
-    def next(self, *, training: bool) -> str:
-        kind = "step" if training else "call"
-        self.counts[kind] += 1
-        return f"{kind} {self.counts[kind]}"

@@ -18,8 +18,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from penstock.engine.forward_context import forward_state
 from penstock.engine.message import detach_tensors, flatten, unflatten
-from penstock.engine.microbatch import can_join, join, split_targets
+from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
 from penstock.split.chain import CountedOutput
@@ -79,21 +78,20 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
     found = "mean" if found == "batchmean" else found  # of ``nn.KLDivLoss``: a mean over samples
     if found not in ("mean", "sum"):
         raise PlanError(f"loss_fn has reduction={found!r}, but a step needs one number: use 'mean' or 'sum'")
-    if loss_fn is not None and takes_output_alone(loss_fn):
-        return LossRule(lambda output, _: loss_fn(output), found, alone=True)
-    if loss_fn is None or found == "sum" or function not in _COUNTED:
-        return LossRule(loss_fn, found)
-    return _counted_rule(function, options)
-
-
-def takes_output_alone(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function has one argument, and not two."""
+    if loss_fn is None:
+        return LossRule(None, found)
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # some of torch's functions have no signature
-        return False
+        parameters = {}.values()
     kinds = [parameter.kind for parameter in parameters if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
-    return kinds in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
+    if kinds in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD]):
+        return LossRule(lambda output, _: loss_fn(output), found, alone=True)
+    if found == "sum" or function not in _COUNTED:
+        return LossRule(loss_fn, found)
+    call = functools.partial(function, **{**options, "reduction": "sum"})
+    count = functools.partial(_count_targets, ignored=options.get("ignore_index", -100), weight=options.get("weight"))
+    return LossRule(call, "counted", count)
 
 
 def _loss_options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
@@ -108,24 +106,18 @@ def _loss_options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
     return {"reduction": getattr(loss_fn, "reduction", "mean")}, loss_fn
 
 
-def _counted_rule(function: Callable[..., Any], options: Mapping[str, Any]) -> LossRule:
-    ignored = options.get("ignore_index", -100)
-    weight: Tensor | None = options.get("weight")
-    call = functools.partial(function, **{**options, "reduction": "sum"})
-
-    def count(target: Any) -> Tensor:
-        if not isinstance(target, Tensor):
-            raise PlanError(f"the loss needs a tensor as target, got {type(target).__name__}")
-        if target.is_floating_point():  # class probabilities: every sample counts
-            classes = target.shape[1] if target.dim() > 1 else 1
-            return torch.tensor(target.numel() // classes, dtype=torch.float64, device=target.device)
-        kept: Tensor = target != ignored
-        if weight is None:
-            return kept.sum(dtype=torch.float64)
-        of_target = weight.to(target.device).index_select(0, torch.where(kept, target, 0).flatten())
-        return (of_target * kept.flatten()).sum(dtype=torch.float64)
-
-    return LossRule(call, "counted", count)
+def _count_targets(target: Any, ignored: int, weight: Tensor | None) -> Tensor:
+    """The number that cross-entropy and NLL divide the sum of their losses by."""
+    if not isinstance(target, Tensor):
+        raise PlanError(f"the loss needs a tensor as target, got {type(target).__name__}")
+    if target.is_floating_point():  # class probabilities: every sample counts
+        classes = target.shape[1] if target.dim() > 1 else 1
+        return torch.tensor(target.numel() // classes, dtype=torch.float64, device=target.device)
+    kept: Tensor = target != ignored
+    if weight is None:
+        return kept.sum(dtype=torch.float64)
+    of_target = weight.to(target.device).index_select(0, torch.where(kept, target, 0).flatten())
+    return (of_target * kept.flatten()).sum(dtype=torch.float64)
 
 
 def find_loss(output: Any) -> Any:
@@ -149,73 +141,32 @@ Outputs = str | Callable[[Any, Any], Any] | None
     a function                 called as f(so_far, output) on each in order, with None at first
 """
 
-OutputReducer = Callable[[Any, Any], Any]
 
+class KeptOutputs:
+    """Collects the outputs of a mini-batch's micro-batches, which come in any order."""
 
-class OutputCollector:
-    """Collects the outputs of a mini-batch's micro-batches, in any order."""
-
-    def wants(self, microbatch: int) -> bool:
-        return True
-
-    def add(self, microbatch: int, output: Any) -> None:
-        raise NotImplementedError
-
-    def result(self) -> Any:
-        raise NotImplementedError
-
-
-class _SelectedOutputs(OutputCollector):
-    def __init__(self, selected: list[int], sizes: Sequence[int]) -> None:
-        self.selected = selected
+    def __init__(self, outputs: Outputs, sizes: Sequence[int]) -> None:
+        count, every = len(sizes), check_outputs(outputs)
         self.sizes = sizes
+        self.selected = [count - 1] if outputs == "final" else range(every - 1, count, every)
+        self.reducer = outputs if callable(outputs) else _add_outputs if outputs == "sum" else None
         self.outputs: dict[int, Any] = {}
-
-    def wants(self, microbatch: int) -> bool:
-        return microbatch in self.selected
+        self.reduced: Any = None
+        self.num_reduced = 0
 
     def add(self, microbatch: int, output: Any) -> None:
         self.outputs[microbatch] = output
+        while self.reducer is not None and self.num_reduced in self.outputs:
+            self.reduced = self.reducer(self.reduced, self.outputs.pop(self.num_reduced))
+            self.num_reduced += 1
 
     def result(self) -> Any:
-        if not self.selected:
-            return None
+        if self.reducer is not None or not self.selected:
+            return self.reduced
         outputs = [self.outputs[k] for k in self.selected]
         if len(outputs) > 1:
             check_joinable([flatten(output)[0] for output in outputs], [self.sizes[k] for k in self.selected])
         return join(outputs)
-
-
-class _ReducedOutputs(OutputCollector):
-    def __init__(self, reducer: OutputReducer) -> None:
-        self.reducer = reducer
-        self.so_far: Any = None
-        self.next = 0
-        self.early: dict[int, Any] = {}
-
-    def add(self, microbatch: int, output: Any) -> None:
-        self.early[microbatch] = output
-        while self.next in self.early:
-            self.so_far = self.reducer(self.so_far, self.early.pop(self.next))
-            self.next += 1
-
-    def result(self) -> Any:
-        return self.so_far
-
-
-def output_collector(outputs: Outputs, sizes: Sequence[int]) -> OutputCollector | None:
-    """The collector for micro-batches of these sizes; None where no outputs are kept."""
-    count = len(sizes)
-    if outputs is None:
-        return None
-    if callable(outputs):
-        return _ReducedOutputs(outputs)
-    if outputs == "sum":
-        return _ReducedOutputs(_add_outputs)
-    every = check_outputs(outputs)
-    if outputs == "final":
-        return _SelectedOutputs([count - 1], sizes)
-    return _SelectedOutputs([k for k in range(count) if (k + 1) % every == 0], sizes)
 
 
 def check_outputs(outputs: Outputs) -> int:
@@ -241,8 +192,7 @@ def check_joinable(outputs: Sequence[Sequence[Any]], sizes: Sequence[int]) -> No
         lengths = [len(x) for x in column]
         if set(lengths) == {1} or len(set(zip(sizes, lengths, strict=True))) > len(set(sizes)):
             continue  # one entry per micro-batch, such as a loss
-        per_sample = {Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)}
-        if len(per_sample) > 1 or lengths[0] % sizes[0]:
+        if lengths != [lengths[0] // sizes[0] * size for size in sizes]:
             raise PlanError(
                 f"outputs of micro-batches of {list(sizes)} samples have {lengths} entries along their first "
                 "dimension, and cannot be joined there: return outputs with the samples first, or, for a step, say "
@@ -288,14 +238,6 @@ class ModelLoss:
         self.counts: dict[int, Any] = {}  # what the model's losses were averaged over, per micro-batch, where known
         self.scalar = False  # whether the output is the loss
 
-    def add(self, microbatch: int, output: Any) -> Any:
-        """The output of a micro-batch without its count, which is stored."""
-        if isinstance(output, CountedOutput):
-            self.counts[microbatch] = output.count
-            output = output.output
-        self.scalar = isinstance(output, Tensor) and output.dim() == 0
-        return output
-
     def merge(self, joined: Any) -> Any:
         """The joined outputs with one loss in place of one per micro-batch."""
         if not self.shares and not self.counts:
@@ -318,24 +260,25 @@ class ModelLoss:
         return torch.where(count > 0, losses * count, 0.0).sum() / count.sum()
 
 
+@dataclass(eq=False)
 class LossAndOutputs:
     """The end of the last stage: called with each micro-batch's output, in training and in evaluation."""
 
-    def __init__(self, rule: LossRule) -> None:
-        self.rule = rule
-        self.scale = 1.0  # of the gradients, not of the loss
-        self.collector: OutputCollector | None = None
-        self.training = False
-        self.wants_loss = False
-        self.batch = 0
-        self.targets: Sequence[Any] = ()
-        self.sizes: Sequence[int] = ()
-        self.weights: Sequence[float | Tensor] = ()
-        self.replicas: ReplicaGroup | None = None  # where the mini-batch is split over replicas
-        self.pending: PendingSum | None = None  # samples and denominator over all replicas, not yet received
-        self.losses: list[Tensor | None] = []
-        self.counts: list[Any] = []  # of losses that are sums: the total is divided by their sum
-        self.model_loss = ModelLoss(())
+    rule: LossRule
+    scale: float = 1.0  # of the gradients, not of the loss
+    replicas: ReplicaGroup | None = None  # where the mini-batch is split over replicas
+    # Of the current mini-batch:
+    training: bool = False
+    wants_loss: bool = False
+    batch: int = 0
+    targets: Sequence[Any] = ()
+    sizes: Sequence[int] = ()
+    weights: Sequence[float | Tensor] = ()
+    kept: KeptOutputs | None = None
+    pending: PendingSum | None = None  # samples and denominator over all replicas, not yet received
+    losses: list[Tensor | None] = field(default_factory=list)
+    counts: list[Any] = field(default_factory=list)  # of losses that are sums: the total is divided by their sum
+    model_loss: ModelLoss = field(default_factory=lambda: ModelLoss(()))
 
     def begin(
         self, sizes: Sequence[int], targets: Sequence[Any] | None, outputs: Outputs, *, training: bool = False
@@ -352,63 +295,57 @@ class LossAndOutputs:
                 self.weights = self.rule.weights(sizes, denominator)
             else:  # received by the first backward
                 self.pending = self.replicas.start_sum([float(self.batch), float(denominator)])
-        self.collector = output_collector(outputs, sizes) if sizes else None
+        self.kept = KeptOutputs(outputs, sizes) if sizes and outputs is not None else None
         self.losses = [None] * len(sizes)
         self.counts = []
         shares = self.rule.weights(sizes, self.rule.denominator(sizes, ())) if self.rule.call is None else ()
         self.model_loss = ModelLoss([float(share) for share in shares])
-
-    def evaluation_targets(self, targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any] | None:
-        """The targets of each micro-batch; None where there is no loss to compute."""
-        if targets is None and self.rule.wants_targets:
-            return None
-        return split_targets(targets, sizes, device)
 
     def __call__(self, microbatch: int, output: Any) -> Any:
         """Keep the output; return the loss, or the output itself where there is no loss to compute.
 
         A recomputed forward keeps nothing: the first one did.
         """
-        if isinstance(output, CountedOutput) and self.rule.call is not None:
-            output = output.output  # the count belongs to the model's own loss
-        counted = output if isinstance(output, CountedOutput) else None
-        output = self.model_loss.add(microbatch, output)
-        kept = self.collector
-        if kept is not None and not forward_state.recomputing and kept.wants(microbatch):
+        count = None
+        first = not forward_state.recomputing
+        if isinstance(output, CountedOutput):
+            if self.rule.call is None:  # else the count of the model's own loss does not matter
+                self.model_loss.counts[microbatch] = count = output.count
+            output = output.output
+        self.model_loss.scalar = isinstance(output, Tensor) and output.dim() == 0
+        kept = self.kept
+        if kept is not None and first and microbatch in kept.selected:
             # In a step, an output that cannot be joined is there for its loss alone.
             kept.add(microbatch, detach_tensors(output) if not self.training or can_join(output) else None)
         if not self.wants_loss:
             return output
         if self.rule.call is None:
-            loss = find_loss(output) if counted is None else self._summed(find_loss(output), counted)
+            loss = find_loss(output)
+            if count is not None and isinstance(loss, Tensor):
+                # Undo the model's mean; a micro-batch with count 0 contributes 0 instead of NaN.
+                loss = torch.where(count > 0, loss * count, torch.zeros_like(loss))
+                if first:
+                    self.counts.append(count)
+            if not self.training and (isinstance(output, Tensor) or loss is None):
+                return output  # a model that computes its loss does so where it is given labels, and not always
             what = "the model computes its own loss (no loss_fn was given), but its output"
         else:
             loss = self.rule.call(output, self.targets[microbatch])
             what = "loss_fn"
-        if self.rule.call is None and not self.training and (isinstance(output, Tensor) or loss is None):
-            return output  # a model that computes its loss does so where it is given labels, and not always
-        if self.rule.call is not None and isinstance(loss, tuple):
-            if len(loss) != 2:
-                raise PlanError(f"loss_fn returned {len(loss)} values: return the loss, or (sum, count)")
-            loss, count = loss
-            if not forward_state.recomputing:
-                self.counts.append(count)
+            if isinstance(loss, tuple):
+                if len(loss) != 2:
+                    raise PlanError(f"loss_fn returned {len(loss)} values: return the loss, or (sum, count)")
+                loss, count = loss
+                if first:
+                    self.counts.append(count)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PlanError(f"{what} gave {found} where the loss, one number in a tensor, was expected")
         if self.training and not loss.requires_grad:
             raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
-        if not forward_state.recomputing:
+        if first:
             self.losses[microbatch] = loss.detach().clone()  # its memory may be a view of the output's
         return loss
-
-    def _summed(self, loss: Any, counted: CountedOutput) -> Any:
-        """Undo the model's mean (loss × count); a micro-batch with count 0 contributes 0 instead of NaN."""
-        if not isinstance(loss, Tensor) or counted.count is None:
-            return loss
-        if not forward_state.recomputing:
-            self.counts.append(counted.count)
-        return torch.where(counted.count > 0, loss * counted.count, torch.zeros_like(loss))
 
     def seed(self, microbatch: int) -> list[Tensor]:
         """The gradient of the mini-batch's loss with respect to this micro-batch's."""
@@ -436,16 +373,21 @@ class LossAndOutputs:
             for loss in self.losses
             if loss is not None
         ]
-        if self.replicas is not None:
-            return self._total_over_replicas(losses, self.replicas) if self.wants_loss else (None, None)
-        if not losses:
+        if not self.wants_loss:
             return None, None
-        total = self._sum(losses)
-        if not self.counts:
-            return total, None
-        count = sum(float(count) for count in self.counts)
-        factor = self.batch / count if count else math.nan  # like the plain mean over nothing
-        return total * (factor / self.batch), factor
+        total = self._sum(losses) if losses else torch.zeros(())
+        dtype, count = total.dtype, sum(float(count) for count in self.counts)
+        counted, present = float(bool(self.counts)), float(bool(losses))
+        if self.replicas is not None:  # of which one may have no samples
+            double = float(dtype == torch.float64)
+            number, count, counted, present, double = self.replicas.sum([float(total), count, counted, present, double])
+            dtype = torch.float64 if double else torch.float32
+            total = torch.tensor(number, dtype=torch.float64, device=total.device)
+        factor = None
+        if counted:
+            factor = self.batch / count if count else math.nan  # like the plain mean over nothing
+            total = total * (factor / self.batch)
+        return (total.to(dtype), factor) if present else (None, None)
 
     def _sum(self, losses: Sequence[Tensor]) -> Tensor:
         """The weighted sum of the micro-batches' losses."""
@@ -457,31 +399,13 @@ class LossAndOutputs:
         weights = [w.to(stacked) if isinstance(w, Tensor) else stacked.new_tensor(w) for w in self.weights]
         return (stacked * torch.stack(weights)).sum()
 
-    def _total_over_replicas(
-        self, losses: Sequence[Tensor], replicas: ReplicaGroup
-    ) -> tuple[Tensor | None, float | None]:
-        """Loss and factor over all replicas, of which one may have no samples."""
-        total = self._sum(losses) if losses else torch.zeros(())
-        counts = sum(float(count) for count in self.counts)
-        present, double = float(bool(losses)), float(total.dtype == torch.float64)
-        loss, count, counted, anyone, double = replicas.sum(
-            [float(total), counts, float(bool(self.counts)), present, double]
-        )
-        if not anyone:
-            return None, None
-        factor = None
-        if counted:
-            factor = self.batch / count if count else math.nan
-            loss *= factor / self.batch
-        return torch.tensor(loss, dtype=torch.float64 if double else torch.float32, device=total.device), factor
-
     def take_outputs(self) -> Any:
         """The outputs that were kept; nothing of the mini-batch is kept here any longer."""
-        kept = self.collector
+        kept = self.kept
         joined = None if kept is None else self.model_loss.merge(kept.result())
         self.clear()
         return joined
 
     def clear(self) -> None:
-        self.collector = self.pending = None
+        self.kept = self.pending = None
         self.losses, self.counts, self.targets = [], [], ()

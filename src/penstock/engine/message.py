@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 
-from penstock._torch import PythonNode, disable_current_modes, pytree, storage_id, unsafe_view
+from penstock._torch import PythonNode, pytree, storage_id, unsafe_view
 from penstock.errors import PlanError
 
 # ── values: tensors, and tuples, lists and dicts of tensors, None and plain Python values ────────────────────────
@@ -26,16 +25,10 @@ class TupleSpec:
     specs: tuple[Spec, ...]
     sizes: tuple[int, ...]
 
-    def split(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """The leaves of each value."""
-        ends = list(accumulate(self.sizes, initial=0))
-        return [list(leaves[a:b]) for a, b in pairwise(ends)]
-
 
 Spec: TypeAlias = "pytree.TreeSpec | TupleSpec | None"
 
-LEAF: Spec = None
-"""The structure of a single tensor, by far the most common value: no pytree is walked for it."""
+LEAF: Spec = None  # the structure of a single tensor, by far the most common value: no pytree is walked for it
 
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
@@ -49,12 +42,12 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
 def unflatten(leaves: list[Any], spec: Spec) -> Any:
     """The inverse of ``flatten``; for a ``TupleSpec``, the tuple of its values."""
     if isinstance(spec, TupleSpec):
-        return tuple(unflatten(part, own) for part, own in zip(spec.split(leaves), spec.specs, strict=True))
+        parts = [leaves[a:b] for a, b in pairwise(accumulate(spec.sizes, initial=0))]
+        return tuple(unflatten(part, own) for part, own in zip(parts, spec.specs, strict=True))
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
 def detach_tensors(value: Any) -> Any:
-    """The value with all of its tensors detached."""
     leaves, spec = flatten(value)
     return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
@@ -230,73 +223,35 @@ def _check_no_hidden_tensors(leaf: Any, stage: int) -> None:
 
 def detach_outputs_per_edge(
     outputs: Any, count: int, stage: int | None = None
-) -> tuple[list[Message | None], list[GradientEdge]]:
-    """One message for each edge out of the stage, and the gradient edges of all of them."""
+) -> tuple[list[Message], Sequence[GradientEdge]]:
+    """One message for each of ``count`` edges out of the stage, and the gradient edges of all; at least one message."""
+    if count <= 1:
+        message, edges = detach_outputs(outputs, stage=stage)
+        return [message], edges
     if not isinstance(outputs, tuple) or len(outputs) != count:
         found = f"{len(outputs)} values" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
         raise PlanError(f"a stage with {count} edges to later stages gave {found}: give a tuple with a value for each")
     parts = [detach_outputs(output, stage=stage) for output in outputs]
-    tensors = [[x for x in message.leaves if isinstance(x, Tensor)] for message, _ in parts]
-    uses = Counter(storage for row in tensors for storage in {_storage_key(x) for x in row})
-    messages: list[Message | None] = []
-    for message, _ in parts:
-        elsewhere = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and uses[_storage_key(x)] > 1]
-        shared = sorted({*elsewhere, *message.shared})
-        messages.append(message._replace(shared=shared) if elsewhere else message)
-    return messages, [root for _, roots in parts for root in roots]
+    return mark_shared([message for message, _ in parts]), [root for _, roots in parts for root in roots]
 
 
-def mark_shared(messages: Iterable[Message | None], shared: Iterable[Tensor]) -> list[Message | None]:
-    """The messages, in which leaves that use the memory of ``shared`` inputs are marked as shared too."""
-    memory = {_storage_key(x) for x in shared}
-    if not memory:
-        return list(messages)
-    marked: list[Message | None] = []
-    for message in messages:
-        if message is not None:
-            on = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and _storage_key(x) in memory]
-            message = message._replace(shared=sorted({*on, *message.shared})) if on else message
-        marked.append(message)
-    return marked
+def mark_shared(messages: Sequence[Message], inputs: Sequence[Tensor] = ()) -> list[Message]:
+    """Mark leaves that use the memory of other leaves, of any of the messages, or of ``inputs``."""
+    shared = set(overlapping_leaves([*inputs, *(leaf for message in messages for leaf in message.leaves)]))
+    starts = accumulate((len(message.leaves) for message in messages), initial=len(inputs))
+    return [
+        message._replace(shared=[i for i in range(len(message.leaves)) if start + i in shared])
+        for message, start in zip(messages, starts, strict=False)
+    ]
 
 
 def overlapping_leaves(leaves: Sequence[Any]) -> Sequence[int]:
-    """The leaves that have an element in common with another one."""
-    dense = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided]
-    if len(dense) < 2 or len({_storage_key(x) for _, x in dense}) == len(dense):
+    """The leaves that are views of the same memory as another one."""
+    dense = [(i, storage_id(x)) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided]
+    if len(dense) < 2:
         return ()
-    pairs = [
-        (i, j)
-        for (i, a), (j, b) in combinations(dense, 2)
-        if _storage_key(a) == _storage_key(b) and _shares_elements(a, b)
-    ]
-    return sorted({i for pair in pairs for i in pair})
-
-
-def _shares_elements(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors in one storage have an element in common."""
-    if a.dtype != b.dtype or not a.numel() or not b.numel():
-        return a.numel() > 0 and b.numel() > 0
-    first = min(a.storage_offset(), b.storage_offset())
-    layouts = [(tuple(x.shape), x.stride(), x.storage_offset() - first) for x in (a, b)]
-    return layouts[0] == layouts[1] or _strides_intersect(*layouts)
-
-
-_StridedLayout = tuple[tuple[int, ...], tuple[int, ...], int]
-
-
-@lru_cache(maxsize=256)
-def _strides_intersect(a: _StridedLayout, b: _StridedLayout) -> bool:
-    ends = [at + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) for shape, strides, at in (a, b)]
-    with disable_current_modes(), torch.device("cpu"):
-        seen = torch.zeros(max(ends) + 1, dtype=torch.bool)
-        seen.as_strided(*a).fill_(True)
-        return bool(seen.as_strided(*b).any())
-
-
-def _storage_key(tensor: Tensor) -> int:
-    """Identifies the memory of a tensor; a sparse tensor counts as its own."""
-    return id(tensor) if tensor.layout is not torch.strided else storage_id(tensor)
+    uses = Counter(storage for _, storage in dense)
+    return [i for i, storage in dense if uses[storage] > 1]
 
 
 # ── messages without their data: shapes, dtypes and structure, known before anything is sent ─────────────────────
@@ -355,6 +310,27 @@ class MessageMeta:
     def tensors(self) -> list[TensorMeta]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
 
+    def matches(self, message: Message) -> bool:
+        """Whether a message is described by this, but for shared leaves and the order of dimensions in memory."""
+        leaves, spec, wants, _ = message
+        if len(leaves) != len(self.leaves) or spec != self.spec or tuple(wants) != self.wants:
+            return False
+        for leaf, meta in zip(leaves, self.leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                if not isinstance(meta, TensorMeta) or leaf.shape != meta.shape:
+                    return False
+                if leaf.dtype is not meta.dtype or leaf.layout is not meta.layout:
+                    return False
+            elif leaf is not meta and (type(leaf) is not type(meta) or leaf != meta):
+                return False
+        return True
+
+    def to_message(self, tensors: Iterable[Tensor]) -> Message:
+        """The message with these tensors, which are as they were sent."""
+        sent = iter(tensors)
+        leaves = [leaf.from_memory(next(sent)) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
+        return Message(leaves, self.spec, self.wants, self.shared)
+
     def __str__(self) -> str:
         return "(" + ", ".join(map(str, self.leaves)) + ")"
 
@@ -366,16 +342,14 @@ def _unpickle_meta(
 
 
 def meta_of(message: Message) -> MessageMeta:
-    """The description of a message."""
     leaves, spec, wants, shared = message
-    metas = tuple(_tensor_meta(x) if isinstance(x, Tensor) else x for x in leaves)
-    return MessageMeta(metas, spec, tuple(wants), tuple(shared))
-
-
-def _tensor_meta(tensor: Tensor) -> TensorMeta:
-    if tensor.is_nested:
-        return TensorMeta((), tensor.dtype, torch.jagged)
-    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.layout, memory_order(tensor))
+    metas = list(leaves)
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor) and x.is_nested:
+            metas[i] = TensorMeta((), x.dtype, torch.jagged)
+        elif isinstance(x, Tensor):
+            metas[i] = TensorMeta(tuple(x.shape), x.dtype, x.layout, memory_order(x))
+    return MessageMeta(tuple(metas), spec, tuple(wants), tuple(shared))
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

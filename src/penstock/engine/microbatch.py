@@ -60,14 +60,13 @@ def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
     leaves, spec = flatten(value)
     if not leaves or (len(sizes) == 1 and not any(isinstance(leaf, Broadcast) for leaf in leaves)):
         return [value] * len(sizes)
-    columns = [_column(leaf, sizes) for leaf in leaves]
+    columns: list[Sequence[Any]] = [
+        torch.split(leaf, list(sizes))
+        if isinstance(leaf, Tensor) and leaf.dim()
+        else [leaf.tensor if isinstance(leaf, Broadcast) else leaf] * len(sizes)
+        for leaf in leaves
+    ]
     return [unflatten(list(row), spec) for row in zip(*columns, strict=True)]
-
-
-def _column(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
-    if isinstance(leaf, Tensor) and leaf.dim():
-        return torch.split(leaf, list(sizes))
-    return [leaf.tensor if isinstance(leaf, Broadcast) else leaf] * len(sizes)
 
 
 def can_join(value: Any) -> bool:
@@ -115,14 +114,13 @@ def split_inputs(
     if size == 0:
         raise PlanError("the mini-batch is empty: its tensors have no entries along dimension 0")
     sizes = microbatch_sizes(size or 1, count(size or 1))
-    return sizes, [_input_message(part, device) for part in scatter(value, sizes)]
-
-
-def _input_message(value: Any, device: torch.device) -> Message:
-    leaves, spec = flatten(value)
-    leaves = [leaf_to_device(leaf, device) for leaf in leaves]
-    wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return Message(leaves, spec, wants, overlapping_leaves(leaves) if len(leaves) > 1 else ())
+    messages = []
+    for part in scatter(value, sizes):
+        leaves, spec = flatten(part)
+        leaves = [leaf_to_device(leaf, device) for leaf in leaves]
+        wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        messages.append(Message(leaves, spec, wants, overlapping_leaves(leaves)))
+    return sizes, messages
 
 
 def split_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any]:

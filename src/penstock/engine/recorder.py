@@ -3,13 +3,12 @@
 Without a recorder a program runs as it is. With one, the clock is read before each of its calls and sends are measured
 in bytes; who waited for whom, and how long, is computed from that after the step.
 
-On a GPU the host's clock tells when work was launched. Two events per action tell when it ran; they are read once they
-have happened, and nothing waits for them inside a step.
+On a GPU the host's clock tells when work was launched. Two events per action tell when it ran; they are read at the
+end, and nothing waits for them inside a step.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -55,21 +54,10 @@ class DeviceClock:
         return max((len(marks) - 1 for marks in self.marks.values()), default=0)
 
     def stamp(self, device: torch.device) -> Any:
-        """An event after all work launched so far; None for a CPU."""
-        if device.type != "cuda":
-            return None
+        """An event after all work launched so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
-
-    def allocated(self, device: torch.device) -> int:
-        """Allocated bytes on the device, without waiting for it."""
-        found: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
-        return found
-
-    def since(self, device: torch.device, mark: int, *events: Any) -> list[float]:
-        """The time of events, in seconds since a mark."""
-        return [self.marks[device][mark].elapsed_time(event) / 1e3 for event in events]
 
     def finish(self) -> None:
         """Wait for all devices, and read the time of their marks."""
@@ -115,9 +103,6 @@ class AlignedClock:
     def __init__(self, at: int = 0, offset: ClockOffset | None = None) -> None:
         self.begin = self.end = (at, offset or ClockOffset())
 
-    def set_end(self, at: int, offset: ClockOffset) -> None:
-        self.end = (at, offset)
-
     def __call__(self, at: int) -> float:
         """Seconds on the first rank's clock."""
         (first, before), (last, after) = self.begin, self.end
@@ -152,9 +137,9 @@ def measure_clock_offset(
 def _offset_in_group(control: ControlChannel, clock: Callable[[], int]) -> ClockOffset:
     """The offset from the first rank of a group, which answers all others one after the other.
 
-        rank 1   asked ●───────────────● answered       rank 0 read its clock half-way, or at most half the round trip
-                        ╲             ╱                 away from that: the shortest of several round trips counts
-        rank 0           ●────────────
+    rank 1   asked ●───────────────● answered       rank 0 read its clock half-way, or at most half the round trip
+                    ╲             ╱                 away from that: the shortest of several round trips counts
+    rank 0           ●────────────
     """
     best = ClockOffset(0.0, float("inf"))
     if control.group.rank() == 0:
@@ -194,7 +179,7 @@ def saved_bytes(slot: Slot, engine: StageEngine) -> int:
             continue
         seen.add(node)
         ahead += [following for following, _ in node.next_functions]
-        kept += _saved_tensors(node)
+        kept += [tensor for tensor in raw_saved_tensors(node) if tensor.layout is torch.strided]
     return _unique_bytes(kept, engine)
 
 
@@ -219,10 +204,6 @@ def _unique_bytes(kept: Sequence[Tensor], engine: StageEngine) -> int:
     return sum(min(room[place], sum(views.values())) for place, views in sizes.items())
 
 
-def _saved_tensors(node: Any) -> list[Tensor]:
-    return [tensor for tensor in raw_saved_tensors(node) if tensor.layout is torch.strided]
-
-
 def _memory_of(tensor: Tensor) -> tuple[object, int]:
     """The memory that a tensor is a view of, and its size."""
     try:
@@ -235,27 +216,24 @@ def _memory_of(tensor: Tensor) -> tuple[object, int]:
 # ── recorded programs ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class CallKey(NamedTuple):
-    """Identifies a call of a program."""
-
-    instruction: Instruction
-    kind: str  # see ``CallInfo``
-    peer: int
+CallKey = tuple[Instruction, str, int]  # the instruction, kind and peer of a call: see ``CallInfo``
 
 
+@dataclass(slots=True, eq=False)
 class ProgramRecord:
     """One run of a program: timestamps of its calls, and more of some of them, by the call's index."""
 
-    __slots__ = ("calls", "ends", "events", "memory", "seconds", "sizes", "stamps")
+    calls: Sequence[CallKey]
+    stamps: list[int] = field(init=False)  # before each call, and after the last
+    ends: dict[int, int] = field(default_factory=dict)  # of calls after which the recorder did more
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes, of each send
+    memory: dict[int, int] = field(default_factory=dict)  # allocated bytes on the device, after an action's work
+    # On a GPU: events before and after an action's work, and their time since the run began.
+    events: dict[int, tuple[torch.device, Any, Any]] = field(default_factory=dict)
+    seconds: dict[int, tuple[torch.device, float, float]] = field(default_factory=dict)
 
-    def __init__(self, calls: Sequence[CallKey]) -> None:
-        self.calls = calls
-        self.stamps = [0] * (len(calls) + 1)  # before each call, and after the last
-        self.ends: dict[int, int] = {}  # of calls after which the recorder did more
-        self.sizes: dict[int, int] = {}  # bytes, of each send
-        self.memory: dict[int, int] = {}  # allocated bytes on the device, after an action's work
-        self.events: dict[int, tuple[torch.device, Any, Any]] = {}  # before and after an action's work, on a GPU
-        self.seconds: dict[int, tuple[torch.device, float, float]] = {}  # of these events, since the run began
+    def __post_init__(self) -> None:
+        self.stamps = [0] * (len(self.calls) + 1)
 
     def end(self, at: int) -> int:
         """When a call returned; 0 if it did not."""
@@ -275,10 +253,8 @@ class RecordedProgram:
         measure_saved: bool,
     ) -> None:
         self.clock, self.saved, self.devices, self.measure_saved = clock, saved, devices, measure_saved
-        self.keys = [
-            CallKey(instruction, info.kind, info.peer)
-            for instruction, info in zip(runner.instructions, runner.infos, strict=True)
-        ]
+        pairs = zip(runner.instructions, runner.infos, strict=True)
+        self.keys = [(instruction, info.kind, info.peer) for instruction, info in pairs]
         self.record = ProgramRecord(())  # of the current run
         self.calls = [
             self._wrap(at, call, info)
@@ -297,18 +273,15 @@ class RecordedProgram:
     def _send(self, at: int, call: Call, payload: Callable[[], Any]) -> None:
         value = payload()
         leaves = value[0] if type(value) is Message else value
-        total = 0
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                total += leaf.nbytes
-        self.record.sizes[at] = total
+        self.record.sizes[at] = sum([leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)])
         call()
 
     def _launch(self, at: int, call: Call, device: torch.device) -> None:
         before = self.devices.stamp(device)
         call()
         self.record.events[at] = (device, before, self.devices.stamp(device))
-        self.record.memory[at] = self.devices.allocated(device)
+        # Without waiting for the device.
+        self.record.memory[at] = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
 
     def _measure_saved(self, at: int, call: Call, info: CallInfo) -> None:
         """Measure the first graph of a stage, after the call."""
@@ -352,26 +325,22 @@ class StepRecorder:
         self.now: RecordedRun | None = None  # the current run, if it is recorded
         self.saved: dict[int, int] = {}  # bytes that a stage's graph saves of one micro-batch
         self.devices = DeviceClock(devices, clock)
-        self._pending: deque[tuple[RecordedRun, ProgramRecord]] = deque()  # with events that were not read yet
         self.begin = clock()
         self.aligned = AlignedClock()
 
     def elapsed(self) -> int:
-        """Nanoseconds since the recorder was made."""
         return self.clock() - self.begin
 
     @contextmanager
     def run(self, kind: str) -> Iterator[None]:
         """Around one mini-batch: record it, unless it is skipped or beyond the last."""
         counts = kind != "backward"
+        skipped = counts and (self.skip > 0 or self.remaining == 0)
         if counts and self.skip:
             self.skip -= 1
+        if skipped or self.now is not None:
             yield
             return
-        if self.now is not None or (counts and self.remaining == 0):
-            yield
-            return
-        self._read_events(done=False)
         self.now = run = RecordedRun(kind, self.clock(), mark=self.devices.mark())
         self.runs.append(run)
         try:
@@ -382,7 +351,6 @@ class StepRecorder:
         finally:
             run.end = self.clock()
             self.now = None
-            self._pending.extend((run, program) for program in run.programs if program.events)
             if counts and self.remaining is not None:
                 self.remaining -= 1
 
@@ -401,12 +369,12 @@ class StepRecorder:
         program = self._program(runner)
         record = program.record = ProgramRecord(program.keys)
         run.programs.append(record)
-        stamps, clock, progress = record.stamps, self.clock, runner.progress
-        for progress.at, call in enumerate(program.calls):
-            stamps[progress.at] = clock()
+        stamps, clock = record.stamps, self.clock
+        for runner.at, call in enumerate(program.calls):
+            stamps[runner.at] = clock()
             call()
         stamps[-1] = clock()
-        progress.at = -1
+        runner.at = -1
 
     def _program(self, runner: Runner) -> RecordedProgram:
         """The runner's calls: made for its first run, again for its second without measuring saved bytes, then kept."""
@@ -421,30 +389,18 @@ class StepRecorder:
     def finish(self, error: BaseException | None = None) -> None:
         """Stop recording, and wait for the GPUs. After an error, one that cannot be asked is left out."""
         self.remaining = 0
+        programs = [(run, program) for run in self.runs for program in run.programs]
         try:
             self.devices.finish()
-            self._read_events(done=True)
+            for run, program in programs:
+                for at, (device, before, after) in program.events.items():
+                    mark = self.devices.marks[device][run.mark]
+                    start, end = mark.elapsed_time(before), mark.elapsed_time(after)
+                    program.seconds[at] = (device, start / 1e3, end / 1e3)
         except RuntimeError:
             if error is None:
                 raise
-            self.forget_devices()
-
-    def forget_devices(self) -> None:
-        """Keep the host's timestamps alone."""
-        self._pending.clear()
-        for run in self.runs:
-            for program in run.programs:
-                program.events.clear()
+            for _, program in programs:  # the host's times remain
                 program.seconds.clear()
-
-    def _read_events(self, *, done: bool) -> None:
-        """Read events that have happened, and free them; with ``done``, all of them have."""
-        while self._pending:
-            run, program = self._pending[0]
-            if not done and not all(after.query() for _, _, after in program.events.values()):
-                return
-            for at, (device, before, after) in program.events.items():
-                start, end = self.devices.since(device, run.mark, before, after)
-                program.seconds[at] = (device, start, end)
+        for _, program in programs:
             program.events.clear()
-            self._pending.popleft()

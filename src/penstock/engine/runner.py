@@ -1,7 +1,7 @@
 """A program becomes a list of calls, compiled once; a step runs down that list.
 
-    0F3        wait_F ─▶ forward ─▶ send_F          waits and sends of other ranks are calls of their own, so that a
-    0B3        wait_B ─▶ backward ─▶ send_B         rank that waits is seen to wait, and not to compute
+0F3        wait_F ─▶ forward ─▶ send_F          waits and sends of other ranks are calls of their own, so that a
+0B3        wait_B ─▶ backward ─▶ send_B         rank that waits is seen to wait, and not to compute
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.profiler import record_function
 
 from penstock._torch import profiler_enabled
 from penstock.engine.channel.base import Channel
-from penstock.engine.failure.status import Progress
+from penstock.engine.failure.status import ProgramPosition
 from penstock.engine.message import Message, merge_messages
 from penstock.engine.offload.activations import prefetch_points
 from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.lower import Instruction
-from penstock.schedule.schedule import BACKWARD, COMPUTE
+from penstock.schedule.schedule import COMPUTE
 
 Call = Callable[[], None]
 Receive = Callable[[], Any]  # a message, or gradients
@@ -33,37 +33,25 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class LRUCache(Generic[K, V]):
+class LRUCache(OrderedDict[K, V]):
     """Up to ``size`` values; a new one evicts the least recently used.
 
     Ranks that use the same keys in the same order evict the same ones.
     """
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self.size = size
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._values
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def __getitem__(self, key: K) -> V:
-        self._values.move_to_end(key)
-        return self._values[key]
+        self.move_to_end(key)
+        return super().__getitem__(key)
 
     def __setitem__(self, key: K, value: V) -> None:
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > self.size:
-            self._values.popitem(last=False)
-
-    def values(self) -> Iterable[V]:
-        return self._values.values()
-
-    def clear(self) -> None:
-        self._values.clear()
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self.size:
+            del self[next(iter(self))]
 
 
 @dataclass
@@ -103,32 +91,28 @@ _OTHER = CallInfo()
 BoundCall = tuple[Call, Instruction, CallInfo]
 
 
-class Runner:
+class Runner(ProgramPosition):
     """A compiled program of one rank."""
 
     def __init__(
         self, calls: Sequence[Call], instructions: Sequence[Instruction], infos: Sequence[CallInfo] | None = None
     ) -> None:
+        super().__init__(instructions)
         self.calls = tuple(calls)
-        self.instructions = tuple(instructions)
         self.infos = (_OTHER,) * len(self.calls) if infos is None else tuple(infos)
-        self.progress = Progress()
         self.recorded_calls: object = None  # the calls as the last recorder runs them
 
     def run(self) -> None:
-        progress = self.progress
-        for progress.at, call in enumerate(self.named_calls()):
+        for self.at, call in enumerate(self.named_calls()):  # noqa: B020
             call()
-        progress.at = -1
+        self.at = -1
 
     def named_calls(self) -> Sequence[Call]:
         """The calls; while torch's profiler is on, each is a range with the name of its action."""
         if not profiler_enabled():
             return self.calls
         return [
-            partial(_profiled, str(instruction), call)
-            if info.kind == "work" or instruction.kind not in COMPUTE
-            else call
+            record_function(str(instruction))(call) if info.kind == "work" or instruction.kind not in COMPUTE else call
             for call, instruction, info in zip(self.calls, self.instructions, self.infos, strict=True)
         ]
 
@@ -142,23 +126,8 @@ class Runner:
         first, second = (Runner(self.calls[at], self.instructions[at], self.infos[at]) for at in parts)
         return first, second
 
-    @property
-    def current(self) -> Instruction | None:
-        """The instruction that is running, or that failed."""
-        return self.instructions[self.progress.at] if self.progress.at >= 0 else None
-
-
-def _profiled(name: str, call: Call) -> None:
-    with record_function(name):
-        call()
-
 
 # ── the calls ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def prefetch_activations(engine: StageEngine, k: int) -> None:
-    assert engine.offload is not None
-    engine.offload.prefetch(k)
 
 
 def offload_next_forward(slot: Slot) -> None:
@@ -191,36 +160,26 @@ def backward_join(backward_fn: BackwardFn, slot: Slot, receives: Sequence[Receiv
     backward_fn([grad for receive in receives for grad in receive()], slot)
 
 
-def send_output(send: Send, slot: Slot) -> None:
-    send(slot.message)
-    slot.message = None
-
-
-def send_grads(send: Send, slot: Slot) -> None:
-    send(slot.grads)
-    slot.grads = ()
-
-
-def send_edge_output(send: Send, slot: Slot, edge: int) -> None:
+def send_output(send: Send, slot: Slot, edge: int) -> None:
     send(slot.messages[edge])
     slot.messages[edge] = None
 
 
-def send_edge_grads(send: Send, slot: Slot, edge: int) -> None:
-    send(slot.edge_grads[edge])
-    slot.edge_grads[edge] = slot.grads = ()
+def send_grads(send: Send, slot: Slot, edge: int) -> None:
+    send(slot.grads[edge])
+    slot.grads[edge] = ()
 
 
 def store_output(io: PipelineIO, k: int, slot: Slot) -> None:
     if io.outputs is not None:
-        io.outputs[k] = slot.message
-    slot.message = None
+        io.outputs[k] = slot.messages[0]
+    slot.messages = []
 
 
 def store_input_grads(io: PipelineIO, k: int, slot: Slot) -> None:
     if io.grads is not None:
-        io.grads[k] = slot.grads
-    slot.grads = ()
+        io.grads[k] = slot.grads[0]
+    slot.grads = []
 
 
 # ── compilation ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -236,119 +195,103 @@ def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> 
     instructions = list(instructions)
     stages = bindings.stages
     prefetches = prefetch_points(instructions) if any(stage.offload for stage in stages.values()) else {}
-    offloaded = {pair for pairs in prefetches.values() for pair in pairs if stages[pair[0]].offload is not None}
+    offloads = {s: stage.offload for s, stage in stages.items() if stage.offload is not None}
+    offloaded = {pair for pairs in prefetches.values() for pair in pairs if pair[0] in offloads}
     weights = next((stage.weights for stage in stages.values() if stage.weights is not None), None)
     transfers = {} if weights is None else weights.transfer_calls(instructions, stages)
     for at, instruction in enumerate(instructions):
-        kind, stage, k, peer = instruction
+        kind, stage, k, _ = instruction
         if at in transfers:
             calls.append((transfers[at], instruction, _OTHER))
         for pair in prefetches.get(at, ()):
             if pair in offloaded:
-                calls.append((partial(prefetch_activations, stages[pair[0]], pair[1]), instruction, _OTHER))
+                calls.append((partial(offloads[pair[0]].prefetch, pair[1]), instruction, _OTHER))
         if kind == "F" and (stage, k) in offloaded:
             calls.append((partial(offload_next_forward, bindings.slots[stage, k]), instruction, _OTHER))
-        calls += _wait_calls(instruction, bindings)
-        calls += _bind(instruction, bindings)
-        taken = bindings.forward[stage, peer].ops(k).wait_taken if kind == "SEND_F" else None
-        if taken is not None:  # the sender waits until the message is taken
-            calls.append((taken, instruction._replace(kind="SENT_F"), CallInfo("sent", peer=peer)))
+        if kind in COMPUTE:
+            calls += _bind_action(instruction, bindings)
+        elif kind == "REDUCE":
+            if bindings.reduce is not None:
+                calls.append((partial(bindings.reduce, stage), instruction, _OTHER))
+        else:
+            calls += _bind_transfer(instruction, bindings)
     if len(instructions) in transfers:
         calls.append((transfers[len(instructions)], instructions[-1], _OTHER))
     return Runner(*([call[part] for call in calls] for part in range(3)))  # type: ignore[arg-type]
 
 
-def _wait_calls(instruction: Instruction, bindings: Bindings) -> list[BoundCall]:
-    """The waits for messages of other ranks, under the names of their receives."""
+def _bind_action(instruction: Instruction, bindings: Bindings) -> list[BoundCall]:
+    """An action with the waits for its messages before it, and the sends that have no instruction after it.
+
+    The waits have the names of their receives. Sends without an instruction are those of edges inside this rank, and
+    the ends of the pipeline.
+    """
     kind, stage, k, _ = instruction
-    if kind not in ("F", "B", "I"):
-        return []
-    direction, channels = ("F", bindings.forward) if kind == "F" else ("B", bindings.backward)
-    return [
-        (channel.ops(k).wait_recv, Instruction(f"RECV_{direction}", stage, k, src), CallInfo("wait", peer=src))
-        for (src, dst), channel in sorted(channels.items(), key=lambda pair: pair[0])
-        if dst == stage and src not in bindings.stages
-    ]
-
-
-def _bind(instruction: Instruction, bindings: Bindings) -> list[BoundCall]:
-    kind, stage, k, peer = instruction
-    if kind in COMPUTE:
-        engine, slot = bindings.stages[stage], bindings.slots[stage, k]
-        work = CallInfo("work", engine, slot)
-        if kind == "F":
-            return [(_bind_forward(stage, k, bindings), instruction, work), *_local_sends(instruction, bindings, "F")]
-        if kind in BACKWARD:
-            call = _bind_backward(kind, stage, k, bindings)
-            return [(call, instruction, work), *_local_sends(instruction, bindings, "B")]
+    engine, slot, io = bindings.stages[stage], bindings.slots[stage, k], bindings.io
+    work = CallInfo("work", engine, slot)
+    call: Call
+    if kind in ("R", "W"):
         call = partial(engine.recompute, k, slot) if kind == "R" else partial(engine.weight_gradient, slot)
         return [(call, instruction, work)]
-    if kind == "REDUCE":
-        return [] if bindings.reduce is None else [(partial(bindings.reduce, stage), instruction, _OTHER)]
-    operation, direction = kind.split("_")
-    if operation == "SEND":
-        return [_bind_send(instruction, peer, bindings, direction)]
-    channels = bindings.forward if direction == "F" else bindings.backward
-    if operation == "RECV":
-        post, info = channels[peer, stage].ops(k).post_recv, _OTHER
+    direction, channels = ("F", bindings.forward) if kind == "F" else ("B", bindings.backward)
+    sources = [src for src, dst in sorted(channels) if dst == stage]
+    waits: list[BoundCall] = [
+        (
+            channels[src, stage].ops(k).wait_recv,
+            Instruction(f"RECV_{direction}", stage, k, src),
+            CallInfo("wait", peer=src),
+        )
+        for src in sources
+        if src not in bindings.stages
+    ]
+    receives = [channels[src, stage].ops(k).get for src in sources]
+    if kind == "F":
+        if not receives:
+            call = partial(forward_first, engine, k, slot, io)
+        elif len(receives) == 1:
+            call = partial(forward, engine, k, slot, *receives)
+        else:
+            call = partial(forward_join, engine, k, slot, receives)
     else:
-        post, info = channels[stage, peer].ops(k).wait_send, CallInfo("sent", peer=peer)
-    return [] if post is None else [(post, instruction, info)]
-
-
-def _bind_forward(stage: int, k: int, bindings: Bindings) -> Call:
-    engine, slot = bindings.stages[stage], bindings.slots[stage, k]
-    receives = _receives(stage, k, bindings.forward)
-    if not receives:
-        return partial(forward_first, engine, k, slot, bindings.io)
-    if len(receives) == 1:
-        return partial(forward, engine, k, slot, *receives)
-    return partial(forward_join, engine, k, slot, receives)
-
-
-def _bind_backward(kind: str, stage: int, k: int, bindings: Bindings) -> Call:
-    engine, slot = bindings.stages[stage], bindings.slots[stage, k]
-    if kind == "I":
-        backward_fn = engine.input_gradient
-    else:
-        backward_fn = engine.backward if bindings.backward_fn is None else partial(bindings.backward_fn, engine)
-    receives = _receives(stage, k, bindings.backward)
-    if not receives:
-        return partial(begin_backward, backward_fn, k, slot, bindings.io)
-    if len(receives) == 1:
-        return partial(backward, backward_fn, slot, *receives)
-    return partial(backward_join, backward_fn, slot, receives)
-
-
-def _receives(stage: int, k: int, channels: Mapping[tuple[int, int], Channel]) -> list[Receive]:
-    """Take a micro-batch's message from each incoming channel."""
-    return [channels[src, dst].ops(k).get for src, dst in sorted(channels) if dst == stage]
+        backward_fn = engine.input_gradient if kind == "I" else engine.backward
+        if kind == "B" and bindings.backward_fn is not None:
+            backward_fn = partial(bindings.backward_fn, engine)
+        if not receives:
+            call = partial(begin_backward, backward_fn, k, slot, io)
+        elif len(receives) == 1:
+            call = partial(backward, backward_fn, slot, *receives)
+        else:
+            call = partial(backward_join, backward_fn, slot, receives)
+    peers = sorted(dst for src, dst in channels if src == stage)
+    if not peers:
+        store = partial(store_output if kind == "F" else store_input_grads, io, k, slot)
+        return [*waits, (call, instruction, work), (store, instruction, _OTHER)]
+    sends = [_bind_send(instruction, peer, bindings, direction) for peer in peers if peer in bindings.stages]
+    return [*waits, (call, instruction, work), *sends]
 
 
 def _bind_send(instruction: Instruction, peer: int, bindings: Bindings, direction: str) -> BoundCall:
     """Send the message of one edge out of the stage, or the gradients of one edge into it."""
     _, stage, k, _ = instruction
-    channels = bindings.forward if direction == "F" else bindings.backward
-    peers = sorted(dst for src, dst in channels if src == stage)
-    send, slot = channels[stage, peer].ops(k).send, bindings.slots[stage, k]
-    call: Call
-    payload: Callable[[], Any]
-    if len(peers) == 1:
-        call = partial(send_output if direction == "F" else send_grads, send, slot)
-        payload = partial(getattr, slot, "message" if direction == "F" else "grads")
-    else:
-        edge = peers.index(peer)
-        call = partial(send_edge_output if direction == "F" else send_edge_grads, send, slot, edge)
-        payload = lambda: (slot.messages if direction == "F" else slot.edge_grads)[edge]  # noqa: E731
+    channels, send = (bindings.forward, send_output) if direction == "F" else (bindings.backward, send_grads)
+    slot, edge = bindings.slots[stage, k], sorted(dst for src, dst in channels if src == stage).index(peer)
+    payload: Callable[[], Any] = lambda: (slot.messages if direction == "F" else slot.grads)[edge]  # noqa: E731
+    call = partial(send, channels[stage, peer].ops(k).send, slot, edge)
     return call, instruction, CallInfo("send", peer=peer, payload=payload)
 
 
-def _local_sends(instruction: Instruction, bindings: Bindings, direction: str) -> list[BoundCall]:
-    """The calls after an action that have no instruction: edges inside this rank, and the ends of the pipeline."""
-    _, stage, k, _ = instruction
+def _bind_transfer(instruction: Instruction, bindings: Bindings) -> list[BoundCall]:
+    """A send, a receive that is posted ahead, or the wait until a send is over."""
+    kind, stage, k, peer = instruction
+    operation, direction = kind.split("_")
     channels = bindings.forward if direction == "F" else bindings.backward
-    peers = sorted(dst for src, dst in channels if src == stage)
-    if not peers:
-        store = store_output if direction == "F" else store_input_grads
-        return [(partial(store, bindings.io, k, bindings.slots[stage, k]), instruction, _OTHER)]
-    return [_bind_send(instruction, peer, bindings, direction) for peer in peers if peer in bindings.stages]
+    if operation == "RECV":
+        post = channels[peer, stage].ops(k).post_recv
+        return [] if post is None else [(post, instruction, _OTHER)]
+    ops, sent = channels[stage, peer].ops(k), CallInfo("sent", peer=peer)
+    if operation == "SENT":
+        return [] if ops.wait_send is None else [(ops.wait_send, instruction, sent)]
+    send = _bind_send(instruction, peer, bindings, direction)
+    if ops.wait_taken is None:
+        return [send]
+    return [send, (ops.wait_taken, instruction._replace(kind="SENT_F"), sent)]  # in lockstep

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 
 from penstock._torch import run_backward, unsafe_view
-from penstock.engine.forward_context import CallerContext, MicroBatch, ReentrantContext, forward_state
+from penstock.engine.forward_context import CallerContext, MicroBatch, forward_state
 from penstock.engine.loss import LossAndOutputs
 from penstock.engine.message import (
     Message,
@@ -51,18 +51,16 @@ if TYPE_CHECKING:  # FSDP takes seconds to import
     from penstock.engine.shapes import FakeStage
 
 
+@dataclass(slots=True, eq=False)
 class SavedForward:
     """The input of a forward that will be recomputed, its RNG states and changed buffers. Its graph is dropped."""
 
-    __slots__ = ("buffers", "keeper", "message", "microbatch", "rng_states", "versions")
-
-    def __init__(self) -> None:
-        self.message: Message | None = None
-        self.versions: Sequence[int | None] = ()
-        self.rng_states: RngStates = []
-        self.keeper = KeptValues()
-        self.buffers: SavedBuffers = ()  # values, before the forward, of buffers that it changed
-        self.microbatch: MicroBatch | None = None
+    message: Message | None = None
+    versions: Sequence[int | None] = ()
+    rng_states: RngStates = field(default_factory=list)
+    keeper: KeptValues = field(default_factory=KeptValues)
+    buffers: SavedBuffers = ()  # values, before the forward, of buffers that it changed
+    microbatch: MicroBatch | None = None
 
     def save(self, message: Message, microbatch: MicroBatch | None) -> None:
         self.message = message._replace(leaves=list(message.leaves))
@@ -90,42 +88,26 @@ def _leaf_versions(message: Message) -> list[int | None]:
     return [leaf._version if isinstance(leaf, Tensor) else None for leaf in message.leaves]
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """The state of one micro-batch in flight in one stage."""
 
-    __slots__ = (
-        "edge_grads",
-        "grads",
-        "inputs",
-        "inputs_per_edge",
-        "message",
-        "messages",
-        "offload_next",
-        "plain",
-        "queue",
-        "roots",
-        "saved",
-    )
+    queue: WeightGradQueue | None = None  # set when the backward is split into I and W
+    saved: SavedForward | None = None  # set when the forward will be recomputed
+    inputs: Sequence[Tensor] = ()
+    roots: Sequence[GradientEdge] = ()
+    messages: list[Message | None] = field(default_factory=list)  # per outgoing edge; of the last stage, one
+    inputs_per_edge: Sequence[int] = ()  # with several incoming edges
+    grads: list[Sequence[Tensor | None]] = field(default_factory=list)  # per incoming edge; of the first stage, one
+    offload_next: bool = False  # whether the next forward's saved tensors are offloaded to the host
+    plain: bool = True  # whether a forward needs no context, as far as the slot knows
 
-    def __init__(self, queue: WeightGradQueue | None = None, saved: SavedForward | None = None) -> None:
-        self.inputs: Sequence[Tensor] = ()
-        self.roots: Sequence[GradientEdge] = ()
-        self.message: Message | None = None
-        self.grads: Sequence[Tensor | None] = ()
-        # With several outgoing edges, a message for each; with several incoming edges, the number of inputs that came
-        # over each, and their gradients.
-        self.messages: list[Message | None] = []
-        self.inputs_per_edge: Sequence[int] = ()
-        self.edge_grads: list[Sequence[Tensor | None]] = []
-        self.queue = queue  # set when the backward is split into I and W
-        self.saved = saved  # set when the forward will be recomputed
-        self.offload_next = False  # whether the next forward's saved tensors are offloaded to the host
-        self.plain = queue is None and saved is None  # whether a forward needs no context, as far as the slot knows
+    def __post_init__(self) -> None:
+        self.plain = self.queue is None and self.saved is None
 
     def clear(self) -> None:
-        self.inputs = self.roots = self.grads = self.inputs_per_edge = ()
-        self.message = None
-        self.messages, self.edge_grads = [], []
+        self.inputs = self.roots = self.inputs_per_edge = ()
+        self.messages, self.grads = [], []
         if self.queue is not None:
             self.queue.clear()
         if self.saved is not None:
@@ -159,45 +141,38 @@ class ParallelizedStage:
 _NO_MODE = object()
 
 
+@dataclass(eq=False)
 class StageEngine:
-    """A stage's module, with its forward and backward. The last stage also has the loss.
+    """A stage's module, with its forward and backward. The last stage also has the loss."""
 
-    ``num_sources`` and ``num_targets`` count the edges into the stage and out of it.
-    """
+    index: int
+    module: nn.Module
+    device: torch.device
+    loss: LossAndOutputs | None = None
+    num_sources: int = 1  # edges into the stage
+    num_targets: int = 1  # edges out of it
+    microbatches: Sequence[MicroBatch] = ()  # of the run: ``current_microbatch`` returns one of them
+    context: CallerContext | None = None  # entered for each forward
+    # A mode is everything that a forward may depend on: training flags of the modules, autocast, default device. There
+    # is one object for each, compared by identity. The attributes below name the mode in which …
+    mode: object = None
+    modes: dict[object, object] = field(default_factory=dict)
+    no_input_mutation_in: object = _NO_MODE  # … the module was seen not to change its inputs in place,
+    no_input_mutation_recomputing_in: object = _NO_MODE  # … the same in forwards that are recomputed,
+    fast_path_in: object = _NO_MODE  # … a forward is a call of the module and nothing else,
+    fast_path_no_grad_in: object = _NO_MODE  # … the same for inputs that need no gradient.
+    mutates_sometimes: bool = False  # the module changes its inputs for some micro-batches and not for others
+    shared_parameters: Sequence[Tensor] = ()  # parameters that other threads add gradients to
+    offload: ActivationOffload | None = None  # on a GPU, when activations are offloaded
+    weights: HostWeights | None = None  # on a GPU, when weights live on the host
+    rng: StageRng | None = None  # when random numbers are seeded, or must be repeated
+    buffer_guard: BufferGuard | None = None  # when forwards are recomputed
+    norms: DeferredStatistics | None = None  # when BatchNorm statistics are those of the mini-batch
+    parallel: ParallelizedStage | None = None
+    _recorder: WeightGradRecorder | None = None
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        device: torch.device,
-        loss: LossAndOutputs | None = None,
-        *,
-        num_sources: int = 1,
-        num_targets: int = 1,
-    ) -> None:
-        self.index = index
-        self.module, self.device, self.loss = module, device, loss
-        self.num_sources, self.num_targets = num_sources, num_targets
-        self.microbatches: Sequence[MicroBatch] = ()  # of the run: ``current_microbatch`` returns one of them
-        self.context: AbstractContextManager[Any] | None = None  # entered for each forward
-        self.submodules = list(module.modules())
-        # A mode is everything that a forward may depend on: training flags of the modules, autocast, default device.
-        # There is one object for each, compared by identity. The attributes below name the mode in which …
-        self.mode: object = None
-        self.modes: dict[object, object] = {}
-        self.no_input_mutation_in: object = _NO_MODE  # … the module was seen not to change its inputs in place,
-        self.no_input_mutation_recomputing_in: object = _NO_MODE  # … the same in forwards that are recomputed,
-        self.fast_path_in: object = _NO_MODE  # … a forward is a call of the module and nothing else,
-        self.fast_path_no_grad_in: object = _NO_MODE  # … the same for inputs that need no gradient.
-        self.mutates_sometimes = False  # the module changes its inputs for some micro-batches and not for others
-        self.shared_parameters: Sequence[Tensor] = ()  # parameters that other threads add gradients to
-        self.offload: ActivationOffload | None = None  # on a GPU, when activations are offloaded
-        self.weights: HostWeights | None = None  # on a GPU, when weights live on the host
-        self.rng: StageRng | None = None  # when random numbers are seeded, or must be repeated
-        self.buffer_guard: BufferGuard | None = None  # when forwards are recomputed
-        self.norms: DeferredStatistics | None = None  # when BatchNorm statistics are those of the mini-batch
-        self.parallel: ParallelizedStage | None = None
-        self._recorder: WeightGradRecorder | None = None
+    def __post_init__(self) -> None:
+        self.submodules = list(self.module.modules())
 
     def new_queue(self) -> WeightGradQueue:
         """A queue for the weight gradients of one micro-batch in flight, where the backward is split."""
@@ -210,7 +185,7 @@ class StageEngine:
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
-        """Run the module. Its output is left in ``slot.message``, the output's gradient edges in ``slot.roots``."""
+        """Run the module. Its output is left in ``slot.messages``, the output's gradient edges in ``slot.roots``."""
         leaves, spec, wants, shared = message
         if (
             self.mode is not (self.fast_path_in if wants else self.fast_path_no_grad_in)
@@ -240,7 +215,8 @@ class StageEngine:
             raise
         finally:
             forward_state.microbatch = None
-        slot.message, slot.roots = detach_outputs(output, stage=self.index if loss is None else None)
+        found, slot.roots = detach_outputs(output, stage=self.index if loss is None else None)
+        slot.messages = [found]
 
     def _forward(self, microbatch: int, message: Message, slot: Slot) -> None:
         """The general forward, of which ``forward`` is the fast path."""
@@ -271,7 +247,6 @@ class StageEngine:
                 self._run(microbatch, saved.input(self.index), slot, recomputing=True)
         finally:
             forward_state.recomputing, forward_state.keeper = False, None
-        slot.message = None
         slot.messages = []
 
     def _run(self, microbatch: int, message: Message, slot: Slot, *, recomputing: bool = False) -> None:
@@ -316,12 +291,11 @@ class StageEngine:
             self.no_input_mutation_recomputing_in = _NO_MODE if changed or self.mutates_sometimes else self.mode
         elif careful:
             self._learn_input_mutation(leaves, wants, inputs)
-        if self.num_targets > 1:
-            slot.messages, slot.roots = detach_outputs_per_edge(output, self.num_targets, self.index)
-        else:
-            slot.message, slot.roots = detach_outputs(output, stage=self.index if self.loss is None else None)
+        index = self.index if self.loss is None else None
+        messages, slot.roots = detach_outputs_per_edge(output, self.num_targets, index)
         if shared and self.loss is None:
-            slot.message, *slot.messages = mark_shared((slot.message, *slot.messages), [leaves[i] for i in shared])
+            messages = mark_shared(messages, [leaves[i] for i in shared])
+        slot.messages = [*messages]
 
     def _needs_no_context(self) -> bool:
         return self.context is None and self.rng is None and self.norms is None
@@ -339,7 +313,7 @@ class StageEngine:
             slot.offload_next, slot.plain = False, slot.queue is None and slot.saved is None
             stack.enter_context(self.offload.saving(microbatch, leaves))
         if self.context is not None:
-            stack.enter_context(self.context)
+            stack.enter_context(self.context.entered())
         if self.rng is not None:
             states = None if slot.saved is None else slot.saved.rng_states
             stack.enter_context(self.rng.forward(self.mode, microbatch, states, recomputing))
@@ -406,16 +380,15 @@ class StageEngine:
         elif roots and self.norms is not None:
             with self.norms.ignoring:  # the user's own checkpoint may run a forward in here
                 run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
-        if len(inputs) == 1:
+        if len(inputs) == 1 and not slot.inputs_per_edge:
             (leaf,) = inputs
-            slot.grads = (leaf.grad,)
+            slot.grads = [(leaf.grad,)]
             leaf.grad = None
         else:
-            slot.grads = [leaf.grad for leaf in inputs]
+            found = [leaf.grad for leaf in inputs]
             for leaf in inputs:
                 leaf.grad = None
-        if slot.inputs_per_edge:
-            slot.edge_grads = split_grads(slot.grads, slot.inputs_per_edge)
+            slot.grads = split_grads(found, slot.inputs_per_edge) if slot.inputs_per_edge else [found]
         slot.inputs = slot.roots = ()
 
     def input_gradient(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
@@ -441,13 +414,11 @@ class StageEngine:
         else:
             with nullcontext() if self.norms is None else self.norms.ignoring:
                 found = list(run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
-        slot.grads = found[: len(slot.inputs)]
-        if slot.inputs_per_edge:
-            slot.edge_grads = split_grads(slot.grads, slot.inputs_per_edge)
+        mine = found[: len(slot.inputs)]
+        slot.grads = split_grads(mine, slot.inputs_per_edge) if slot.inputs_per_edge else [mine]
         return found[len(slot.inputs) :]
 
     def close(self) -> None:
-        """Remove the hooks from the module."""
         if self.rng is not None:
             self.rng.close()
 
@@ -461,7 +432,7 @@ def begin_run(
         stage.microbatches = made
         if stage.rng is not None:
             stage.rng.run_name = run_name
-        stage.context = ReentrantContext(context) if context else None
+        stage.context = context or None
         mode = (context, *[module.training for module in stage.submodules])
         stage.mode = stage.modes.setdefault(mode, mode)
     return made
@@ -470,6 +441,5 @@ def begin_run(
 def _drop_missing_grads(
     roots: Sequence[GradientEdge], grads: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
-    """Drop the outputs that have no gradient."""
     pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]

@@ -61,31 +61,25 @@ class StepHeader:
         return [self.gradients[edge][kind] for kind in self.kinds] if self.training else []
 
 
+@dataclass
 class StepProtocol:
     """Announces mini-batches, and remembers the kinds that this rank has seen."""
 
-    def __init__(
-        self,
-        control: ControlChannel,
-        rank: int,
-        placement: Sequence[int],
-        stages: Mapping[int, StageEngine],
-        plan: Plan,
-        dynamic: bool = False,
-    ) -> None:
-        self.control = control
-        self.rank = rank
-        self.placement = placement
-        self.stages = stages
-        self.plan = plan
-        self.dynamic = dynamic
-        model = plan.require_chain().model
-        # Frozen parameters and training flags of the whole model: a script sets the same on every rank.
-        self.parameters = list(model.parameters())
-        self.modules = list(model.modules())
+    control: ControlChannel
+    rank: int
+    placement: Sequence[int]
+    stages: Mapping[int, StageEngine]
+    plan: Plan
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
         self.count = 0  # of kinds so far, evicted ones included
         self.headers: LRUCache[int, StepHeader] = LRUCache(MAX_KINDS)
         self.numbers: LRUCache[Hashable, int] = LRUCache(MAX_KINDS)
+        self.others = [rank for rank in range(max(self.placement) + 1) if rank != self.rank]
+        # Frozen parameters and training flags of the whole model: a script sets the same on every rank.
+        model = self.plan.require_chain().model
+        self.parameters, self.modules = list(model.parameters()), list(model.modules())
 
     # ── the first rank ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,24 +94,20 @@ class StepProtocol:
     ) -> StepHeader:
         """Announce a mini-batch to the other ranks; ``targets``: whether this rank was given any."""
         if not sizes:
-            self._send_all([EMPTY, 0])
+            self.send_all([EMPTY, 0])
             return StepHeader(-1, training, context, (), ())
         metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
         key = (training, caller_loss, context, sizes, tuple(metas), () if self.dynamic else self._modes(), targets)
         if key in self.numbers:
             number = self.numbers[key]
-            self._send_all([KNOWN, number])
+            self.send_all([KNOWN, number])
             return self.headers[number]
-        distinct: list[MessageMeta] = []
-        kinds = []
-        for meta in metas:
-            if meta not in distinct:
-                distinct.append(meta)
-            kinds.append(distinct.index(meta))
-        header = StepHeader(self.count, training, context, sizes, tuple(kinds), caller_loss)
+        distinct = list(dict.fromkeys(metas))
+        kinds = tuple(distinct.index(meta) for meta in metas)
+        header = StepHeader(self.count, training, context, sizes, kinds, caller_loss)
         self.count += 1
-        self._send_all([NEW, header.number])
-        for rank in self._others():
+        self.send_all([NEW, header.number])
+        for rank in self.others:
             self.control.send(rank, header)
         self._complete(header, distinct, targets)
         self.numbers[key] = header.number
@@ -125,17 +115,17 @@ class StepProtocol:
 
     def fetch_inputs(self) -> Any:
         """The inputs, from a rank that was given them; None where no rank was."""
-        self._send_all([QUERY_INPUTS, 0])
-        having = [rank for rank in self._others() if self.control.recv_row(rank, 1)[0]]
+        self.send_all([QUERY_INPUTS, 0])
+        having = [rank for rank in self.others if self.control.recv_row(rank, 1)[0]]
         if not having:
             return None
-        self._send_all([SEND_INPUTS, having[0]])
+        self.send_all([SEND_INPUTS, having[0]])
         return self.control.recv(having[0])
 
     def reject(self, message: str) -> None:
         """Tell the other ranks that there is no step, and why."""
-        self._send_all([REJECTED, 0])
-        for rank in self._others():
+        self.send_all([REJECTED, 0])
+        for rank in self.others:
             self.control.send(rank, message)
         self.control.wait_sends()
 
@@ -183,10 +173,6 @@ class StepProtocol:
                 return received if targets is None else targets
         return targets
 
-    def anyone(self, value: bool) -> bool:
-        """Whether ``value`` is true on any rank."""
-        return any(self.control.gather(value))
-
     def _complete(self, header: StepHeader, inputs: list[MessageMeta] | None, has_targets: bool) -> None:
         """Fill in the header of a new kind, together with the other ranks."""
         everyone, last = self.control.gather(has_targets), self.placement[-1]
@@ -231,11 +217,8 @@ class StepProtocol:
             known[found] = value
         return known[edge]
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(max(self.placement) + 1) if rank != self.rank]
-
-    def _send_all(self, row: Sequence[float]) -> None:
-        for rank in self._others():
+    def send_all(self, row: Sequence[float]) -> None:
+        for rank in self.others:
             self.control.send_row(rank, row)
 
     def _modes(self) -> tuple[Hashable, ...]:
@@ -245,11 +228,10 @@ class StepProtocol:
 
 def _to_host(value: Any) -> Any:
     """A value with its tensors detached and on the CPU."""
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Broadcast):
-            return Broadcast(move(leaf.tensor))
-        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-
     leaves, spec = flatten(value)
-    return unflatten([move(leaf) for leaf in leaves], spec)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[i] = leaf.detach().cpu()
+        elif isinstance(leaf, Broadcast):
+            leaves[i] = Broadcast(leaf.tensor.detach().cpu())
+    return unflatten(leaves, spec)

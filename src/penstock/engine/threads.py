@@ -3,58 +3,46 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from penstock._torch import graph_task_keeps_graph
-from penstock.engine.autograd_call import (
-    apply_call,
-    skip_hooks_without_grad,
-    suspended_grad_hooks,
-    with_training_modes,
-)
 from penstock.engine.channel.base import WaitTimer
-from penstock.engine.channel.local import LocalChannel, LockstepChannel
-from penstock.engine.executor import Executor
+from penstock.engine.channel.local import Cancelled, LocalChannel, LockstepChannel
+from penstock.engine.executor import Executor, PipelineCall, apply_call, suspended_grad_hooks, with_training_modes
 from penstock.engine.failure.status import HangLimits, ThreadHangDetector
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome, check_joinable
-from penstock.engine.message import (
-    BorrowedInputs,
-    Message,
-    Spec,
-    backward_inputs,
-    input_edges,
-    split_grads,
-    unflatten,
-)
+from penstock.engine.message import BorrowedInputs, Message, backward_inputs, input_edges, split_grads, unflatten
 from penstock.engine.microbatch import join, split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import commit_statistics, deferred_statistics_of
-from penstock.engine.recorder import StepRecorder
 from penstock.engine.replicas.ties import LocalTies
 from penstock.engine.runner import Bindings, LRUCache, PipelineIO, Runner, compile_program
-from penstock.engine.stage import SavedForward, Slot, StageEngine, begin_run, make_slots
-from penstock.engine.workers import RunReport, WorkerThreads
+from penstock.engine.stage import Slot, StageEngine, begin_run, make_slots
 from penstock.errors import PipelineError, PlanError
-from penstock.schedule.lower import Instruction, lower
+from penstock.schedule.lower import Instruction, LoweredProgram, lower
 from penstock.schedule.provider import ScheduleProvider
 from penstock.schedule.schedule import Edge, Schedule
 from penstock.split.plan import Plan
 
-T = TypeVar("T")
+Task = Callable[[], None]
+Inbox: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
 StageBackward = Callable[[StageEngine, Sequence[Tensor | None], Slot], None]
 
-STREAM_AHEAD = 2
-"""How many mini-batches of a stream may be in flight beside the one whose outputs are consumed."""
+STREAM_AHEAD = 2  # mini-batches of a stream that are in flight beside the one whose outputs are consumed
+POLL_SECONDS = 0.2  # between two checks for a hang
+
+_threads_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -84,13 +72,12 @@ class ThreadExecutor(Executor):
         source: ScheduleProvider,
         copies: Sequence[Sequence[nn.Parameter]] = (),
         limits: HangLimits | None = None,
-        *,
-        fp32_gradients: bool = False,
-        loss_parameters: Sequence[nn.Parameter] = (),
+        **gradients: Any,
     ) -> None:
-        super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
+        super().__init__(plan, stages, source, **gradients)
         self.limits = limits or HangLimits()
         self.ties = LocalTies(copies)
+        self.first_device, self.last_device = self.stages[0].device, self.stages[self.last_stage].device
         self.streaming = False
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         uses = Counter(parameter for stage in stages for parameter in stage.module.parameters())
@@ -105,69 +92,54 @@ class ThreadExecutor(Executor):
 
     @property
     def _loss(self) -> LossAndOutputs:
-        loss = self.stages[self.last_stage].loss
-        assert loss is not None
-        return loss
-
-    @property
-    def _devices(self) -> tuple[torch.device, torch.device]:
-        """Those of the first and the last stage."""
-        return self.stages[0].device, self.stages[self.last_stage].device
+        assert self.loss is not None
+        return self.loss
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        with ExitStack() as stack:
-            self._enter_run(stack, "step")
-            loss, (first, last) = self._loss, self._devices
-            sizes, messages = split_inputs(value, self.source.count, first)
+        with self._running("step"):
+            loss = self._loss
+            sizes, messages = split_inputs(value, self.source.count, self.first_device)
             if targets is None and loss.rule.wants_targets:
                 raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
-            parts = split_targets(targets, sizes, last)
+            parts = split_targets(targets, sizes, self.last_device)
             program = self.program(True, len(sizes))
             io = program.io
             loss.begin(sizes, parts, outputs, training=True)
             io.seed = loss.seed
             io.grads = [()] * len(sizes)
             origins = input_edges(messages)
-            with ExitStack() as inner:
-                if self.ties.copies:
-                    inner.enter_context(self.ties.reducing())
-                io.inputs = inner.enter_context(BorrowedInputs(messages))
-                self.run(program, grad=True, run_name=self.run_names.next(training=True))
+            with self.ties.reducing() if self.ties.copies else nullcontext(), BorrowedInputs(messages) as io.inputs:
+                self.run(program, grad=True, run_name=self.next_run_name(training=True))
             total, factor = loss.finish()
             backward_inputs(origins, io.grads, factor)
             io.inputs, io.grads = [], None
             return StepOutcome(total, factor, loss.take_outputs(), sum(sizes), len(sizes))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
-        with ExitStack() as stack:
-            self._enter_run(stack, "evaluate")
-            own_loss, (first, last) = self._loss, self._devices
-            sizes, messages = split_inputs(value, self.source.count, first)
-            parts = own_loss.evaluation_targets(targets, sizes, last) if loss else None
+        with self._running("evaluate"):
+            own_loss = self._loss
+            sizes, messages = split_inputs(value, self.source.count, self.first_device)
+            has_loss = loss and not (targets is None and own_loss.rule.wants_targets)
+            parts = split_targets(targets, sizes, self.last_device) if has_loss else None
             program = self.program(False, len(sizes))
             own_loss.begin(sizes, parts, outputs)
             program.io.inputs = [message.detached()._replace(wants=()) for message in messages]
-            self.run(program, grad=False, run_name=self.run_names.next(training=False))
+            self.run(program, grad=False, run_name=self.next_run_name(training=False))
             program.io.inputs = []
             total, _ = own_loss.finish()
             return StepOutcome(total, None, own_loss.take_outputs(), sum(sizes), len(sizes))
 
-    def _enter_run(self, stack: ExitStack, kind: str) -> None:
-        stack.enter_context(self.lock)
-        stack.enter_context(self.recording_run(kind))
-        if self.norms:
-            stack.enter_context(commit_statistics(self.norms))
+    @contextmanager
+    def _running(self, kind: str) -> Iterator[None]:
+        """Around one mini-batch."""
+        with self.lock, self.recording_run(kind), commit_statistics(self.norms) if self.norms else nullcontext():
+            yield
 
     def set_lockstep(self, value: bool) -> None:
-        if value and len(set(self.placement)) < len(self.stages):
-            if self.weights is None:
-                super().set_lockstep(value)
-            raise PlanError(
-                "pipe.lockstep = True is for threads that have one stage each, but with Offload(weights=True) one "
-                "thread has all stages of a GPU: leave one of them out, or give every stage a GPU of its own"
-            )
+        if len(set(self.placement)) < len(self.stages):
+            super().set_lockstep(value)
         with self.lock:
             self.lockstep = value
             self._programs.clear()
@@ -178,16 +150,18 @@ class ThreadExecutor(Executor):
             self._programs.clear()
 
     def program(self, training: bool, microbatches: int) -> ThreadProgram:
-        """The compiled programs of a step or an evaluation."""
         key = (training, microbatches)
         if key not in self._programs:
             make = self.source.training if training else self.source.forward_only
             programs = lower(make(microbatches), self.edges)
-            slots = {key: slot for program in programs for key, slot in make_slots(program, self.stages).items()}
             orders = [program.instructions for program in programs]
             lockstep = self.lockstep and not training
+            slots = self.slots(programs)
             self._programs[key] = self.compile(orders, microbatches, slots, PipelineIO(), lockstep=lockstep)
         return self._programs[key]
+
+    def slots(self, programs: Sequence[LoweredProgram]) -> dict[tuple[int, int], Slot]:
+        return {key: slot for program in programs for key, slot in make_slots(program, self.stages).items()}
 
     def compile(
         self,
@@ -206,10 +180,10 @@ class ThreadExecutor(Executor):
         timer = {s: timers[0 if one_thread else self.placement[s]] for s in self.stages}
         forwards: dict[Edge, LocalChannel] = {}
         for a, b in self.edges:
-            if lockstep:  # a skip connection over several stages may be as far ahead as the activations beside it
-                forwards[a, b] = LockstepChannel(microbatches, device[a], device[b], timer[b], timer[a], room=b - a - 1)
-            else:
-                forwards[a, b] = LocalChannel(microbatches, device[a], device[b], timer[b])
+            ends = (microbatches, device[a], device[b], timer[b])
+            # A skip connection over several stages may be as far ahead as the activations beside it.
+            lock = partial(LockstepChannel, sender_wait_timer=timer[a], room=b - a - 1)
+            forwards[a, b] = lock(*ends) if lockstep else LocalChannel(*ends)
         backwards = {(b, a): LocalChannel(microbatches, device[b], device[a], timer[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
@@ -226,10 +200,7 @@ class ThreadExecutor(Executor):
         microbatches = begin_run(self.stages.values(), context or caller_context(), program.microbatches, run_name)
         start = perf_counter()
         try:
-            self.workers.run(self.tasks(program, grad=grad), program.cancel, lambda: self.hang_detector(program))
-        except BaseException:
-            self.discard()
-            raise
+            self.wait(program, self.workers.start(self.tasks(program, grad=grad)))
         finally:
             if self.weights is not None:
                 self.weights.end_run()
@@ -263,33 +234,31 @@ class ThreadExecutor(Executor):
 
         return [partial(task, runner, timer) for runner, timer in zip(program.runners, program.timers, strict=True)]
 
-    def hang_detector(self, program: ThreadProgram) -> Callable[[], None]:
-        """Called from time to time by the thread that waits for a program."""
-        return ThreadHangDetector(program.runners, self.placement, self.workers.threads, self.limits).check
-
-    def discard(self) -> None:
-        """Drop compiled programs after a failure: their slots and channels hold tensors."""
-        self._programs.clear()
-        self._loss.clear()
+    def wait(self, program: ThreadProgram, report: RunReport) -> None:
+        """Wait until all ranks have run a program. After a failure, slots and channels of all programs are dropped."""
+        detector = ThreadHangDetector(program.runners, self.placement, self.workers.threads, self.limits)
+        try:
+            self.workers.wait(report, program.cancel, detector.check)
+        except BaseException:
+            self._programs.clear()
+            self._loss.clear()
+            raise
 
     # ── calls and streams ────────────────────────────────────────────────────────────────────────────────────
 
     def call(self, value: Any) -> Any:
-        sizes, messages = split_inputs(value, self.source.count, self.stages[0].device)
+        sizes, messages = split_inputs(value, self.source.count, self.first_device)
         call = _ThreadCall(self, self.source.fill_drain(len(sizes)), sizes)
         if self.weights is not None:
             self.weights.make_resident(call)
         return apply_call(call, messages)
 
-    def forward(self, value: Any) -> Any:
-        return self.call(value)
-
     def stream(self, values: Iterable[Any]) -> Iterator[Any]:
         """The outputs of many mini-batches, in order, without draining the pipeline between them.
 
-            rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker starts with the next mini-batch when it has done its
-            rank 1      a0 a1 a2 b0 b1 b2 c0 …        part of the one before; the caller takes the outputs in order
-            rank 2         a0 a1 a2 b0 b1 b2 …
+        rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker starts with the next mini-batch when it has done its
+        rank 1      a0 a1 a2 b0 b1 b2 c0 …        part of the one before; the caller takes the outputs in order
+        rank 2         a0 a1 a2 b0 b1 b2 …
         """
         if self.weights is not None:  # they are on the device for one mini-batch at a time
             yield from super().stream(values)
@@ -313,42 +282,17 @@ class ThreadExecutor(Executor):
                 stage.microbatches = ()
             self.streaming = False
 
-    # ── the other ranks: all are here ────────────────────────────────────────────────────────────────────────
-
-    @property
-    def sums_over_replicas(self) -> bool:
-        return False
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def reduce(self, value: Tensor, largest: bool) -> Tensor:
-        return value
-
-    def max_over_ranks(self, number: float) -> float:
-        return number
-
-    def gather_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return state
+    # ── ties and end of life ─────────────────────────────────────────────────────────────────────────────────
 
     def align_ties(self) -> None:
         self.ties.align()
-
-    def begin_recording(self, recorder: StepRecorder) -> None:
-        self.recorder = recorder
-
-    def end_recording(
-        self, recorder: StepRecorder, error: BaseException | None, part: Callable[[], T]
-    ) -> tuple[list[T], str | None]:
-        return [part()], None
 
     @property
     def closed(self) -> bool:
         return self.workers.closed
 
     def check_idle(self) -> None:
-        if self.closed:
-            raise PipelineError("this pipeline was closed: build a new one from its plan")
+        super().check_idle()
         if self.streaming:
             raise PipelineError("pipe.stream(…) is still under way: take all of its outputs, or close it")
 
@@ -365,13 +309,13 @@ class _StreamedBatch:
     def __init__(self, executor: ThreadExecutor, value: Any) -> None:
         self.executor = executor
         self.model_loss = ModelLoss(())
-        sizes, messages = split_inputs(value, executor.source.count, executor.stages[0].device)
+        sizes, messages = split_inputs(value, executor.source.count, executor.first_device)
         programs = lower(executor.source.forward_only(len(sizes)), executor.edges)
-        slots = {(s, k): Slot() for program in programs for s, k in program.slots}
         inputs = [message.detached()._replace(wants=()) for message in messages]
         io = PipelineIO(inputs, outputs=[None] * len(sizes))
-        self.program = executor.compile([program.instructions for program in programs], len(sizes), slots, io)
-        context, run_name = caller_context(), executor.run_names.next(training=False)
+        orders = [program.instructions for program in programs]
+        self.program = executor.compile(orders, len(sizes), executor.slots(programs), io)
+        context, run_name = caller_context(), executor.next_run_name(training=False)
 
         def part(rank: int, task: Callable[[], None]) -> None:
             """A worker prepares its own stages: others may still run the mini-batch before."""
@@ -384,63 +328,39 @@ class _StreamedBatch:
                 task()
 
         tasks = [partial(part, rank, task) for rank, task in enumerate(executor.tasks(self.program, grad=False))]
-        self.report: RunReport = RunReport(SimpleQueue())
         self.report = executor.workers.start(tasks)
 
     def outputs(self) -> Any:
-        """Wait for the outputs."""
-        executor, program = self.executor, self.program
-        try:
-            executor.workers.wait(self.report, program.cancel, lambda: executor.hang_detector(program))
-        except BaseException:
-            executor.discard()
-            raise
-        messages = [message for message in program.io.outputs or () if message is not None]
+        self.executor.wait(self.program, self.report)
+        messages = [message for message in self.program.io.outputs or () if message is not None]
         return self.model_loss.merge(join([unflatten(message.leaves, message.spec) for message in messages]))
 
 
-class _ThreadCall:
+class _ThreadCall(PipelineCall):
     """One ``pipe(x)``: its slots live until its backward is over, or nothing refers to its graph any longer."""
 
     def __init__(self, executor: ThreadExecutor, schedule: Schedule, sizes: Sequence[int]) -> None:
+        super().__init__(executor, sizes, [p for p in executor.parameters() if p.requires_grad])
         self.executor = executor
         programs = lower(schedule, executor.edges)
-        self.sizes = sizes
-        self.count = schedule.num_microbatches
-        self.model_loss = ModelLoss(())
         self.halves = [
             [[i for i in program.instructions if i.kind in kinds] for program in programs]
             for kinds in (("F", "SEND_F"), ("R", "B", "SEND_B"))
         ]
-        recomputed = {(i.stage, i.microbatch) for program in programs for i in program.instructions if i.kind == "R"}
-        self.slots = {
-            (s, k): Slot(saved=SavedForward() if (s, k) in recomputed else None)
-            for program in programs
-            for s, k in program.slots
-        }
-        self.parameters = [parameter for parameter in executor.parameters() if parameter.requires_grad]
+        self.slots = executor.slots(programs)
         self.stage_parameters = {
             index: [p for p in stage.module.parameters() if p.requires_grad] for index, stage in executor.stages.items()
         }
-        self.run_name = executor.run_names.next(training=False)
-        # A backward may recompute forwards: they need the context and the training flags of the first ones.
-        self.context = caller_context()
-        self.modes = [(part, part.training) for stage in executor.stages.values() for part in stage.module.modules()]
         self.over = False
-        self.retain_graph = False
-        self.recorder: StepRecorder | None = None  # the one that has recorded the forward
         self.crosses_stages = False  # layers may have passed values to other stages by ``current_microbatch``
-        self.template: tuple[list[Any], Spec] = ([], None)
         self.borrowed = BorrowedInputs(())
 
     def forward(self, inputs: list[Message]) -> list[Message]:
         executor = self.executor
-        recorder = executor.recorder
         self.borrowed = BorrowedInputs(inputs)
-        with ExitStack() as stack:
-            executor._enter_run(stack, "call")
-            io = PipelineIO(stack.enter_context(self.borrowed), outputs=[None] * self.count)
-            self.recorder = None if recorder is None or recorder.now is None else recorder
+        with executor._running("call"), self.borrowed as messages:
+            io = PipelineIO(messages, outputs=[None] * self.count)
+            self.recorder = executor.current_recorder
             executor._loss.begin(self.sizes, None, None)
             program = executor.compile(self.halves[0], self.count, self.slots, io, lockstep=executor.lockstep)
             self.crosses_stages = executor.run(program, grad=True, run_name=self.run_name)
@@ -458,7 +378,7 @@ class _ThreadCall:
                 "first time, or call the pipeline again"
             )
         self.borrowed.check_unchanged()
-        self.retain_graph = graph_task_keeps_graph()
+        retain_graph = graph_task_keeps_graph()
         executor = self.executor
         sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.stage_parameters}
         crossing = _CrossStageGrads(self.slots, self.parameters) if self.crosses_stages else None
@@ -467,7 +387,7 @@ class _ThreadCall:
             mine = sums[stage.index]
             if crossing is None:
                 wanted = self.stage_parameters[stage.index]
-                found = stage.gradients(grads, slot, wanted, self.retain_graph)
+                found = stage.gradients(grads, slot, wanted, retain_graph)
             else:
                 wanted, found = crossing.gradients(stage, grads, slot)
             for parameter, grad in zip(wanted, found, strict=True):
@@ -485,11 +405,17 @@ class _ThreadCall:
             stack.enter_context(suspended_grad_hooks(self.parameters))
             stack.enter_context(with_training_modes(self.modes))
             if executor.on_gpu:
-                self._backward_in_this_thread(io, backward)
+                # This is autograd's own thread for the device: a backward started in another thread would wait for it.
+                # Launching is quick, so one thread keeps all devices busy: micro-batch by micro-batch, up the stages.
+                actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
+                actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
+                begin_run(executor.stages.values(), self.context, self.count, self.run_name)
+                program = executor.compile([actions], self.count, self.slots, io, backward, one_thread=True)
+                executor.recorded(program.runners[0])()
             else:
                 program = executor.compile(self.halves[1], self.count, self.slots, io, backward)
                 executor.run(program, grad=False, run_name=self.run_name, context=self.context)
-        if not self.retain_graph:
+        if not retain_graph:
             self.over = True
             self.slots.clear()
             self.borrowed = BorrowedInputs(())
@@ -501,21 +427,7 @@ class _ThreadCall:
             total = LocalTies.total([totals.get(id(parameter)) for parameter in copies])
             if total is not None:
                 totals.update({id(parameter): total.to(parameter.device) for parameter in copies})
-        skip_hooks_without_grad([p for p in self.parameters if p._backward_hooks and id(p) not in totals])
         return grads, totals
-
-    def _backward_in_this_thread(self, io: PipelineIO, backward: StageBackward) -> None:
-        """The backward half in this thread, which on a GPU is autograd's own thread for that device.
-
-        A backward started in another thread would wait for it. Launching is quick, so one thread keeps all devices
-        busy: micro-batch by micro-batch, up the stages.
-        """
-        executor = self.executor
-        actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
-        actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
-        begin_run(executor.stages.values(), self.context, self.count, self.run_name)
-        program = executor.compile([actions], self.count, self.slots, io, backward, one_thread=True)
-        executor.recorded(program.runners[0])()
 
 
 class _CrossStageGrads:
@@ -538,16 +450,132 @@ class _CrossStageGrads:
     ) -> tuple[list[nn.Parameter], Sequence[Tensor | None]]:
         """All parameters of the pipeline, and their gradients from this stage's backward."""
         entries = [leaf for other in self.earlier_slots[id(slot)] for leaf in other.inputs]
+        count = len(self.parameters)
         found = stage.gradients(grads, slot, (*self.parameters, *entries), True)
-        for leaf, grad in zip(entries, found[len(self.parameters) :], strict=True):
-            self._add(leaf, grad)
-        for leaf, grad in zip(slot.inputs, slot.grads, strict=True):
-            self._add(leaf, grad)
-        slot.grads = [self.found.pop(id(leaf), None) for leaf in slot.inputs]
-        if slot.inputs_per_edge:
-            slot.edge_grads = split_grads(slot.grads, slot.inputs_per_edge)
-        return self.parameters, found[: len(self.parameters)]
+        own = [grad for row in slot.grads for grad in row]
+        for leaf, grad in zip((*entries, *slot.inputs), (*found[count:], *own), strict=True):
+            if grad is not None:
+                self.found[id(leaf)] = grad if id(leaf) not in self.found else self.found[id(leaf)] + grad
+        mine = [self.found.pop(id(leaf), None) for leaf in slot.inputs]
+        slot.grads = split_grads(mine, slot.inputs_per_edge) if slot.inputs_per_edge else [mine]
+        return self.parameters, found[:count]
 
-    def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
-        if grad is not None:
-            self.found[id(leaf)] = grad if id(leaf) not in self.found else self.found[id(leaf)] + grad
+
+# ── worker threads ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """How the tasks of one run ended, in that order; ``news`` wakes the thread that waits for them."""
+
+    news: SimpleQueue[None]
+    outcomes: list[BaseException | None] = field(default_factory=list)
+
+
+class WorkerThreads:
+    """Runs one task per rank, all at once."""
+
+    def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
+        """One worker per device; ``cpu_threads`` limits the threads that an operator uses on the CPU in each."""
+        self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
+        self._threads = [
+            threading.Thread(
+                target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
+            )
+            for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._end = weakref.finalize(self, _stop, self.inboxes)
+
+    def start(self, tasks: Sequence[Task]) -> RunReport:
+        """Queue ``tasks[r]`` on worker ``r``."""
+        if self.closed:
+            raise PipelineError("this pipeline was closed: build a new one from its plan")
+        report = RunReport(SimpleQueue())
+        for inbox, task in zip(self.inboxes, tasks, strict=True):
+            inbox.put((task, report))
+        return report
+
+    def wait(self, report: RunReport, cancel: Task, detect: Task) -> None:
+        """Wait for started tasks. The first failure cancels the others and is raised here.
+
+        ``detect`` is called while nothing happens. If it raises a ``PipelineError``, the workers are told to end, and a
+        task that does not return is left to its thread.
+        """
+        failure: BaseException | None = None
+        while len(report.outcomes) < len(self.inboxes):
+            try:
+                try:
+                    report.news.get(timeout=POLL_SECONDS)
+                except Empty:
+                    detect()
+                errors = [error for error in report.outcomes if error is not None]
+            except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
+                errors = [interrupt]
+            except PipelineError:
+                cancel()
+                self._end()
+                raise
+            if errors and failure is None:
+                failure = errors[0]
+                cancel()
+        failure = failure or next((error for error in report.outcomes if error is not None), None)
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """End the threads, and wait for them a few seconds. Closing twice is harmless."""
+        self._end()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(5)
+
+    @property
+    def threads(self) -> list[int]:
+        return [thread.ident or 0 for thread in self._threads]
+
+    @property
+    def closed(self) -> bool:
+        return not self._end.alive
+
+
+def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+
+
+def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int | None) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # gives this thread the device's context, without which cuBLAS warns
+    elif cpu_threads is not None:
+        _limit_threads(cpu_threads)
+    while (item := inbox.get()) is not None:
+        task, report = item
+        error: BaseException | None = None
+        try:
+            task()
+        except Cancelled:
+            pass  # the rank that failed reports why
+        except BaseException as raised:
+            error = raised
+        # Nothing of the step may stay alive in this frame until the next one comes.
+        del item, task
+        report.outcomes.append(error)
+        report.news.put(None)
+        del report, error
+
+
+def _limit_threads(count: int) -> None:
+    """Let operators called in this thread use ``count`` CPU threads, and leave other threads as they are.
+
+    The number belongs to the thread, but setting it also sets the default of threads started later.
+    """
+    with _threads_lock:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        if before != count:
+            restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+            restore.start()
+            restore.join()

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, did_you_mean
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters, check_number
-from penstock.suggest import did_you_mean
 
 # ── hardware ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import PlanError
-from penstock.suggest import did_you_mean
+from penstock.errors import PlanError, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from torch import Tensor
 from penstock.engine.channel.base import Endpoint, WaitTimer
 from penstock.engine.channel.local import LocalChannel
 from penstock.engine.connections import Connections, Endpoints
-from penstock.engine.failure.rendezvous import Rendezvous
+from penstock.engine.failure.watch import Rendezvous
 from penstock.engine.message import TensorMeta
 from penstock.errors import PlanError
 from penstock.profile.costs import Link

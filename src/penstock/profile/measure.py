@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from penstock._torch import pytree
 from penstock.engine.microbatch import batch_size, scatter, split_targets
-from penstock.errors import PlanError
+from penstock.errors import PlanError, did_you_mean
 from penstock.profile.analytic import Hardware, get_hardware
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, Profile, SharedParameters
 from penstock.profile.timing import (
@@ -41,7 +41,6 @@ from penstock.split.measure import LayerRun, Measurement, measure, tensor_bytes
 from penstock.split.module_state import ModuleState
 from penstock.split.plan import Plan
 from penstock.split.sample import accelerators_of, sample_arguments
-from penstock.suggest import did_you_mean
 
 TURNS = 4  # times that each layer is timed, if the budget allows it
 

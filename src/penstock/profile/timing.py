@@ -277,11 +277,10 @@ def _cache_flusher(size: int) -> Callable[[Iterable[Tensor | None]], None] | Non
 
 def _take_output_grads(slot: Slot) -> list[Tensor | None]:
     """Gradients of ones for the outputs of a forward, which are dropped as if they had been sent."""
-    messages = slot.messages or [slot.message]
     grads: list[Tensor | None] = [
-        torch.ones_like(message.leaves[i]) for message in messages if message is not None for i in message.wants
+        torch.ones_like(message.leaves[i]) for message in slot.messages if message is not None for i in message.wants
     ]
-    slot.message, slot.messages = None, []
+    slot.messages = []
     return grads
 
 

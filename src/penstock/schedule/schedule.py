@@ -114,10 +114,6 @@ class Schedule:
         html: str = _registry.viz().schedule_html(self)
         return html
 
-    def _repr_svg_(self) -> str | None:
-        svg: str | None = _registry.viz().schedule_svg(self)
-        return svg
-
 
 # Placements: which rank holds which stage.
 #

@@ -73,10 +73,6 @@ class Simulation:
         html: str = _registry.viz().simulation_html(self)
         return html
 
-    def _repr_svg_(self) -> str | None:
-        svg: str | None = _registry.viz().simulation_svg(self)
-        return svg
-
     def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         """The memory of a rank over time. It changes in the order of the rank's actions."""
         curve = [(0.0, 0.0)]

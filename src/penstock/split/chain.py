@@ -22,10 +22,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, did_you_mean
 from penstock.split.lazy import build, members
 from penstock.split.plan import Edge, Plan, StageSpec, Tie
-from penstock.suggest import did_you_mean
 
 Groups = Sequence[Sequence[str]]
 """The layers of each stage."""

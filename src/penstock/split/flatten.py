@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, did_you_mean
 from penstock.split.lazy import members
-from penstock.suggest import did_you_mean
 
 Entry = str | nn.Module | Callable[[Any], Any]
 

@@ -22,10 +22,9 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, did_you_mean
 from penstock.split.chain import LayerChain
 from penstock.split.trace.state import recorder
-from penstock.suggest import did_you_mean
 
 __all__ = [
     "BeginBlock",

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import PlanError
-from penstock.suggest import did_you_mean
+from penstock.errors import PlanError, did_you_mean
 from penstock.train.launch import device_of_process, init, is_initialized
 
 DIMENSIONS = ("data", "pipe", "tensor")

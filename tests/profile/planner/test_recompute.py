@@ -100,7 +100,7 @@ def test_no_cuts_and_recomputes_of_all_are_much_better(shape: str, p: int, v: in
 
 
 def kept_at_most(schedule: Schedule, sizes: list[float], inputs: list[float]) -> list[float]:
-    """What each rank has at its peak, counted by what it has of each micro-batch."""
+    """Peak memory of each rank, counted by its live data of each micro-batch."""
     peaks = []
     for own in schedule.orders:
         again = {(a.stage, a.microbatch) for a in own if a.kind == "R"}

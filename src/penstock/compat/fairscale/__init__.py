@@ -3,8 +3,8 @@
 from typing import NoReturn
 
 from penstock.compat import publish, torchgpipe
-from penstock.compat.fairscale import model_parallel, pipe
-from penstock.compat.torchgpipe import balance, batchnorm, skip
+from penstock.compat.fairscale import pipe
+from penstock.compat.torchgpipe import balance, gpipe
 
 __version__ = "0.4.13"
 
@@ -15,10 +15,10 @@ def _no_attribute(name: str) -> NoReturn:
     )
 
 
-_modules = (torchgpipe, balance, batchnorm, skip, pipe, model_parallel)
+_modules = (torchgpipe, balance, gpipe, pipe)
 _names = {name: entry for module in _modules for name, entry in vars(module).items()}
-_names |= {"verify_module": pipe.verify_children, "__getattr__": _no_attribute}
-_parallel = " ".join(model_parallel.__all__)
+_names |= {**pipe.MODEL_PARALLEL, "verify_module": pipe.verify_children, "__getattr__": _no_attribute}
+_parallel = " ".join(pipe.MODEL_PARALLEL)
 
 publish(
     __name__,

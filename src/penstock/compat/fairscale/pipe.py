@@ -10,9 +10,10 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain, combinations, islice
-from typing import Any, TypeAlias
+from functools import partial
+from itertools import chain, islice
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.compat import unwrap_local_errors
-from penstock.compat.fairscale import model_parallel
-from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.gpipe import (
+    DeferredBatchNorm,
     GPipe,
     TensorOrTensors,
     Tensors,
@@ -38,62 +38,20 @@ InputDevice: TypeAlias = int | str | torch.device | None
 
 
 class Pipe(GPipe):
-    """``torchgpipe.GPipe``, except that parameters may be shared by partitions on one device.
-
-    The input must be on the first device.
-    """
+    """``torchgpipe.GPipe``, except that parameters may be shared by partitions on one device."""
 
     _name = "Pipe"
     _balance_module = "fairscale.nn.pipe.balance"
-
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
-        """The module's output for a mini-batch, concatenated, on the last device."""
-        check(input)
-        if self.devices:
-            self._check_device(input)
-        return super().forward(input)
-
-    def _check_device(self, value: Any) -> None:
-        if isinstance(value, tuple):
-            for item in value:
-                self._check_device(item)
-            return
-        first = self.devices[0]
-        if value.device.type != first.type or first.index not in (None, value.device.index):
-            raise RuntimeError(
-                f"the input is on {value.device}, but the first partition on {first}, and Pipe does not move "
-                "inputs: pass input.to(pipe.devices[0])"
-            )
-
-    def _verify(self, module: nn.Sequential) -> None:
-        verify_children(module)
-
-    def _verify_partitions(self) -> None:
-        super()._verify_partitions()
-        pairs = combinations(zip(self.partitions, self.devices, strict=True), 2)
-        for (one, here), (other, there) in pairs:
-            if here != there and set(one.parameters()) & set(other.parameters()):
-                raise ValueError("module with duplicate parameters on distinct devices is not supported")
+    _allows_duplicate_parameters = True
 
 
-class LazyModule:
+class LazyModule(NamedTuple):
     """A function that builds a layer. ``AsyncPipe`` calls it on the rank that owns the layer."""
 
-    def __init__(self, function: Callable[[], nn.Module]) -> None:
-        self.function = function
+    function: Callable[[], nn.Module]
 
     def __call__(self) -> nn.Module:
         return self.function()
-
-
-@dataclass(frozen=True)
-class Partition:
-    """The layers of this rank."""
-
-    module: nn.Sequential
-
-    def __len__(self) -> int:
-        return len(self.module)
 
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -131,13 +89,13 @@ class AsyncPipe(nn.Module):
         self.chunks, self.checkpoint = chunks, checkpoint
         self.lock = threading.Lock()
         self.worker_map, self.input_device = worker_map, input_device
-        self.group: dist.ProcessGroup = model_parallel.get_pipeline_parallel_group() if group is None else group
+        self.group: dist.ProcessGroup = parallel_group("pipeline") if group is None else group
         ranks, rank = self.group.size(), self.group.rank()
         if ranks < len(self.balance):
             counts = f"ranks: {ranks}, partitions: {len(self.balance)}"
             raise IndexError(f"too few ranks to hold given partitions ({counts})")
         self.final_stage = rank == len(self.balance) - 1
-        self.partitions: list[Partition] = []
+        self.partitions: list[SimpleNamespace] = []
         self.partition: nn.Sequential | None = None
         self.pipeline: ps.Pipeline | None = None  # built by the first call, on all ranks
         self._pipeline_config: Any = None
@@ -152,7 +110,7 @@ class AsyncPipe(nn.Module):
             for part in lazy:
                 part.build()
         assert isinstance(mine, nn.Sequential)
-        self.partitions = [Partition(mine)]
+        self.partitions = [SimpleNamespace(module=mine)]
         self.add_module("0", mine)
         self.partition = mine  # fairscale's checkpoints have this second name as well
 
@@ -183,6 +141,7 @@ class AsyncPipe(nn.Module):
         if self.pipeline is None or self._pipeline_config != config:
             if self.pipeline is not None:
                 self.pipeline.close()
+            self._pipeline_config = config
             (whole,) = self._whole
             ranks = dist.get_process_group_ranks(self.group)[: len(self.balance)]
             self.pipeline = ps.Pipeline(
@@ -193,7 +152,6 @@ class AsyncPipe(nn.Module):
                 batchnorm="deferred" if self._deferred else "microbatch",
                 dynamic=True,  # ranks know nothing of each other's layers
             )
-            self._pipeline_config = config
         return self.pipeline
 
     def __len__(self) -> int:
@@ -220,3 +178,55 @@ def _layer(layer: Any, deferred: int | None) -> nn.Module:
     if callable(layer):
         return ps.Lazy(layer if deferred is None else lambda: _layer(layer(), deferred))
     raise TypeError(f"layer must be nn.Module or callable, is {type(layer)}")
+
+
+# ── process groups of a grid of data, pipeline and model ranks; model ranks are adjacent ─────────────────────────────
+
+_groups: dict[str, dist.ProcessGroup] = {}  # this process's group of each kind
+
+
+def initialize_model_parallel(
+    model_parallel_size_: int,
+    pipeline_length: int = 1,
+    *,
+    model_parallel_backend: str | None = None,
+    pipeline_backend: str | None = None,
+    ddp_backend: str | None = None,
+) -> None:
+    """Create the model, pipeline and data groups. Every process calls it."""
+    assert dist.is_initialized(), "torch.distributed is not initialized"
+    assert not _groups, "model parallel groups are already initialized"
+    world = dist.get_world_size()
+    size = min(model_parallel_size_, world)
+    assert world % (size * pipeline_length) == 0, f"{world} is not divisible by {size * pipeline_length}"
+    grid = torch.arange(world).view(-1, pipeline_length, size)
+    kinds = [("data", ddp_backend), ("pipeline", pipeline_backend), ("model", model_parallel_backend)]
+    for axis, (kind, backend) in enumerate(kinds):
+        ranks = grid.movedim(axis, -1).flatten(0, 1).tolist()
+        _groups[kind], _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)  # type: ignore[no-untyped-call]
+
+
+def parallel_group(kind: str) -> dist.ProcessGroup:
+    assert kind in _groups, f"{kind} parallel group is not initialized"
+    return _groups[kind]
+
+
+def _ranks(kind: str) -> list[int]:
+    return dist.get_process_group_ranks(parallel_group(kind))
+
+
+MODEL_PARALLEL: dict[str, Callable[..., Any]] = {
+    "initialize_model_parallel": initialize_model_parallel,
+    "model_parallel_is_initialized": lambda: bool(_groups),
+    "destroy_model_parallel": _groups.clear,
+    "get_pipeline_parallel_group": partial(parallel_group, "pipeline"),
+    "get_pipeline_parallel_ranks": partial(_ranks, "pipeline"),
+    "get_data_parallel_group": partial(parallel_group, "data"),
+    "get_data_parallel_rank": lambda: parallel_group("data").rank(),
+    "get_data_parallel_world_size": lambda: parallel_group("data").size(),
+    "get_model_parallel_group": partial(parallel_group, "model"),
+    "get_model_parallel_rank": lambda: parallel_group("model").rank(),
+    "get_model_parallel_world_size": lambda: parallel_group("model").size(),
+    "get_model_parallel_src_rank": lambda: _ranks("model")[0],
+}
+"""The functions of ``fairscale.nn.model_parallel``; the source rank is the first one of this process's model group."""

@@ -18,16 +18,11 @@ from penstock.compat.poptorch.loader import *  # noqa: F403
 from penstock.compat.poptorch.options import *  # noqa: F403
 
 _LOG_LEVELS = {"TRACE": 10, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERR": 40, "OFF": 50}
-_LOG_NUMBERS = {0: 10, 1: 10, 2: 20, 3: 30, 4: 40, 6: 50}
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
     """True: there is always a device in place of an IPU."""
     return True
-
-
-def ipuHardwareVersion() -> int:
-    return 0
 
 
 def isRunningOnIpu() -> bool:
@@ -37,20 +32,16 @@ def isRunningOnIpu() -> bool:
 
 def setLogLevel(level: str | int) -> None:
     """Set the level of the logger ``penstock.compat.poptorch``: "DEBUG", "INFO", … or PopTorch's number."""
-    number = _LOG_LEVELS.get(level) if isinstance(level, str) else _LOG_NUMBERS.get(level)
-    _require(number is not None, f"Invalid log level string: {level}. Accepted values are {', '.join(_LOG_LEVELS)}")
-    assert number is not None
-    logger = logging.getLogger("penstock.compat.poptorch")
-    logger.setLevel(number)
-    if not logger.handlers and not logging.getLogger().handlers:
-        logger.addHandler(logging.StreamHandler())
+    name = level if isinstance(level, str) else {**dict(enumerate(_LOG_LEVELS)), 6: "OFF"}.get(level, "")
+    _require(name in _LOG_LEVELS, f"Invalid log level string: {level}. Accepted values are {', '.join(_LOG_LEVELS)}")
+    logging.getLogger("penstock.compat.poptorch").setLevel(_LOG_LEVELS[name])
 
 
 publish(
     __name__,
     globals(),
     {
-        "enums": "AnchorMode AutoStage ConnectionType DataLoaderMode HalfFloatCastingBehavior Liveness "
+        "enums": "AutoStage ConnectionType DataLoaderMode HalfFloatCastingBehavior Liveness "
         "MeanReductionStrategy OutputMode ReductionType SharingStrategy SyncPattern"
     },
 )

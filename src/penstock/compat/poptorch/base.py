@@ -7,7 +7,7 @@ from enum import Enum, IntEnum
 import penstock as ps
 
 __all__ = [
-    *("AnchorMode", "AutoStage", "ConnectionType", "DataLoaderMode", "Error", "HalfFloatCastingBehavior", "Liveness"),
+    *("AutoStage", "ConnectionType", "DataLoaderMode", "Error", "HalfFloatCastingBehavior", "Liveness"),
     *("MeanReductionStrategy", "OutputMode", "ReductionType", "SharingStrategy", "SyncPattern"),
 ]
 
@@ -23,9 +23,6 @@ class UnmetRequirement(ps.PlanError, AssertionError):
 class FrozenOptions(ps.PlanError, AttributeError):
     """Options that a model or a loader uses already were to be changed."""
 
-    def __init__(self) -> None:
-        super().__init__("Can't modify frozen Options: change a copy of them, options.clone()")
-
 
 def require(condition: object, message: str) -> None:
     """PopTorch's ``assert``, which ``python -O`` does not remove."""
@@ -33,59 +30,27 @@ def require(condition: object, message: str) -> None:
         raise UnmetRequirement(message)
 
 
-def positive(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnmetRequirement(f"{name} must be a whole number of at least 1, got {value!r}")
+def positive(name: str, value: int) -> int:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    require(valid, f"{name} must be a whole number of at least 1, got {value!r}")
     return value
 
 
-class OutputMode(IntEnum):
-    """The micro-batches whose outputs a call returns. ``Default``: ``Final`` in training, ``All`` in inference."""
-
-    Final = 0
-    EveryN = 1
-    All = 2
-    Sum = 3
-    Default = 4
-
-
-AnchorMode = OutputMode
-
-
-class AutoStage(IntEnum):
-    """How blocks become stages where no stages are named: by their IPUs, or one stage per block."""
-
-    SameAsIpu = 0
-    AutoIncrement = 1
-
-
-class DataLoaderMode(IntEnum):
-    """Load in the calling thread, ahead in a thread, or ahead in smaller batches that are joined."""
-
-    Sync = 0
-    Async = 1
-    AsyncRebatched = 2
-
-
-class ReductionType(IntEnum):
-    """The reduction of gradients over micro-batches and replicas."""
-
-    Sum = 0
-    Mean = 1
-    NoReduction = 2
-
+# The micro-batches whose outputs a call returns. Default: Final in training, All in inference.
+OutputMode = IntEnum("OutputMode", "Final EveryN All Sum Default", start=0)
+# How blocks become stages where no stages are named: by their IPUs, or one stage per block.
+AutoStage = IntEnum("AutoStage", "SameAsIpu AutoIncrement", start=0)
+# Load in the calling thread, or ahead in a thread. AsyncRebatched loads as Async does.
+DataLoaderMode = IntEnum("DataLoaderMode", "Sync Async AsyncRebatched", start=0)
+# The reduction of gradients over micro-batches and replicas.
+ReductionType = IntEnum("ReductionType", "Sum Mean NoReduction", start=0)
 
 # The following have no effect here.
-MeanReductionStrategy = IntEnum("MeanReductionStrategy", [("Running", 0), ("Post", 1)])
-Liveness = IntEnum(
-    "Liveness",
-    [("AlwaysLive", 0), ("OffChipAfterFwd", 1), ("OffChipAfterFwdNoOverlap", 2), ("OffChipAfterEachPhase", 3)],
-)
-ConnectionType = IntEnum("ConnectionType", [("Always", 0), ("OnDemand", 1), ("Never", 2)])
-SyncPattern = IntEnum("SyncPattern", [("Full", 0), ("SinglePipeline", 1), ("ReplicaAndLadder", 2)])
-HalfFloatCastingBehavior = IntEnum(
-    "HalfFloatCastingBehavior", [("FloatDowncastToHalf", 0), ("HalfUpcastToFloat", 1), ("Default", 2)]
-)
+MeanReductionStrategy = IntEnum("MeanReductionStrategy", "Running Post", start=0)
+Liveness = IntEnum("Liveness", "AlwaysLive OffChipAfterFwd OffChipAfterFwdNoOverlap OffChipAfterEachPhase", start=0)
+ConnectionType = IntEnum("ConnectionType", "Always OnDemand Never", start=0)
+SyncPattern = IntEnum("SyncPattern", "Full SinglePipeline ReplicaAndLadder", start=0)
+HalfFloatCastingBehavior = IntEnum("HalfFloatCastingBehavior", "FloatDowncastToHalf HalfUpcastToFloat Default", start=0)
 SharingStrategy = Enum(
     "SharingStrategy",
     [("FileSystem", "file_system"), ("SharedMemory", "shared_memory"), ("Fork", "fork"), ("ForkServer", "forkserver")],

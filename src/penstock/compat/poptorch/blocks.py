@@ -5,9 +5,9 @@ IPU n is device n, modulo the number of CUDA devices; without any, all stages ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,35 +17,23 @@ from penstock import hooks
 from penstock.compat.poptorch.base import AutoStage, Error, require
 
 __all__ = [
-    "BeginBlock",
-    "Block",
-    "BlockFunction",
-    "ParallelPhasedExecution",
-    "Phase",
-    "PhasedExecution",
-    "PipelinedExecution",
-    "SerialPhasedExecution",
-    "ShardedExecution",
-    "Stage",
-    "Strategy",
-    "device_of_ipu",
-    "plan_stages",
-    "removeBlocks",
+    *("BeginBlock", "Block", "BlockFunction", "ParallelPhasedExecution", "Phase", "PhasedExecution"),
+    *("PipelinedExecution", "SerialPhasedExecution", "ShardedExecution", "Stage", "Strategy", "removeBlocks"),
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# ── annotations ──────────────────────────────────────────────────────────────────────────────────────────────────
+def _ipu_number(ipu: Any) -> int:
+    require(isinstance(ipu, int) and ipu >= 0, f"an IPU number must be an integer from 0, got {ipu!r}")
+    return int(ipu)
 
 
-def _block(user_id: object, ipu_id: object) -> tuple[str | None, str | None]:
+def _block(user_id: str | None, ipu_id: int | None) -> tuple[str | None, str | None]:
     """The name and the placeholder device of a block; ``ipu:n`` becomes a device when the pipeline is built."""
-    valid_id = user_id is None or (isinstance(user_id, str) and user_id)
-    require(valid_id, f"Block IDs are supposed to be strings but got {user_id!r}")
-    valid_ipu = ipu_id is None or (isinstance(ipu_id, int) and ipu_id >= 0)
-    require(valid_ipu, f"an IPU number must be an integer from 0, got {ipu_id!r}")
-    return None if user_id is None else str(user_id), None if ipu_id is None else f"ipu:{ipu_id}"
+    valid = user_id is None or (isinstance(user_id, str) and user_id)
+    require(valid, f"Block IDs are supposed to be strings but got {user_id!r}")
+    return user_id, None if ipu_id is None else f"ipu:{_ipu_number(ipu_id)}"
 
 
 class Block(ps.Block):
@@ -90,9 +78,6 @@ def removeBlocks(module: nn.Module) -> None:
         hooks.remove_begin_block(part)
 
 
-# ── strategies ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Stage:
     """Blocks that run together: ``Stage("B1", "B2").ipu(0)``."""
 
@@ -104,9 +89,7 @@ class Stage:
         self._ipu: int | None = None
 
     def ipu(self, ipu: int) -> Stage:
-        """Place the stage on an IPU."""
-        require(isinstance(ipu, int) and ipu >= 0, f"an IPU number must be an integer from 0, got {ipu!r}")
-        self._ipu = ipu
+        self._ipu = _ipu_number(ipu)
         return self
 
     def __repr__(self) -> str:
@@ -121,23 +104,22 @@ class Strategy:
     def __init__(self, *args: AutoStage | Stage | str | Sequence[str]) -> None:
         self.auto: AutoStage | None = AutoStage.SameAsIpu if not args else None
         self.stages: list[Stage] = []
-        if args and isinstance(args[0], AutoStage):
-            require(len(args) == 1, f"AutoStage must be the only argument, got {args}")
-            self.auto = args[0]
-        else:
-            for arg in args:
-                names: Any = arg if isinstance(arg, (list, tuple)) else [arg]
-                self.stages.append(arg if isinstance(arg, Stage) else Stage(*names))
         self._by_block: dict[str, Stage] = {}
-        for stage in self.stages:
+        for arg in args:
+            if isinstance(arg, AutoStage):
+                require(len(args) == 1, f"AutoStage must be the only argument, got {args}")
+                self.auto = arg
+                return
+            names: Any = arg if isinstance(arg, (list, tuple)) else [arg]
+            stage = arg if isinstance(arg, Stage) else Stage(*names)
+            self.stages.append(stage)
             for block in stage.blocks:
                 require(block not in self._by_block, f"{block} associated with more than one stage")
                 self._by_block[block] = stage
 
     def stage(self, block_id: str) -> Stage:
-        """The stage of a block."""
         known = list(self._by_block)
-        require(block_id in self._by_block, f"Unknown Block '{block_id}' list of expected Blocks: {known}")
+        require(block_id in known, f"Unknown Block '{block_id}' list of expected Blocks: {known}")
         return self._by_block[block_id]
 
     def __repr__(self) -> str:
@@ -165,21 +147,12 @@ class PhasedExecution:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise Error(
-            f"poptorch.{type(self).__name__}: phased execution is not supported. PipelinedExecution "
-            "and ShardedExecution run the same stages to the same result, with all of them in the devices' memory"
+            "poptorch.PhasedExecution: phased execution is not supported. PipelinedExecution and ShardedExecution run "
+            "the same stages to the same result, with all of them in the devices' memory"
         )
 
 
-class SerialPhasedExecution(PhasedExecution):
-    """Not supported."""
-
-
-class ParallelPhasedExecution(PhasedExecution):
-    """Not supported."""
-
-
-class Phase(PhasedExecution):
-    """Not supported."""
+SerialPhasedExecution = ParallelPhasedExecution = Phase = PhasedExecution
 
 
 # ── from blocks to a plan ────────────────────────────────────────────────────────────────────────────────────────
@@ -187,14 +160,8 @@ class Phase(PhasedExecution):
 _LEAD = Block("before the first block", 0)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class _Blocks(NamedTuple):
-    """The blocks of a model in order: the layers of each, and the IPUs of those that name one."""
-
-    chain: hooks.LayerChain
-    layers: Mapping[str, Sequence[str]]
-    ipus: Mapping[str, int]
+Blocks = tuple[hooks.LayerChain, dict[str, list[str]], dict[str, int]]
+"""A model's layers, the layers of each block in order, and the IPUs of the blocks that name one."""
 
 
 def device_of_ipu(ipu: int) -> torch.device:
@@ -211,41 +178,38 @@ def plan_stages(model: nn.Module, strategy: Strategy, call: Call) -> tuple[ps.Pl
     blocks = _find_blocks(model, strategy, call)
     if blocks is None:
         return hooks.build_plan(hooks.WholeModelChain(model), [("model",)]), [0]
+    chain, layers, ipus = blocks
+    stages: list[tuple[list[str], int | None]]  # blocks and IPU
     if strategy.auto is None:
-        for block in blocks.layers:
+        for block in layers:
             strategy.stage(block)
-        named = [
-            ([b for b in stage.blocks if b in blocks.layers], stage._ipu, n) for n, stage in enumerate(strategy.stages)
-        ]
-        stages = [stage for stage in named if stage[0]]
+        stages = [([block for block in stage.blocks if block in layers], stage._ipu) for stage in strategy.stages]
     elif strategy.auto == AutoStage.SameAsIpu:
-        without = [block for block in blocks.layers if block not in blocks.ipus]
+        without = [block for block in layers if block not in ipus]
         require(
             not without,
             f"poptorch.AutoStage.SameAsIpu was selected but no IPU was specified for block(s) {', '.join(without)}: "
             "give them an ipu_id, or name the stages: poptorch.PipelinedExecution(poptorch.Stage(…).ipu(0), …)",
         )
-        stages = [(list(names), ipu, ipu) for ipu, names in groupby(blocks.layers, key=blocks.ipus.__getitem__)]
+        stages = [(list(names), ipu) for ipu, names in groupby(layers, key=ipus.__getitem__)]
     else:
-        stages = [([block], None, number) for number, block in enumerate(blocks.layers)]
-    ipus = [
-        next((blocks.ipus[block] for block in names if block in blocks.ipus), number) if ipu is None else ipu
-        for names, ipu, number in stages
-    ]
-    groups = [[layer for block in names for layer in blocks.layers[block]] for names, _, _ in stages]
-    return hooks.build_plan(blocks.chain, groups), ipus
+        stages = [([block], None) for block in layers]
+    groups, places = [], []
+    for number, (names, ipu) in enumerate(stages):
+        if names:
+            groups.append([layer for block in names for layer in layers[block]])
+            own = [ipus[block] for block in names if block in ipus]
+            places.append(ipu if ipu is not None else own[0] if own else number)
+    return hooks.build_plan(chain, groups), places
 
 
-def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> _Blocks | None:
+def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> Blocks | None:
     """The blocks of a model; None if it has none, or cannot be traced and shows no sign of any."""
     try:
         chain = hooks.marked_chain(model, sample=call)
     except ps.PlanError as error:
-        if (
-            not getattr(error, "marked", False)
-            and not hooks.mentions_marks(model)
-            and hooks.begin_block_of(model) is None
-        ):
+        marked = getattr(error, "marked", False) or hooks.begin_block_of(model) is not None
+        if not marked and not hooks.mentions_marks(model):
             return None
         blocks = _find_blocks_of_trunk(model)
         if blocks is None:
@@ -261,14 +225,14 @@ def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> _Blocks | 
             chain = hooks.marked_chain(model, sample=call, lead=_LEAD)
             assert chain is not None
     ipus = {block: _ipu(device) for block, device in chain.devices().items()}
-    return _Blocks(chain, {block: (block,) for block in chain.layers}, ipus)
+    return chain, {block: [block] for block in chain.layers}, ipus
 
 
 def _ipu(device: str) -> int:
     return int(device.rpartition(":")[2])
 
 
-def _find_blocks_of_trunk(model: nn.Module) -> _Blocks | None:
+def _find_blocks_of_trunk(model: nn.Module) -> Blocks | None:
     """Blocks that begin with layers of one list, in a model that cannot be traced (Hugging Face's, for example).
 
     What runs before the list belongs to its first block, what runs after it to its last one.
@@ -291,4 +255,4 @@ def _find_blocks_of_trunk(model: nn.Module) -> _Blocks | None:
         layers.setdefault(name, []).append(layer)
         if current.device is not None:
             ipus.setdefault(name, _ipu(current.device))
-    return _Blocks(chain, layers, ipus)
+    return chain, layers, ipus

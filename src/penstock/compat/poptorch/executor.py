@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -35,7 +35,6 @@ __all__ = ["PoplarExecutor", "identity_loss", "inferenceModel", "load", "recompu
 
 logger = logging.getLogger("penstock.compat.poptorch")
 
-_FORMAT = "penstock.compat.poptorch 1"
 _IPU_ONLY = ("cycleCount", "getHostIpuLatency", "getIpuHostLatency", "getPerfCounters", "loadExecutable", "rng_state")
 
 
@@ -61,12 +60,11 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
     The file contains pickled Python objects: load only files that you trust.
     """
     content = torch.load(filename, map_location="cpu", weights_only=False)
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if not isinstance(content, dict) or content.keys() != {"model", "options", "training", "optimizer", "modes"}:
         raise Error(f"{filename} was not written by a model's save()")
-    options = content["options"].clone()
     if edit_opts_fn is not None:
-        edit_opts_fn(options)
-    executor = PoplarExecutor(content["model"], options, content["training"], content["optimizer"])
+        edit_opts_fn(content["options"])
+    executor = PoplarExecutor(content["model"], content["options"], content["training"], content["optimizer"])
     executor._modes = content["modes"]
     return executor
 
@@ -86,74 +84,122 @@ class PoplarExecutor:
                 f"model has already been wrapped in 'poptorch.{model._kind}'. Call model.destroy() on the model to "
                 "unwrap before wrapping again."
             )
-        if not isinstance(model, nn.Module):
-            raise Error(f"a model is a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(options, Options | None):
             raise Error("Invalid type: 'options' must be of type poptorch.Options")
-        if options is not None:
-            options._freeze()
-        self._options = Options() if options is None else options.clone()
-        self._options._freeze()
+        self.options = options or Options()
+        self.options._freeze()
         self._training = training
         self._kind: str = "trainingModel" if training else "inferenceModel"
-        if not training and self._options.Training.gradient_accumulation != 1:
+        if not training and self.options.Training.gradient_accumulation != 1:
             raise Error(
                 "Gradient accumulation must be left to its default value (1) for inference: "
                 "options.clone().Training.gradientAccumulation(1)"
             )
-        self._outputs = OutputCollector(self._options, training=training)
-        self._model = model
+        mode = self.options.output_mode
+        if mode == OutputMode.Default:
+            mode = OutputMode.Final if training else OutputMode.All
+        turns = self.options.device_iterations * self.options.Training.gradient_accumulation
+        self._sums = mode == OutputMode.Sum
+        self._period = {OutputMode.Final: turns, OutputMode.EveryN: self.options.output_return_period}.get(mode, 1)
+        if self._period > turns:
+            raise Error(
+                f"OutputMode.EveryN returns the output of every {self._period}th micro-batch, but a call has "
+                f"{turns}: choose an output_return_period of at most that"
+            )
+        self._outputs: list[Any] = []  # of the micro-batches of this call; None where it is not returned
+        self.model = model
         self._modes: dict[str, bool] = {path: module.training for path, module in model.named_modules()}
         self._pipe: ps.Pipeline | None = None
-        self._updater: Updater | None = None
+        self._scaler: ps.GradScaler | None = None
         self._attached = self._destroyed = False
         self._seconds: list[float] = []
+        self._optimizer: Any = None
         if training:
-            self._updater = Updater(self._options, optimizer or optim.SGD(model.parameters(), lr=0.01))
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    @property
-    def options(self) -> Options:
-        """The options, frozen."""
-        return self._options
-
-    # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────
+            self.setOptimizer(optimizer or optim.SGD(model.parameters(), lr=0.01))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on ``micro-batch × gradientAccumulation × deviceIterations × replicationFactor`` samples."""
-        self._check_samples(args, kwargs)
         first = self._pipe is None
-        self._compile(args, kwargs)
+        self.compile(*args, **kwargs)
         assert self._pipe is not None
-        self._outputs.reset()
-        inputs = args if not kwargs else kwargs if not args else hooks.bind_arguments(self._model, args, kwargs)
-        directory = self._options.profile_dir if first else None
-        name = "training" if self._training else "inference"
-        with self._module_modes(), _profile(directory, name):
-            if self._updater is not None:
-                self._train(self._pipe, self._updater, inputs)
+        self._outputs.clear()
+        inputs = args if not kwargs else kwargs if not args else hooks.bind_arguments(self.model, args, kwargs)
+        directory = self.options.profile_dir
+        with self._module_modes():
+            if directory is None or not first:
+                self._run(self._pipe, inputs)
             else:
-                self._seconds = [self._pipe.evaluate(inputs, outputs=self._outputs).seconds]
-        return self._outputs.result()
+                with torch.profiler.profile(experimental_config=profile_all_threads()) as profile:
+                    self._run(self._pipe, inputs)
+                Path(directory).mkdir(parents=True, exist_ok=True)
+                name = "training" if self._training else "inference"
+                profile.export_chrome_trace(str(Path(directory) / f"{name}.json"))
+        return self._join_outputs()
 
-    def _train(self, pipe: ps.Pipeline, updater: Updater, inputs: Any) -> None:
-        iterations: int = self._options.device_iterations
+    def _run(self, pipe: ps.Pipeline, inputs: Any) -> None:
+        if not self._training:
+            self._seconds = [pipe.evaluate(inputs, outputs=self._collect).seconds]
+            return
+        iterations: int = self.options.device_iterations
         leaves, spec = hooks.tree_flatten(inputs)
         self._seconds = []
         pipe.zero_grad()
         for k in range(iterations):
             part = [leaf.chunk(iterations)[k] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-            updater.prepare()
+            if self._scaler is None:
+                pipe.loss_scale = float(getattr(self._optimizer, "loss_scaling", 1.0))
             self._seconds.append(pipe.step(hooks.tree_unflatten(part, spec)).seconds)
-            updater.apply()
+            self._update(pipe)
 
-    def _check_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _update(self, pipe: ps.Pipeline) -> None:
+        """Update the parameters after a step, and clear the gradients."""
+        optimizer, scaler = self._optimizer, self._scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        elif pipe.loss_scale != 1.0:
+            for parameter in pipe.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(pipe.loss_scale)
+        if getattr(optimizer, "max_grad_norm", None) is not None:
+            pipe.clip_grad_norm_(optimizer.max_grad_norm)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        pipe.align_ties()
+        pipe.zero_grad()
+
+    def _collect(self, so_far: None, output: Any) -> None:
+        turn = len(self._outputs) // self.options.replication_factor
+        self._outputs.append(None if (turn + 1) % self._period else hooks.tree_flatten(output))
+
+    def _join_outputs(self) -> Any:
+        """The outputs that the call returns, on the host."""
+        kept = [output for output in self._outputs if output is not None]
+        self._outputs.clear()
+        (rows, specs), replicas = zip(*kept, strict=True), self.options.replication_factor
+        if any(spec != specs[0] for spec in specs):
+            raise Error("the model returned outputs of different structures: they cannot be joined")
+        leaves: list[Any] = []
+        for column in zip(*rows, strict=True):
+            leaf = column[-1]
+            if isinstance(leaf, Tensor):
+                parts = [sum(column[r::replicas]) for r in range(replicas)] if self._sums else list(column)
+                if leaf.dim():
+                    leaf = torch.cat(parts)
+                else:  # scalars become a vector, unless there is just one
+                    leaf = torch.stack(parts) if len(parts) > 1 else parts[0].clone()
+                leaf = leaf.cpu()
+                leaf.backward = _refuse_backward
+            leaves.append(leaf)
+        return hooks.tree_unflatten(leaves, specs[0])
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Build the pipeline for calls like this one, without running it."""
         if self._destroyed:
             raise Error("this model was destroyed: wrap it again")
-        options = self._options
+        options = self.options
         counts = options.device_iterations, options.replication_factor, options.Training.gradient_accumulation
         parts = counts[0] * counts[1] * counts[2]
         leaves = [leaf for leaf in hooks.tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.dim()]
@@ -167,8 +213,6 @@ class PoplarExecutor:
                 f"Options.Training.gradientAccumulation({counts[2]}) = {parts} because it is used to calculate the "
                 "batch size which will be executed on the device in any given iteration.",
             )
-
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._pipe is None:
             with self._module_modes():
                 self._pipe = self._build(args, kwargs)
@@ -176,16 +220,24 @@ class PoplarExecutor:
         self.copyWeightsToDevice()  # another wrapper of the same modules may have moved them
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ps.Pipeline:
-        options, updater = self._options, self._updater
-        strategy = options.execution_strategy
-        plan, ipus = plan_stages(self._model, strategy, (args, kwargs))
+        options, strategy = self.options, self.options.execution_strategy
+        plan, ipus = plan_stages(self.model, strategy, (args, kwargs))
         turns = options.Training.gradient_accumulation if self._training else options.device_iterations
-        if strategy.schedule != "sharded":
-            self._warn_of_depth(plan.num_stages, turns)
-        mean = options.Training.accumulation_and_replication_reduction_type == ReductionType.Mean
-        off_chip = {kind: options.TensorLocations.off_chip(kind) for kind in ("optimizer", "activation", "weight")}
+        needed = 2 * plan.num_stages - 1 if self._training else plan.num_stages
+        if plan.num_stages > 1 and turns < needed and strategy.schedule != "sharded":
+            kind = "gradient accumulation factor" if self._training else "device iterations"
+            warnings.warn(
+                f"For pipelining, depth ({kind}) must equal at least the number of pipeline stages ({needed}) on IPUs. "
+                f"Here {turns} works, but stages are idle",
+                stacklevel=4,
+            )
+        off_chip = {f"{kind}s": options._off_chip(kind) for kind in ("activation", "weight")}
+        off_chip["optimizer"] = options._off_chip("optimizer")
         if not self._training:
-            off_chip |= {"optimizer": False, "activation": False}
+            off_chip |= {"activations": False, "optimizer": False}
+        wide = getattr(self._optimizer, "accum_type", None) is torch.float32
+        half = any(parameter.dtype.itemsize < 4 for parameter in self.model.parameters())
+        mean = options.Training.accumulation_and_replication_reduction_type == ReductionType.Mean
         pipe = ps.Pipeline(
             plan,
             find_loss if self._training else lambda output, target: None,  # without targets it is not called
@@ -193,52 +245,57 @@ class PoplarExecutor:
             schedule=strategy.schedule,
             devices=[device_of_ipu(ipu) for ipu in ipus],
             reduction="mean" if mean else "sum",
-            outputs=self._outputs,
+            outputs=self._collect,
             seed=options.random_seed,
             recompute="always" if options._Popart.toDict().get("autoRecomputation") else "never",
-            accumulate="fp32" if updater is not None and updater.accumulates_fp32 else None,
-            offload=ps.Offload(
-                optimizer=off_chip["optimizer"], activations=off_chip["activation"], weights=off_chip["weight"]
-            )
-            if any(off_chip.values())
-            else None,
+            accumulate="fp32" if wide and half else None,
+            offload=ps.Offload(**off_chip) if any(off_chip.values()) else None,
         )
-        if updater is not None:
-            updater.attach(pipe)
+        if self._training:
+            self._attach_optimizer(pipe)
         return pipe
-
-    def _warn_of_depth(self, stages: int, depth: int) -> None:
-        """Warn where an IPU would refuse: too few micro-batches keep stages idle."""
-        needed = 2 * stages - 1 if self._training else stages
-        if stages > 1 and depth < needed:
-            kind = "gradient accumulation factor" if self._training else "device iterations"
-            option = "Training.gradientAccumulation" if self._training else "deviceIterations"
-            warnings.warn(
-                f"For pipelining, depth ({kind}) must equal at least the number of pipeline stages ({needed}) on IPUs. "
-                f"Here {depth} works, but stages are idle: options.{option}({needed}) keeps them busy",
-                stacklevel=5,
-            )
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Build the pipeline for calls like this one, without running it."""
-        self._check_samples(args, kwargs)
-        self._compile(args, kwargs)
 
     def isCompiled(self) -> bool:
         return self._pipe is not None
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Continue with another optimizer, or with changed settings. One of the same class keeps the state."""
-        if self._updater is None:
+        if not self._training:
             raise Error("setOptimizer needs a model made by poptorch.trainingModel")
-        self._updater.use(optimizer)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise Error(f"an optimizer is a poptorch.optim or torch.optim one, got {type(optimizer).__name__}")
+        previous, self._optimizer = self._optimizer, optimizer
+        if previous is optimizer:
+            return
+        if type(previous) is type(optimizer) and not optimizer.state:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            optimizer.state.update((p, state) for p, state in previous.state.items() if id(p) in own)
+        if self._pipe is not None:
+            self._attach_optimizer(self._pipe)
 
-    # ── modes, weights, devices ──────────────────────────────────────────────────────────────────────────────
+    def _attach_optimizer(self, pipe: ps.Pipeline) -> None:
+        """Scale the loss, and keep the optimizer's state where the options say."""
+        optimizer, off_chip = self._optimizer, [self.options._off_chip(kind) for kind in ("weight", "optimizer")]
+        if self._scaler is None and self.options.Training.automatic_loss_scaling:
+            self._scaler = ps.GradScaler(pipe)
+        if hooks.is_offloaded(optimizer):
+            if off_chip[0]:
+                raise Error("this optimizer offloads the weights of another model: create a new one")
+            return
+        for parameter, state in optimizer.state.items():  # created or loaded on another device
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[name] = value.to(parameter.device)
+        if any(off_chip):
+            wrapped = vars(optimizer).pop("step", None)  # by an LR scheduler that was created before
+            pipe.offload_optimizer(optimizer)
+            if wrapped is not None:
+                optimizer.step.__func__._wrapped_by_lr_sched = optimizer._opt_called = True
 
     @contextmanager
     def _module_modes(self) -> Iterator[None]:
         """Set the modules to this executor's train and eval modes, and restore theirs afterwards."""
-        modules = {self._model.get_submodule(path): mode for path, mode in self._modes.items()}
+        modules = {self.model.get_submodule(path): mode for path, mode in self._modes.items()}
         before = {module: module.training for module in modules}
         try:
             for module, mode in modules.items():
@@ -264,24 +321,20 @@ class PoplarExecutor:
     def copyWeightsToHost(self) -> None:
         """Move parameters and buffers to the CPU, where the model itself can run."""
         self._move("cpu")
-        self._attached = False
 
     def copyWeightsToDevice(self) -> None:
         """Move parameters and buffers to the devices. Calls do it where needed."""
         self._move(None)
-        self._attached = self._pipe is not None
 
     def _move(self, device: str | None) -> None:
         if self._pipe is not None and not self._destroyed:
             self._pipe.move(device)
+            self._attached = device is None
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state, on the CPU."""
         self.copyWeightsToHost()
-        return self._model.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        return self._model.load_state_dict(state_dict, strict=strict)
+        return self.model.state_dict()
 
     def attachToDevice(self) -> None:
         if self._pipe is None:
@@ -295,12 +348,12 @@ class PoplarExecutor:
         self.copyWeightsToHost()
 
     def isAttachedToDevice(self) -> bool:
-        return self._attached and not self._destroyed
+        return self._attached
 
     def destroy(self) -> None:
         """Close the pipeline. The weights are on the CPU; the model can be used and wrapped again."""
-        if self._pipe is not None and not self._destroyed:
-            self.copyWeightsToHost()
+        self.copyWeightsToHost()
+        if self._pipe is not None:
             self._pipe.close()
         self._destroyed = True
 
@@ -310,19 +363,13 @@ class PoplarExecutor:
     def __exit__(self, *error: object) -> None:
         self.destroy()
 
-    # ── files and measurements ───────────────────────────────────────────────────────────────────────────────
-
-    def save(self, filename: str, export_model: bool = True) -> None:
+    def save(self, filename: str) -> None:
         """Write the model, its options and its optimizer to a file, for ``poptorch.load``."""
-        if not export_model:
-            raise Error("save(export_model=False) is not supported: there is no IPU executable to write")
         self.copyWeightsToHost()
-        content = {"format": _FORMAT, "model": self._model, "modes": self._modes, "options": self._options}
-        optimizer = None if self._updater is None else self._updater.optimizer
-        torch.save({**content, "training": self._training, "optimizer": optimizer}, filename)
+        content = {"model": self.model, "options": self.options, "training": self._training, "modes": self._modes}
+        torch.save({**content, "optimizer": self._optimizer}, filename)
 
     def compileAndExport(self, filename: str, *args: Any, **kwargs: Any) -> None:
-        """``compile`` and ``save``."""
         self.compile(*args, **kwargs)
         self.save(filename)
 
@@ -339,28 +386,13 @@ class PoplarExecutor:
             raise AttributeError(name)
         if name in _IPU_ONLY:
             raise Error(f"{name} needs an IPU, and there is none")
-        return getattr(self._model, name)
-
-    def __repr__(self) -> str:
-        return f"poptorch.{self._kind}({self._model!r})"
-
-
-@contextmanager
-def _profile(directory: str | None, name: str) -> Iterator[None]:
-    """Write a Chrome trace to ``<directory>/<name>.json``; without a directory, do nothing."""
-    if directory is None:
-        yield
-        return
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile(experimental_config=profile_all_threads()) as profile:
-        yield
-    profile.export_chrome_trace(str(Path(directory) / f"{name}.json"))
+        return getattr(self.model, name)
 
 
 # ── the loss ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _MARK = "_poptorch_loss"
-_REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
+_REDUCTIONS: dict[str | int, str | int] = {0: "sum", 1: "mean", 2: "none"}
 
 
 def identity_loss(x: Tensor, reduction: str | int) -> Tensor:
@@ -369,7 +401,7 @@ def identity_loss(x: Tensor, reduction: str | int) -> Tensor:
         function: Any = identity_loss
         traced: Tensor = handle_torch_function(function, (x,), x, reduction)
         return traced
-    name = _REDUCTIONS.get(reduction, "") if isinstance(reduction, int) else reduction
+    name = _REDUCTIONS.get(reduction, reduction)
     require(name in _REDUCTIONS.values(), f"Unsupported reduction type! 'sum', 'mean' or 'none', not {reduction!r}")
     loss = x.sum() if name == "sum" else x.mean() if name == "mean" else x.view_as(x)
     setattr(loss, _MARK, True)
@@ -379,11 +411,8 @@ def identity_loss(x: Tensor, reduction: str | int) -> Tensor:
 def find_loss(output: Any) -> Tensor:
     """The loss in a model's output: the tensor that ``identity_loss`` marked, or the only scalar with a gradient."""
     tensors = [leaf for leaf in hooks.tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-    trainable = [leaf for leaf in tensors if leaf.requires_grad]
-    found = [leaf for leaf in tensors if hasattr(leaf, _MARK)]
-    found = (
-        found or [leaf for leaf in trainable if leaf.dim() == 0] or [leaf for leaf in trainable if leaf.numel() == 1]
-    )
+    marked = [leaf for leaf in tensors if hasattr(leaf, _MARK)]
+    found = marked or [leaf for leaf in tensors if leaf.requires_grad and leaf.dim() == 0]
     if not found:
         raise Error(
             "Couldn't find a loss in graph: a training model's forward must return its loss, one number that depends "
@@ -403,175 +432,9 @@ def recomputationCheckpoint(*tensors: Tensor) -> Any:
     return kept[0] if len(kept) == 1 else tuple(kept)
 
 
-# ── outputs ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class OutputCollector:
-    """Takes the outputs of a call's micro-batches in order. As a pipeline's ``outputs`` it is called with each."""
-
-    def __init__(self, options: Options, *, training: bool) -> None:
-        mode = options.output_mode
-        if mode == OutputMode.Default:
-            mode = OutputMode.Final if training else OutputMode.All
-        self.sums = mode == OutputMode.Sum
-        self.replicas: int = options.replication_factor
-        turns = options.device_iterations * options.Training.gradient_accumulation
-        self.period = {OutputMode.Final: turns, OutputMode.EveryN: options.output_return_period}.get(mode, 1)
-        if self.period > turns:
-            raise Error(
-                f"OutputMode.EveryN returns the output of every {self.period}th micro-batch, but a call has "
-                f"{turns}: choose an output_return_period of at most that"
-            )
-        self.reset()
-
-    def reset(self) -> None:
-        self.count = 0
-        self.spec: Any = None
-        self.rows: list[list[Any]] = []  # the leaves of each output that is kept
-
-    def __call__(self, so_far: None, output: Any) -> None:
-        turn, replica = divmod(self.count, self.replicas)
-        self.count += 1
-        if (turn + 1) % self.period:
-            return
-        leaves, spec = hooks.tree_flatten(output)
-        if self.rows and spec != self.spec:
-            raise Error("the model returned outputs of another structure than before: they cannot be joined")
-        self.spec = spec
-        if self.sums and turn:
-            pairs = zip(self.rows[replica], leaves, strict=True)
-            self.rows[replica] = [before + new if isinstance(new, Tensor) else new for before, new in pairs]
-        else:
-            self.rows.append(leaves)
-
-    def result(self) -> Any:
-        """The outputs that the call returns, on the host."""
-        leaves = []
-        for column in zip(*self.rows, strict=True):
-            leaf = column[-1]
-            if isinstance(leaf, Tensor):  # scalars become a vector, unless there is just one
-                if leaf.dim():
-                    leaf = torch.cat(list(column))
-                else:
-                    leaf = torch.stack(list(column)) if len(column) > 1 else leaf.clone()
-                leaf = leaf.cpu()
-                leaf.backward = _refuse_backward  # type: ignore[method-assign]
-            leaves.append(leaf)
-        result = hooks.tree_unflatten(leaves, self.spec)
-        self.reset()
-        return result
-
-
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     raise Error(
         "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a trainingModel, the "
         "backwards pass is performed automatically when invoking the model. If you're using an inferenceModel, you "
         "should use a trainingModel instead."
     )
-
-
-# ── updates ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Updater:
-    """Applies an optimizer to a pipeline's gradients: loss scale, clipping, the step, state in host memory."""
-
-    def __init__(self, options: Options, optimizer: Any) -> None:
-        self.weights_off_chip: bool = options.TensorLocations.off_chip("weight")
-        self.off_chip: bool = self.weights_off_chip or options.TensorLocations.off_chip("optimizer")
-        self.automatic: bool = options.Training.automatic_loss_scaling
-        self.optimizer: Any = None
-        self._constants: dict[str, Any] = {}
-        self._pipeline: ps.Pipeline | None = None
-        self._scaler: ps.GradScaler | None = None
-        self.use(optimizer)
-
-    def use(self, optimizer: Any) -> None:
-        """Continue with ``optimizer``. A new one of the same class takes over the state of the previous one."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise Error(f"an optimizer is a poptorch.optim or torch.optim one, got {type(optimizer).__name__}")
-        attributes = getattr(optimizer, "variable_attrs", None)
-        constants = {} if attributes is None else attributes.constants(optimizer)
-        for name in self._constants.keys() & constants.keys():
-            before, new = self._constants[name], constants[name]
-            if before != new:
-                raise Error(f"{name} was marked as constant: it is {before}, and cannot become {new}")
-        self._constants = constants
-        previous = self.optimizer
-        if previous is optimizer:
-            return
-        if type(previous) is type(optimizer) and not optimizer.state:
-            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            optimizer.state.update((p, state) for p, state in previous.state.items() if id(p) in own)
-        self.optimizer = optimizer
-        if self._pipeline is not None:
-            self.attach(self._pipeline)
-
-    def attach(self, pipeline: ps.Pipeline) -> None:
-        """Work on the gradients of this pipeline."""
-        self._pipeline = pipeline
-        if self._scaler is None and self.automatic:
-            self._scaler = ps.GradScaler(pipeline)
-        if hooks.is_offloaded(self.optimizer):
-            if self.weights_off_chip:
-                raise Error("this optimizer offloads the weights of another model: create a new one")
-            return
-        for parameter, state in self.optimizer.state.items():  # created or loaded on another device
-            if isinstance(parameter, nn.Parameter):
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.dim():
-                        state[name] = value.to(parameter.device)
-        if self.off_chip:
-            _offload(pipeline, self.optimizer)
-
-    def prepare(self) -> None:
-        """Set the loss scale before a step."""
-        assert self._pipeline is not None
-        if self._scaler is None and self._pipeline.loss_scale != self._scale:
-            self._pipeline.loss_scale = self._scale
-
-    def apply(self) -> None:
-        """Update the parameters after a step, and clear the gradients."""
-        pipeline, max_norm = self._pipeline, getattr(self.optimizer, "max_grad_norm", None)
-        assert pipeline is not None
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
-        elif self._scale != 1.0:
-            for parameter in pipeline.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._scale)
-        if max_norm is not None:
-            pipeline.clip_grad_norm_(max_norm)
-        if self._scaler is None:
-            self.optimizer.step()
-        else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
-        pipeline.align_ties()
-        pipeline.zero_grad()
-
-    @property
-    def accumulates_fp32(self) -> bool:
-        """Whether half-precision gradients are to be accumulated in single precision."""
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        wide = getattr(self.optimizer, "accum_type", None) is torch.float32
-        return wide and any(parameter.dtype.itemsize < 4 for parameter in parameters)
-
-    @property
-    def _scale(self) -> float:
-        return float(getattr(self.optimizer, "loss_scaling", 1.0))
-
-
-def _offload(pipeline: ps.Pipeline, optimizer: Any) -> None:
-    """Keep the state in host memory. An LR scheduler that was created before has wrapped ``step``: wrap it again."""
-    wrapped = vars(optimizer).pop("step", None)
-    pipeline.offload_optimizer(optimizer)
-    if wrapped is not None and hasattr(wrapped, "_wrapped_by_lr_sched"):
-        offloaded_step = optimizer.step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            optimizer._opt_called = True
-            return offloaded_step(*args, **kwargs)
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = step

@@ -10,87 +10,18 @@ import copy
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, NamedTuple, Self
 
-from penstock.compat.poptorch import base
-from penstock.compat.poptorch.base import (
-    Error,
-    FrozenOptions,
-    OutputMode,
-    ReductionType,
-    UnmetRequirement,
-    positive,
-    require,
-)
+from penstock.compat.poptorch.base import Error, FrozenOptions, OutputMode, ReductionType, positive, require
 from penstock.compat.poptorch.blocks import PipelinedExecution, Strategy
 
 __all__ = ["Options", "TensorLocationSettings"]
 
-
-# ── groups of settings ───────────────────────────────────────────────────────────────────────────────────────────
-
 _warned: set[str] = set()
-
-
-class Group:
-    """Settings that can be changed until they are frozen.
-
-    ``_ignored`` names the settings that have no effect here; ``_refused`` maps settings that would change results, and
-    are not supported, to a remedy.
-    """
-
-    _title = "Options"
-    _ignored = ""
-    _refused: ClassVar[Mapping[str, str]] = {}
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(_values=values, _is_frozen=False)
-
-    def _set(self, **values: Any) -> Self:
-        if self._is_frozen:
-            raise FrozenOptions
-        self._values.update(values)
-        return self
-
-    def _freeze(self) -> None:
-        self.__dict__["_is_frozen"] = True
-
-    def toDict(self) -> dict[str, Any]:
-        """All values by name."""
-        return dict(self._values)
-
-    def _setting(self, name: str) -> Callable[..., Any] | None:
-        """The method that makes a setting."""
-        own = getattr(type(self), name, None)
-        if callable(own) and not name.startswith("_"):
-            return own.__get__(self)  # type: ignore[no-any-return]
-        return partial(self._ignore_or_refuse, name) if name in (*self._ignored.split(), *self._refused) else None
-
-    def _ignore_or_refuse(self, name: str, *args: Any, **kwargs: Any) -> Self:
-        values = [*args, *kwargs.values()]
-        full = f"{self._title}.{name}".removeprefix("Options.")
-        if name in self._refused and values not in ([False], [None]):  # switching it off is no error
-            raise Error(f"poptorch.Options: {full} is not supported: {self._refused[name]}")
-        if name not in self._refused and full not in _warned:
-            _warned.add(full)
-            warnings.warn(f"poptorch.Options: {full} has no effect here", stacklevel=2)
-        return self._set(**{name: values[0] if len(values) == 1 else tuple(values) or True})
-
-    def __getattr__(self, name: str) -> Any:
-        values = self.__dict__.get("_values", {})
-        setting = None if name.startswith("__") else self._setting(name)
-        if setting is None and name not in values:
-            raise AttributeError(f"poptorch.Options has no {self._title}.{name}, or it has no meaning here")
-        return values[name] if setting is None else setting
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise FrozenOptions if self._is_frozen else AttributeError(f"values are set by methods: {self._title}.…(…)")
-
-    def __repr__(self) -> str:
-        return f"_{self._title}Options({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
 
 
 class TensorLocationSettings:
@@ -105,114 +36,173 @@ class TensorLocationSettings:
     def __getattr__(self, name: str) -> Callable[..., TensorLocationSettings]:
         if not name.startswith(("use", "minElements")):
             raise AttributeError(f"poptorch.TensorLocationSettings has no {name}")
+        return partial(self._set, "onChip" if name == "useOnChipStorage" else name)
 
-        def set_value(value: int = True) -> TensorLocationSettings:
-            self._content["onChip" if name == "useOnChipStorage" else name] = int(value)
-            return self
-
-        return set_value
-
-    @property
-    def off_chip(self) -> bool:
-        return self._content.get("onChip") == 0
+    def _set(self, name: str, value: int = True) -> TensorLocationSettings:
+        self._content[name] = int(value)
+        return self
 
     def __repr__(self) -> str:
         return repr(self._content)
 
 
-class TensorLocations(Group):
-    """``options.TensorLocations``: ``setActivationLocation``, ``setWeightLocation``, ``setOptimizerLocation``."""
-
-    _title = "TensorLocation"
-    _ignored = "numIOTiles"
-
-    def _setting(self, name: str) -> Callable[..., Any] | None:
-        kinds = {f"set{kind}Location": kind for kind in ("Activation", "Weight", "Optimizer", "Accumulator")}
-        return partial(self._locate, kinds[name]) if name in kinds else super()._setting(name)
-
-    def _locate(self, kind: str, location: object) -> Self:
-        if not isinstance(location, TensorLocationSettings):
-            raise UnmetRequirement(f"a location is a poptorch.TensorLocationSettings, got {type(location).__name__}")
-        if kind == "Accumulator" and location.off_chip:
-            raise Error("gradients cannot be stored in host memory: leave out setAccumulatorLocation")
-        return self._set(**{f"location_{kind.lower()}": location})
-
-    def off_chip(self, kind: str) -> bool:
-        location = self._values.get(f"location_{kind}")
-        return location is not None and location.off_chip
+def _location(name: str, location: Any) -> TensorLocationSettings:
+    valid = isinstance(location, TensorLocationSettings)
+    require(valid, f"a location is a poptorch.TensorLocationSettings, got {type(location).__name__}")
+    if name == "setAccumulatorLocation" and location._content.get("onChip") == 0:
+        raise Error("gradients cannot be stored in host memory: leave out setAccumulatorLocation")
+    return location  # type: ignore[no-any-return]
 
 
-class Training(Group):
-    """``options.Training``."""
-
-    _title = "Training"
-    _ignored = "setMeanAccumulationAndReplicationReductionStrategy setConvolutionDithering"
-
-    def __init__(self) -> None:
-        super().__init__(
-            gradient_accumulation=1,
-            accumulation_and_replication_reduction_type=ReductionType.Mean,
-            automatic_loss_scaling=False,
-        )
-
-    def gradientAccumulation(self, gradient_accumulation: int) -> Self:
-        """The number of micro-batches per update."""
-        return self._set(gradient_accumulation=positive("gradientAccumulation", gradient_accumulation))
-
-    def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
-        """Average (the default) or sum the gradients of micro-batches and replicas."""
-        kinds = (ReductionType.Mean, ReductionType.Sum)
-        require(reduction_type in kinds, f"the reduction type must be Mean or Sum, not {reduction_type!r}")
-        return self._set(accumulation_and_replication_reduction_type=ReductionType(reduction_type))
-
-    accumulationReductionType = accumulationAndReplicationReductionType
-
-    def setAutomaticLossScaling(self, enabled: bool) -> Self:
-        """Scale the loss by ``penstock.GradScaler``; updates with an inf or nan are skipped."""
-        return self._set(automatic_loss_scaling=bool(enabled))
+def _reduction_type(name: str, value: Any) -> ReductionType:
+    kinds = (ReductionType.Mean, ReductionType.Sum)
+    require(value in kinds, f"the reduction type must be Mean or Sum, not {value!r}")
+    return ReductionType(value)
 
 
-class Precision(Group):
-    """``options.Precision``: torch's own rules apply; ``model.half()`` and autocast work."""
+def _strategy(name: str, value: Any) -> Any:
+    require(isinstance(value, Strategy), f"a strategy is a poptorch.PipelinedExecution, not {value!r}")
+    return value
 
-    _title = "Precision"
-    _ignored = (
+
+def _seed(name: str, value: Any) -> Any:
+    require(isinstance(value, int), f"a seed is a whole number, got {value!r}")
+    return value
+
+
+_UNSET = object()
+
+
+class Settings(NamedTuple):
+    """The settings of a group."""
+
+    values: dict[str, tuple[str, Any, Callable[..., Any]]] = {}  # noqa: RUF012
+    """Name and default of a setting's value, and the function that checks it."""
+    ignored: str = ""
+    """Settings that have no effect here."""
+    refused: dict[str, str] = {}  # noqa: RUF012
+    """Settings that would change results, and are not supported, with a remedy."""
+
+
+_reduction = "accumulation_and_replication_reduction_type"
+
+SETTINGS = {
+    "Options": Settings(
+        {
+            "deviceIterations": ("device_iterations", 1, positive),
+            "replicationFactor": ("replication_factor", 1, positive),
+            "setExecutionStrategy": ("execution_strategy", _UNSET, _strategy),
+            "randomSeed": ("random_seed", None, _seed),
+            "enableProfiling": ("profile_dir", None, lambda name, directory=".": str(directory)),
+        },
+        "autoRoundNumIPUs availableMemoryProportion setAvailableMemoryProportion broadcastBuffers connectionType "
+        "disableModuleNamescope enableExecutableCaching enableStableNorm logCycleCount logDir maxRepeatLogs modelName "
+        "relaxOptimizerAttributesChecks showCompilationProgressBar sourceLocationExcludes appendToLocationExcludes "
+        "syncPattern updatableNamedBuffers useIpuId useIpuModel",
+        {
+            "anchorTensor": "return the value from the forward, or register a hook",
+            "enableSyntheticData": "a call takes the data that it is given",
+            "inputReplicaGrouping": "replicas have their own samples, and the same weights",
+            "useOfflineIpuTarget": "there is nothing to compile for an IPU",
+        },
+    ),
+    "Training": Settings(
+        {
+            "gradientAccumulation": ("gradient_accumulation", 1, positive),
+            "accumulationAndReplicationReductionType": (_reduction, ReductionType.Mean, _reduction_type),
+            "setAutomaticLossScaling": ("automatic_loss_scaling", False, lambda name, enabled: bool(enabled)),
+        },
+        "setMeanAccumulationAndReplicationReductionStrategy setConvolutionDithering",
+    ),
+    "TensorLocation": Settings(
+        {
+            f"set{kind}Location": (f"location_{kind.lower()}", _UNSET, _location)
+            for kind in ("Activation", "Weight", "Optimizer", "Accumulator")
+        },
+        "numIOTiles",
+    ),
+    "Precision": Settings(  # torch's own rules apply; model.half() and autocast work
+        {},
         "autocastEnabled halfFloatCasting runningStatisticsAlwaysFloat runningVarianceAlwaysFloat "
-        "enableStochasticRounding setPartialsType"
-    )
-    _refused: ClassVar[Mapping[str, str]] = {
-        "enableFloatingPointExceptions": "use torch.autograd.set_detect_anomaly(True)"
-    }
+        "enableStochasticRounding setPartialsType",
+        {"enableFloatingPointExceptions": "use torch.autograd.set_detect_anomaly(True)"},
+    ),
+    "Jit": Settings(ignored="traceModel"),
+    "Distributed": Settings(  # a PopTorch program is one process here
+        {},
+        "IPUoFConfigFiles setEnvVarNames disable",
+        {"configureProcessId": "replicas in several processes are penstock.Mesh(data=…), see docs/migrating.md"},
+    ),
+    "Popart": Settings(ignored="setPatterns"),
+}
 
 
-class Jit(Group):
-    """``options.Jit``."""
+class Group:
+    """Settings that can be changed until they are frozen."""
 
-    _title = "Jit"
-    _ignored = "traceModel"
+    def __init__(self, title: str) -> None:
+        known = SETTINGS[title].values.values()
+        values = {name: default for name, default, _ in known if default is not _UNSET}
+        self.__dict__.update(_title=title, _values=values, _is_frozen=False)
 
+    def _set(self, **values: Any) -> Self:
+        if self._is_frozen:
+            raise FrozenOptions("Can't modify frozen Options: change a copy of them, options.clone()")
+        self._values.update(values)
+        return self
 
-class Distributed(Group):
-    """``options.Distributed``: a PopTorch program is one process here."""
+    def _apply(self, name: str, *args: Any, **kwargs: Any) -> Self:
+        value, _, check = SETTINGS[self._title].values[name]
+        return self._set(**{value: check(name, *args, *kwargs.values())})
 
-    _title = "Distributed"
-    _ignored = "IPUoFConfigFiles setEnvVarNames disable"
-    processId, numProcesses = 0, 1
+    def _ignore(self, name: str, *args: Any, **kwargs: Any) -> Self:
+        values, refused = [*args, *kwargs.values()], SETTINGS[self._title].refused
+        full = f"{self._title}.{name}".removeprefix("Options.")
+        if name in refused and values not in ([False], [None], [0, 1]):  # switched off, or one process
+            raise Error(f"poptorch.Options: {full} is not supported: {refused[name]}")
+        if name not in refused and full not in _warned:
+            _warned.add(full)
+            warnings.warn(f"poptorch.Options: {full} has no effect here", stacklevel=2)
+        return self._set(**{name: values[0] if len(values) == 1 else tuple(values) or True})
 
-    def configureProcessId(self, process_id: int, num_processes: int) -> Self:
-        if (process_id, num_processes) != (0, 1):
-            raise Error(
-                f"poptorch.Options.Distributed for {num_processes} processes is not supported: replicas in several "
-                "processes are penstock.Mesh(data=…), see docs/migrating.md"
-            )
-        return self._set()
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        known = SETTINGS[self._title]
+        if name in known.values:
+            return partial(self._apply, name)
+        if name in known.refused or name in known.ignored.split():
+            return partial(self._ignore, name)
+        if name not in self._values:
+            raise AttributeError(f"poptorch.Options has no {self._title}.{name}, or it has no meaning here")
+        return self._values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._set()  # an error if they are frozen
+        raise AttributeError(f"values are set by methods: {self._title}.…(…)")
+
+    def _groups(self) -> dict[str, Group]:
+        return {name: value for name, value in self.__dict__.items() if isinstance(value, Group)}
+
+    def _freeze(self) -> None:
+        self.__dict__["_is_frozen"] = True
+        for group in self._groups().values():
+            group._freeze()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_is_frozen": False}  # a copy can be changed
+
+    def toDict(self) -> dict[str, Any]:
+        """All values by name, those of groups in dicts of their own."""
+        return {**self._values, **{name: group.toDict() for name, group in self._groups().items()}}
+
+    def __repr__(self) -> str:
+        name = "Options" if self._title == "Options" else f"_{self._title}Options"
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in {**self._values, **self._groups()}.items())})"
 
 
 class Popart(Group):
     """``options._Popart``: of PopART's settings, ``autoRecomputation`` has an effect here."""
-
-    _title = "Popart"
-    _ignored = "setPatterns"
 
     def set(self, key: str, value: Any) -> Self:
         """``autoRecomputation``: 0 keeps all activations (the default here), any other number recomputes them."""
@@ -221,105 +211,45 @@ class Popart(Group):
         return self._set(**{key: value})
 
 
-_GROUPS: dict[str, type[Group]] = {
-    "Training": Training,
-    "TensorLocations": TensorLocations,
-    "Precision": Precision,
-    "Jit": Jit,
-    "Distributed": Distributed,
-    "_Popart": Popart,
-}
-
-
 class Options(Group):
-    """The options of a model or a loader. Options that are in use cannot be changed: ``clone()`` them."""
+    """The options of a model or a loader. Options that are in use cannot be changed: ``clone()`` them.
 
-    Training: Training
-    TensorLocations: TensorLocations
-    _ignored = (
-        "autoRoundNumIPUs availableMemoryProportion setAvailableMemoryProportion broadcastBuffers connectionType "
-        "disableModuleNamescope enableExecutableCaching enableStableNorm logCycleCount logDir maxRepeatLogs modelName "
-        "relaxOptimizerAttributesChecks showCompilationProgressBar sourceLocationExcludes appendToLocationExcludes "
-        "syncPattern updatableNamedBuffers useIpuId useIpuModel"
-    )
-    _refused: ClassVar[Mapping[str, str]] = {
-        "anchorTensor": "return the value from the forward, or register a hook",
-        "enableSyntheticData": "a call takes the data that it is given",
-        "inputReplicaGrouping": "replicas have their own samples, and the same weights",
-        "useOfflineIpuTarget": "there is nothing to compile for an IPU",
-    }
+    - ``deviceIterations(n)``: the number of updates (in inference: micro-batches) per call;
+    - ``replicationFactor(n)``: replicas. They take turns on the devices; results are those of replicas;
+    - ``outputMode(mode, output_return_period)``: the outputs that a call returns;
+    - ``setExecutionStrategy(strategy)``: ``PipelinedExecution`` (by default with stages by the blocks' IPUs) or
+      ``ShardedExecution``;
+    - ``randomSeed(seed)``: random numbers depend on the seed, the call, the micro-batch and the layer only;
+    - ``enableProfiling(directory)``: write a Chrome trace of each model's first call, ``training.json`` or
+      ``inference.json``;
+    - ``Training.gradientAccumulation(n)``: the number of micro-batches per update. Their gradients are averaged, or
+      summed by ``Training.accumulationAndReplicationReductionType``;
+    - ``Training.setAutomaticLossScaling(enabled)``: scale the loss by ``penstock.GradScaler``;
+    - ``TensorLocations.setActivationLocation(location)`` and others: keep tensors in host memory.
+    """
 
     def __init__(self) -> None:
-        super().__init__(
-            replication_factor=1,
-            device_iterations=1,
-            output_mode=OutputMode.Default,
-            output_return_period=1,
-            execution_strategy=PipelinedExecution(),
-            random_seed=None,
-            profile_dir=None,
-        )
-        self.__dict__.update({name: kind() for name, kind in _GROUPS.items()})
+        super().__init__("Options")
+        self._set(execution_strategy=PipelinedExecution(), output_mode=OutputMode.Default, output_return_period=1)
+        groups = {name: Group(name) for name in ("Training", "Precision", "Jit", "Distributed")}
+        groups["Distributed"]._set(processId=0, numProcesses=1)
+        self.__dict__.update(groups, TensorLocations=Group("TensorLocation"), _Popart=Popart("Popart"))
 
-    def deviceIterations(self, device_iterations: int) -> Self:
-        """The number of updates (in inference: micro-batches) per call."""
-        return self._set(device_iterations=positive("deviceIterations", device_iterations))
-
-    def replicationFactor(self, replication_factor: int) -> Self:
-        """The number of replicas. They take turns on the devices; results are those of replicas."""
-        return self._set(replication_factor=positive("replicationFactor", replication_factor))
+    def _off_chip(self, kind: str) -> bool:
+        location = self.TensorLocations._values.get(f"location_{kind}")
+        return location is not None and location._content.get("onChip") == 0
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """The outputs that a call returns; ``EveryN`` returns every ``output_return_period``-th."""
-        require(isinstance(output_mode, OutputMode), f"an output mode is a poptorch.OutputMode, not {output_mode!r}")
-        if output_mode == OutputMode.EveryN:
-            valid = isinstance(output_return_period, int) and output_return_period > 0
-            require(valid, "EveryN output_mode must have output_return_period set to valid positive integer")
+        require(output_mode in list(OutputMode), f"an output mode is a poptorch.OutputMode, not {output_mode!r}")
         period = output_return_period if output_mode == OutputMode.EveryN else 1
-        return self._set(output_mode=output_mode, output_return_period=period)
-
-    anchorMode = outputMode
-
-    def defaultOutputMode(self) -> bool:
-        """Whether ``outputMode`` was not set."""
-        return bool(self.output_mode == OutputMode.Default)
-
-    def setExecutionStrategy(self, strategy: Any) -> Self:
-        """``PipelinedExecution`` (by default with stages by the blocks' IPUs) or ``ShardedExecution``."""
-        require(isinstance(strategy, Strategy), f"a strategy is a poptorch.PipelinedExecution, not {strategy!r}")
-        return self._set(execution_strategy=strategy)
-
-    def randomSeed(self, random_seed: int) -> Self:
-        """Random numbers depend on the seed, the call, the micro-batch and the layer only."""
-        require(isinstance(random_seed, int), f"a seed is a whole number, got {random_seed!r}")
-        return self._set(random_seed=random_seed)
-
-    def enableProfiling(self, profile_dir: str | None = None) -> Self:
-        """Write a Chrome trace of each model's first call, ``training.json`` or ``inference.json``."""
-        return self._set(profile_dir="." if profile_dir is None else str(profile_dir))
+        valid = isinstance(period, int) and period > 0
+        require(valid, "EveryN output_mode must have output_return_period set to valid positive integer")
+        return self._set(output_mode=OutputMode(output_mode), output_return_period=period)
 
     def clone(self) -> Self:
         """A copy that can be changed."""
         return copy.deepcopy(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        restored: Self = _restore(type(self), copy.deepcopy(self._state(), memo))
-        return restored
-
-    def __reduce__(self) -> Any:
-        return _restore, (type(self), self._state())
-
-    def _state(self) -> dict[str, dict[str, Any]]:
-        return {"": self._values, **{name: self.__dict__[name]._values for name in _GROUPS}}
-
-    def _freeze(self) -> None:
-        super()._freeze()
-        for name in _GROUPS:
-            self.__dict__[name]._freeze()
-
-    def toDict(self) -> dict[str, Any]:
-        """All values by name, those of the groups in dicts of their own."""
-        return {**self._values, **{name: self.__dict__[name].toDict() for name in _GROUPS}}
 
     def loadFromFile(self, filepath: str) -> Self:
         """Read settings, one per line, written as in a program without ``options.``: ``deviceIterations(4)``."""
@@ -334,36 +264,10 @@ class Options(Group):
         return self
 
     def from_json(self, string: str) -> Self:
-        """Read settings from JSON: ``{"deviceIterations": 4, "Training": {"gradientAccumulation": 8}}``."""
-        _set_all(self, json.loads(string))
+        """Read settings from JSON: ``{"deviceIterations": 4, "Training.gradientAccumulation": 8}``."""
+        for path, value in json.loads(string).items():
+            try:
+                attrgetter(path)(self)(*(value if isinstance(value, list) else [value]))
+            except (AttributeError, TypeError) as error:
+                raise Error(f"poptorch.Options.from_json: there is no setting {path!r}") from error
         return self
-
-    def __repr__(self) -> str:
-        inner = [f"{name}={value!r}" for name, value in self._values.items()]
-        inner += [f"{name}={self.__dict__[name]!r}" for name in _GROUPS]
-        return f"Options({', '.join(inner)})"
-
-
-def _restore(kind: type[Any], state: dict[str, dict[str, Any]]) -> Any:
-    options = kind()
-    for name, values in state.items():
-        (options.__dict__[name] if name else options)._values.update(values)
-    return options
-
-
-def _set_all(group: Any, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if name in _GROUPS and isinstance(group, Options):
-            _set_all(group.__dict__[name], value)
-            continue
-        setting = group._setting(name)
-        if setting is None:
-            raise Error(f"poptorch.Options.from_json: there is no setting {name!r}")
-        setting(*map(_enum_member, value if isinstance(value, list) else [value]))
-
-
-def _enum_member(value: Any) -> Any:
-    """The enumeration member that a string names, as in ``"OutputMode.All"``; other values as they are."""
-    kind, _, member = value.removeprefix("poptorch.").partition(".") if isinstance(value, str) else ("", "", "")
-    members = getattr(getattr(base, kind, None), "__members__", {})
-    return members.get(member, value)

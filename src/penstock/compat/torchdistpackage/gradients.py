@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,9 +21,6 @@ from penstock._torch import ddp_comm_hooks, queue_callback
 from penstock.compat.torchdistpackage.topology import tpc
 
 __all__ = ["NaiveDDP", "NativeScalerPP", "clip_grad_norm_", "defer_reduction"]
-
-
-# ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class NaiveDDP(nn.Module):
@@ -46,17 +43,11 @@ class NaiveDDP(nn.Module):
         super().__init__()
         if reduce_op.lower() not in ("avg", "sum"):
             raise ValueError(f"reduce_op must be 'avg' or 'sum', got {reduce_op!r}")
-        if num_grad_acc_iter < 1:
-            raise ValueError(f"num_grad_acc_iter must be 1 at least, got {num_grad_acc_iter}")
-        self.module = module
-        if process_group is None and not tpc.is_mode_inited("global"):
-            process_group = dist.group.WORLD
-            assert process_group is not None, "torch.distributed is not initialized"
-        elif process_group is None and tpc.is_mode_inited("data"):
-            process_group = tpc.get_group("data")
-        self.process_group = process_group
-        self.mean = reduce_op.lower() == "avg"
-        self.num_grad_acc_iter = num_grad_acc_iter
+        if process_group is None:
+            process_group = tpc.get_group("data") if tpc.is_mode_inited("data") else None
+            process_group = process_group if tpc.is_mode_inited("global") else dist.group.WORLD
+        self.module, self.process_group = module, process_group
+        self.mean, self.num_grad_acc_iter = reduce_op.lower() == "avg", num_grad_acc_iter
         self.require_backward_grad_sync = True
         self._backwards = 0  # since the last reduction
         self._in_backward = False
@@ -102,22 +93,24 @@ class NaiveDDP(nn.Module):
 
 
 @contextmanager
-def defer_reduction(kinds: Mapping[type[nn.Module], Callable[[Any], None]]) -> Iterator[None]:
+def defer_reduction(microbatches: int) -> Iterator[None]:
     """Let wrapped modules that are called in this context reduce their gradients once, at its end.
 
     ``DistributedDataParallel`` reduces in the first backward after its last forward; in a pipeline, later backwards
-    add to the gradients. ``kinds`` maps further wrapper classes to the function that reduces one of them.
+    add to the gradients.
     """
-    known: dict[type[nn.Module], Callable[[Any], None]] = {DistributedDataParallel: _reduce_ddp, **kinds}
-    called: dict[Any, Callable[[Any], None]] = {}
+    called: list[Any] = []
 
     def look(module: Any, args: Any) -> None:
-        reduce = next((reduce for kind, reduce in known.items() if isinstance(module, kind)), None)
-        if reduce is None or module in called or not torch.is_grad_enabled() or not module.require_backward_grad_sync:
+        wrapper = isinstance(module, (DistributedDataParallel, NaiveDDP))
+        if not wrapper or module in called or not torch.is_grad_enabled() or not module.require_backward_grad_sync:
             return
-        if isinstance(module, DistributedDataParallel) and module.static_graph:
-            raise ps.PlanError("a pipeline does not support static_graph=True of DistributedDataParallel: leave it out")
-        called[module] = reduce
+        if isinstance(module, DistributedDataParallel) and (module.static_graph or ddp_comm_hooks(module)):
+            raise ps.PlanError(
+                "a pipeline does not support static_graph=True and communication hooks of DistributedDataParallel: "
+                "leave them out"
+            )
+        called.append(module)
         module.require_backward_grad_sync = False
 
     hook = register_module_forward_pre_hook(look)
@@ -127,31 +120,18 @@ def defer_reduction(kinds: Mapping[type[nn.Module], Callable[[Any], None]]) -> I
         hook.remove()
         for wrapper in called:
             wrapper.require_backward_grad_sync = True
-    for wrapper, reduce in called.items():
-        reduce(wrapper)
-
-
-def _reduce_ddp(wrapper: DistributedDataParallel) -> None:
-    wrapper.require_forward_param_sync = True  # buffers are broadcast in the next forward, as after any reduction
-    named = wrapper.module.named_parameters()
-    parameters = [p for name, p in named if name not in wrapper.parameters_to_ignore]
-    registered = ddp_comm_hooks(wrapper)
-    hook = registered[-1] if registered else None
-    _reduce(parameters, wrapper.process_group, hook=hook)
+    for wrapper in called:
+        if isinstance(wrapper, NaiveDDP):
+            wrapper.after_backwards(microbatches)
+        else:
+            wrapper.require_forward_param_sync = True  # buffers are broadcast in the next forward
+            named = wrapper.module.named_parameters()
+            _reduce((p for name, p in named if name not in wrapper.parameters_to_ignore), wrapper.process_group)
 
 
 @torch.no_grad()
-def _reduce(
-    parameters: Iterable[nn.Parameter],
-    group: dist.ProcessGroup,
-    *,
-    mean: bool = True,
-    hook: tuple[Callable[..., Any], Any] | None = None,
-) -> None:
-    """Replace gradients by their mean or sum over a group; a parameter without a gradient anywhere keeps none.
-
-    ``hook`` is a communication hook of ``DistributedDataParallel`` with its state; it computes the mean.
-    """
+def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, mean: bool = True) -> None:
+    """Replace gradients by their mean or sum over a group; a parameter without a gradient anywhere keeps none."""
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters or group.size() == 1:
         return
@@ -160,30 +140,15 @@ def _reduce(
     buckets: dict[Any, list[Tensor]] = {}  # by device and dtype
     for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
         if anywhere:
-            grad = _dense_grad(parameter)
-            buckets.setdefault((grad.device, grad.dtype), []).append(grad)
-    for index, bucket in enumerate(buckets.values()):
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = grad.to_dense() if grad.is_sparse else grad
+            buckets.setdefault((grad.device, grad.dtype), []).append(parameter.grad)
+    for bucket in buckets.values():
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        if hook is None:
-            dist.all_reduce(flat, group=group)
-            flat /= group.size() if mean else 1
-        else:
-            function, state = hook
-            result = function(state, hooks.HookBucket(index, flat, bucket, index == len(buckets) - 1)).wait()
-            flat = result[0] if isinstance(result, (list, tuple)) else result
+        dist.all_reduce(flat, group=group)
+        flat /= group.size() if mean else 1
         for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
-
-
-def _dense_grad(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    elif parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
-    return parameter.grad
-
-
-# ── clipping ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
@@ -227,36 +192,26 @@ def _all_reduce(mode: str, total: Tensor, largest: bool) -> Tensor:
 def _shared_over_tensor_ranks(parameters: Sequence[Any]) -> set[int]:
     """The ids of parameters whose gradients are the same on all tensor ranks, up to rounding.
 
-    Gradients are compared by shape, norm and a sum with non-repeating weights: parts of one parameter may have equal
-    norms, but hardly equal weighted sums.
+    Gradients are compared by norm and a sum with non-repeating weights: parts of one parameter may have equal norms,
+    but hardly equal weighted sums.
     """
     plain = [p for p in parameters if not isinstance(p, DTensor)]
-    own = [_fingerprint(p.grad) for p in plain]
+    own = []
+    for parameter in plain:
+        grad = torch.zeros(1) if parameter.grad is None else parameter.grad
+        flat = (grad.to_dense() if grad.is_sparse else grad).detach().flatten().to(torch.float64)
+        weights = torch.cos(torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device))
+        own.append((float(flat.norm()), float(flat @ weights)))
     everyone: list[Any] = [None] * tpc.get_group_size("tensor")
     dist.all_gather_object(everyone, own, tpc.get_group("tensor"))
-    if any(len(theirs) != len(own) for theirs in everyone):
-        return set()
-    same = (all(_close(row[0], other) for other in row) for row in zip(*everyone, strict=True))
-    return {id(p) for p, equal in zip(plain, same, strict=True) if equal}
+    shared = set()
+    for parameter, first, *others in zip(plain, *everyone, strict=True):
+        if all(abs(a - b) <= 1e-4 * first[0] for other in others for a, b in zip(first, other, strict=True)):
+            shared.add(id(parameter))
+    return shared
 
 
-def _fingerprint(grad: Tensor | None) -> tuple[tuple[int, ...], float, float]:
-    if grad is None:
-        return (), 0.0, 0.0
-    flat = (grad.to_dense() if grad.is_sparse else grad).detach().flatten().to(torch.float64)
-    weights = torch.cos(torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device))
-    return tuple(grad.shape), float(flat.norm()), float(flat @ weights)
-
-
-def _close(one: tuple[tuple[int, ...], float, float], other: tuple[tuple[int, ...], float, float]) -> bool:
-    tolerance = 1e-4 * one[1]
-    return one[0] == other[0] and all(abs(a - b) <= tolerance for a, b in zip(one[1:], other[1:], strict=True))
-
-
-# ── loss scale ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class NativeScalerPP:
+class NativeScalerPP(ps.GradScaler):
     """A float16 loss scale that all ranks of the world share: all of them step, or none.
 
     scaler = NativeScalerPP()
@@ -265,13 +220,11 @@ class NativeScalerPP:
     """
 
     state_dict_key = "amp_scaler"
-    loss_scale = 1.0  # set by GradScaler
+    loss_scale = 1.0  # set by GradScaler, whose pipeline this is
 
     def __init__(self, **options: Any) -> None:
         """``options`` are those of ``penstock.GradScaler``. Every rank of the world creates one."""
-        self._scaler = ps.GradScaler(self, **options)
-        self.scale = self._scaler.scale
-        self.state_dict, self.load_state_dict = self._scaler.state_dict, self._scaler.load_state_dict
+        super().__init__(self, **options)
 
     def max_over_ranks(self, number: float) -> float:
         """The largest number of all ranks; ``GradScaler`` calls it."""
@@ -282,7 +235,7 @@ class NativeScalerPP:
     def bwd_fn(self, output: Any, grad: Any) -> None:
         """The backward of ``forward_backward`` with a scaled loss."""
         if grad is None:
-            self._scaler.scale(output).backward()
+            self.scale(output).backward()
             return
         pairs = [(output, grad)] if isinstance(output, Tensor) else list(zip(output, grad, strict=True))
         tensors = [tensor for tensor, its in pairs if its is not None]
@@ -302,14 +255,14 @@ class NativeScalerPP:
         A loss with a graph is scaled and gets its backward first. Without ``need_update`` that is all.
         """
         if isinstance(loss, Tensor) and loss.requires_grad:
-            self._scaler.scale(loss).backward(create_graph=create_graph)
+            self.scale(loss).backward(create_graph=create_graph)
         if not need_update:
             return None
         norm = None
         if clip_grad is not None:
             assert parameters is not None, "clip_grad needs the parameters"
-            self._scaler.unscale_(optimizer)
+            self.unscale_(optimizer)
             norm = clip_grad_norm_(parameters, clip_grad)
-        self._scaler.step(optimizer)
-        self._scaler.update()
+        self.step(optimizer)
+        self.update()
         return norm

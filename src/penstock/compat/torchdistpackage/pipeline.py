@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,13 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.compat import unwrap_local_errors
-from penstock.compat.torchdistpackage.gradients import NaiveDDP, defer_reduction
+from penstock.compat.torchdistpackage.gradients import defer_reduction
 from penstock.compat.torchdistpackage.topology import tpc
 from penstock.hooks import tree_flatten, tree_unflatten
 
 __all__ = [
-    "CallableModule",
-    "FunctionPipeline",
-    "flat_and_partition",
-    "flatten_model",
-    "forward_backward",
-    "forward_eval",
-    "partition_balanced",
-    "partition_uniform",
+    *("CallableModule", "flat_and_partition", "flatten_model", "forward_backward", "forward_eval"),
+    *("partition_balanced", "partition_uniform"),
 ]
 
 Forward = Callable[[Any], Any]
@@ -59,13 +53,24 @@ def forward_backward(
     if optimizer is not None:
         optimizer.zero_grad()
     own = [*inputs] if isinstance(inputs, (list, tuple)) else [] if inputs is None else [inputs]
-    after: dict[type[nn.Module], Callable[[Any], None]] = {
-        NaiveDDP: lambda wrapper: wrapper.after_backwards(num_microbatches)
-    }
     if tpc.pipeline is None:
-        tpc.pipeline = FunctionPipeline(tpc.get_ranks_in_group("pipe"), tpc.device, tpc.get_group("pipe"))
-    with nullcontext() if forward_only else defer_reduction(after), unwrap_local_errors():
-        return tpc.pipeline.run(fwd_fn, bwd_fn, own, num_microbatches, training=not forward_only)
+        _build_pipeline()
+    pipeline, stage = tpc.pipeline, tpc.stage
+    with nullcontext() if forward_only else defer_reduction(num_microbatches), unwrap_local_errors():
+        try:
+            pipeline.max_over_ranks(0.0)  # a rank that failed, or is gone, is reported here
+            count = _agree_on_count(own, num_microbatches, not forward_only)
+            rows = [[_map_tensors(value, partial(_part, count=count, index=k)) for value in own] for k in range(count)]
+            stage.begin(fwd_fn, bwd_fn, rows)
+            (pipeline.evaluate if forward_only else pipeline.step)(torch.empty(count, 0) if stage.first else None)
+            return stage.last_output
+        except ps.PlanError:  # nothing has begun
+            raise
+        except BaseException:
+            tpc.close_pipeline()  # the next call builds a new one
+            raise
+        finally:
+            stage.begin(None, None, ())
 
 
 def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -73,50 +78,41 @@ def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat
     return forward_backward(None, fwd_fn, None, inputs, num_microbatches=1, forward_only=True, dtype=dtype)
 
 
-# ── the pipeline ─────────────────────────────────────────────────────────────────────────────────────────────────
+def _build_pipeline() -> None:
+    """Create a pipeline whose stages call functions that each rank has for itself."""
+    ranks = tpc.get_ranks_in_group("pipe")
+    stages = [FunctionStage(first=s == 0, last=s == len(ranks) - 1) for s in range(len(ranks))]
+    tpc.stage = stages[tpc.get_group_rank("pipe")]
+    tpc.pipeline = ps.Pipeline(
+        ps.split(nn.Sequential(*stages), balance=[1] * len(stages)),
+        lambda loss: [*loss] if isinstance(loss, tuple) else loss,  # a tuple would mean a sum and a count
+        microbatch_size=1,  # the pipeline's input has one row per micro-batch
+        schedule="1f1b",
+        mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=tpc.device),
+        reduction="sum",
+        outputs=None,
+        dynamic=True,
+    )
 
 
-class FunctionPipeline:
-    """A ``penstock.Pipeline`` whose stages call functions that each rank has for itself."""
-
-    def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> None:
-        self.ranks, self.group = ranks, group
-        stages = [FunctionStage(first=s == 0, last=s == len(ranks) - 1) for s in range(len(ranks))]
-        self.stage = stages[ranks.index(dist.get_rank())]
-        self.pipeline = ps.Pipeline(
-            ps.split(nn.Sequential(*stages), balance=[1] * len(stages)),
-            lambda loss: loss,
-            microbatch_size=1,  # the pipeline's input has one row per micro-batch
-            schedule="1f1b",
-            mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=list(ranks), device=device),
-            reduction="sum",
-            outputs=None,
-            dynamic=True,
+def _agree_on_count(own: Sequence[Any], microbatches: int, training: bool) -> int:
+    """The number of micro-batches; raises the same error on all ranks if their mini-batches do not fit together."""
+    leaves = [leaf for value in own for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+    calls: list[Any] = [None] * tpc.get_group_size("pipe")
+    dist.all_gather_object(calls, (training, microbatches, [len(leaf) for leaf in leaves]), tpc.get_group("pipe"))
+    samples = {number for _, _, numbers in calls for number in numbers}
+    count: int = min([microbatches, *samples])
+    uneven = len(samples) > 1 and any(number % microbatches for number in samples)
+    if uneven or count < 1 or len({call[:2] for call in calls}) > 1:
+        listed = (
+            f"rank {rank}: {count} micro-batches of {numbers} samples, {'training' if trains else 'forward only'}"
+            for rank, (trains, count, numbers) in zip(tpc.get_ranks_in_group("pipe"), calls, strict=True)
         )
-
-    def run(
-        self, fwd_fn: Forward, bwd_fn: Backward | None, own: Sequence[Any], microbatches: int, *, training: bool
-    ) -> Any:
-        share, rows = _split_inputs(own, microbatches, training)
-        shares: list[Any] = [None] * len(self.ranks)
-        try:
-            self.pipeline.max_over_ranks(0.0)  # a rank that failed, or is gone, is reported here
-            dist.all_gather_object(shares, share, self.group)
-            count = _count(self.ranks, shares)
-            self.stage.begin(fwd_fn, bwd_fn, rows[:count] or [[]] * count)
-            inputs = torch.empty(count, 0) if self.stage.first else None
-            (self.pipeline.step if training else self.pipeline.evaluate)(inputs)
-            return self.stage.last_output
-        except ps.PlanError:  # nothing has begun
-            raise
-        except BaseException:
-            tpc.close_pipeline()  # the next call builds a new one
-            raise
-        finally:
-            self.stage.begin(None, None, ())
-
-    def close(self) -> None:
-        self.pipeline.close()
+        raise ps.PlanError(
+            f"the ranks' mini-batches do not fit together: {'; '.join(listed)}. Give all ranks the same number of "
+            "samples, or multiples of the number of micro-batches"
+        )
+    return count
 
 
 class FunctionStage(nn.Module):
@@ -140,7 +136,10 @@ class FunctionStage(nn.Module):
         leaves, spec = tree_flatten(() if self.first else value)
         # Without a bwd_fn autograd goes through the function; with one, the function has a graph of its own.
         apart = bwd_fn is not None and torch.is_grad_enabled()
-        inputs = [_detach(leaf) if apart else leaf for leaf in leaves]
+        inputs = [
+            leaf.detach().requires_grad_(leaf.requires_grad) if apart and isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
         value = tree_unflatten([_Entry.apply(x) if isinstance(x, Tensor) else x for x in inputs], spec)  # type: ignore[no-untyped-call]
         values = [*(value if isinstance(value, (tuple, list)) else [value]), *self.rows[current.index]]
         output = fwd_fn(values[0] if len(values) == 1 else values)
@@ -149,42 +148,27 @@ class FunctionStage(nn.Module):
         if not torch.is_grad_enabled():
             return torch.zeros(()) if self.last else output
         if bwd_fn is None:
-            return _check_loss(output) if self.last else output
+            return output
         outputs, spec = tree_flatten(torch.zeros((), requires_grad=True) if self.last else output)
         if not any(map(_has_grad, outputs)):
             return output
-        call = _Call(bwd_fn, output, [x for x in inputs if isinstance(x, Tensor)], self.last)
+
+        def run_backward(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+            if self.last:
+                bwd_fn(output, None)
+            elif any(grad is not None for grad in grads):  # with None this would look like the last rank
+                arrived = iter(grads)
+                bwd_fn(output, tree_unflatten([next(arrived) if _has_grad(leaf) else None for leaf in outputs], spec))
+            return [x.grad for x in inputs if isinstance(x, Tensor)]
+
         anchor = torch.empty(0, requires_grad=True)  # so that the results have a graph in any case
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        results = iter(_Exit.apply(call, list(filter(_has_grad, outputs)), anchor, *tensors))  # type: ignore[no-untyped-call]
+        results = iter(_Exit.apply(run_backward, list(filter(_has_grad, outputs)), anchor, *tensors))  # type: ignore[no-untyped-call]
         return tree_unflatten([next(results) if _has_grad(leaf) else leaf for leaf in outputs], spec)
 
 
 def _has_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _detach(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-class _Call(NamedTuple):
-    """A call of ``bwd_fn`` in the backward pass."""
-
-    bwd_fn: Backward
-    output: Any
-    inputs: Sequence[Tensor]  # leaves of the function's own graph
-    last: bool
-
-    def backward(self, grads: Sequence[Tensor | None]) -> None:
-        if self.last:
-            self.bwd_fn(self.output, None)
-        elif any(grad is not None for grad in grads):  # with None this would look like the last rank
-            leaves, spec = tree_flatten(self.output)
-            arrived = iter(grads)
-            self.bwd_fn(
-                self.output, tree_unflatten([next(arrived) if _has_grad(leaf) else None for leaf in leaves], spec)
-            )
 
 
 class _Entry(torch.autograd.Function):
@@ -203,29 +187,15 @@ class _Exit(torch.autograd.Function):
     """The outputs of a stage, and a backward by ``bwd_fn`` through the stage's own graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, outputs: Sequence[Tensor], anchor: Tensor, *tensors: Tensor) -> Any:
-        ctx.call = call
+    def forward(ctx: Any, run_backward: Any, outputs: Sequence[Tensor], anchor: Tensor, *tensors: Tensor) -> Any:
+        ctx.run_backward = run_backward
         ctx.set_materialize_grads(False)
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        call = ctx.call
         with torch.enable_grad():
-            call.backward(grads)
-        return None, None, None, *(tensor.grad for tensor in call.inputs)
-
-
-def _check_loss(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ps.PlanError(
-            f"the last rank's forward gave {found}: without a backward function it must give the loss, one number in a "
-            "tensor"
-        )
-    if not loss.requires_grad:
-        raise ps.PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
-    return loss.reshape(())
+            return None, None, None, *ctx.run_backward(grads)
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -233,73 +203,10 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-# ── inputs ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Share(NamedTuple):
-    """A rank's part of a mini-batch, as the others need to know it."""
-
-    training: bool
-    microbatches: int  # as requested
-    samples: tuple[int, ...]  # of each of its inputs that is split
-    problem: str | None
-
-
-def _split_inputs(own: Sequence[Any], microbatches: int, training: bool) -> tuple[_Share, list[list[Any]]]:
-    """This rank's inputs per micro-batch. A problem is part of the share, so that all ranks raise it."""
-    problem = None
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        problem = f"the number of micro-batches must be a whole number from 1, got {microbatches!r}"
-    elif training and torch.is_inference_mode_enabled():
-        problem = "a backward needs gradients, but inference mode is on"
-    samples: list[int] = []
-    for number, value in enumerate(own):
-        lengths = [len(leaf) for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
-        if 0 in lengths:
-            problem = problem or f"input {number} is empty: its tensors have no entries along dimension 0"
-        elif len(set(lengths)) > 1:
-            problem = problem or f"the tensors of input {number} disagree on the batch size: {lengths}"
-        samples += lengths[:1]
-    if problem is not None:
-        return _Share(training, 0, (), problem), []
-    count = min([microbatches, *samples])
-    rows = [[_map_tensors(value, partial(_part, count=count, index=k)) for value in own] for k in range(count)]
-    return _Share(training, microbatches, tuple(samples), None), rows
-
-
 def _part(leaf: Tensor, count: int, index: int) -> Tensor:
     """One micro-batch of a tensor. ``.data`` has its own version counter: parts may be changed in place."""
     part = torch.tensor_split(leaf, count)[index] if leaf.dim() else leaf
     return part if part.requires_grad else part.data
-
-
-def _count(ranks: Sequence[int], shares: Sequence[_Share]) -> int:
-    """The number of micro-batches; raises the same error on all ranks if their inputs do not fit together."""
-    for rank, share in zip(ranks, shares, strict=True):
-        if share.problem is not None:
-            raise ps.PlanError(f"rank {rank}: {share.problem}")
-    for name in ("training", "microbatches"):
-        values = [getattr(share, name) for share in shares]
-        if len(set(values)) > 1:
-            listed = ", ".join(f"{value} on rank {rank}" for rank, value in zip(ranks, values, strict=True))
-            raise ps.PlanError(f"the ranks were called differently: {name} is {listed}")
-    microbatches = shares[0].microbatches
-    samples = {number for share in shares for number in share.samples}
-    counts = {min(number, microbatches) for number in samples}
-    if len(counts) > 1 or (len(samples) > 1 and any(number % microbatches for number in samples)):
-        listed = "; ".join(
-            f"rank {rank} has {', '.join(map(str, share.samples))} samples"
-            for rank, share in zip(ranks, shares, strict=True)
-            if share.samples
-        )
-        raise ps.PlanError(
-            f"the inputs cannot be split into {microbatches} equal micro-batches: {listed}. Give all ranks the same "
-            "number of samples, or multiples of the number of micro-batches"
-        )
-    return counts.pop() if counts else microbatches
-
-
-# ── partitions ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class CallableModule(nn.Module):
@@ -322,7 +229,7 @@ def flatten_model(
     """
     entries: list[str | nn.Module] = []
     for layer in layer_list:
-        if not isinstance(layer, (str, nn.Module)) and not callable(layer):
+        if not isinstance(layer, str) and not callable(layer):
             raise NotImplementedError(f"a layer must be a name, a module or a function, got {layer!r}")
         entries.append(layer if isinstance(layer, (str, nn.Module)) else CallableModule(layer))
     layers = list(ps.flatten(model, entries, partial=True))
@@ -350,15 +257,11 @@ def partition_balanced(flat_sequence: Any) -> Any:
 
 def flat_and_partition(sequential: nn.Module, flat_level: int = 1, partition_policy: str = "uniform") -> nn.Sequential:
     """This rank's layers of a Sequential, after expanding nested Sequentials ``flat_level`` levels deep."""
-    policies: dict[str, Callable[[Sequence[nn.Module]], Any]]
-    policies = {"uniform": partition_uniform, "balanced": partition_balanced}
+    policies: dict[str, Callable[..., Any]] = {"uniform": partition_uniform, "balanced": partition_balanced}
     if partition_policy not in policies:
         raise NotImplementedError(f"partition_policy must be 'uniform' or 'balanced', got {partition_policy!r}")
     layers = list(sequential.children())
     for _ in range(flat_level):
-        layers = [
-            child
-            for layer in layers
-            for child in (layer.children() if isinstance(layer, (nn.Sequential, nn.ModuleList)) else [layer])
-        ]
+        nested = [layer if isinstance(layer, (nn.Sequential, nn.ModuleList)) else [layer] for layer in layers]
+        layers = [child for children in nested for child in children]
     return nn.Sequential(*policies[partition_policy](layers))

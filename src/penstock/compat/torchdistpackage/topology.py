@@ -22,15 +22,8 @@ import torch.distributed as dist
 import penstock as ps
 
 __all__ = [
-    "ProcessTopology",
-    "fix_rand",
-    "get_mp_ckpt_suffix",
-    "is_using_pp",
-    "setup_distributed",
-    "setup_node_groups",
-    "test_comm",
-    "torch_parallel_context",
-    "tpc",
+    *("ProcessTopology", "fix_rand", "get_mp_ckpt_suffix", "is_using_pp", "setup_distributed"),
+    *("setup_node_groups", "test_comm", "torch_parallel_context", "tpc"),
 ]
 
 
@@ -42,6 +35,7 @@ class ProcessTopology:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._device: torch.device | None = None
         self.pipeline: Any = None  # of this process's pipe group, created by forward_backward
+        self.stage: Any = None  # of this process
 
     def setup_process_groups(self, config: Sequence[tuple[str, int]]) -> None:
         """Create the groups of ``[("data", 4), ("pipe", 2), ("tensor", 2)]``, with any dimensions in any order.
@@ -50,11 +44,11 @@ class ProcessTopology:
         """
         sizes = dict(config)
         world, product = dist.get_world_size(), math.prod(sizes.values())
-        if len(sizes) < len(config) or {"model", "global"} & set(sizes):
-            raise ps.PlanError(f"{config}: name every dimension once; 'model' and 'global' are created automatically")
-        if product != world or any(size < 1 for size in sizes.values()):
-            grid_text = " × ".join(f"{name} {size}" for name, size in sizes.items())
-            raise ps.PlanError(f"{grid_text} needs {product} processes, but the world has {world}")
+        if product != world or len(sizes) < len(config) or {"model", "global"} & set(sizes):
+            raise ps.PlanError(
+                f"{config} needs {product} processes, but the world has {world}; name every dimension once, and none "
+                "'model' or 'global', which are created automatically"
+            )
         self.close_pipeline()
         self._ranks, self._groups = {}, {}
         grid = torch.arange(world).view(*sizes.values())
@@ -77,17 +71,12 @@ class ProcessTopology:
 
     def _new_groups(self, mode: str, all_ranks: list[list[int]]) -> None:
         self._ranks[mode] = all_ranks
-        for ranks in all_ranks:  # every process creates every group
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                self._groups[mode] = group
+        self._groups[mode], _ = dist.new_subgroups_by_enumeration(all_ranks)  # type: ignore[no-untyped-call]
 
     def is_mode_inited(self, mode: str) -> bool:
         return mode in self._groups
 
     def get_group(self, mode: str) -> dist.ProcessGroup:
-        """This process's group of a mode."""
         assert mode in self._groups, f"{mode} is not initialized!"
         return self._groups[mode]
 
@@ -98,13 +87,13 @@ class ProcessTopology:
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
         """The global ranks of this process's group."""
-        return next(ranks for ranks in self.all_ranks(mode) if dist.get_rank() in ranks)
+        return dist.get_process_group_ranks(self.get_group(mode))
 
     def get_group_rank(self, mode: str) -> int:
-        return self.get_ranks_in_group(mode).index(dist.get_rank())
+        return self.get_group(mode).rank()
 
     def get_group_size(self, mode: str) -> int:
-        return len(self.get_ranks_in_group(mode))
+        return self.get_group(mode).size()
 
     def is_first_in_group(self, mode: str) -> bool:
         return self.get_group_rank(mode) == 0
@@ -113,7 +102,6 @@ class ProcessTopology:
         return self.get_group_rank(mode) == self.get_group_size(mode) - 1
 
     def is_first_group(self, mode: str) -> bool:
-        """Whether this process is in the first group of a mode."""
         return dist.get_rank() in self.all_ranks(mode)[0]
 
     def get_prev_global_rank(self, mode: str = "pipe") -> int:
@@ -162,7 +150,6 @@ tpc = torch_parallel_context = ProcessTopology()
 
 
 def is_using_pp() -> bool:
-    """Whether there are pipeline groups."""
     return tpc.is_mode_inited("pipe")
 
 
@@ -193,14 +180,10 @@ def setup_distributed(backend: str = "nccl", port: int | None = None) -> tuple[i
 
 def setup_node_groups(num_per_node: int = 8) -> dist.ProcessGroup:
     """The group of this process's machine, where each machine has ``num_per_node`` consecutive ranks."""
-    own = None
-    for first in range(0, dist.get_world_size(), num_per_node):
-        ranks = list(range(first, min(first + num_per_node, dist.get_world_size())))
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            own = group
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    world = dist.get_world_size()
+    nodes = [list(range(first, min(first + num_per_node, world))) for first in range(0, world, num_per_node)]
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(nodes)[0]  # type: ignore[no-untyped-call]
+    return group
 
 
 def fix_rand(rank: int = 0, seed: int = 1024) -> None:

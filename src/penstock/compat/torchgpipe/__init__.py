@@ -2,7 +2,7 @@
 
 import penstock as ps
 from penstock.compat import publish
-from penstock.compat.torchgpipe import balance, gpipe, skip
+from penstock.compat.torchgpipe import balance, gpipe
 
 __all__ = ["GPipe", "current_microbatch", "is_checkpointing", "is_recomputing"]
 
@@ -13,11 +13,13 @@ is_checkpointing, is_recomputing = ps.is_checkpointing, ps.is_recomputing
 
 publish(
     __name__,
-    {**vars(balance), **vars(skip), "__version__": __version__},
+    {**vars(balance), **vars(gpipe), "__version__": __version__},
     {
         "__version__": "__version__",
         "balance.blockpartition": "solve",
         "balance.profile": "layerwise_sandbox",
+        "batchnorm": "DeferredBatchNorm",
+        "skip": "Namespace pop skippable stash verify_skippables",
         "skip.namespace": "Namespace",
         "skip.skippable": "Skippable pop skippable stash verify_skippables",
     },

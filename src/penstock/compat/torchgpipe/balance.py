@@ -7,16 +7,15 @@ Both argument orders are accepted: ``balance_by_time(2, model, sample)`` of torc
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import accumulate, pairwise
-from math import inf
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 import penstock as ps
+from penstock import hooks
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_cost"]
 
@@ -28,11 +27,7 @@ def balance_by_time(*args: Any, timeout: float = 1.0, device: Device | None = No
 
     Layers are measured in training mode on ``device``, by default the current GPU if there is one.
     """
-    partitions, module, sample = _arguments("balance_by_time", "sample", args, kwargs)
-    if any(parameter.grad is not None for parameter in module.parameters()):
-        raise ValueError("some parameter already has gradient")
-    with _training_mode(module):
-        return ps.balance_by_time(module, (sample,), partitions, timeout=timeout, device=_device(device))
+    return _balance(ps.balance_by_time, "sample", args, kwargs, device, timeout=timeout)
 
 
 def balance_by_size(
@@ -43,60 +38,39 @@ def balance_by_size(
     ``input`` is a mini-batch that will be split into ``chunks``. Typical scales: 2 for SGD (parameters and gradients),
     3 for SGD with momentum, 4 for Adam.
     """
-    partitions, module, input = _arguments("balance_by_size", "input", args, kwargs)
-    options: dict[str, Any] = {"chunks": chunks, "param_scale": param_scale, "device": _device(device)}
-    with _training_mode(module):
-        return ps.balance_by_size(module, (input,), partitions, **options)
+    return _balance(ps.balance_by_size, "input", args, kwargs, device, chunks=chunks, param_scale=param_scale)
 
 
-def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
-    """The number of costs in each partition."""
-    return [len(part) for part in solve(cost, partitions)]
-
-
-def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
-    """Split into consecutive non-empty parts whose largest sum is as small as possible."""
-    _check_partitions(len(sequence), partitions)
-    sums = list(accumulate(sequence, initial=0.0))
-    best: list[tuple[float, list[int]]] = [(total, [end]) for end, total in enumerate(sums)]
-    for k in range(2, partitions + 1):  # best[end]: the first ``end`` items in k parts
-        best = [
-            min(
-                ((max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], end]) for cut in range(k - 1, end)),
-                default=(inf, []),
-            )
-            for end in range(len(sums))
-        ]
-    return [list(sequence[a:b]) for a, b in pairwise([0, *best[-1][1]])]
-
-
-def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
-    """Copies of the layers, on a device and in training mode."""
-    for layer in module:
-        yield copy.deepcopy(layer).to(device).train()
-
-
-def _arguments(
-    function: str, value: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[int, nn.Sequential, Any]:
-    """``(partitions, module, sample)`` from either argument order; 0.0.2 always names the last one ``sample``."""
+def _balance(
+    function: Callable[..., list[int]],
+    value: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: Device | None,
+    **options: Any,
+) -> list[int]:
+    """Call ``function`` with arguments in either order; 0.0.2 always names the last one ``sample``."""
     old = bool(args) and isinstance(args[0], nn.Module)
     names = ("module", value, "partitions") if old else ("partitions", "module", value)
-    given = {"partitions": 1, **dict(zip(names, args, strict=False))}
-    for name, argument in kwargs.items():
-        name = value if name == "sample" else name
-        if name not in names or name in names[: len(args)]:
-            fault = "multiple values for" if name in names else "an unexpected keyword"
-            raise TypeError(f"{function}() got {fault} argument {name!r}")
-        given[name] = argument
-    missing = [name for name in names if name not in given]
-    if missing or len(args) > len(names):
-        fault = f"missing are {', '.join(missing)}" if missing else f"there are {len(args)} positional arguments"
+    named = {value if name == "sample" else name: argument for name, argument in kwargs.items()}
+    given = {"partitions": 1, **dict(zip(names, args, strict=False)), **named}
+    if {*names[: len(args)]} & named.keys() or given.keys() != {*names} or len(args) > len(names):
+        got = [*(type(argument).__name__ for argument in args), *(f"{name}=…" for name in kwargs)]
         raise TypeError(
-            f"{function}() takes (partitions, module, {value}), or (module, {value}, partitions=n): {fault}"
+            f"{function.__name__}() takes (partitions, module, {value}), or (module, {value}, partitions=n), got {got}"
         )
-    _check_partitions(len(given["module"]), given["partitions"])
-    return given["partitions"], given["module"], given[value]
+    module, partitions = given["module"], given["partitions"]
+    _check_partitions(len(module), partitions)
+    if "timeout" in options and any(parameter.grad is not None for parameter in module.parameters()):
+        raise ValueError("some parameter already has gradient")
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    modes = {part: part.training for part in module.modules()}
+    try:
+        return function(module.train(), (given[value],), partitions, device=device, **options)
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
 
 def _check_partitions(length: int, partitions: int) -> None:
@@ -106,18 +80,19 @@ def _check_partitions(length: int, partitions: int) -> None:
         raise ValueError(f"sequence is shorter than intended partitions ({length} < {partitions})")
 
 
-def _device(device: Device | None) -> torch.device | None:
-    if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    return torch.device(device)
+def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
+    """The number of costs in each partition: the largest sum is as small as possible."""
+    _check_partitions(len(cost), partitions)
+    return hooks.partition(cost, partitions)
 
 
-@contextmanager
-def _training_mode(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        module.train()
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
+def solve(sequence: Sequence[float], partitions: int = 1) -> list[list[float]]:
+    """Split into consecutive non-empty parts whose largest sum is as small as possible."""
+    items = iter(sequence)
+    return [list(islice(items, count)) for count in balance_cost(sequence, partitions)]
+
+
+def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
+    """Copies of the layers, on a device and in training mode."""
+    for layer in module:
+        yield copy.deepcopy(layer).to(device).train()

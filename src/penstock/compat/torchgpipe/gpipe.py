@@ -1,4 +1,4 @@
-"""``GPipe``: an ``nn.Sequential`` in partitions, one per device."""
+"""``GPipe``: an ``nn.Sequential`` in partitions, one per device, with skip connections and deferred BatchNorm."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import dis
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from itertools import islice
-from types import CodeType
-from typing import Any, NoReturn, Self, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from itertools import combinations, islice
+from types import new_class
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
-from penstock.compat.torchgpipe.skip import verify_skippables
+from penstock import hooks
+from penstock._torch import BatchNorm
 
-__all__ = ["GPipe", "current_microbatch", "verify_module"]
+__all__ = [
+    *("DeferredBatchNorm", "GPipe", "Namespace", "Skippable", "current_microbatch", "pop"),
+    *("skippable", "stash", "verify_module", "verify_skippables"),
+]
 
 Device = torch.device | int | str
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -42,6 +45,7 @@ class GPipe(nn.Module):
     # Texts that a subclass of another name replaces.
     _name = "GPipe"
     _balance_module = "torchgpipe.balance (torchgpipe_balancing in 0.0.2)"
+    _allows_duplicate_parameters = False
 
     def __init__(
         self,
@@ -58,7 +62,9 @@ class GPipe(nn.Module):
         if balance is None:
             raise ValueError(self._recommend("balance is required"))
         check_options(self.chunks, self.checkpoint)
-        self._verify(module)
+        verify_children(module)
+        if not self._allows_duplicate_parameters:
+            verify_module(module)
         verify_skippables(module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
@@ -75,16 +81,13 @@ class GPipe(nn.Module):
         layers = iter(module.named_children())
         partitions = (nn.Sequential(OrderedDict(islice(layers, count))) for count in self.balance)
         self.partitions = nn.ModuleList(partitions)
-        self._verify_partitions()
+        _refuse_shared_globals(self.partitions)
+        for (one, here), (other, there) in combinations(zip(self.partitions, self.devices, strict=True), 2):
+            if here != there and set(one.parameters()) & set(other.parameters()):
+                raise ValueError("module with duplicate parameters on distinct devices is not supported")
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
         self._pipelines: dict[bool, tuple[tuple[int, str], ps.Pipeline]] = {}
-
-    def _verify(self, module: nn.Sequential) -> None:
-        verify_module(module)
-
-    def _verify_partitions(self) -> None:
-        _refuse_shared_globals(self.partitions)
 
     def _recommend(self, message: str) -> str:
         path = self._balance_module.split(" ")[0]
@@ -103,16 +106,12 @@ A balance can be measured, see {self._balance_module}:
         check(input)
         if not self.partitions:
             return input
-        count = min(self.chunks, min(_lengths(input), default=1))
-        if count == 0:  # no samples, hence no micro-batches
-            for partition, device in zip(self.partitions, self.devices, strict=True):
-                input = partition(_move(input, device))
-            return input
         output: TensorOrTensors = self._pipeline()(input)
         check(output)
         if not self.training or not torch.is_grad_enabled() or self.checkpoint == "never":
             return output
-        return _mark_recomputed(output, count - (self.checkpoint == "except_last"))
+        lengths = [len(leaf) for leaf in hooks.tree_flatten(input)[0] if leaf.dim()]
+        return _mark_recomputed(output, min([self.chunks, *lengths]) - (self.checkpoint == "except_last"))
 
     def _pipeline(self) -> ps.Pipeline:
         """The pipeline of the present mode: nothing is recomputed in evaluation mode."""
@@ -217,19 +216,6 @@ def check(input: TensorOrTensors) -> None:
             raise TypeError(f"expected Tensor, but got {type(item).__name__}")
 
 
-def _lengths(value: Any) -> list[int]:
-    if isinstance(value, tuple):
-        return [length for item in value for length in _lengths(item)]
-    return [len(value)] if value.dim() else []
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    return tuple(_move(item, device) for item in value) if isinstance(value, tuple) else value.to(device)
-
-
-# ── marks in autograd's graph ────────────────────────────────────────────────────────────────────────────────────
-
-
 class Checkpoint(torch.autograd.Function):
     """An identity. Programs count nodes of this name, one per recomputed micro-batch, in torchgpipe's graphs."""
 
@@ -242,22 +228,12 @@ class Checkpoint(torch.autograd.Function):
         return grads[0]
 
 
-class Recompute(Checkpoint):
-    """An identity, as ``Checkpoint``."""
-
-
 def _mark_recomputed(output: TensorOrTensors, count: int) -> TensorOrTensors:
-    """The output, with ``count`` Checkpoint and Recompute nodes in its graph."""
     items = [output] if isinstance(output, Tensor) else list(output)
     marked = next((i for i, item in enumerate(items) if isinstance(item, Tensor) and item.requires_grad), None)
-    if marked is not None:
-        for _ in range(count):
-            for function in (Recompute, Checkpoint):
-                items[marked] = function.apply(items[marked])  # type: ignore[no-untyped-call]
+    for _ in range(count if marked is not None else 0):
+        items[marked] = Checkpoint.apply(items[marked])  # type: ignore[no-untyped-call, index]
     return items[0] if isinstance(output, Tensor) else tuple(items)
-
-
-# ── global variables between partitions ──────────────────────────────────────────────────────────────────────────
 
 
 def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
@@ -266,41 +242,27 @@ def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
     Partitions work on several micro-batches at a time, so the value may belong to another one. A variable that a
     forward reads before it sets it (a counter) is accepted.
     """
-    reads: list[tuple[tuple[int, str], int, str]] = []  # variable, partition, layer
-    writes: list[tuple[tuple[int, str], int, str]] = []
+    uses = []  # partition, layer, and the variables that it reads and sets
     for j, partition in enumerate(partitions):
         for layer in partition.modules():
-            read, written = _globals_used(layer)
-            reads += [(variable, j, type(layer).__name__) for variable in read]
-            writes += [(variable, j, type(layer).__name__) for variable in written - read]
-    for variable, i, writer in writes:
-        for same, j, reader in reads:
-            if same == variable and j != i:
+            function: Any = inspect.unwrap(type(layer).forward)
+            found = [
+                (i.opname, i.argval) for i in (dis.get_instructions(function) if inspect.isfunction(function) else ())
+            ]
+            read, written = (
+                {(function.__module__, name) for operation, name in found if operation == kind}
+                for kind in ("LOAD_GLOBAL", "STORE_GLOBAL")
+            )
+            uses.append((j, type(layer).__name__, read, written - read))
+    for i, writer, _, written in uses:
+        for j, reader, read, _ in uses:
+            if j != i and read & written:
                 raise ps.PlanError(
-                    f"{reader} in partition {j} reads the global variable {variable[1]!r}, which {writer} in partition "
-                    f"{i} sets: partitions work on several micro-batches at a time, and the value may be of another "
-                    "one. Pass it on with torchgpipe.skip: @skippable(stash=[…]), yield stash(…)"
+                    f"{reader} in partition {j} reads the global variable {min(read & written)[1]!r}, which {writer} "
+                    f"in partition {i} sets: partitions work on several micro-batches at a time, and the value may be "
+                    "of another one. Pass it on with torchgpipe.skip: @skippable(stash=[…]), yield stash(…)"
                 )
 
-
-def _globals_used(layer: nn.Module) -> tuple[set[tuple[int, str]], set[tuple[int, str]]]:
-    """The global variables that a layer's forward reads and writes, as (namespace, name)."""
-    function: Any = inspect.unwrap(getattr(layer.forward, "__func__", layer.forward))
-    read: set[tuple[int, str]] = set()
-    written: set[tuple[int, str]] = set()
-    codes = [function.__code__] if isinstance(getattr(function, "__code__", None), CodeType) else []
-    for code in codes:  # grows by nested functions
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        for instruction in dis.get_instructions(code):
-            variable = (id(function.__globals__), str(instruction.argval))
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                read.add(variable)
-            elif instruction.opname == "STORE_GLOBAL":
-                written.add(variable)
-    return read, written
-
-
-# ── current_microbatch ───────────────────────────────────────────────────────────────────────────────────────────
 
 _keys: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 
@@ -315,3 +277,149 @@ def current_microbatch() -> Tensor | None:
         )
     current = ps.current_microbatch()
     return None if current is None else _keys.setdefault(current, torch.empty(0))
+
+
+# ── skip connections ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+Namespace, pop, stash = ps.Namespace, ps.pop, ps.stash
+
+_USE_ERRORS = {
+    "stash not declared": "{} has not been declared as stashable",
+    "pop not declared": "{} has not been declared as poppable",
+    "left to stash": "{} must be stashed but have not",
+    "left to pop": "{} must be popped but have not",
+    "not stashed": "{} has not been stashed",
+}
+
+_MATCH_ERRORS = {
+    "both in one layer": "'{first}' declared '{name}' both as stashable and as poppable",
+    "stashed twice": "'{last}' redeclared '{name}' as stashable but not isolated by namespace",
+    "popped twice": "'{last}' redeclared '{name}' as poppable but not isolated by namespace",
+    "not stashed": "'{last}' declared '{name}' as poppable but it was not stashed",
+    "popped before stashed": "'{last}' declared '{name}' as poppable but it was not stashed\n"
+    "* no module declared '{name}' as poppable but stashed",
+    "not popped": "no module declared '{name}' as poppable but stashed",
+}
+
+
+class Skippable(nn.Module):
+    """The base of classes made by ``skippable``: a wrapper around the layer, which is ``self.module``."""
+
+    module_cls: ClassVar[type[nn.Module]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.module = self.module_cls(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except ps.SkipUseError as error:
+            if error.fault is None:
+                raise
+            names = ", ".join(f"'{name}'" for name in error.names)
+            raise ps.SkipUseError(_USE_ERRORS[error.fault].format(names), error.fault, error.names) from error
+
+    def forward(self, input: Any) -> Any:
+        return self.module(input)
+
+    def __repr__(self) -> str:
+        return f"@skippable({self.module})"
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[nn.Module]], type[Skippable]]:
+    """Class decorator: the layer's ``forward`` is a generator that stashes and pops tensors of these names.
+
+    ``yield stash("name", tensor)`` stores a tensor or None; ``tensor = yield pop("name")`` retrieves it.
+    """
+    declare = ps.skippable(stash, pop)
+
+    def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
+        body = {
+            "module_cls": module_cls,
+            "__module__": module_cls.__module__,
+            "__qualname__": module_cls.__qualname__,
+            "__doc__": module_cls.__doc__,
+        }
+        return declare(new_class(module_cls.__name__, (Skippable,), exec_body=lambda own: own.update(body)))
+
+    return decorate
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Raise one ``TypeError`` that lists every stash without a pop and every pop without a stash."""
+    try:
+        ps.verify_skippables(nn.Sequential(OrderedDict(module.named_children())))
+    except ps.SkipError as error:
+        lines = []
+        for fault in error.faults:
+            first, last = (fault.modules[i].rsplit(" (", 1)[0] for i in (0, -1))
+            lines.append(f"* {_MATCH_ERRORS[fault.kind].format(name=fault.name, first=first, last=last)}")
+        raise TypeError("one or more pairs of stash and pop do not match:\n\n" + "\n".join(lines)) from None
+
+
+# ── deferred BatchNorm ───────────────────────────────────────────────────────────────────────────────────────────────
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DeferredBatchNorm(BatchNorm):
+    """Normalises micro-batches by their own statistics and updates the running statistics once per ``chunks`` of them.
+
+    In a ``GPipe`` the pipeline updates them at the end of each mini-batch, whatever its number of micro-batches.
+    """
+
+    sum: Tensor
+    sum_squares: Tensor
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True, chunks: int = 1
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
+        # Entries of torchgpipe's checkpoints, zero between mini-batches; unused here.
+        self.register_buffer("sum", torch.zeros(num_features))
+        self.register_buffer("sum_squares", torch.zeros(num_features))
+        self.chunks = chunks
+        self.tracked = 0
+        self._statistics: hooks.DeferredStatistics | None = None  # of the mini-batch that has begun
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        # A pipeline that defers the update itself, or traces shapes, replaces the buffers by tensor subclasses.
+        if not self.training or type(self.running_mean) is not Tensor:
+            return super().forward(input)
+        if self._statistics is None:
+            self._statistics = hooks.DeferredStatistics(self)
+        recomputing = ps.is_recomputing()
+        with self._statistics.ignoring if recomputing else self._statistics.counting:
+            output = super().forward(input)
+        self.tracked += not recomputing
+        if self.tracked == self.chunks:
+            self._statistics.commit()
+            self._statistics, self.tracked = None, 0
+        return output
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
+        """Replace BatchNorm layers in ``module``; parameters, buffers and modes are kept."""
+        return _convert(module, chunks, {})
+
+
+def _convert(module: M, chunks: int, converted: dict[int, nn.Module]) -> M:
+    result: nn.Module = module
+    deferred = isinstance(module, DeferredBatchNorm) and module.chunks == chunks
+    if isinstance(module, BatchNorm) and module.track_running_stats and not deferred:
+        if id(module) not in converted:
+            new = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, chunks)
+            new._parameters.update(module._parameters)
+            for name in ("sum", "sum_squares"):  # of the layer's device and dtype
+                new._buffers[name] = None if module.running_mean is None else torch.zeros_like(module.running_mean)
+            new._buffers.update(module._buffers)
+            converted[id(module)] = new.train(module.training)
+        result = converted[id(module)]
+    for name, child in module.named_children():
+        result.add_module(name, _convert(child, chunks, converted))
+    return result  # type: ignore[return-value]

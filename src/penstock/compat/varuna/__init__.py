@@ -6,12 +6,9 @@ docs/migrating.md lists the differences.
 
 import penstock as ps
 from penstock.compat import publish
-from penstock.compat.varuna.profiler import AutoConfig as AutoConfig
-from penstock.compat.varuna.profiler import Profiler as Profiler
-from penstock.compat.varuna.utils import get_this_rank_config_varuna as get_this_rank_config_varuna
-from penstock.compat.varuna.utils import get_varuna_config as get_varuna_config
-from penstock.compat.varuna.varuna import Varuna as Varuna
+from penstock.compat.varuna.profiler import *  # noqa: F403
+from penstock.compat.varuna.varuna import *  # noqa: F403
 
 CutPoint = ps.CutPoint
 
-publish(__name__, globals(), {"auto_config": "AutoConfig"})
+publish(__name__, globals(), {"auto_config": "AutoConfig", "utils": "get_this_rank_config_varuna get_varuna_config"})

@@ -1,11 +1,16 @@
-"""``Varuna``: a model with ``CutPoint``s, one process per stage and replica."""
+"""``Varuna``: a model with ``CutPoint``s, one process per stage and replica.
+
+``stage_to_rank_map="0,2;1,3;"`` has two stages: the first on ranks 0 and 2, the second on 1 and 3. The n-th ranks of
+all stages form the n-th pipeline: 0 → 1 and 2 → 3.
+"""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import pickle
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +21,64 @@ from torch.optim import SGD, Optimizer
 
 import penstock as ps
 from penstock import hooks
-from penstock.compat.varuna import checkpoint
-from penstock.compat.varuna.utils import (
-    StageToRankMap,
-    check_model,
-    device_of,
-    get_this_rank_config_varuna,
-    parse_stage_to_rank_map,
-    positive,
-)
 
-__all__ = ["Varuna"]
+__all__ = ["Varuna", "get_this_rank_config_varuna", "get_varuna_config"]
+
+
+def parse_stage_to_rank_map(stage_to_rank_map: str) -> dict[int, list[int]]:
+    """The ranks of each stage in order: equally many for each, and each rank once."""
+    try:
+        stages = stage_to_rank_map.strip().rstrip(";").split(";")
+        rows = [[int(rank) for rank in stage.split(",")] for stage in stages]
+    except (AttributeError, ValueError):
+        raise ps.PlanError(
+            f"stage_to_rank_map says which ranks run each stage, as in '0,2;1,3;', got {stage_to_rank_map!r}"
+        ) from None
+    counts, ranks = [len(row) for row in rows], [rank for row in rows for rank in row]
+    if len(set(counts)) > 1:
+        raise ps.PlanError(f"every stage must have equally many ranks, but {stage_to_rank_map!r} has {counts}")
+    if len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        raise ps.PlanError(f"every rank has one stage, and is a number from 0 on: {stage_to_rank_map!r}")
+    return dict(enumerate(rows))
+
+
+def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
+    """The number of stages and of replicas."""
+    stages = parse_stage_to_rank_map(stage_to_rank_map)
+    return len(stages), len(stages[0])
+
+
+def get_this_rank_config_varuna(stage_to_rank_map: str, rank: int) -> tuple[int, int]:
+    """The stage of a rank and the number of its replica."""
+    for stage, ranks in parse_stage_to_rank_map(stage_to_rank_map).items():
+        if rank in ranks:
+            return stage, ranks.index(rank)
+    raise RuntimeError(f"rank {rank} is not in stage_to_rank_map {stage_to_rank_map!r}: only its ranks run a stage")
+
+
+def positive(name: str, number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ps.PlanError(f"{name} must be a whole number of samples from 1, got {number!r}")
+    return number
+
+
+def check_model(model: Any, fp16: bool) -> None:
+    """Check that the model is on the CPU and, for ``fp16``, has float32 parameters."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise AssertionError(f"the model must be on the CPU, where it is cut, but {name} is on {tensor.device}")
+        if fp16 and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float16:
+            raise ps.PlanError(f"fp16=True computes in float16 from parameters in float32, but {name} is in float16")
+
+
+def device_of(device: int | str | torch.device, local_rank: int = -1) -> torch.device | str:
+    """A number is that of a GPU, or the CPU where there are no GPUs."""
+    if not isinstance(device, int):
+        return device
+    if not torch.cuda.is_available():
+        return "cpu"
+    number = device if device >= 0 else local_rank
+    return f"cuda:{number}" if number >= 0 else "cuda"
 
 
 class Varuna(nn.Module):
@@ -41,7 +93,7 @@ class Varuna(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        stage_to_rank_map: StageToRankMap,
+        stage_to_rank_map: str,
         get_batch_fn: Any = None,
         batch_size: int | None = None,
         chunk_size: int | None = None,
@@ -79,14 +131,14 @@ class Varuna(nn.Module):
         call = dry_run_input if get_batch_fn is None else get_batch_fn
         sample = call(1, device="cpu") if callable(call) else call
         plan = ps.split(model, stages=self.partitions, balance="uniform", sample=sample, shared_weights=shared_weights)
-        self._cuts = checkpoint.Cuts.of(plan)
+        self._cuts = Cuts(plan)
         replicas = zip(*self.stage_to_rank_map.values(), strict=True)
         group = [rank for replica in replicas for rank in replica]
         mesh = ps.Mesh(data=self.data_depth, pipe=self.partitions, group=group, device=own_device)
         self.device = mesh.device
         self.pipeline = ps.Pipeline(
             plan,
-            _find_loss,
+            lambda output: output[0] if isinstance(output, (tuple, list)) else hooks.find_loss(output),
             microbatches=-(-self.batch_size // chunk),
             microbatch_size=chunk,
             mesh=mesh,
@@ -96,15 +148,9 @@ class Varuna(nn.Module):
         self.partitioned_model = self.pipeline.stage_modules[self.stage]
         self.optimizer: Optimizer | None = None
         self._scaler: ps.GradScaler | None = None
-        self._constant_scale = False
         # The scaler unscales all gradients of this rank, whatever parameters the program's optimizer has.
         own = list(self.pipeline.parameters())
         self._all_parameters = SGD(own, lr=0.0) if own else None
-        self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="penstock checkpoint")
-        self._copying: Future[None] | None = None
-        self._loaded: checkpoint.LoadedCheckpoint | None = None  # for an optimizer that is set later
-
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def set_optimizer(
         self,
@@ -126,7 +172,6 @@ class Varuna(nn.Module):
         self.optimizer, self._constant_scale = optimizer, loss_scale != "dynamic"
         if self.fp16:
             self._scaler = ps.GradScaler(self.pipeline, **options)
-        self._resume()
 
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool, float]:
         """Forward and backward of a mini-batch; return the loss, whether gradients overflowed, and their norm.
@@ -147,11 +192,12 @@ class Varuna(nn.Module):
         return float(loss), overflow, norm
 
     def _step_fp16(self, value: Any) -> tuple[Tensor, bool]:
-        """A step under autocast, and whether its gradients are not finite: then only the earlier ones are kept."""
+        """A step under autocast, and whether gradients are not finite: then all of them are dropped."""
         if self._scaler is None:
             raise ps.PlanError("with fp16=True the loss is scaled: call set_optimizer(optimizer) before step")
-        before = [(parameter, parameter.grad) for parameter in self.pipeline.parameters()]
-        self.pipeline.zero_grad()
+        for parameter in self.pipeline.parameters():
+            if parameter.grad is not None:  # of earlier steps
+                parameter.grad.mul_(self._scaler.get_scale())
         overflow = True
         try:
             with torch.autocast(self.device.type, torch.float16):
@@ -159,11 +205,8 @@ class Varuna(nn.Module):
             self._scaler.unscale_(self._all_parameters)
             overflow = self._scaler.update()
         finally:
-            for parameter, grad in before:
-                if grad is not None and parameter.grad is not None and not overflow:
-                    grad.add_(parameter.grad)
-                if grad is not None or overflow:
-                    parameter.grad = grad
+            if overflow:
+                self.pipeline.zero_grad()
         return loss, overflow
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
@@ -178,87 +221,96 @@ class Varuna(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("Varuna has no forward alone: call step(inputs) to train, evaluate(inputs) to evaluate")
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────
-
     def checkpoint(
         self, global_store: str | Path, step: int | None = None, tempdir: str | Path | None = None, shard: bool = False
     ) -> Future[None] | None:
         """Write ``varuna_ckpt_<step>`` to ``global_store``, a folder that all ranks share: one file per cut.
 
-        Every rank calls it. With ``tempdir`` the files are written in the background, from copies in host memory; the
-        future is done when this rank's are. With ``shard`` every replica writes a part.
+        Every rank calls it, after ``set_optimizer``. With ``tempdir`` it returns a future, which is done. The first
+        replica writes; ``shard`` has no effect.
         """
         step = self.iteration if step is None else step
-        if self._copying is not None:
-            wait([self._copying])  # it may be of the same step
-        folder = checkpoint.folder_of(global_store, step)
-        first = self.stage == 0 and self.rank_within_stage == 0
-        self._on_all_ranks(lambda: checkpoint.begin(folder) if first else None, f"begin {folder}")
-        part, parts = (self.rank_within_stage, self.data_depth) if shard else (0, 1)
-        writers = [ranks[d] for ranks in self.stage_to_rank_map.values() for d in range(parts)]
-        files: dict[str, Any] = {}
-        if self.rank in writers:
-            layers, state = self.pipeline.plan.groups[self.stage], self.pipeline.state_dict()
-            states = checkpoint.optimizer_states(self.optimizer, self._saved_names())
-            files = self._cuts.contents(layers, state, states, part, parts)
-        if first:
-            files[checkpoint.COMMON] = {
-                "step": step,
-                "cuts": len(self._cuts.layers),
-                "writers": writers,
-                "shards": parts,
-                "groups": checkpoint.optimizer_options(self.optimizer),
-                "scaler": {} if self._scaler is None else self._scaler.state_dict(),
-            }
+        folder = Path(global_store) / f"varuna_ckpt_{step}"
+        writers = [ranks[0] for ranks in self.stage_to_rank_map.values()]
+        packed, state = self._required_optimizer().state_dict(), self.pipeline.state_dict()
+
+        def begin() -> None:
+            if self.rank == writers[0]:
+                shutil.rmtree(folder / "markers", ignore_errors=True)  # an earlier checkpoint of the same step
+                (folder / "markers").mkdir(parents=True)
+
+        def write() -> None:
+            if self.rank not in writers:
+                return
+            values = {self._cuts.saved_as[name]: tensor for name, tensor in state.items()}
+            states = {name: packed["state"][i] for i, name in self._numbered() if i in packed["state"]}
+            for cut in map(self._cuts.layers.index, self.pipeline.plan.groups[self.stage]):
+                names = [name for name in values if self._cuts.cut_of[name] == cut]
+                _save({name: values[name] for name in names}, folder / f"opt-fp32-params-{cut}")
+                _save({name: states[name] for name in names if name in states}, folder / f"opt-state-{cut}")
+            if self.rank == writers[0]:
+                skipped = ("params", "param_names")
+                groups = [{k: v for k, v in group.items() if k not in skipped} for group in packed["param_groups"]]
+                scaler = {} if self._scaler is None else self._scaler.state_dict()
+                common = {"step": step, "cuts": len(self._cuts.layers), "writers": writers}
+                _save({**common, "groups": groups, "scaler": scaler}, folder / "opt-common-state")
+            (folder / "markers" / f"complete_{self.rank}.txt").write_text("complete\n")
+
+        self._on_all_ranks(begin, f"begin {folder}")
+        self._on_all_ranks(write, f"write {folder}")
         if tempdir is None:
-            self._on_all_ranks(lambda: checkpoint.write(folder, files, self.rank), f"write {folder}")
             return None
-        # The files are written from copies, while training changes the parameters.
-        self._copying = self._copy_thread.submit(checkpoint.write, folder, copy.deepcopy(files), self.rank)
-        return self._copying
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:
         """Resume from a checkpoint of any depth: parameters, buffers, optimizer state and loss scale.
 
-        Every rank calls it. An optimizer that is set later gets its state then.
+        Every rank calls it, after ``set_optimizer``.
         """
-        folder = checkpoint.folder_of(global_store, iteration)
-        names = list(self.pipeline.state_dict())
-        loaded: list[checkpoint.LoadedCheckpoint] = []
-        read = lambda: loaded.append(checkpoint.read(folder, self._cuts, names, check_complete))  # noqa: E731
-        self._on_all_ranks(read, f"read {folder}")
-        (self._loaded,) = loaded
-        self.pipeline.load_state_dict(self._loaded.state)
-        self._loaded.state.clear()
+        folder = Path(global_store) / f"varuna_ckpt_{iteration}"
+        optimizer, names = self._required_optimizer(), list(self.pipeline.state_dict())
+        read = self._on_all_ranks(lambda: self._cuts.read(folder, names, check_complete), f"read {folder}")
+        state, states, common = read
+        self.pipeline.load_state_dict(state)
         self.iteration = iteration
-        if self.optimizer is not None:
-            self._resume()
+        packed = optimizer.state_dict()
+        if len(packed["param_groups"]) != len(common["groups"]):
+            raise ps.PlanError(
+                f"the optimizer has {len(packed['param_groups'])} groups of parameters, but the checkpoint's had "
+                f"{len(common['groups'])}: make the same groups on every rank, empty ones too"
+            )
+        for group, options in zip(packed["param_groups"], common["groups"], strict=True):
+            group.update(options)
+        packed["state"] = {i: states[name] for i, name in self._numbered() if name in states}
+        optimizer.load_state_dict(packed)
+        if self._scaler is not None and common["scaler"] and not self._constant_scale:
+            self._scaler.load_state_dict(common["scaler"])
 
-    def _resume(self) -> None:
-        """Load a checkpoint's optimizer state and loss scale, once."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is None or self.optimizer is None:
-            return
-        loaded.restore(self.optimizer, self._saved_names())
-        if self._scaler is not None and loaded.scaler and not self._constant_scale:
-            self._scaler.load_state_dict(loaded.scaler)
+    def _required_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise ps.PlanError("a checkpoint has the optimizer's state: call set_optimizer(optimizer) before")
+        return self.optimizer
 
-    def _saved_names(self) -> dict[int, str]:
-        """The names under which this rank's parameters are saved, by id."""
-        saved_as = self._cuts.saved_as
-        return {id(p): saved_as[name] for name, p in self.pipeline.named_parameters() if name in saved_as}
+    def _numbered(self) -> list[tuple[int, str]]:
+        """The names under which the optimizer's parameters are saved, with their numbers in its ``state_dict``."""
+        names = {id(parameter): self._cuts.saved_as.get(name) for name, parameter in self.pipeline.named_parameters()}
+        groups = self._required_optimizer().param_groups
+        saved = [names.get(id(parameter)) for group in groups for parameter in group["params"]]
+        return [(i, name) for i, name in enumerate(saved) if name is not None]
 
-    def _on_all_ranks(self, work: Callable[[], None], purpose: str) -> None:
-        """Run ``work``; where it fails on any rank, raise an error on all."""
+    def _on_all_ranks(self, work: Callable[[], Any], purpose: str) -> Any:
+        """The result of ``work``; where it fails on any rank, raise an error on all."""
+        result: Any = None
         failure: Exception | None = None
         try:
-            work()
+            result = work()
         except Exception as error:
             failure = error
         if self.pipeline.max_over_ranks(float(failure is not None)):
             raise failure or ps.PipelineError(f"another rank could not {purpose}: see its error")
-
-    # ── as a module ──────────────────────────────────────────────────────────────────────────────────────────
+        return result
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -273,16 +325,12 @@ class Varuna(nn.Module):
         """The buffers of this rank's stage, under the model's names."""
         yield from self.partitioned_model.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The parameters and buffers of this rank's stage, under the model's names."""
-        if args or kwargs:
-            raise ps.PlanError("state_dict() of a Varuna model takes no arguments: it is no part of another module")
-        return dict(self.pipeline.state_dict())
+        return self.pipeline.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         """Load this rank's part of the state of the whole model, or of this stage."""
-        if assign:
-            raise ps.PlanError("assign=True would replace the parameters that the optimizer updates: leave it out")
         self.pipeline.load_state_dict(state_dict, strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -306,8 +354,76 @@ def _arguments(inputs: Any) -> dict[str, Any]:
     return arguments
 
 
-def _find_loss(output: Any) -> Any:
-    """The loss in the model's output: the first item of a tuple, the entry or attribute ``loss``, or the output."""
-    if isinstance(output, (tuple, list)) and output:
-        return output[0]
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Cuts:
+    """The cut and the name under which each tensor is saved, the same at any depth.
+
+        varuna_ckpt_<step>/opt-fp32-params-<cut>    parameters and buffers, by the model's names
+                           opt-state-<cut>          the optimizer state of these parameters
+                           opt-common-state         optimizer options, loss scale, the ranks that write
+                           markers/complete_<rank>.txt
+
+    A cut is the part of the model between two CutPoints, active or not. A tensor that several cuts use is saved once,
+    with the first of them.
+    """
+
+    def __init__(self, plan: ps.Plan) -> None:
+        chain = plan.require_chain()
+        self.layers = list(chain.layers)
+        self.saved_as: dict[str, str] = {}  # one name for all names of a tensor
+        self.cut_of: dict[str, int] = {}  # the first cut that has it
+        first: dict[int, str] = {}
+        for number, layer in enumerate(self.layers):
+            for name, tensor in chain.members(layer):
+                self.saved_as.setdefault(name, first.setdefault(id(tensor), name))
+                self.cut_of.setdefault(self.saved_as[name], number)
+        for tie in plan.ties:
+            one = min((self.saved_as[name] for name in tie.names), key=self.cut_of.__getitem__)
+            self.saved_as.update(dict.fromkeys(tie.names, one))
+
+    def read(
+        self, folder: Path, wanted: Iterable[str], check_complete: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+        """The tensors named ``wanted``, optimizer states by the names under which they are saved, the common state."""
+        if not folder.is_dir():
+            there = sorted(path.name for path in folder.parent.glob("varuna_ckpt_*"))
+            raise ps.PlanError(f"{folder.parent} has no checkpoint {folder.name}: there are {there}")
+        common: dict[str, Any] = _load(folder / "opt-common-state")
+        missing = [rank for rank in common["writers"] if not (folder / "markers" / f"complete_{rank}.txt").exists()]
+        if check_complete and missing:
+            raise ps.PipelineError(
+                f"the checkpoint {folder} is not complete: ranks {missing} have not written all of their part. Take an "
+                "earlier one"
+            )
+        if common["cuts"] != len(self.layers):
+            raise ps.PlanError(
+                f"the checkpoint {folder} is of a model with {common['cuts']} parts between its cut points, but this "
+                f"one has {len(self.layers)}"
+            )
+        saved = {name: self.saved_as[name] for name in wanted}
+        values: dict[str, Tensor] = {}
+        states: dict[str, Any] = {}
+        for cut in sorted({self.cut_of[name] for name in saved.values()}):
+            values |= _load(folder / f"opt-fp32-params-{cut}")
+            states |= _load(folder / f"opt-state-{cut}")
+        lacking = [name for name in saved.values() if name not in values]
+        if lacking:
+            raise ps.PlanError(f"the checkpoint {folder} has no {lacking[0]}: it is of another model")
+        return {name: values[one] for name, one in saved.items()}, states, common
+
+
+def _load(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise ps.PipelineError(f"{file} cannot be read, take an earlier checkpoint: {error}") from error
+
+
+def _save(value: Any, file: Path) -> None:
+    """Save tensors as on the host, NumPy numbers as Python's: the latter would not be loaded with ``weights_only``."""
+    leaves, spec = hooks.tree_flatten(value)
+    tensors = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    plain = [leaf.item() if type(leaf).__module__ == "numpy" else leaf for leaf in tensors]
+    torch.save(hooks.tree_unflatten(plain, spec), file)

@@ -2,21 +2,35 @@
 
 A channel carries the messages of one edge of the stage graph in one direction: outputs along the edge, or gradients
 against it. A program binds the operations of each (channel, micro-batch) pair once, as ``ChannelOps``.
+
+Process groups are made directly from torch's backends. ``torch.distributed.new_group`` needs every rank of the world to
+take part, or names a group after its members, so that a second pipeline over the same ranks would find the keys of the
+first one in the store.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from penstock.engine.channel.groups import Group
+from penstock._torch import gloo_options
+from penstock.engine.failure.sockets import PipelineSockets
 from penstock.engine.message import TensorMeta
+
+_NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+
+Group = Any  # a backend: ProcessGroupGloo or ProcessGroupNCCL
 
 
 class ChannelOps(NamedTuple):
@@ -38,27 +52,17 @@ class Channel(Protocol):
 
     def ops(self, microbatch: int) -> ChannelOps: ...
 
-
-class IndexedChannel(Protocol):
-    """A channel between processes, whose methods take the micro-batch."""
-
-    def send(self, microbatch: int, payload: Any) -> None: ...
-
-    def wait_recv(self, microbatch: int) -> None: ...
-
-    def get(self, microbatch: int) -> Any: ...
-
-    def post_recv(self, microbatch: int) -> None: ...
-
-    def wait_send(self, microbatch: int) -> None: ...
+    def close(self) -> None:
+        """Drop the messages that are in flight."""
 
 
-def bind_ops(channel: IndexedChannel, microbatch: int) -> ChannelOps:
-    """Bind the methods of a channel between processes to one micro-batch."""
+def bind_ops(channel: Any, microbatch: int) -> ChannelOps:
+    """Bind the methods of a channel between processes, which take the micro-batch, to one micro-batch."""
     methods = (channel.send, channel.wait_recv, channel.get, channel.post_recv, channel.wait_send)
     return ChannelOps(*(partial(method, microbatch) for method in methods))
 
 
+@dataclass(slots=True)
 class WaitTimer:
     """Seconds that one rank has waited for others, from which the measured bubble of a step follows.
 
@@ -66,11 +70,8 @@ class WaitTimer:
     says nothing there.
     """
 
-    __slots__ = ("busy", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.busy = 0.0  # duration of the rank's last program without the waiting in it
+    seconds: float = 0.0
+    busy: float = 0.0  # duration of the rank's last program without the waiting in it
 
 
 class ChannelError(Exception):
@@ -128,7 +129,6 @@ class Endpoint:
         return works
 
     def recv(self, buffers: Sequence[Callable[[], Tensor]], tag: int = 0) -> list[Any]:
-        """Post receives into new buffers."""
         recv, peer = self.group.recv, self.peer_in_group
         works: list[Any] = []
         try:
@@ -141,7 +141,6 @@ class Endpoint:
         return works
 
     def wait(self, works: list[Any]) -> None:
-        """Wait until the given sends or receives are complete."""
         start = perf_counter()
         try:
             for work, _ in works:
@@ -162,15 +161,15 @@ class Endpoint:
 
     def buffer_factories(self, metas: Sequence[TensorMeta]) -> list[Callable[[], Tensor]]:
         """Functions that allocate the receive buffers for tensors like ``metas``."""
-        new = partial(torch.empty_strided, device=self.buffer_device)  # half the cost of torch.empty
-        return [partial(new, meta.shape, _contiguous_strides(meta.shape), dtype=meta.dtype) for meta in metas]
+        made: list[Callable[[], Tensor]] = []
+        for meta in metas:
+            strides = tuple(math.prod(meta.shape[i + 1 :]) for i in range(len(meta.shape)))
+            # At half the cost of torch.empty.
+            made.append(partial(torch.empty_strided, meta.shape, strides, dtype=meta.dtype, device=self.buffer_device))
+        return made
 
     def close(self) -> None:
         self.group = None
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def to_contiguous(tensor: Tensor) -> Tensor:
@@ -178,3 +177,51 @@ def to_contiguous(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+# ── process groups ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def uses_nccl(device: torch.device) -> bool:
+    """Whether ranks on such a device communicate by NCCL: GPUs, if the default group has an NCCL backend."""
+    return device.type == "cuda" and dist.is_nccl_available() and "nccl" in dist.get_backend()
+
+
+def open_group(sockets: PipelineSockets, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> Group:
+    """Connect the group of ``ranks``, of which this process is ``rank``: over NCCL if ``device`` uses it, else gloo.
+
+    All gloo groups use the device of ``sockets``, and so share its one thread. By default each group has its own.
+    """
+    store = PrefixStore(name, sockets.store)
+    index = list(ranks).index(rank)
+    if uses_nccl(device):
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = sockets.timeout
+        with _nccl_without_error_handling():
+            group = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+        sockets.nccl.append(group)
+        return group
+    options = gloo_options()
+    options._devices = [sockets.device]
+    options._timeout = sockets.timeout
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, index, len(ranks), options)
+
+
+@contextmanager
+def _nccl_without_error_handling() -> Iterator[None]:
+    """Set the environment variables that a new NCCL group reads, so that it leaves failures to the watch.
+
+    By default a group whose peer is gone waits a minute for a dump, and then ends its process. The watch instead makes
+    all ranks raise the cause, which programs may catch.
+    """
+    before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
+    os.environ.update(_NCCL_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

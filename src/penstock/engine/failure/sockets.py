@@ -9,8 +9,6 @@ the store. All of its sockets are identified by their addresses:
     any port                   ────▶  listens on :4002     the remote address is a peer's device's
     any port                   ────▶  the store            identified when the connection was made
 
-Where the system does not list the sockets of a process under ``/dev/fd``, none is found and none is shut down.
-
 Stages may use process groups of their own, for tensor parallelism or replicas. If one rank of such a group fails
 outside of a collective, the others wait for it in the collective. So each rank that learns of a failure publishes the
 addresses of its foreign connections, and a rank that still waits shuts down those that lead to such a rank:
@@ -34,10 +32,10 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from typing import Any, TypeVar
+from weakref import WeakSet, finalize
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -46,26 +44,23 @@ from penstock._torch import nccl_backend, process_groups
 
 T = TypeVar("T")
 Address = tuple[str, int]
-AddressPair = tuple[Address, Address]  # local and remote
 ABORT_SECONDS = 10.0  # for NCCL to abort a group, before it is left alone
 _creation_lock = threading.Lock()  # held while new sockets are identified
 
 
 class StoreClient:
-    """A connection to the store that is used by one thread only.
-
-    Connections are kept for the next pipeline. Making one may be slow: torch looks up the name of the peer, and a name
-    server that does not know it may take seconds to answer.
-    """
+    """A connection to the store that is used by one thread only, with its socket if the store is a TCPStore."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self._server = store
-        idle = _idle_connections.setdefault(store, [])
-        found = idle.pop() if idle else None
-        usable = found is not None and found.pid == os.getpid() and not found.gone
-        self._connection: _StoreConnection | None = found if usable else _StoreConnection(store)
-        assert self._connection is not None
-        self.store: Any = PrefixStore(prefix, self._connection.store)
+        connection, new = _new_sockets(store.clone)
+        self.store: Any = PrefixStore(prefix, connection)
+        self._sock: socket.socket | None = None
+        port = _store_port(store)
+        for sock, local, remote in _sockets():
+            if (local, remote) in new and remote is not None and remote[1] == port:
+                self._sock = sock.dup()
+                finalize(self, self._sock.close)
+                break
 
     @property
     def gone(self) -> bool:
@@ -73,50 +68,16 @@ class StoreClient:
 
         It is asked before each use: a store that notices by itself logs long stack traces.
         """
-        return self._connection is None or self._connection.gone
-
-    def shut_down(self) -> None:
-        if self._connection is not None:
-            self._connection.shut_down()
-
-    def close(self, *, keep: bool = False) -> None:
-        """Release the connection; ``keep`` it for others if nothing has failed and no request is pending."""
-        if keep and self._connection is not None and not self._connection.gone:
-            _idle_connections.setdefault(self._server, []).append(self._connection)
-        self._connection = self._server = self.store = None
-
-
-class _StoreConnection:
-    """A connection to the store with its socket, if the system shows it."""
-
-    def __init__(self, store: Any) -> None:
-        self.pid = os.getpid()
-        self.store, new = _new_sockets(store.clone)
-        port = _store_port(store)
-        self._sock: socket.socket | None = None
-        for sock, _, remote in _sockets():
-            if remote is not None and remote[1] == port and _SocketInfo.of(sock) in new:
-                self._sock = sock.dup()
-                finalize(self, self._sock.close)
-                break
-
-    @property
-    def gone(self) -> bool:
-        if self._sock is None:
-            return False
-        try:
-            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        return self.store is None or (self._sock is not None and is_broken(self._sock))
 
     def shut_down(self) -> None:
         if self._sock is not None:
             _shut_down(self._sock)
 
-
-_idle_connections: WeakKeyDictionary[Any, list[_StoreConnection]] = WeakKeyDictionary()
+    def close(self) -> None:
+        self.store = None
+        if self._sock is not None:
+            self._sock.close()
 
 
 class PipelineSockets:
@@ -125,7 +86,7 @@ class PipelineSockets:
     def __init__(self, store: Any, prefix: str) -> None:
         self.device: Any
         self.device, new = _new_sockets(dist.ProcessGroupGloo.create_default_device)
-        self.own_addresses = {info.local for info in new if info.listens}
+        self.address = next(local for local, remote in new if remote is None)  # on which the gloo device listens
         self.peer_addresses: set[Address] = set()  # of the peers' gloo devices
         self._client = StoreClient(store, prefix)
         self.store = self._client.store
@@ -133,13 +94,8 @@ class PipelineSockets:
         self.nccl: list[Any] = []
         _pipelines.add(self)
 
-    @property
-    def address(self) -> Address | None:
-        """The address of the gloo device, if it is known."""
-        return next(iter(self.own_addresses), None)
-
     def owns(self, local: Address, remote: Address) -> bool:
-        return local in self.own_addresses or remote in self.peer_addresses
+        return local == self.address or remote in self.peer_addresses
 
     def shut_down(self) -> None:
         """Make everything fail that waits for these connections, now or later."""
@@ -150,12 +106,11 @@ class PipelineSockets:
         abort_nccl(groups)
         self._client.shut_down()
 
-    def close(self, *, keep: bool = False) -> None:
+    def close(self) -> None:
         """Release the sockets; gloo closes its connections with the last reference to their groups."""
-        keep = keep and not self.nccl  # whose threads may still use the store
         self.nccl.clear()
         self.device = self.store = None
-        self._client.close(keep=keep)
+        self._client.close()
 
 
 _pipelines: WeakSet[PipelineSockets] = WeakSet()  # of this process
@@ -188,13 +143,18 @@ def publish_foreign_connections(store: Any, rank: int) -> None:
 def abort_foreign_groups(store: Any, ranks: Iterable[int]) -> None:
     """Shut down the foreign connections to those of ``ranks`` that have published theirs; abort such NCCL groups."""
     published = [rank for rank in ranks if store.check([f"connections/{rank}"])]
-    pairs: set[AddressPair] = set()
+    pairs: set[tuple[Address, Address]] = set()  # local and remote
     for rank in published:
         pairs |= {(tuple(remote), tuple(local)) for local, remote in json.loads(store.get(f"connections/{rank}"))}
     for sock, local, remote in _sockets():
         if remote is not None and (local, remote) in pairs:
             _shut_down(sock)
-    groups = _foreign_nccl_groups(published)
+    groups = [
+        nccl_backend(group)
+        for group, backend in process_groups()
+        if "nccl" in backend and not set(published).isdisjoint(dist.get_process_group_ranks(group))
+    ]
+    groups = [group for group in groups if group not in _aborted]
     _aborted.update(groups)
     abort_nccl(groups)
 
@@ -202,102 +162,65 @@ def abort_foreign_groups(store: Any, ranks: Iterable[int]) -> None:
 _aborted: WeakSet[Any] = WeakSet()
 
 
-def _foreign_nccl_groups(ranks: Collection[int]) -> list[Any]:
-    """Torch's own NCCL groups that include one of these ranks, and are not aborted yet."""
-    found = []
-    for group, backend in process_groups():
-        if "nccl" in backend and not set(ranks).isdisjoint(dist.get_process_group_ranks(group)):
-            own = nccl_backend(group)
-            if own not in _aborted:
-                found.append(own)
-    return found
-
-
 # ── the liveness ring ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class LivenessListener:
-    """A port of this rank that another rank connects to."""
-
-    def __init__(self, host: str) -> None:
-        self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._sock.bind((host, 0))
-        self._sock.listen(16)
-        self.address: Address = self._sock.getsockname()[:2]
-        _listeners.add(self)
-
-    def close(self) -> None:
-        self._sock.close()
+_liveness_ports: WeakSet[socket.socket] = WeakSet()
 
 
-class LivenessConnection:
-    """A connection to another rank's ``LivenessListener``."""
-
-    def __init__(self, address: Address) -> None:
-        """Raises ``ConnectionRefusedError`` if the listener is closed, ``OSError`` if its host is unreachable."""
-        self._sock = socket.create_connection(address, timeout=2.0)
-        self._sock.setblocking(False)
-        # A machine that is switched off closes nothing: keepalive notices it within a minute.
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
-            if hasattr(socket, name):
-                self._sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    @property
-    def broken(self) -> bool:
-        try:
-            return not self._sock.recv(1)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def close(self) -> None:
-        self._sock.close()
+def open_liveness_port(host: str) -> socket.socket:
+    """A listening socket that another rank connects to."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.bind((host, 0))
+    sock.listen(16)
+    _liveness_ports.add(sock)
+    return sock
 
 
-_listeners: WeakSet[LivenessListener] = WeakSet()
+def connect_liveness(address: Address) -> socket.socket:
+    """Connect to another rank's port. Raises ``ConnectionRefusedError`` if it is closed."""
+    sock = socket.create_connection(address, timeout=2.0)
+    sock.setblocking(False)
+    # A machine that is switched off closes nothing: keepalive notices it within a minute.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return sock
+
+
+def is_broken(sock: socket.socket) -> bool:
+    """Whether the other end of a connection is gone."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _close_in_child() -> None:
-    """A fork of this process, such as a data loader's worker, must not keep its listeners open."""
-    for listener in list(_listeners):
-        with contextlib.suppress(OSError):
-            listener.close()
+    """A fork of this process, such as a data loader's worker, must not keep its ports open."""
+    for sock in list(_liveness_ports):
+        sock.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 # ── the sockets of this process ──────────────────────────────────────────────────────────────────────────────────
 
 
-class _SocketInfo(NamedTuple):
-    local: Address
-    remote: Address | None
-    listens: bool
-
-    @staticmethod
-    def of(sock: socket.socket) -> _SocketInfo:
-        return _SocketInfo(*_addresses(sock), bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
-
-
-def _new_sockets(make: Callable[[], T]) -> tuple[T, set[_SocketInfo]]:
-    """Call ``make``; return its result, and the sockets that this process has since."""
+def _new_sockets(make: Callable[[], T]) -> tuple[T, set[tuple[Address, Address | None]]]:
+    """Call ``make``; return its result, and the addresses of the sockets that this process has since."""
     with _creation_lock:
-        before = {_SocketInfo.of(sock) for sock, *_ in _sockets()}
+        before = {(local, remote) for _, local, remote in _sockets()}
         made = make()
-        return made, {_SocketInfo.of(sock) for sock, *_ in _sockets()} - before
+        return made, {(local, remote) for _, local, remote in _sockets()} - before
 
 
 def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
     """The TCP sockets of this process with their addresses, as duplicates, which cannot be reused meanwhile."""
-    try:
-        names = os.listdir("/dev/fd")
-    except OSError:
-        return
-    for name in names:
+    for name in os.listdir("/dev/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue  # closing the duplicate of a file would release the locks on it
@@ -306,14 +229,10 @@ def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
             continue  # closed since
         with duplicate as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield sock, *_addresses(sock)
-
-
-def _addresses(sock: socket.socket) -> tuple[Address, Address | None]:
-    try:
-        return sock.getsockname()[:2], sock.getpeername()[:2]
-    except OSError:
-        return sock.getsockname()[:2], None
+                remote: Address | None = None
+                with contextlib.suppress(OSError):  # it is not connected
+                    remote = sock.getpeername()[:2]
+                yield sock, sock.getsockname()[:2], remote
 
 
 def _store_port(store: Any) -> int | None:

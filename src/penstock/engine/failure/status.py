@@ -20,10 +20,10 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,26 +35,22 @@ TIMEOUT = "timed out"  # a kind of cause that no exception type can have
 _TORCH = f"{Path(torch.__file__).parent.resolve()}{os.sep}"
 _COLLECTIVES = f"{_TORCH}distributed{os.sep}"
 _LIBRARIES = (f"{Path(__file__).parents[2].resolve()}{os.sep}", _TORCH)
-_STDLIB = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
+_STDLIB = (f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}", "<frozen")
 
 logger = logging.getLogger("penstock")
 
 
-@dataclass(slots=True)
-class Progress:
-    """Position of a rank in its program."""
+class ProgramPosition:
+    """The instructions of a rank's program, and the position of the rank in them."""
 
-    at: int = -1
-
-
-class RunningProgram(Protocol):
-    """A program that is run: a ``Runner``."""
-
-    instructions: tuple[Instruction, ...]
-    progress: Progress
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.instructions = tuple(instructions)
+        self.at = -1  # not running
 
     @property
-    def current(self) -> Instruction | None: ...
+    def current(self) -> Instruction | None:
+        """The instruction that is running, or that failed."""
+        return self.instructions[self.at] if self.at >= 0 else None
 
 
 class CallPhase(NamedTuple):
@@ -85,10 +81,10 @@ class Snapshot:
     line: str = ""  # of Python; this and the stack are filled in once the rank has not moved for long
     stack: str = ""
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Snapshot:
-        place = data["place"]
-        return Snapshot(**{**data, "ranks": tuple(data["ranks"]), "place": None if place is None else tuple(place)})
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others, as far as is known: a silent rank may have stopped."""
+        return self.kind == "waits" and not self.silent
 
     def __str__(self) -> str:
         """A sentence without its subject, the rank."""
@@ -111,7 +107,7 @@ class RankStatus:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.phase = BUILD
-        self.runner: RunningProgram | None = None
+        self.runner: ProgramPosition | None = None
         self.stage_ranks: Sequence[int] = ()  # world rank of each stage
         self.call_depth = 0  # of nested calls of the pipeline
         self.num_calls = 0
@@ -138,7 +134,7 @@ class RankStatus:
     def snapshot(self) -> tuple[Hashable, Snapshot]:
         """The status now, and its key: equal keys mean that nothing has changed."""
         runner, waiting, depth = self.runner, self._waiting, self.call_depth
-        at = -1 if runner is None else runner.progress.at
+        at = -1 if runner is None else runner.at
         key = (self.num_calls, depth, self._num_waits, waiting, at, self.phase)
         if waiting is not None:
             return key, Snapshot("waits", *waiting)
@@ -161,7 +157,8 @@ class RankStatus:
         if frame is None:
             return "", ""
         frames = traceback.extract_stack(frame)
-        users = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not _is_stdlib(f.filename)]
+        users = [f for f in frames if "site-packages" in f.filename or not f.filename.startswith(_STDLIB)]
+        users = [f for f in users if not f.filename.startswith(_LIBRARIES)]
         last = users[-1] if users else frames[-1]
         return f"{Path(last.filename).name}:{last.lineno}, in {last.name}", "".join(frames.format())[-8000:]
 
@@ -177,10 +174,6 @@ class RankStatus:
 
 def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _is_stdlib(filename: str) -> bool:
-    return filename.startswith((_STDLIB, "<frozen")) and "site-packages" not in filename
 
 
 # ── hangs ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,24 +204,35 @@ class WaitChain(NamedTuple):
     snapshot: Snapshot | None
 
 
+@dataclass
 class HangDetector:
-    """Watches the waits of one rank: reports after ``stuck_after`` seconds, after twice as many, and so on."""
+    """Follows the status of one rank. Reports a wait after ``stuck_after`` seconds, after twice as many, and so on."""
 
-    def __init__(self, limits: HangLimits) -> None:
-        self.limits = limits
-        self._last_check = 0.0
-        self._reported = 0.0  # age of the wait at its last report
+    status: RankStatus
+    limits: HangLimits
+    _key: Hashable = None
+    _since: float = 0.0  # when the rank last moved
+    _stack: tuple[str, str] = ("", "")  # once the rank has not moved for long
+    _reported: float = 0.0  # age of the wait at its last report
+    _last_check: float = 0.0
 
-    def reset(self) -> None:
-        """The rank has moved."""
-        self._reported = 0.0
+    def update(self, now: float) -> Snapshot:
+        """The status of the rank, with its age; with a line of Python and the stack once it has not moved for long."""
+        key, snapshot = self.status.snapshot()
+        if key != self._key:
+            self._key, self._since, self._reported, self._stack = key, now, 0.0, ("", "")
+        age, earliest = now - self._since, self.limits.earliest
+        if not self._stack[0] and earliest is not None and age > earliest / 2:
+            self._stack = self.status.python_stack()
+        return replace(snapshot, age=age, line=self._stack[0], stack=self._stack[1])
 
-    def check(self, snapshot: Snapshot, age: float, now: float, chain: Callable[[], WaitChain]) -> Cause | None:
+    def check(self, snapshot: Snapshot, now: float, chain: Callable[[], WaitChain]) -> Cause | None:
         """Log a report if it is time for one; return a cause if the rank has waited longer than the timeout.
 
         The chain is followed from half of the limit on: it takes two snapshots to see that a rank has not moved.
         """
         stuck_after, timeout, earliest = self.limits.stuck_after, self.limits.timeout, self.limits.earliest
+        age = snapshot.age
         if snapshot.kind != "waits" or earliest is None or age < earliest / 2:
             return None
         if now - self._last_check < self.limits.interval:
@@ -250,66 +254,49 @@ def wait_chain(rank: int, snapshot: Snapshot, read: Callable[[int], Snapshot | N
     text, path = f"rank {rank} {snapshot}", [rank]
     while True:
         others = {rank: read(rank) for rank in snapshot.ranks}
-        rank = _suspect(others, path)
+        # A rank that does not wait comes first, then one that waits for none of those before.
+        priority = {
+            rank: 0 if found is None or not found.waits else 2 if set(found.ranks) & set(path) else 1
+            for rank, found in others.items()
+        }
+        rank = min(others, key=priority.__getitem__)
         found = others[rank]
         status = "has sent no status yet" if found is None else str(found)
         text += f", which {status}" if len(others) == 1 else f", of which rank {rank} {status}"
         path.append(rank)
-        if found is None or _ends_chain(found):
+        if found is None or not found.waits:
             return WaitChain(text, rank, found)
         if set(found.ranks) & set(path):
             return WaitChain(f"{text}: they wait for each other", rank, found)
         snapshot = found
 
 
-def _suspect(others: dict[int, Snapshot | None], path: Sequence[int]) -> int:
-    """Of the ranks that a rank waits for, one that does not wait; else one that waits for none of those before."""
-    for rank, found in others.items():
-        if found is None or _ends_chain(found):
-            return rank
-    return next(
-        (r for r, found in others.items() if found is not None and not set(found.ranks) & set(path)), min(others)
-    )
-
-
-def _ends_chain(snapshot: Snapshot) -> bool:
-    return snapshot.kind != "waits" or snapshot.silent > 0
-
-
+@dataclass
 class Heartbeat:
     """Sends the snapshots of this rank to the others, and reads theirs, through the store."""
 
-    def __init__(self, store: Any, rank: int, limits: HangLimits) -> None:
-        self.store = store
-        self.rank = rank
-        self.limits = limits
-        self._beat = 0
-        self._sent_at = 0.0
-        self._stack = ("", "")  # once the rank has not moved for long
-        self._read: dict[int, tuple[int, float]] = {}  # last beat of each rank, and when it was first read
+    store: Any
+    rank: int
+    limits: HangLimits
+    _beat: int = 0
+    _sent_at: float = 0.0
+    _read: dict[int, tuple[int, float]] = field(default_factory=dict)  # last beat of each rank, and when it was read
 
-    def reset(self) -> None:
-        """This rank has moved."""
-        self._stack = ("", "")
-
-    def send(self, status: RankStatus, snapshot: Snapshot, age: float, now: float) -> None:
+    def send(self, snapshot: Snapshot, now: float) -> None:
         """Send a snapshot if the last one was sent long enough ago."""
-        if self._beat and now - self._sent_at < self.limits.interval:
-            return
-        self._sent_at = now
-        self._beat += 1
-        if not self._stack[0] and self.limits.earliest is not None and age > self.limits.earliest / 2:
-            self._stack = status.python_stack()
-        line, stack = self._stack
-        snapshot = replace(snapshot, age=age, beat=self._beat, line=line, stack=stack)
-        self.store.set(f"status/{self.rank}", json.dumps(asdict(snapshot)))
+        if not self._beat or now - self._sent_at >= self.limits.interval:
+            self._sent_at = now
+            self._beat += 1
+            self.store.set(f"status/{self.rank}", json.dumps(asdict(replace(snapshot, beat=self._beat))))
 
     def read(self, rank: int, now: float) -> Snapshot | None:
         """The last snapshot that a rank has sent, if any."""
         key = f"status/{rank}"
         if not self.store.check([key]):
             return None
-        snapshot = Snapshot.from_dict(json.loads(self.store.get(key)))
+        data = json.loads(self.store.get(key))
+        place = data["place"] and tuple(data["place"])
+        snapshot = Snapshot(**{**data, "ranks": tuple(data["ranks"]), "place": place})
         beat, since = self._read.get(rank, (-1, now))
         if beat != snapshot.beat:
             self._read[rank] = (snapshot.beat, now)
@@ -318,49 +305,27 @@ class Heartbeat:
         return snapshot
 
 
-class _ThreadRank:
-    """One rank of a pipeline in threads."""
-
-    def __init__(self, runner: RunningProgram, thread: int, stage_ranks: Sequence[int], limits: HangLimits) -> None:
-        self.status = RankStatus()
-        self.status.enter_call()
-        self.status.runner, self.status.stage_ranks, self.status.thread = runner, stage_ranks, thread
-        self.detector = HangDetector(limits)
-        self.key: Hashable = None
-        self.since = 0.0
-        self.snapshot = Snapshot("idle")
-
-    def update(self, now: float) -> None:
-        key, snapshot = self.status.snapshot()
-        if key != self.key:
-            self.key, self.since = key, now
-            self.detector.reset()
-        age = now - self.since
-        earliest = self.detector.limits.earliest
-        line, stack = self.status.python_stack() if earliest is not None and age > earliest / 2 else ("", "")
-        self.snapshot = replace(snapshot, age=age, line=line, stack=stack)
-
-
 class ThreadHangDetector:
     """Hang detection for a pipeline in threads: the caller, who waits for all ranks, calls ``check`` periodically."""
 
     def __init__(
-        self, runners: Sequence[RunningProgram], stage_ranks: Sequence[int], threads: Sequence[int], limits: HangLimits
+        self, runners: Sequence[ProgramPosition], stage_ranks: Sequence[int], threads: Sequence[int], limits: HangLimits
     ) -> None:
         self._arguments = (runners, stage_ranks, threads, limits)
-        self.ranks: list[_ThreadRank] = []
+        self.ranks: list[HangDetector] = []
 
     def check(self) -> None:
         """Log the ranks that have waited for long; raise a ``PipelineError`` if it was longer than the timeout."""
         if not self.ranks:  # most runs end before the first check
             runners, stage_ranks, threads, limits = self._arguments
             for runner, thread in zip(runners, threads, strict=True):
-                self.ranks.append(_ThreadRank(runner, thread, stage_ranks, limits))
+                status = RankStatus()
+                status.enter_call()
+                status.runner, status.stage_ranks, status.thread = runner, stage_ranks, thread
+                self.ranks.append(HangDetector(status, limits))
         now = time.monotonic()
-        for rank in self.ranks:
-            rank.update(now)
-        for number, rank in enumerate(self.ranks):
-            chain = partial(wait_chain, number, rank.snapshot, lambda other: self.ranks[other].snapshot)
-            cause = rank.detector.check(rank.snapshot, rank.snapshot.age, now, chain)
+        snapshots = [rank.update(now) for rank in self.ranks]
+        for number, (rank, snapshot) in enumerate(zip(self.ranks, snapshots, strict=True)):
+            cause = rank.check(snapshot, now, partial(wait_chain, number, snapshot, snapshots.__getitem__))
             if cause is not None:
                 raise cause.error()

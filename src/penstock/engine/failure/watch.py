@@ -21,29 +21,40 @@ A process that ends without closing its pipelines runs exit hooks:
 
 Exceptions of the main thread reach ``sys.excepthook``. A process of ``multiprocessing`` handles its exceptions itself,
 and runs finalizers while one is in flight. A program that ends normally runs finalizers, too.
+
+The watch runs from the rendezvous of the ranks on, which checks that all of them build the same pipeline. Ranks poll
+the store there instead of blocking on it, so that a rank that fails while it builds its pipeline does not leave the
+others waiting for its connections.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock import __version__
+from penstock._torch import default_store
 from penstock.engine.channel.base import ChannelError
+from penstock.engine.failure import sockets, status
 from penstock.engine.failure.cause import (
     PROCESS_DIED,
     RANK_CLOSED,
@@ -53,24 +64,9 @@ from penstock.engine.failure.cause import (
     launcher_owns_store,
     store_unreachable,
 )
-from penstock.engine.failure.sockets import (
-    LivenessConnection,
-    LivenessListener,
-    PipelineSockets,
-    StoreClient,
-    abort_foreign_groups,
-    publish_foreign_connections,
-)
-from penstock.engine.failure.status import (
-    TIMEOUT,
-    HangDetector,
-    HangLimits,
-    Heartbeat,
-    RankStatus,
-    Snapshot,
-    wait_chain,
-)
-from penstock.errors import PipelineError, PlanError
+from penstock.errors import PenstockError, PipelineError, PlanError
+from penstock.schedule.provider import ScheduleProvider
+from penstock.split.plan import Plan
 
 POLL_INTERVAL = 0.2
 INTERRUPT_AFTER = 1.0  # seconds that a main thread has to notice the failure by itself
@@ -95,35 +91,33 @@ class Watch:
     def __init__(self, store: Any, name: str, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are the world ranks of the mesh, ``rank`` is this one's, and ``name`` the pipeline's."""
         self.rank = rank
-        self.status = RankStatus()
-        self.sockets = PipelineSockets(store, name)
+        self.status = status.RankStatus()
+        self.sockets = sockets.PipelineSockets(store, name)
         self._store = main_store = PrefixStore(name, store)
         self.failures = FailureStore(main_store, ranks, rank)
         self.cause: Cause | None = None
-        self.interrupt = MainThreadInterrupt()
+        self.interrupted = False  # whether the main thread was sent an interrupt
         self._pid = os.getpid()
         # The thread has its own connection to the store: the main thread may block on the other one.
-        self._client = StoreClient(store, name)
+        self._client = sockets.StoreClient(store, name)
         self._thread_failures = FailureStore(self._client.store, ranks, rank)
-        self._limits = HangLimits()
-        self._detector = HangDetector(self._limits)
-        self._heartbeat = Heartbeat(self._client.store, rank, self._limits)
-        self._listener = None if self.sockets.address is None else LivenessListener(self.sockets.address[0])
-        liveness = None if self._listener is None else self._listener.address
-        main_store.set(f"address/{rank}", json.dumps({"gloo": self.sockets.address, "liveness": liveness}))
+        self._limits = status.HangLimits()
+        self._detector = status.HangDetector(self.status, self._limits)
+        self._heartbeat = status.Heartbeat(self._client.store, rank, self._limits)
+        self._liveness_port = sockets.open_liveness_port(self.sockets.address[0])
+        addresses = {"gloo": self.sockets.address, "liveness": self._liveness_port.getsockname()[:2]}
+        main_store.set(f"address/{rank}", json.dumps(addresses))
         place = list(ranks).index(rank)
         self._next: int | None = ranks[(place + 1) % len(ranks)] if len(ranks) > 1 else None
-        self._liveness: LivenessConnection | None = None
-        self._tries = 5
-        self._key: Hashable = None
-        self._since = time.monotonic()
+        self._next_connection: socket.socket | None = None
         self._stopped_at = 0.0
         self._lock = threading.Lock()  # held where a call ends, and where one is interrupted
         self._stopping = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"penstock watch of rank {rank}", daemon=True)
         self._thread.start()
-        register_exit_hook(self)
+        self._finalizer = util.Finalize(None, self._on_process_exit, exitpriority=100)
+        _install_excepthook(self)
 
     def set_limits(self, stuck_after: float | None, timeout: float | None) -> None:
         """Seconds of waiting after which to report, and after which to fail; None: never."""
@@ -131,17 +125,11 @@ class Watch:
         # Longer than ours, so that ours comes first: gloo cannot say which rank hangs.
         self.sockets.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
 
-    def set_peer_addresses(self, addresses: Sequence[bytes]) -> None:
-        """Set the published addresses of all ranks, once all have arrived at the rendezvous."""
-        gloo = [json.loads(address)["gloo"] for address in addresses]
-        self.sockets.peer_addresses |= {(host, port) for host, port in filter(None, gloo)}
-
     # ── around each call ─────────────────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> None:
         if self.cause is not None:
             raise PipelineStopped(self.cause)
-        self.interrupt.enable()
         self.status.enter_call()
 
     def __exit__(
@@ -151,21 +139,19 @@ class Watch:
         try:
             with self._lock:  # no interrupt is sent from here on
                 self.status.call_depth = depth
-            if self.interrupt.sent:
+            if self.interrupted:
                 time.sleep(0.1)  # an interrupt that was sent arrives here at the latest
         finally:
             self.status.call_depth = depth  # it may have arrived while the lock was waited for
-            if not depth:
-                self.interrupt.disable()
-        if self.cause is not None and (self.interrupt.sent or error is None or isinstance(error, Exception)):
+        if self.cause is not None and (self.interrupted or error is None or isinstance(error, Exception)):
             raise PipelineStopped(self.cause) from error
 
     def explain(self, error: BaseException) -> PipelineError:
         """The error that all ranks raise for one that ended a call; published if this rank is the first to fail."""
         if isinstance(error, ChannelError):
             return self.failures.report_broken_channel(error).error()
-        known = self.cause if self.interrupt.sent else None
-        if known is None and not self.interrupt.sent and is_connection_error(error):
+        known = self.cause if self.interrupted else None
+        if known is None and not self.interrupted and is_connection_error(error):
             known = self.failures.wait_for_cause()
         if known is not None:
             return known.error()
@@ -182,23 +168,29 @@ class Watch:
             return
         self._closed = True
         self.status.call_depth = 0
-        unregister_exit_hook(self)
+        self._finalizer.cancel()
+        _remove_excepthook(self)
         if not self._client.gone:
             if self.cause is not None or self.failures.known_since is not None:
                 with suppress(RuntimeError):  # the store is gone since
-                    publish_foreign_connections(self._store, self.rank)
+                    sockets.publish_foreign_connections(self._store, self.rank)
             self.failures.mark_closed()
-            self._keep_store_alive()
+            known = [x for x in (self.failures.known_since, self._thread_failures.known_since) if x is not None]
+            if known and self.rank == 0 and not launcher_owns_store():
+                # The store may end with this process: give the others time to read the cause.
+                end = max(known) + STORE_LINGER
+                ranks = self.failures.ranks
+                while time.monotonic() < end and not self._client.gone and not self.failures.have_closed(*ranks):
+                    time.sleep(0.02)
         self._stopping.set()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
-        for end in (self._listener, self._liveness):
-            if end is not None:
-                end.close()
+        self._liveness_port.close()
+        if self._next_connection is not None:
+            self._next_connection.close()
         del self._thread_failures, self._heartbeat  # a connection is closed with the last reference to its store
-        intact = self.cause is None and not self._thread.is_alive()
-        self.sockets.close(keep=intact)
-        self._client.close(keep=intact)
+        self.sockets.close()
+        self._client.close()
         self.status.runner = None
 
     def on_exit(self, error: BaseException | None) -> None:
@@ -210,14 +202,11 @@ class Watch:
             self.cause = self.failures.report(error)
         self.stop()
 
-    def _keep_store_alive(self) -> None:
-        """If the store may end with this process, give the others time to read the cause."""
-        known = [since for since in (self.failures.known_since, self._thread_failures.known_since) if since is not None]
-        if not known or self.rank != 0 or launcher_owns_store():
-            return
-        end = max(known) + STORE_LINGER
-        while time.monotonic() < end and not self._client.gone and not self.failures.all_closed():
-            time.sleep(0.02)
+    def _on_process_exit(self) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit) and error.__context__ is not None:  # as torch.multiprocessing.spawn ends
+            error = error.__context__
+        self.on_exit(error)
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -231,39 +220,34 @@ class Watch:
                 logger.exception("the watch of rank %d failed; the pipeline continues without it", self.rank)
 
     def _poll(self, now: float) -> None:
-        key, snapshot = self.status.snapshot()
-        if key != self._key:
-            self._key, self._since = key, now
-            self._heartbeat.reset()
-            self._detector.reset()
-        age = now - self._since
+        snapshot = self._detector.update(now)
         if self.cause is None:
             try:
-                cause = store_unreachable() if self._client.gone else self._find_cause(snapshot, age, now)
+                cause = store_unreachable() if self._client.gone else self._find_cause(snapshot, now)
             except RuntimeError:
                 cause = store_unreachable()
             if cause is None:
                 return
             self.cause, self._stopped_at = cause, now
-            self._with_store(partial(publish_foreign_connections, rank=self.rank))
-            if cause.kind == TIMEOUT and cause.rank == self.rank:
+            self._with_store(partial(sockets.publish_foreign_connections, rank=self.rank))
+            if cause.kind == status.TIMEOUT and cause.rank == self.rank:
                 logger.error("%s", cause.error())
         if self.status.call_depth or snapshot.kind != "idle":
             self.sockets.shut_down()
         if self.status.call_depth:
             self._end_call(snapshot, now - self._stopped_at)
 
-    def _find_cause(self, snapshot: Snapshot, age: float, now: float) -> Cause | None:
+    def _find_cause(self, snapshot: status.Snapshot, now: float) -> Cause | None:
         """The cause, if something has failed; else send a heartbeat and check for a hang."""
         failures = self._thread_failures
         cause = failures.read() or self._check_next_rank()
-        if cause is None and snapshot.kind == "waits" and age > 2:
-            closed = next((rank for rank in snapshot.ranks if failures.has_closed(rank)), None)
+        if cause is None and snapshot.kind == "waits" and snapshot.age > 2:
+            closed = next((rank for rank in snapshot.ranks if failures.have_closed(rank)), None)
             cause = None if closed is None else failures.publish(Cause(closed, "", RANK_CLOSED))
         if cause is None:
-            self._heartbeat.send(self.status, snapshot, age, now)
-            chain = partial(wait_chain, self.rank, snapshot, lambda rank: self._heartbeat.read(rank, now))
-            cause = self._detector.check(snapshot, age, now, chain)
+            self._heartbeat.send(snapshot, now)
+            chain = partial(status.wait_chain, self.rank, snapshot, lambda rank: self._heartbeat.read(rank, now))
+            cause = self._detector.check(snapshot, now, chain)
             cause = None if cause is None else failures.publish(cause)
         return cause
 
@@ -271,44 +255,37 @@ class Watch:
         """The cause, if the process of the next rank is gone and has published none."""
         if self._next is None:
             return None
-        broken = self._connect(self._next) if self._liveness is None else self._liveness.broken
+        if self._next_connection is not None:
+            broken = sockets.is_broken(self._next_connection)
+        elif not self._client.store.check([f"address/{self._next}"]):
+            return None
+        else:
+            host, port = json.loads(self._client.store.get(f"address/{self._next}"))["liveness"]
+            try:
+                self._next_connection, broken = sockets.connect_liveness((host, port)), False
+            except ConnectionRefusedError:
+                broken = True
+            except OSError:  # unreachable: this rank does without
+                self._next = None
+                return None
         if not broken:
             return None
         rank, self._next = self._next, None
-        if self._thread_failures.has_closed(rank):
+        if self._thread_failures.have_closed(rank):
             return None
         return self._thread_failures.publish(Cause(rank, "", PROCESS_DIED))
 
-    def _connect(self, rank: int) -> bool:
-        """Connect to the next rank, once its address is published; whether its listener is closed already."""
-        key = f"address/{rank}"
-        if not self._client.store.check([key]):
-            return False
-        address = json.loads(self._client.store.get(key))["liveness"]
-        if address is None:
-            self._next = None
-            return False
-        try:
-            self._liveness = LivenessConnection((address[0], address[1]))
-        except ConnectionRefusedError:
-            return True
-        except OSError:  # unreachable: this rank does without
-            self._tries -= 1
-            if self._tries == 0:
-                self._next = None
-        return False
-
-    def _end_call(self, snapshot: Snapshot, waited: float) -> None:
+    def _end_call(self, snapshot: status.Snapshot, waited: float) -> None:
         """End the call that the main thread is still in, ``waited`` seconds after the failure."""
         assert self.cause is not None
-        if waited > INTERRUPT_AFTER and snapshot.kind == "works" and not self.interrupt.sent:
+        if waited > INTERRUPT_AFTER and snapshot.kind == "works" and not self.interrupted:
             self._interrupt()
         in_collective, anywhere = ABORT_FOREIGN_AFTER
         aborts_foreign = waited > anywhere or (waited > in_collective and self.status.in_collective())
         if snapshot.kind == "works" and aborts_foreign:
             others = [rank for rank in self._thread_failures.ranks if rank != self.rank]
-            self._with_store(partial(abort_foreign_groups, ranks=others))
-        limit = EXIT_AFTER if self.cause.kind == TIMEOUT else self._limits.timeout
+            self._with_store(partial(sockets.abort_foreign_groups, ranks=others))
+        limit = EXIT_AFTER if self.cause.kind == status.TIMEOUT else self._limits.timeout
         if limit is not None and waited > limit:
             _, stack = self.status.python_stack()
             report = f"rank {self.rank} {snapshot}, and exits, because the pipeline has stopped:\n{self.cause.error()}"
@@ -321,90 +298,41 @@ class Watch:
                 action(self._client.store)
 
     def _interrupt(self) -> None:
-        if self.interrupt.reaches(self.status.thread):
+        """Interrupt the main thread in its call as by Ctrl-C, which also ends a sleep; a program's own handler is not.
+
+        Programs in the background ignore SIGINT and are not interrupted, because shells start them so.
+        """
+        main = threading.main_thread().ident
+        if main == self.status.thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with self._lock:
                 if self.status.call_depth:
-                    self.interrupt.send()
-
-
-class MainThreadInterrupt:
-    """An interrupt of the main thread, as by Ctrl-C, which also ends a sleep or a wait for a socket.
-
-    It is delivered in a call of the pipeline, unless the program has its own SIGINT handler. Programs in the background
-    ignore SIGINT, because shells start them so. They continue to ignore it, except for the interrupts sent here.
-    """
-
-    def __init__(self) -> None:
-        self.sent = False
-        self._handler = self._on_signal
-
-    def enable(self) -> None:
-        """A call begins."""
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and _in_main_thread():
-            signal.signal(signal.SIGINT, self._handler)
-
-    def disable(self) -> None:
-        """The call has ended, and no interrupt is sent any more."""
-        if signal.getsignal(signal.SIGINT) is self._handler and _in_main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def reaches(self, thread: int | None) -> bool:
-        """Whether SIGINT would raise KeyboardInterrupt in that thread."""
-        handlers = (signal.default_int_handler, self._handler)
-        main = thread == threading.main_thread().ident
-        return main and signal.getsignal(signal.SIGINT) in handlers and hasattr(signal, "pthread_kill")
-
-    def send(self) -> None:
-        self.sent = True
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        if self.sent:
-            raise KeyboardInterrupt
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+                    self.interrupted = True
+                    signal.pthread_kill(main, signal.SIGINT)
 
 
 # ── exit hooks ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ExitHook(Protocol):
-    def on_exit(self, error: BaseException | None) -> None:
-        """The process ends, with an error or without."""
-
-
-_exit_hooks: WeakSet[Any] = WeakSet()
-_exit_hooks_lock = threading.RLock()  # a hook may be unregistered while another is registered: by garbage collection
+_watches: WeakSet[Watch] = WeakSet()
+_excepthook_lock = threading.RLock()  # a watch may stop while another one starts: by garbage collection
 _previous_excepthook: Callable[..., Any] | None = None  # while ours is installed
-_finalizer: util.Finalize | None = None
 
 
-def register_exit_hook(hook: ExitHook) -> None:
-    global _previous_excepthook, _finalizer
-    with _exit_hooks_lock:
-        _exit_hooks.add(hook)
+def _install_excepthook(watch: Watch) -> None:
+    global _previous_excepthook
+    with _excepthook_lock:
+        _watches.add(watch)
         if _previous_excepthook is None:
             _previous_excepthook, sys.excepthook = sys.excepthook, _on_uncaught_exception
-        if _finalizer is None or not _finalizer.still_active():
-            _finalizer = util.Finalize(None, _on_exit, exitpriority=100)
 
 
-def unregister_exit_hook(hook: ExitHook) -> None:
-    global _previous_excepthook, _finalizer
-    with _exit_hooks_lock:
-        _exit_hooks.discard(hook)
-        if _exit_hooks:
-            return
+def _remove_excepthook(watch: Watch) -> None:
+    global _previous_excepthook
+    with _excepthook_lock:
+        _watches.discard(watch)
         # A hook that was installed after ours calls ours, which must stay then.
-        if sys.excepthook is _on_uncaught_exception and _previous_excepthook is not None:
+        if not _watches and sys.excepthook is _on_uncaught_exception and _previous_excepthook is not None:
             sys.excepthook, _previous_excepthook = _previous_excepthook, None
-        if _finalizer is not None:
-            _finalizer.cancel()
-            _finalizer = None
 
 
 def is_failed_exit(error: BaseException | None) -> bool:
@@ -417,14 +345,102 @@ def is_failed_exit(error: BaseException | None) -> bool:
 def _on_uncaught_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     previous = _previous_excepthook or sys.__excepthook__  # which the last hook restores
     if not hasattr(sys, "ps1"):  # at a prompt, the program continues
-        for hook in list(_exit_hooks):
-            hook.on_exit(error)
+        for watch in list(_watches):
+            watch.on_exit(error)
     previous(kind, error, trace)
 
 
-def _on_exit() -> None:
-    error = sys.exc_info()[1]
-    if isinstance(error, SystemExit) and error.__context__ is not None:  # as torch.multiprocessing.spawn ends
-        error = error.__context__
-    for hook in list(_exit_hooks):
-        hook.on_exit(error)
+# ── rendezvous ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+_num_pipelines: Counter[tuple[int, ...]] = Counter()  # that this process has begun to build, by their ranks
+
+
+class Rendezvous:
+    """One pipeline's keys in the store, and the watch of this rank."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, timeout: float = 300.0) -> None:
+        """``ranks`` are world ranks, ``rank`` is that of this process, and ``timeout`` is in seconds."""
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank)
+        _num_pipelines[self.ranks] += 1
+        name = f"penstock/{digest(str(self.ranks))}/{_num_pipelines[self.ranks]}"
+        store = default_store()
+        self.store = PrefixStore(name, store)
+        self.timeout = timeout
+        self.complete = False  # whether all ranks have arrived
+        self.watch = Watch(store, name, self.ranks, rank)
+        self._num_gathers = 0
+
+    def cancel(self, error: BaseException) -> None:
+        """Publish that this rank could not build its pipeline. If another rank is the cause, raise that instead."""
+        cause = None
+        if self.complete and isinstance(error, (RuntimeError, ChannelError)) and not isinstance(error, PenstockError):
+            cause = self.watch.failures.wait_for_cause()  # it may be a connection to another rank that failed
+        if cause is None:
+            self.watch.failures.report(error, prefix="could not build its pipeline: ")
+        self.watch.stop()
+        if cause is not None:
+            raise cause.error() from error
+
+    def compare(self, config: Mapping[str, Any]) -> None:
+        """Wait for all ranks; raise if one does not arrive, or if its configuration differs from the first rank's."""
+        configs = self.gather(config)
+        for name, first in configs[0].items():
+            values = {self.ranks[r]: other.get(name) for r, other in enumerate(configs)}
+            differ = {rank: value for rank, value in values.items() if value != first}
+            if differ:
+                raise PlanError(
+                    f"the ranks were given different pipelines: {name} is {first} on rank {self.ranks[0]}, but "
+                    + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
+                )
+
+    def publish(self, value: Mapping[str, Any]) -> list[str]:
+        """Publish this rank's value, which must be JSON, for the next gathering; returns the keys of all ranks."""
+        self._num_gathers += 1
+        keys = [f"gather/{self._num_gathers}/{rank}" for rank in range(len(self.ranks))]
+        self.store.set(keys[self.rank], json.dumps(value))
+        return keys
+
+    def gather(
+        self, value: Mapping[str, Any], how: str = "until this pipeline is begun by", *, limited: bool = True
+    ) -> list[dict[str, Any]]:
+        """Every rank's value; waits for all ranks, and raises if one does not arrive, in time if that is limited."""
+        keys = self.publish(value)
+        start, pause = time.monotonic(), 0.001
+        with self.watch.status.waiting([rank for place, rank in enumerate(self.ranks) if place != self.rank], how):
+            while not self.store.check(keys):
+                cause = self.watch.cause or self.watch.failures.read()
+                if cause is not None and not self.store.check(keys):
+                    raise cause.error()
+                if limited and time.monotonic() - start > self.timeout:
+                    missing = [self.ranks[r] for r, key in enumerate(keys) if not self.store.check([key])]
+                    raise PipelineError(
+                        f"after {self.timeout:.0f} s, ranks {missing} have not begun to build this pipeline: every "
+                        "rank must build the same pipelines in the same order"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        if not self.complete:
+            self.complete = True
+            addresses = [json.loads(self.store.get(f"address/{rank}")) for rank in self.ranks]
+            self.watch.sockets.peer_addresses |= {tuple(address["gloo"]) for address in addresses}
+        return [json.loads(self.store.get(key)) for key in keys]
+
+
+def pipeline_config(plan: Plan, source: ScheduleProvider, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that must be equal on all ranks: also versions, because messages are pickled."""
+    schedule = source.training(source.microbatches)
+    structure = (plan.stages, plan.edges, plan.ties)
+    return {
+        "penstock": __version__,
+        "torch": torch.__version__,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "micro-batches": source.microbatches,
+        "plan": f"{plan.num_stages} stages ({digest(str(structure))})",
+        "schedule": f"{schedule.name} ({digest(str(schedule))})",
+        **{name: repr(value) for name, value in options.items()},
+    }
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, did_you_mean
 from penstock.split.marks import Block, cut_points
 from penstock.split.trace.call import Call, candidates
 from penstock.split.trace.errors import CannotTrace
 from penstock.split.trace.marks import Recording
 from penstock.split.trace.tracer import SegmentTracer, has_hooks
-from penstock.suggest import did_you_mean
 
 START = "start"
 """The layer before the first mark, where no module gives it a name."""

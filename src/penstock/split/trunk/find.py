@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from penstock.errors import PlanError
-from penstock.suggest import did_you_mean
+from penstock.errors import PlanError, did_you_mean
 
 
 def find_trunk(model: nn.Module) -> str | None:
