@@ -157,11 +157,17 @@ class PlanResult:
         recomputed = ""
         if best.recomputed and not best.configuration.recompute:
             recomputed = f", stages {', '.join(map(str, best.recomputed))} recomputed"
+        names = [g[0] if len(g) == 1 else f"{g[0]} … {g[-1]} ({len(g)})" for g in self.groups]
+        ranks = []
+        for rank, memory in enumerate(self.memory):
+            own = self.schedule.stages_of(rank)
+            layers = " | ".join(names[stage] for stage in own)
+            ranks.append((str(rank), " ".join(map(str, own)), layers, format_size(memory)))
         lines = [
             f"{best.configuration}{recomputed}",
             f"a step of {format_time(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
             "",
-            *format_table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3}),
+            *format_table(["rank", "stages", "layers", "memory"], ranks, right={0, 3}),
         ]
         if self.others:
             rows = [
@@ -177,15 +183,6 @@ class PlanResult:
         """HTML for notebooks."""
         html: str = _registry.viz().plan_result_html(self)
         return html
-
-    def _ranks(self) -> list[tuple[str, ...]]:
-        names = [g[0] if len(g) == 1 else f"{g[0]} … {g[-1]} ({len(g)})" for g in self.groups]
-        rows: list[tuple[str, ...]] = []
-        for rank, memory in enumerate(self.memory):
-            own = self.schedule.stages_of(rank)
-            layers = " | ".join(names[stage] for stage in own)
-            rows.append((str(rank), " ".join(map(str, own)), layers, format_size(memory)))
-        return rows
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, which every rank can read."""

@@ -10,12 +10,12 @@ Every second in which a rank works on no action has one cause:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from penstock.errors import PenstockError, PlanError, ScheduleError
@@ -68,57 +68,39 @@ class Idle:
 
 def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
     """For each rank with actions in ``step``."""
-    made = {
-        id(message.wait): message.source.end for message in traced_messages(trace, step) if message.wait is not None
-    }
+    messages = [message for message in traced_messages(trace, step) if message.wait is not None]
+    sent_at = {id(message.wait): message.source.end for message in messages}
     even = _even_gaps(trace, step)
     found = []
     for replica in trace.replicas:
         parts = step.of(trace.replica(replica))
-        if parts:
-            first = min(part.actions[0].start for part in parts)
-            last = max(done.end for part in parts for done in part.actions)
-            found += [_idle(part.track, part.actions, first, last, made, even) for part in parts]
+        first = min((part.actions[0].start for part in parts), default=0.0)
+        last = max((done.end for part in parts for done in part.actions), default=0.0)
+        for part in parts:
+            causes = dict.fromkeys(CAUSES, 0.0)
+            now, phase = first, "fill"
+            for number, done in enumerate(part.actions):
+                gap = max(0.0, done.start - now)
+                computing, waiting = _waits(done, now, sent_at) if number else (gap, gap)
+                own = min(computing, even.get(done.action, 0.0)) if number else gap
+                causes[phase] += own
+                causes["imbalance"] += computing - own
+                causes["communication"] += waiting - computing
+                causes["host"] += gap - waiting
+                phase = "drain" if done.action.kind in BACKWARD else phase
+                now = max(now, done.end)
+            causes["drain"] += last - now
+            busy = last - first - sum(causes.values())
+            found.append(Idle(part.track, last - first, busy, **causes))
     return found
 
 
-def _idle(
-    track: int,
-    actions: Iterable[ActionRecord],
-    first: float,
-    last: float,
-    made: Mapping[int, float],
-    even: Mapping[Action, float],
-) -> Idle:
-    fill = drain = imbalance = communication = host = 0.0
-    now, begun, backwards = first, False, False
-    for done in actions:
-        gap = max(0.0, done.start - now)
-        if not begun:
-            fill += gap
-        elif gap:
-            computing, waiting = _waits(done, now, made)
-            own = min(computing, even.get(done.action, 0.0))
-            if backwards:
-                drain += own
-            else:
-                fill += own
-            imbalance += computing - own
-            communication += waiting - computing
-            host += gap - waiting
-        begun, backwards = True, backwards or done.action.kind in BACKWARD
-        now = max(now, done.end)
-    drain += last - now
-    idle = fill + drain + imbalance + communication + host
-    return Idle(track, last - first, last - first - idle, fill, drain, imbalance, communication, host)
-
-
-def _waits(done: ActionRecord, now: float, made: Mapping[int, float]) -> tuple[float, float]:
+def _waits(done: ActionRecord, now: float, sent_at: Mapping[int, float]) -> tuple[float, float]:
     """Seconds from ``now`` to an action in which a peer still computes, and in which there is any wait."""
     clipped = [(wait, max(wait.start, now), min(wait.end, done.start)) for wait in done.waits]
     waiting = covered_seconds((start, end) for _, start, end in clipped)
     computing = covered_seconds(
-        (start, min(end, made.get(id(wait), end))) for wait, start, end in clipped if wait.what == "message"
+        (start, min(end, sent_at.get(id(wait), end))) for wait, start, end in clipped if wait.what == "message"
     )
     return min(computing, waiting), waiting
 
@@ -129,15 +111,11 @@ def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
     schedule = trace.schedule
     try:
         costs = trace.costs()
-        times = {
-            name: sum(numbers) / len(numbers)
-            for name in ("f", "i", "w", "b")
-            for numbers in [costs.of_stages(name, schedule.num_stages)]
-        }
-        recompute = costs.durations(schedule.num_stages)["R"]
+        times = {name: fmean(costs.of_stages(name, schedule.num_stages)) for name in ("f", "i", "w", "b")}
+        recompute = fmean(costs.durations(schedule.num_stages)["R"])
         replica = trace.tracks[step.of(range(len(trace.tracks)))[0].track].replica
         order = step.schedule(schedule.name, schedule.placement, places, trace.replica(replica))
-        even = simulate(order, Costs(**times, r=sum(recompute) / len(recompute)), trace.edges)
+        even = simulate(order, Costs(**times, r=recompute), trace.edges)
     except PenstockError:  # records of one rank only, or of half of a call
         return {}
     gaps = {}
@@ -247,7 +225,13 @@ def advise(trace: TraceData, idle: Sequence[Idle] = ()) -> list[Advice]:
     ``idle`` are the idle times of a step, if known. Steps that cannot be simulated (half of a call, or the records of
     one rank) give advice from these only.
     """
-    found = list(_host(idle))
+    found = []
+    host = max((rank.host / (rank.total or 1.0) for rank in idle), default=0.0)
+    text = (
+        f"hosts need up to {host:.0%} of a step between actions: fewer and larger micro-batches, fewer programs on the "
+        "machine, or compiled stages save at most that"
+    )
+    found.append(Advice("host", text, host, bound=True))
     try:
         base = trace.simulation()
     except PenstockError:
@@ -279,7 +263,12 @@ def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
         costs = replace(costs, activation=1.0)  # count micro-batches in flight, if no bytes are known
     kept = max(simulate(base.schedule, costs, trace.edges).peak_memory)
     best, larger = 0.0, Advice("", "", 0.0)
-    fixed = [simulate(schedule, costs, trace.edges) for schedule in _other_fixed_schedules(base.schedule)]
+    now, fixed = base.schedule, []
+    for name in SCHEDULES:
+        with suppress(ScheduleError):  # for other numbers of stages or micro-batches
+            schedule = _same_placement(name, now, now.num_microbatches)
+            if schedule.trains and schedule.placement == now.placement and schedule.orders != now.orders:
+                fixed.append(simulate(schedule, costs, trace.edges))
     fixed.sort(key=lambda found: found.makespan)
     split = "" if "W" in trace.order.kinds else " (if a weight's gradient takes half of a backward)"
     for found in fixed:
@@ -294,29 +283,14 @@ def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
             larger = Advice(_MORE, f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
     if larger.saved > best + MIN_SAVING:
         yield larger
-    if "R" in base.schedule.kinds or sum(map(len, base.schedule.orders)) > _MAX_SEARCHED_ACTIONS:
+    if "R" in now.kinds or sum(map(len, now.orders)) > _MAX_SEARCHED_ACTIONS:
         return
-    try:
-        found_order = auto(
-            costs, base.schedule.placement, base.schedule.num_microbatches, cap=kept, edges=trace.edges, seconds=0.4
-        )
-    except ScheduleError:  # for orders that auto does not support
-        return
-    saved = _saved(base, found_order.makespan)
-    if saved > best + MIN_SAVING:
-        note = split if found_order.schedule.kinds & {"I", "W"} else ""
-        yield Advice("schedule", f"schedule auto saves {saved:.0%} at the same memory{note}", saved)
-
-
-def _other_fixed_schedules(now: Schedule) -> Iterator[Schedule]:
-    """All other fixed schedules with the same placement, with the recomputes of ``now``."""
-    for name in SCHEDULES:
-        try:
-            schedule = _same_placement(name, now, now.num_microbatches)
-        except ScheduleError:  # for other numbers of stages or micro-batches
-            continue
-        if schedule.trains and schedule.placement == now.placement and schedule.orders != now.orders:
-            yield schedule
+    with suppress(ScheduleError):  # for orders that auto does not support
+        order = auto(costs, now.placement, now.num_microbatches, cap=kept, edges=trace.edges, seconds=0.4)
+        saved = _saved(base, order.makespan)
+        if saved > best + MIN_SAVING:
+            note = split if order.schedule.kinds & {"I", "W"} else ""
+            yield Advice("schedule", f"schedule auto saves {saved:.0%} at the same memory{note}", saved)
 
 
 def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
@@ -407,18 +381,6 @@ def _edges(trace: TraceData, base: Simulation) -> Iterator[Advice]:
             f"where less crosses, saves at most {saved:.0%}"
         )
         yield Advice("edge", text, saved, bound=True)
-
-
-def _host(idle: Sequence[Idle]) -> Iterator[Advice]:
-    """The largest fraction of a step that a rank waits for its host."""
-    worst = max(idle, key=lambda rank: rank.host, default=None)
-    if worst is not None and worst.total:
-        saved = worst.host / worst.total
-        text = (
-            f"hosts need up to {saved:.0%} of a step between actions: fewer and larger micro-batches, fewer programs "
-            "on the machine, or compiled stages save at most that"
-        )
-        yield Advice("host", text, saved, bound=True)
 
 
 # ── findings ─────────────────────────────────────────────────────────────────────────────────────────────────────
