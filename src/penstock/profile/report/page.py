@@ -174,9 +174,8 @@ def _tiles(findings: Findings) -> str:
         most = max(findings.peaks, key=lambda peak: peak.bytes)
         kind = "saved for backwards" if trace.memory == "saved" else trace.memory
         tiles.append((format_size(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
-    first = next(iter(findings.advice), None)
-    gain = "–" if first is None else f"{'≤ ' * first.bound}{first.saved:.0%}"
-    tiles.append((gain, "the first advice saves"))
+    for first in findings.advice[:1]:
+        tiles.append((f"{'≤ ' * first.bound}{first.saved:.0%}", "the first advice saves"))
     return "".join(f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles)
 
 
@@ -211,7 +210,7 @@ def _bubble(findings: Findings) -> str:
 
 
 def _memory(findings: Findings) -> str:
-    trace, simulation = findings.trace, findings.simulation
+    trace = findings.trace
     if not findings.peaks:
         return "<p>The memory of this run is not known.</p>"
     rows = []
@@ -223,12 +222,10 @@ def _memory(findings: Findings) -> str:
         ]
         if peak.rest:
             inside.append(f"{format_size(peak.rest)} of parameters, gradients, optimizer and others")
-        place = trace.tracks[peak.track].place
-        expected = "" if simulation is None else format_size(simulation.peak_memory[place])
         who = escape(rank_name(trace, peak.track))
-        rows.append([who, format_size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
-    head = ["rank", "peak", "after", "what it is", "simulated, of activations"]
-    return _table(head, rows, "The moment in which each rank keeps most.", texts=[3])
+        rows.append([who, format_size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–"])
+    head = ["rank", "peak", "after", "composition"]
+    return _table(head, rows, "The action after which each rank keeps most.", texts=[3])
 
 
 def _stages(findings: Findings) -> str:
