@@ -239,28 +239,22 @@ def host_time_per_message(out: Endpoint, back: Endpoint, size: int, slowest: flo
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # all other threads are the channel's
     try:
-        load = _make_load(max(MIN_LOAD, LOAD_FACTOR * slowest))
+        rows, matrix = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
+        found = []
+        for _ in range(4):
+            start = perf_counter()
+            torch.mm(rows, matrix)
+            found.append(perf_counter() - start)
+        times = max(1, round(max(MIN_LOAD, LOAD_FACTOR * slowest) / max(min(found), 1e-6)))
+
+        def load() -> None:
+            for _ in range(times):
+                torch.mm(rows, matrix)
+
         with_messages, without = (_cpu_time(out, back, load, count, turn) for count in (size, 0))
     finally:
         torch.set_num_threads(before)
     return max(0.0, (with_messages - without) / ROUNDS / 2)
-
-
-def _make_load(seconds: float) -> Callable[[], None]:
-    """A computation of about ``seconds``."""
-    rows, matrix = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
-    found = []
-    for _ in range(4):
-        start = perf_counter()
-        torch.mm(rows, matrix)
-        found.append(perf_counter() - start)
-    times = max(1, round(seconds / max(min(found), 1e-6)))
-
-    def load() -> None:
-        for _ in range(times):
-            torch.mm(rows, matrix)
-
-    return load
 
 
 def _cpu_time(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int, turn: int) -> float:

@@ -257,9 +257,8 @@ def _check_costs(costs: Profile | ModelCosts | str | Path, chain: LayerChain) ->
     for i, (cost, layer) in enumerate(zip_longest(names, chain.layers)):
         if cost != layer:
             raise PlanError(
-                f"the costs are of {len(names)} layers ({names[0]} … {names[-1]}), but the model has "
-                f"{len(chain.layers)} ({chain.layers[0]} … {chain.layers[-1]}), and number {i} is {cost!r} here and "
-                f"{layer!r} there: they are those of another model"
+                f"the costs are of {len(names)} layers, but the model has {len(chain.layers)}, and number {i} is "
+                f"{cost!r} here and {layer!r} there: they are those of another model"
             )
     return costs
 
