@@ -51,7 +51,6 @@ from weakref import WeakSet
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from penstock import __version__
 from penstock._torch import default_store
 from penstock.engine.channel.base import ChannelError
 from penstock.engine.failure import sockets, status
@@ -67,6 +66,7 @@ from penstock.engine.failure.cause import (
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
+from penstock.version import __version__
 
 POLL_INTERVAL = 0.2
 INTERRUPT_AFTER = 1.0  # seconds that a main thread has to notice the failure by itself
